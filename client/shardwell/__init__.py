@@ -1,0 +1,67 @@
+"""Shardwell: a sharded parameter server's client, for training code.
+
+    with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as client:
+        model = client.parameter("model", size=650, optimizer=shardwell.SGD(learning_rate=0.5))
+        model.init(first_weights)
+        weights = model.exchange(gradient)
+"""
+
+from shardwell.client import Client, connect
+from shardwell.errors import (
+    ArgumentError,
+    ClosedError,
+    CorruptChunkError,
+    DeadlineError,
+    InitSupersededError,
+    InternalError,
+    LimitError,
+    NonFiniteError,
+    NotInitializedError,
+    SeatsTakenError,
+    ShardUnavailableError,
+    ShardwellError,
+    SpecMismatchError,
+    StepOrderError,
+    UnknownParameterError,
+    WorkersMissingError,
+    WrongShardError,
+)
+from shardwell.malloc import tune_malloc
+from shardwell.parameter import Parameter, Traffic
+from shardwell.specs import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "ArgumentError",
+    "Average",
+    "Client",
+    "ClosedError",
+    "CorruptChunkError",
+    "DeadlineError",
+    "InitSupersededError",
+    "InternalError",
+    "LimitError",
+    "NonFiniteError",
+    "NotInitializedError",
+    "Optimizer",
+    "Parameter",
+    "ParameterSpec",
+    "RMSProp",
+    "SeatsTakenError",
+    "ShardUnavailableError",
+    "ShardwellError",
+    "SpecMismatchError",
+    "StepOrderError",
+    "Traffic",
+    "UnknownParameterError",
+    "WorkersMissingError",
+    "WrongShardError",
+    "__version__",
+    "connect",
+    "tune_malloc",
+]

@@ -1,0 +1,133 @@
+"""Chunks on the wire: values to a sealed message, and a message's payload to checked bytes.
+
+Here CRC, compression and geometry are written and believed; the arithmetic is codec.py's, the
+layout framing.py's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import crc32c
+import lz4.block
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from shardwell.codec import CODECS, Bytes, Codec, Scratch
+from shardwell.errors import ArgumentError, CorruptChunkError
+from shardwell.framing import OutgoingMessage
+from shardwell.partition import Slice
+from shardwell.specs import ParameterSpec
+from shardwell.v1 import types_pb2
+
+PAYLOAD_SIZE_MAX_BYTES = 2**20
+"""Encoded bytes of a chunk. Large enough for gRPC's full speed (docs/adr/0002-chunking.md)."""
+
+
+class ChunkCodec:
+    """How one parameter's chunks are written and read. Stateless; any thread may use it."""
+
+    def __init__(self, codec: Codec, *, lz4: bool = False, allow_non_finite: bool = False) -> None:
+        self.codec = codec
+        self._lz4 = lz4
+        self._allow_non_finite = allow_non_finite
+
+    @staticmethod
+    def of(spec: ParameterSpec) -> ChunkCodec:
+        """The one that a spec asks for."""
+        return ChunkCodec(
+            CODECS[spec.codec_name], lz4=spec.lz4, allow_non_finite=spec.allow_non_finite
+        )
+
+    def encode(
+        self,
+        header: Message,
+        chunk: types_pb2.Chunk,
+        where: Slice,
+        chunk_index: int,
+        values: npt.NDArray[Any],
+        scratch: Scratch,
+    ) -> bytes:
+        """A sealed message of one chunk.
+
+        Args:
+            header: The message without its payload.
+            chunk: The Chunk inside `header`; filled in.
+            where: The chunk's range in the parameter.
+            chunk_index: Its place in the slice.
+            values: (where.size,) floating point, any stride.
+            scratch: This thread's.
+
+        Raises:
+            NonFiniteValueError: a value is not finite and the spec refuses it.
+        """
+        chunk.chunk_index = chunk_index
+        chunk.element_offset = where.offset
+        chunk.element_count = where.size
+        message = OutgoingMessage(header, where.size * self.codec.item_size)
+        chunk.scale_exponent = self.codec.encode(
+            values, message.payload, scratch, allow_non_finite=self._allow_non_finite
+        )
+        if self._lz4:
+            packed = lz4.block.compress(message.payload, mode="fast", store_size=False)
+            if len(packed) < message.payload.size:
+                chunk.lz4 = True
+                message = OutgoingMessage(header, len(packed))
+                message.payload[:] = np.frombuffer(packed, np.uint8)
+        chunk.crc32c = crc32c.crc32c(message.payload)
+        return message.seal()
+
+    def open(self, chunk: types_pb2.Chunk, where: Slice, payload: Bytes) -> Bytes:
+        """Checks a chunk against the range where it belongs; returns the codec's bytes.
+
+        Args:
+            chunk: The header that came.
+            where: The range that its index stands for.
+            payload: What came with it.
+
+        Raises:
+            CorruptChunkError: CRC, offset, count or length do not fit.
+            ArgumentError: compression or a scale exponent that the spec does not allow.
+        """
+        if (chunk.element_offset, chunk.element_count) != (where.offset, where.size):
+            raise CorruptChunkError(
+                f"chunk {chunk.chunk_index} covers elements {where.offset} to {where.stop - 1}; "
+                f"got offset {chunk.element_offset} and count {chunk.element_count}; "
+                "check slice_of and chunk_element_count"
+            )
+        found = crc32c.crc32c(payload)
+        if found != chunk.crc32c:
+            raise CorruptChunkError(
+                f"chunk {chunk.chunk_index}: CRC32C of {payload.size} payload bytes is "
+                f"{found:#010x}, its header says {chunk.crc32c:#010x}; send it again"
+            )
+        self.codec.check_exponent(chunk.scale_exponent)
+        size = where.size * self.codec.item_size
+        if chunk.lz4:
+            payload = self._unpack(chunk, payload, size)
+        if payload.size != size:
+            raise CorruptChunkError(
+                f"chunk {chunk.chunk_index}: {where.size} elements of {self.codec.name} are "
+                f"{size} bytes; the payload has {payload.size}; check the codec"
+            )
+        return payload
+
+    def first_non_finite(self, chunk: types_pb2.Chunk, payload: Bytes) -> int | None:
+        """Index in the chunk of the first value that the spec refuses; None if there is none."""
+        if self._allow_non_finite:
+            return None
+        return self.codec.first_non_finite(payload, chunk.scale_exponent)
+
+    def _unpack(self, chunk: types_pb2.Chunk, payload: Bytes, size: int) -> Bytes:
+        if not self._lz4:
+            raise ArgumentError(
+                f"chunk {chunk.chunk_index} is compressed, but the spec says COMPRESSION_NONE"
+            )
+        try:
+            unpacked = lz4.block.decompress(payload, uncompressed_size=size)
+        except (lz4.block.LZ4BlockError, ValueError, MemoryError) as error:
+            raise CorruptChunkError(
+                f"chunk {chunk.chunk_index}: the payload is no LZ4 block of {size} bytes: {error}"
+            ) from None
+        return np.frombuffer(unpacked, np.uint8)

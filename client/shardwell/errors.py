@@ -1,0 +1,140 @@
+"""Every error that Shardwell raises, in one tree.
+
+    ShardwellError
+    ├── ArgumentError (ValueError)        a value that the caller passed
+    │   └── NonFiniteError                NaN or infinity, with the index of the first
+    ├── SpecMismatchError                 the parameter exists with another spec
+    ├── UnknownParameterError             no such parameter on a shard
+    ├── NotInitializedError               put or get before init()
+    ├── StepOrderError                    a step that closed without this worker, or was skipped
+    ├── SeatsTakenError                   worker_count other workers contribute already
+    ├── CorruptChunkError                 a chunk whose CRC, length or place does not fit
+    ├── WrongShardError                   an address leads to another shard or cluster
+    ├── LimitError                        a named limit of a shard
+    ├── DeadlineError (TimeoutError)      no answer within the caller's deadline
+    │   └── WorkersMissingError           ... because of other workers, which it names
+    ├── ShardUnavailableError (ConnectionError)   a shard can't be reached, or went away
+    ├── ClosedError                       the client was closed
+    └── InternalError                     a defect of Shardwell
+
+Each carries what a program needs to act: `shard_index`, `worker_id`, `parameter`, `rank` (None where
+they do not apply) and `retryable`, which is true when the same call may succeed later.
+"""
+
+from __future__ import annotations
+
+
+class ShardwellError(Exception):
+    """Base of all errors of Shardwell."""
+
+    retryable = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        shard_index: int | None = None,
+        worker_id: str | None = None,
+        parameter: str | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.shard_index = shard_index
+        self.worker_id = worker_id
+        self.parameter = parameter
+        self.rank = rank
+
+    @property
+    def message(self) -> str:
+        """The text: what, where, expected against got, and what to do."""
+        return str(self.args[0])
+
+
+class ArgumentError(ShardwellError, ValueError):
+    """A value that the caller passed can't be used."""
+
+
+class NonFiniteError(ArgumentError):
+    """A gradient or weight is NaN or infinite.
+
+    `element_index` is the first such element's place in the parameter (0-based).
+    """
+
+    def __init__(self, message: str, *, element_index: int = -1, **where: object) -> None:
+        super().__init__(message, **where)  # type: ignore[arg-type]
+        self.element_index = element_index
+
+
+class SpecMismatchError(ShardwellError):
+    """The parameter exists with another spec; the message lists the differences."""
+
+
+class UnknownParameterError(ShardwellError):
+    """The shard holds no parameter of that name."""
+
+
+class NotInitializedError(ShardwellError):
+    """Nobody has given the parameter its first weights yet."""
+
+    retryable = True
+
+
+class InitSupersededError(ShardwellError):
+    """Another client took over setting the first weights."""
+
+    retryable = True
+
+
+class StepOrderError(ShardwellError):
+    """A step closed without this worker, or the worker skipped one."""
+
+
+class SeatsTakenError(ShardwellError):
+    """The parameter's `worker_count` seats belong to other workers."""
+
+
+class CorruptChunkError(ShardwellError):
+    """A chunk's CRC, length, index or offset does not fit."""
+
+    retryable = True
+
+
+class WrongShardError(ShardwellError):
+    """An address leads to a shard with another index, count or cluster id."""
+
+
+class LimitError(ShardwellError):
+    """A named limit of a shard would be exceeded."""
+
+
+class DeadlineError(ShardwellError, TimeoutError):
+    """The deadline passed without an answer."""
+
+    retryable = True
+
+
+class WorkersMissingError(DeadlineError):
+    """The deadline passed because other workers did not contribute.
+
+    `missing_worker_ids` are those that the shard knows by name.
+    """
+
+    def __init__(
+        self, message: str, *, missing_worker_ids: tuple[str, ...] = (), **where: object
+    ) -> None:
+        super().__init__(message, **where)  # type: ignore[arg-type]
+        self.missing_worker_ids = missing_worker_ids
+
+
+class ShardUnavailableError(ShardwellError, ConnectionError):
+    """A shard can't be reached, is stopping, or went away in the middle of a call."""
+
+    retryable = True
+
+
+class ClosedError(ShardwellError):
+    """The client, or what it was used for, is closed."""
+
+
+class InternalError(ShardwellError):
+    """A defect of Shardwell itself; the shard's log has the details."""

@@ -1,0 +1,632 @@
+"""A dense parameter in a worker: first weights, gradients out, weights in.
+
+The three verbs block until they are done or their deadline has passed; a Parameter may be used by
+several threads, whose calls then take turns. Its buffers are the caller's: nothing is kept of a
+gradient after the call returns.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from shardwell import framing
+from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
+from shardwell.codec import CODECS, Float32, NonFiniteValueError, Scratch
+from shardwell.errors import (
+    ArgumentError,
+    CorruptChunkError,
+    DeadlineError,
+    InitSupersededError,
+    NonFiniteError,
+    ShardUnavailableError,
+    ShardwellError,
+)
+from shardwell.lane import Lane
+from shardwell.partition import Slice, slice_of
+from shardwell.specs import SAMPLE_COUNT_MAX, ParameterSpec, check_learning_rate
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
+from shardwell.values import as_flat, as_output, check_finite
+from shardwell.watchdog import Watch, Watchdog
+
+_INIT_RANGE_ELEMENTS = PAYLOAD_SIZE_MAX_BYTES // 4
+
+
+class Traffic:
+    """Bytes that a client has moved; read it whenever you like."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.sent_bytes = 0
+        """Messages of gradients and first weights."""
+        self.received_bytes = 0
+        """Messages of weights."""
+        self.sent_value_bytes = 0
+        """What was sent, as float32."""
+        self.received_value_bytes = 0
+        """What was received, as float32."""
+
+    def add(self, *, sent: int = 0, received: int = 0, values: int) -> None:
+        """Counts one message of `values` elements."""
+        with self._lock:
+            self.sent_bytes += sent
+            self.received_bytes += received
+            if sent:
+                self.sent_value_bytes += 4 * values
+            else:
+                self.received_value_bytes += 4 * values
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A gradient on its way."""
+
+    values: npt.NDArray[Any]
+    step: int
+    sample_count: int
+    wait_timeout_ms: int
+
+
+@dataclass
+class _Part:
+    """What this parameter is on one shard that owns a slice of it."""
+
+    channel: ShardChannel
+    where: Slice
+    chunk_element_count: int
+    lane: Lane | None = None
+
+    @property
+    def chunk_count(self) -> int:
+        return self.where.chunk_count(self.chunk_element_count)
+
+    def chunk(self, index: int) -> Slice:
+        return self.where.chunk(index, self.chunk_element_count)
+
+
+class Parameter:
+    """Made by `Client.parameter`."""
+
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        channels: list[ShardChannel],
+        *,
+        worker_id: str,
+        timeout_s: float,
+        watchdog: Watchdog,
+        executor: Executor,
+        traffic: Traffic,
+    ) -> None:
+        self.spec = spec
+        """What all workers agreed on."""
+        self.next_step = 0
+        """The step that this worker's next gradient joins; a restarted worker goes on here."""
+        self.version = 0
+        """Updates that the weights fetched last have seen (the fewest of their chunks)."""
+        self._channels = channels
+        self._worker_id = worker_id
+        self._timeout_s = timeout_s
+        self._watchdog = watchdog
+        self._executor = executor
+        self._traffic = traffic
+        self._codec = ChunkCodec.of(spec)
+        self._lock = threading.RLock()
+        self._scratch = threading.local()
+        self._closed = False
+        self._parts = self._open()
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self.spec.name
+
+    @property
+    def size(self) -> int:
+        """Number of float32 elements."""
+        return self.spec.size
+
+    def init(self, weights: Any, *, timeout_s: float | None = None) -> int:
+        """Sets the first weights; whoever calls first, in the whole cluster, decides them.
+
+        All workers may call it, each with its own values: one of them wins, as a whole, and the
+        others return when its weights stand. They travel as float32 and stand exactly.
+
+        Args:
+            weights: (size,) float32, or of any shape with as many elements.
+            timeout_s: See `Client`.
+
+        Returns:
+            The version: 0, or more if training has begun.
+
+        Raises:
+            ArgumentError, NonFiniteError: the weights can't be used; nothing was sent.
+            DeadlineError: the client that came first did not finish in time.
+        """
+        what = f"first weights of {self.name!r}"
+        values = as_flat(what, weights, self.size)
+        if not self.spec.allow_non_finite:
+            check_finite(what, values, self.name)
+        deadline_s = time.monotonic() + self._bounded(timeout_s)
+        first = self._channels[0]
+        while True:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise DeadlineError(
+                    f"{what}: another client claimed to set them and has not finished; "
+                    "check that client, or raise timeout_s",
+                    parameter=self.name,
+                    shard_index=0,
+                )
+            claim = first.call(
+                "ClaimInit",
+                pb.ClaimInitRequest(
+                    shard=first.identity,
+                    parameter=self.name,
+                    worker_id=self._worker_id,
+                    wait_timeout_ms=_milliseconds(remaining_s),
+                ),
+                pb.ClaimInitResponse,
+                timeout_s=remaining_s + ANSWER_MARGIN_S,
+                parameter=self.name,
+            )
+            if claim.initialized:
+                return claim.version
+            if claim.granted:
+                try:
+                    return self._send_first_weights(values, claim.epoch, deadline_s)
+                except InitSupersededError:
+                    continue
+
+    def get_weights(
+        self, *, out: Float32 | None = None, min_version: int = 0, timeout_s: float | None = None
+    ) -> Float32:
+        """The weights, as the shards have them now.
+
+        Args:
+            out: Where to put them, a writable C-contiguous float32 array of `size` elements;
+                default: a new (size,) array. Its contents are undefined after an error.
+            min_version: Wait until every chunk has seen that many updates: `step + 1` for the
+                result of `step`.
+            timeout_s: See `Client`.
+
+        Raises:
+            NotInitializedError: nobody has called `init` yet.
+            WorkersMissingError: `min_version` was not reached in time; names who is missing.
+            DeadlineError, ShardUnavailableError: a shard did not answer.
+        """
+        if isinstance(min_version, bool) or min_version < 0:
+            raise ArgumentError(f"min_version must be at least 0; got {min_version!r}")
+        weights = np.empty(self.size, np.float32) if out is None else out
+        flat = as_output(weights, self.size)
+        wait_s = self._bounded(timeout_s)
+        with self._lock:
+            self._check_open()
+            calls = [
+                part.channel.get_weights(
+                    pb.GetWeightsRequest(
+                        shard=part.channel.identity,
+                        parameter=self.name,
+                        worker_id=self._worker_id,
+                        min_version=int(min_version),
+                        wait_timeout_ms=_milliseconds(wait_s),
+                    ),
+                    timeout=wait_s + ANSWER_MARGIN_S,
+                )
+                for part in self._parts
+            ]
+            try:
+                self._receive(flat, lambda number: next(calls[number], b""), min_version)
+            finally:
+                for call in calls:
+                    call.cancel()
+        return weights
+
+    def get_weights_async(
+        self, *, out: Float32 | None = None, min_version: int = 0, timeout_s: float | None = None
+    ) -> Future[Float32]:
+        """`get_weights` on a thread of the client's; its result or error comes in the future.
+
+        `out` belongs to the call until then.
+        """
+        return self._executor.submit(
+            self.get_weights, out=out, min_version=min_version, timeout_s=timeout_s
+        )
+
+    def put_gradient(
+        self, gradient: Any, *, sample_count: int = 1, timeout_s: float | None = None
+    ) -> int:
+        """Adds a gradient to this worker's next step; returns when all shards have counted it.
+
+        Does not wait for the other workers, except for a step before this one. After an error the
+        step is still this worker's next: call again; what had been counted is not counted twice.
+
+        Args:
+            gradient: (size,) float32, or any shape and layout with as many elements; float64 and
+                float16 are converted. Read until the call returns.
+            sample_count: Weight in the step's mean, 0 to 2^24: sum(n_i * g_i) / sum(n_i). Has no
+                effect in asynchronous mode.
+            timeout_s: See `Client`.
+
+        Returns:
+            The step that it joined; `get_weights(min_version=step + 1)` has its effect.
+
+        Raises:
+            ArgumentError, NonFiniteError: the gradient can't be used; nothing was sent.
+            NotInitializedError, StepOrderError, SeatsTakenError: see the errors.
+            WorkersMissingError: an earlier step did not close in time.
+            DeadlineError, ShardUnavailableError: a shard did not answer.
+        """
+        with self._lock:
+            work = self._gradient(gradient, sample_count, timeout_s)
+            wait_s = work.wait_timeout_ms / 1000
+            failures: list[BaseException] = []
+            calls = [
+                part.channel.put_gradient.future(
+                    _guarded(self._messages(pb.PutGradientRequest, part, work, opens=True), failures),
+                    timeout=wait_s + ANSWER_MARGIN_S,
+                )
+                for part in self._parts
+            ]
+            try:
+                for part, call in zip(self._parts, calls, strict=True):
+                    with part.channel.translated(self.name):
+                        call.result()
+            except ShardwellError:
+                if failures:
+                    raise failures[0] from None
+                raise
+            finally:
+                for call in calls:
+                    call.cancel()
+            self.next_step = work.step + 1
+            return work.step
+
+    def exchange(
+        self,
+        gradient: Any,
+        *,
+        sample_count: int = 1,
+        out: Float32 | None = None,
+        timeout_s: float | None = None,
+    ) -> Float32:
+        """`put_gradient` and `get_weights` of its result at once, chunk by chunk.
+
+        While later chunks of the gradient leave, updated weights of earlier ones arrive, so that
+        both directions of the wire are busy. Synchronous mode: waits for the other workers.
+
+        Args:
+            gradient: See `put_gradient`.
+            sample_count: See `put_gradient`.
+            out: See `get_weights`. May be the gradient's own memory only if it is another array:
+                overlapping arrays are refused.
+            timeout_s: See `Client`.
+
+        Returns:
+            The weights after this step: (size,) float32, `out` if given.
+
+        Raises:
+            As `put_gradient` and `get_weights`. After an error the step is still this worker's
+            next: call again.
+        """
+        with self._lock:
+            work = self._gradient(gradient, sample_count, timeout_s)
+            weights = np.empty(self.size, np.float32) if out is None else out
+            flat = as_output(weights, self.size)
+            if out is not None and np.may_share_memory(flat, work.values):
+                raise ArgumentError("out must not overlap the gradient; pass another array")
+            may_be_stale = any(part.lane is not None and part.lane.used for part in self._parts)
+            try:
+                self._exchange_once(work, flat)
+            except ShardUnavailableError:
+                if not may_be_stale:
+                    raise
+                # The streams of earlier steps were gone; a step is safe to repeat on new ones.
+                self._exchange_once(work, flat)
+            self.next_step = work.step + 1
+            return weights
+
+    def set_learning_rate(
+        self, learning_rate: float, *, now: bool = False, timeout_s: float | None = None
+    ) -> None:
+        """Changes the optimizer's learning rate on all shards, for all workers.
+
+        Takes effect at this worker's next step, which is the same update on every shard and chunk
+        if this worker takes part; with `now`, at each chunk's next update.
+
+        Raises:
+            ArgumentError: the rate is negative or not finite, or the optimizer has none.
+            StepOrderError: chunks are past this worker's next step; use `now`.
+        """
+        rate = check_learning_rate("learning_rate", learning_rate)
+        with self._lock:
+            self._check_open()
+            for channel in self._channels:
+                channel.call(
+                    "SetLearningRate",
+                    pb.SetLearningRateRequest(
+                        shard=channel.identity,
+                        parameter=self.name,
+                        learning_rate=rate,
+                        from_step=0 if now else self.next_step,
+                    ),
+                    pb.SetLearningRateResponse,
+                    timeout_s=self._bounded(timeout_s),
+                    parameter=self.name,
+                )
+
+    def close(self) -> None:
+        """Ends this worker's streams; the parameter lives on in the cluster. Safe to repeat."""
+        self._closed = True
+        for part in self._parts:
+            if part.lane is not None:
+                part.lane.close()
+
+    # Opening.
+
+    def _open(self) -> list[_Part]:
+        """Creates or joins the parameter on all shards; parts with empty slices are left out."""
+        parts, next_steps = [], []
+        for channel in self._channels:
+            opened = channel.call(
+                "CreateParameter",
+                pb.CreateParameterRequest(
+                    shard=channel.identity, worker_id=self._worker_id, spec=self.spec.to_proto()
+                ),
+                pb.CreateParameterResponse,
+                timeout_s=self._timeout_s,
+                parameter=self.name,
+            )
+            where = Slice(opened.slice_offset, opened.slice_size)
+            item_size = CODECS[self.spec.codec_name].item_size
+            bytes_ = opened.chunk_element_count * item_size
+            if (
+                where != slice_of(self.size, channel.shard_index, len(self._channels))
+                or not 0 < bytes_ <= PAYLOAD_SIZE_MAX_BYTES
+            ):
+                raise CorruptChunkError(
+                    f"shard {channel.shard_index} answers slice {where} in chunks of "
+                    f"{opened.chunk_element_count} elements for {self.name!r}; it does not fit "
+                    "size and shard count; run the same version everywhere",
+                    shard_index=channel.shard_index,
+                    parameter=self.name,
+                )
+            if where.size:
+                parts.append(_Part(channel, where, opened.chunk_element_count))
+                next_steps.append(opened.next_step)
+        self.next_step = min(next_steps)
+        return parts
+
+    def _send_first_weights(
+        self, values: npt.NDArray[Any], epoch: int, deadline_s: float
+    ) -> int:
+        """Sends the first weights, to shard 0 last: its answer makes them stand."""
+        version = 0
+        codec = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
+        for channel in reversed(self._channels):
+            where = slice_of(self.size, channel.shard_index, len(self._channels))
+
+            def messages(channel: ShardChannel = channel, where: Slice = where) -> Iterator[bytes]:
+                opening = pb.InitWeightsRequest(open=self._stream_open(channel), epoch=epoch)
+                yield opening.SerializeToString()
+                for index in range(where.chunk_count(_INIT_RANGE_ELEMENTS)):
+                    part = where.chunk(index, _INIT_RANGE_ELEMENTS)
+                    header = pb.InitWeightsRequest()
+                    message = codec.encode(
+                        header,
+                        header.chunk,
+                        part,
+                        index,
+                        values[part.offset : part.stop],
+                        self._thread_scratch(),
+                    )
+                    self._traffic.add(sent=len(message), values=part.size)
+                    yield message
+
+            with channel.translated(self.name):
+                version = channel.init_weights(
+                    messages(), timeout=max(deadline_s - time.monotonic(), 0.05)
+                ).version
+        return version
+
+    # Gradients out.
+
+    def _gradient(self, gradient: Any, sample_count: int, timeout_s: float | None) -> _Gradient:
+        """Checks everything that can be checked before anything is sent."""
+        self._check_open()
+        what = f"gradient of {self.name!r}"
+        values = as_flat(what, gradient, self.size)
+        count = int(sample_count) if isinstance(sample_count, (int, np.integer)) else -1
+        if isinstance(sample_count, bool) or not 0 <= count <= SAMPLE_COUNT_MAX:
+            raise ArgumentError(
+                f"sample_count must be an integer from 0 to {SAMPLE_COUNT_MAX}; "
+                f"got {sample_count!r}"
+            )
+        if not self.spec.allow_non_finite:
+            check_finite(what, values, self.name)
+        return _Gradient(values, self.next_step, count, _milliseconds(self._bounded(timeout_s)))
+
+    def _messages(
+        self, header_type: Any, part: _Part, work: _Gradient, *, opens: bool
+    ) -> Iterator[bytes]:
+        """The stream of one gradient to one shard; runs on a thread of gRPC's."""
+        scratch = self._thread_scratch()
+        last = part.chunk_count - 1
+        for index in range(part.chunk_count):
+            where = part.chunk(index)
+            header = header_type()
+            if opens and index == 0:
+                header.open.CopyFrom(self._stream_open(part.channel))
+            gradient = header.gradient
+            gradient.step = work.step
+            gradient.sample_count = work.sample_count
+            gradient.wait_timeout_ms = work.wait_timeout_ms
+            gradient.end_of_step = index == last
+            try:
+                message = self._codec.encode(
+                    header,
+                    gradient.chunk,
+                    where,
+                    index,
+                    work.values[where.offset : where.stop],
+                    scratch,
+                )
+            except NonFiniteValueError as error:  # the caller changed the array meanwhile
+                raise NonFiniteError(
+                    f"gradient of {self.name!r}: element {where.offset + error.index} became "
+                    f"{error.value} while it was sent; do not write to it before the call returns",
+                    element_index=where.offset + error.index,
+                    parameter=self.name,
+                ) from None
+            self._traffic.add(sent=len(message), values=where.size)
+            yield message
+
+    def _exchange_once(self, work: _Gradient, weights: Float32) -> None:
+        """One attempt; on failure all lanes are closed, so that no late answer can be mistaken."""
+        timeout_s = work.wait_timeout_ms / 1000 + ANSWER_MARGIN_S
+        with self._watchdog.watch(timeout_s, self._close_lanes) as watch:
+            try:
+                lanes = [self._submit(part, work) for part in self._parts]
+                min_version = work.step + 1 if self.spec.mode == "sync" else 0
+                self._receive(weights, lambda number: lanes[number].read(), min_version, watch)
+                for lane in lanes:
+                    lane.used = True
+            except BaseException:
+                failure = self._close_lanes()
+                if failure is not None:
+                    raise failure from None
+                raise
+
+    def _submit(self, part: _Part, work: _Gradient) -> Lane:
+        """Sends one shard its part of a gradient on its lane, opening one where there is none."""
+        opens = part.lane is None or not part.lane.is_open
+        if part.lane is None or opens:
+            part.lane = Lane(part.channel)
+        part.lane.submit(self._messages(pb.ExchangeRequest, part, work, opens=opens))
+        return part.lane
+
+    def _close_lanes(self) -> BaseException | None:
+        """Ends all lanes; returns why messages could not be made, if they could not."""
+        lanes = [part.lane for part in self._parts if part.lane is not None]
+        for part in self._parts:
+            part.lane = None
+        for lane in lanes:
+            lane.close()
+        return next((lane.failure for lane in lanes if lane.failure is not None), None)
+
+    # Weights in.
+
+    def _receive(
+        self,
+        weights: Float32,
+        read: Callable[[int], bytes],
+        min_version: int,
+        watch: Watch | None = None,
+    ) -> None:
+        """Reads every chunk of every part, in turns, so that no shard's stream stands still.
+
+        All clients read shard by shard within a chunk index, in the same order; with it, a shard
+        that waits until its answer is taken can never be part of a circle of waits.
+        """
+        version = math.inf
+        for index in range(max(part.chunk_count for part in self._parts)):
+            for number, part in enumerate(self._parts):
+                if index < part.chunk_count:
+                    try:
+                        message = read(number)
+                    except grpc.RpcError as error:
+                        if watch is not None and watch.expired:
+                            raise DeadlineError(
+                                f"shard {part.channel.shard_index} at {part.channel.address} did "
+                                f"not answer an exchange of {self.name!r} within its deadline; "
+                                "check the network, or raise timeout_s",
+                                shard_index=part.channel.shard_index,
+                                parameter=self.name,
+                            ) from None
+                        raise part.channel.translate(error, self.name) from None
+                    version = min(version, self._decode(part, index, message, weights, min_version))
+        self.version = int(version)
+
+    def _decode(
+        self, part: _Part, index: int, message: bytes, weights: Float32, min_version: int
+    ) -> int:
+        """Checks a chunk of weights and writes it where it belongs; returns its version."""
+        header, payload = framing.parse(pb.ExchangeResponse, message)
+        where = part.chunk(index)
+        chunk: types_pb2.Chunk = header.chunk
+        if chunk.chunk_index != index or header.version < min_version:
+            raise CorruptChunkError(
+                f"shard {part.channel.shard_index} answered chunk {chunk.chunk_index} at version "
+                f"{header.version} of {self.name!r}; expected chunk {index} at version "
+                f"{min_version} or later",
+                shard_index=part.channel.shard_index,
+                parameter=self.name,
+            )
+        try:
+            stored = self._codec.open(chunk, where, payload)
+        except ShardwellError as error:
+            error.shard_index, error.parameter = part.channel.shard_index, self.name
+            raise
+        self._codec.codec.decode(
+            stored, chunk.scale_exponent, weights[where.offset : where.stop]
+        )
+        self._traffic.add(received=len(message), values=where.size)
+        return int(header.version)
+
+    def _stream_open(self, channel: ShardChannel) -> types_pb2.StreamOpen:
+        return types_pb2.StreamOpen(
+            shard=channel.identity, parameter=self.name, worker_id=self._worker_id
+        )
+
+    def _thread_scratch(self) -> Scratch:
+        scratch: Scratch | None = getattr(self._scratch, "value", None)
+        if scratch is None:
+            scratch = self._scratch.value = Scratch()
+        return scratch
+
+    def _bounded(self, timeout_s: float | None) -> float:
+        return check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            from shardwell.errors import ClosedError
+
+            raise ClosedError(
+                f"parameter {self.name!r} was closed with its client; connect again",
+                parameter=self.name,
+            )
+
+
+def check_timeout(timeout_s: float) -> float:
+    """Returns a timeout that can be used: above 0, at most 30 days.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if isinstance(timeout_s, bool) or not 0 < timeout_s <= 30 * 86400:
+        raise ArgumentError(f"timeout_s must be above 0 and at most 30 days; got {timeout_s!r}")
+    return float(timeout_s)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(int(seconds * 1000), 1)
+
+
+def _guarded(messages: Iterator[bytes], failures: list[BaseException]) -> Iterator[bytes]:
+    """Keeps what goes wrong while messages are made; gRPC would only say that something did."""
+    try:
+        yield from messages
+    except Exception as error:
+        failures.append(error)
+        raise

@@ -1,0 +1,54 @@
+"""Which shard owns which elements, and how a slice is cut into chunks. Pure arithmetic.
+
+Source: BigDL's AllReduceParameter (Dai et al., 2018): the first `size % shard_count` slices are one
+element longer than the rest, so slices differ by at most one and none is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A contiguous range of a parameter's elements."""
+
+    offset: int
+    """First element, counted from the start of the parameter."""
+    size: int
+    """Number of elements; 0 when the parameter has fewer elements than the cluster shards."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.offset + self.size
+
+    def chunk_count(self, chunk_element_count: int) -> int:
+        """Into how many chunks of at most `chunk_element_count` elements it is cut."""
+        return -(-self.size // chunk_element_count)
+
+    def chunk(self, chunk_index: int, chunk_element_count: int) -> Slice:
+        """The chunk's range, in elements of the whole parameter.
+
+        Raises:
+            IndexError: there is no such chunk.
+        """
+        start = chunk_index * chunk_element_count
+        if chunk_index < 0 or start >= self.size:
+            raise IndexError(chunk_index)
+        return Slice(self.offset + start, min(chunk_element_count, self.size - start))
+
+
+def slice_of(size: int, shard_index: int, shard_count: int) -> Slice:
+    """The slice of a parameter of `size` elements that shard `shard_index` owns.
+
+    Raises:
+        ValueError: size below 0, or an index outside 0..shard_count-1.
+    """
+    if size < 0 or not 0 <= shard_index < shard_count:
+        raise ValueError(f"no slice {shard_index} of {shard_count} of a parameter of size {size}")
+    task, extra = divmod(size, shard_count)
+    return Slice(
+        offset=shard_index * task + min(shard_index, extra),
+        size=task + (1 if shard_index < extra else 0),
+    )

@@ -1,0 +1,144 @@
+"""One catalogue of errors for both sides: exception, wire code and gRPC status.
+
+The service turns an exception into a status with `to_status`; the SDK turns the status back into the
+same exception with `from_rpc_error`. `grpc.RpcError` never reaches a user.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shardwell import errors
+from shardwell.v1 import types_pb2
+
+ERROR_DETAIL_KEY = "shardwell-error-bin"
+
+_CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.StatusCode]] = [
+    # Kinds before their bases: the first that fits is taken.
+    (errors.NonFiniteError, types_pb2.ERROR_CODE_NON_FINITE, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.ArgumentError, types_pb2.ERROR_CODE_INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.CorruptChunkError, types_pb2.ERROR_CODE_CORRUPT_CHUNK, grpc.StatusCode.DATA_LOSS),
+    (
+        errors.SpecMismatchError,
+        types_pb2.ERROR_CODE_SPEC_MISMATCH,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ),
+    (
+        errors.UnknownParameterError,
+        types_pb2.ERROR_CODE_UNKNOWN_PARAMETER,
+        grpc.StatusCode.NOT_FOUND,
+    ),
+    (
+        errors.NotInitializedError,
+        types_pb2.ERROR_CODE_NOT_INITIALIZED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ),
+    (errors.InitSupersededError, types_pb2.ERROR_CODE_INIT_SUPERSEDED, grpc.StatusCode.ABORTED),
+    (errors.WrongShardError, types_pb2.ERROR_CODE_WRONG_SHARD, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.StepOrderError, types_pb2.ERROR_CODE_STEP_ORDER, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.SeatsTakenError, types_pb2.ERROR_CODE_SEATS_TAKEN, grpc.StatusCode.FAILED_PRECONDITION),
+    (
+        errors.WorkersMissingError,
+        types_pb2.ERROR_CODE_WORKERS_MISSING,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    ),
+    (errors.LimitError, types_pb2.ERROR_CODE_LIMIT_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.ShardUnavailableError, types_pb2.ERROR_CODE_STOPPING, grpc.StatusCode.UNAVAILABLE),
+    (errors.InternalError, types_pb2.ERROR_CODE_INTERNAL, grpc.StatusCode.INTERNAL),
+]
+_BY_CODE = {code: kind for kind, code, _ in _CATALOGUE}
+
+
+class Status(NamedTuple):
+    """What a failed call ends with."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, bytes], ...]
+
+
+def to_status(error: errors.ShardwellError) -> Status:
+    """The status that tells a client of `error`."""
+    _, code, status_code = next(
+        (entry for entry in _CATALOGUE if isinstance(error, entry[0])), _CATALOGUE[-1]
+    )
+    detail = types_pb2.ErrorDetail(
+        code=code,
+        shard_index=error.shard_index or 0,
+        parameter=error.parameter or "",
+        worker_id=error.worker_id or "",
+        element_index=getattr(error, "element_index", -1),
+        missing_worker_ids=getattr(error, "missing_worker_ids", ()),
+    )
+    return Status(
+        status_code, error.message, ((ERROR_DETAIL_KEY, detail.SerializeToString()),)
+    )
+
+
+def from_rpc_error(
+    error: grpc.RpcError, *, shard_index: int, address: str, parameter: str | None = None
+) -> errors.ShardwellError:
+    """The exception that a failed call stands for.
+
+    Args:
+        error: What gRPC raised; it is a call with a status.
+        shard_index: Which shard was called.
+        address: Where, for the message.
+        parameter: On behalf of which parameter.
+    """
+    code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
+    detail = _detail_of(error)
+    if detail is not None and detail.code in _BY_CODE:
+        return _from_detail(detail, details)
+    where = f"shard {shard_index} at {address}"
+    known = {"shard_index": shard_index, "parameter": parameter}
+    match code:
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+            return errors.ShardUnavailableError(
+                f"{where} can't be reached or went away ({details or code.name}); "
+                "check that it runs, then call again",
+                **known,
+            )
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.DeadlineError(
+                f"{where} did not answer within the deadline; "
+                "check the network and its load, or raise timeout_s",
+                **known,
+            )
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return errors.LimitError(f"{where} is at a limit: {details}", **known)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return errors.WrongShardError(
+                f"{where} is no Shardwell shard of this version: {details}", **known
+            )
+        case _:
+            return errors.InternalError(f"{where}: {code.name}: {details}", **known)
+
+
+def _from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.ShardwellError:
+    where = {
+        "shard_index": detail.shard_index,
+        "worker_id": detail.worker_id or None,
+        "parameter": detail.parameter or None,
+    }
+    kind = _BY_CODE[detail.code]
+    if kind is errors.NonFiniteError:
+        return errors.NonFiniteError(message, element_index=detail.element_index, **where)
+    if kind is errors.WorkersMissingError:
+        return errors.WorkersMissingError(
+            message, missing_worker_ids=tuple(detail.missing_worker_ids), **where
+        )
+    return kind(message, **where)  # type: ignore[arg-type]
+
+
+def _detail_of(error: grpc.RpcError) -> types_pb2.ErrorDetail | None:
+    for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]
+        if key == ERROR_DETAIL_KEY:
+            try:
+                return types_pb2.ErrorDetail.FromString(value)
+            except DecodeError:
+                return None
+    return None

@@ -1,0 +1,218 @@
+from shardwell.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CreateParameterRequest(_message.Message):
+    __slots__ = ("shard", "worker_id", "spec")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    worker_id: str
+    spec: _types_pb2.ParameterSpec
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ...) -> None: ...
+
+class CreateParameterResponse(_message.Message):
+    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized")
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ELEMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    created: bool
+    slice_offset: int
+    slice_size: int
+    chunk_element_count: int
+    version: int
+    next_step: int
+    initialized: bool
+    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ...) -> None: ...
+
+class ClaimInitRequest(_message.Message):
+    __slots__ = ("shard", "parameter", "worker_id", "wait_timeout_ms")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    parameter: str
+    worker_id: str
+    wait_timeout_ms: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., wait_timeout_ms: _Optional[int] = ...) -> None: ...
+
+class ClaimInitResponse(_message.Message):
+    __slots__ = ("initialized", "granted", "epoch", "version")
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    initialized: bool
+    granted: bool
+    epoch: int
+    version: int
+    def __init__(self, initialized: bool = ..., granted: bool = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class InitWeightsRequest(_message.Message):
+    __slots__ = ("open", "epoch", "chunk", "padding", "payload")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    open: _types_pb2.StreamOpen
+    epoch: int
+    chunk: _types_pb2.Chunk
+    padding: bytes
+    payload: bytes
+    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., epoch: _Optional[int] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class InitWeightsResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class PutGradientRequest(_message.Message):
+    __slots__ = ("open", "gradient", "padding", "payload")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    open: _types_pb2.StreamOpen
+    gradient: _types_pb2.GradientChunk
+    padding: bytes
+    payload: bytes
+    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class PutGradientResponse(_message.Message):
+    __slots__ = ("counted_chunk_count", "duplicate_chunk_count")
+    COUNTED_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    counted_chunk_count: int
+    duplicate_chunk_count: int
+    def __init__(self, counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ...) -> None: ...
+
+class GetWeightsRequest(_message.Message):
+    __slots__ = ("shard", "parameter", "worker_id", "min_version", "wait_timeout_ms")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    parameter: str
+    worker_id: str
+    min_version: int
+    wait_timeout_ms: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ...) -> None: ...
+
+class GetWeightsResponse(_message.Message):
+    __slots__ = ("chunk", "version", "padding", "payload")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    chunk: _types_pb2.Chunk
+    version: int
+    padding: bytes
+    payload: bytes
+    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class ExchangeRequest(_message.Message):
+    __slots__ = ("open", "gradient", "padding", "payload")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    open: _types_pb2.StreamOpen
+    gradient: _types_pb2.GradientChunk
+    padding: bytes
+    payload: bytes
+    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class ExchangeResponse(_message.Message):
+    __slots__ = ("chunk", "version", "padding", "payload")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    chunk: _types_pb2.Chunk
+    version: int
+    padding: bytes
+    payload: bytes
+    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class SetLearningRateRequest(_message.Message):
+    __slots__ = ("shard", "parameter", "learning_rate", "from_step")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    FROM_STEP_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    parameter: str
+    learning_rate: float
+    from_step: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., learning_rate: _Optional[float] = ..., from_step: _Optional[int] = ...) -> None: ...
+
+class SetLearningRateResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_STREAM_COUNT_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    software_version: str
+    uptime_s: float
+    parameters: _containers.RepeatedCompositeFieldContainer[ParameterStatus]
+    stored_bytes: int
+    received_payload_bytes: int
+    sent_payload_bytes: int
+    open_stream_count: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ...) -> None: ...
+
+class ParameterStatus(_message.Message):
+    __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTED_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    spec: _types_pb2.ParameterSpec
+    slice_offset: int
+    slice_size: int
+    initialized: bool
+    version_min: int
+    version_max: int
+    contributed_worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    missing_worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    unknown_worker_count: int
+    counted_chunk_count: int
+    duplicate_chunk_count: int
+    learning_rate: float
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., initialized: bool = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., learning_rate: _Optional[float] = ...) -> None: ...

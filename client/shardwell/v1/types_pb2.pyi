@@ -1,0 +1,246 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODEC_UNSPECIFIED: _ClassVar[Codec]
+    CODEC_FP32: _ClassVar[Codec]
+    CODEC_FP16: _ClassVar[Codec]
+    CODEC_BF16: _ClassVar[Codec]
+
+class Compression(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COMPRESSION_UNSPECIFIED: _ClassVar[Compression]
+    COMPRESSION_NONE: _ClassVar[Compression]
+    COMPRESSION_LZ4: _ClassVar[Compression]
+
+class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODE_UNSPECIFIED: _ClassVar[Mode]
+    MODE_SYNC: _ClassVar[Mode]
+    MODE_ASYNC: _ClassVar[Mode]
+
+class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_CODE_UNSPECIFIED: _ClassVar[ErrorCode]
+    ERROR_CODE_INVALID_ARGUMENT: _ClassVar[ErrorCode]
+    ERROR_CODE_NON_FINITE: _ClassVar[ErrorCode]
+    ERROR_CODE_CORRUPT_CHUNK: _ClassVar[ErrorCode]
+    ERROR_CODE_SPEC_MISMATCH: _ClassVar[ErrorCode]
+    ERROR_CODE_UNKNOWN_PARAMETER: _ClassVar[ErrorCode]
+    ERROR_CODE_NOT_INITIALIZED: _ClassVar[ErrorCode]
+    ERROR_CODE_INIT_SUPERSEDED: _ClassVar[ErrorCode]
+    ERROR_CODE_WRONG_SHARD: _ClassVar[ErrorCode]
+    ERROR_CODE_STEP_ORDER: _ClassVar[ErrorCode]
+    ERROR_CODE_SEATS_TAKEN: _ClassVar[ErrorCode]
+    ERROR_CODE_WORKERS_MISSING: _ClassVar[ErrorCode]
+    ERROR_CODE_LIMIT_EXCEEDED: _ClassVar[ErrorCode]
+    ERROR_CODE_STOPPING: _ClassVar[ErrorCode]
+    ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
+CODEC_UNSPECIFIED: Codec
+CODEC_FP32: Codec
+CODEC_FP16: Codec
+CODEC_BF16: Codec
+COMPRESSION_UNSPECIFIED: Compression
+COMPRESSION_NONE: Compression
+COMPRESSION_LZ4: Compression
+MODE_UNSPECIFIED: Mode
+MODE_SYNC: Mode
+MODE_ASYNC: Mode
+ERROR_CODE_UNSPECIFIED: ErrorCode
+ERROR_CODE_INVALID_ARGUMENT: ErrorCode
+ERROR_CODE_NON_FINITE: ErrorCode
+ERROR_CODE_CORRUPT_CHUNK: ErrorCode
+ERROR_CODE_SPEC_MISMATCH: ErrorCode
+ERROR_CODE_UNKNOWN_PARAMETER: ErrorCode
+ERROR_CODE_NOT_INITIALIZED: ErrorCode
+ERROR_CODE_INIT_SUPERSEDED: ErrorCode
+ERROR_CODE_WRONG_SHARD: ErrorCode
+ERROR_CODE_STEP_ORDER: ErrorCode
+ERROR_CODE_SEATS_TAKEN: ErrorCode
+ERROR_CODE_WORKERS_MISSING: ErrorCode
+ERROR_CODE_LIMIT_EXCEEDED: ErrorCode
+ERROR_CODE_STOPPING: ErrorCode
+ERROR_CODE_INTERNAL: ErrorCode
+
+class ShardIdentity(_message.Message):
+    __slots__ = ("cluster_id", "shard_index", "shard_count")
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    cluster_id: str
+    shard_index: int
+    shard_count: int
+    def __init__(self, cluster_id: _Optional[str] = ..., shard_index: _Optional[int] = ..., shard_count: _Optional[int] = ...) -> None: ...
+
+class Average(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Sgd(_message.Message):
+    __slots__ = ("learning_rate", "momentum", "dampening", "nesterov", "weight_decay")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    DAMPENING_FIELD_NUMBER: _ClassVar[int]
+    NESTEROV_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    momentum: float
+    dampening: float
+    nesterov: bool
+    weight_decay: float
+    def __init__(self, learning_rate: _Optional[float] = ..., momentum: _Optional[float] = ..., dampening: _Optional[float] = ..., nesterov: bool = ..., weight_decay: _Optional[float] = ...) -> None: ...
+
+class Adagrad(_message.Message):
+    __slots__ = ("learning_rate", "epsilon", "initial_accumulator", "weight_decay")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_ACCUMULATOR_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    epsilon: float
+    initial_accumulator: float
+    weight_decay: float
+    def __init__(self, learning_rate: _Optional[float] = ..., epsilon: _Optional[float] = ..., initial_accumulator: _Optional[float] = ..., weight_decay: _Optional[float] = ...) -> None: ...
+
+class RmsProp(_message.Message):
+    __slots__ = ("learning_rate", "decay", "epsilon", "momentum", "weight_decay")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    DECAY_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    decay: float
+    epsilon: float
+    momentum: float
+    weight_decay: float
+    def __init__(self, learning_rate: _Optional[float] = ..., decay: _Optional[float] = ..., epsilon: _Optional[float] = ..., momentum: _Optional[float] = ..., weight_decay: _Optional[float] = ...) -> None: ...
+
+class Adam(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., epsilon: _Optional[float] = ..., weight_decay: _Optional[float] = ...) -> None: ...
+
+class AdamW(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., epsilon: _Optional[float] = ..., weight_decay: _Optional[float] = ...) -> None: ...
+
+class Optimizer(_message.Message):
+    __slots__ = ("average", "sgd", "adagrad", "rms_prop", "adam", "adam_w", "clip_value")
+    AVERAGE_FIELD_NUMBER: _ClassVar[int]
+    SGD_FIELD_NUMBER: _ClassVar[int]
+    ADAGRAD_FIELD_NUMBER: _ClassVar[int]
+    RMS_PROP_FIELD_NUMBER: _ClassVar[int]
+    ADAM_FIELD_NUMBER: _ClassVar[int]
+    ADAM_W_FIELD_NUMBER: _ClassVar[int]
+    CLIP_VALUE_FIELD_NUMBER: _ClassVar[int]
+    average: Average
+    sgd: Sgd
+    adagrad: Adagrad
+    rms_prop: RmsProp
+    adam: Adam
+    adam_w: AdamW
+    clip_value: float
+    def __init__(self, average: _Optional[_Union[Average, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ..., rms_prop: _Optional[_Union[RmsProp, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., adam_w: _Optional[_Union[AdamW, _Mapping]] = ..., clip_value: _Optional[float] = ...) -> None: ...
+
+class ParameterSpec(_message.Message):
+    __slots__ = ("name", "size", "codec", "compression", "mode", "worker_count", "optimizer", "allow_non_finite")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size: int
+    codec: Codec
+    compression: Compression
+    mode: Mode
+    worker_count: int
+    optimizer: Optimizer
+    allow_non_finite: bool
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., compression: _Optional[_Union[Compression, str]] = ..., mode: _Optional[_Union[Mode, str]] = ..., worker_count: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., allow_non_finite: bool = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("chunk_index", "element_offset", "element_count", "scale_exponent", "crc32c", "lz4")
+    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ELEMENT_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    ELEMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SCALE_EXPONENT_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    LZ4_FIELD_NUMBER: _ClassVar[int]
+    chunk_index: int
+    element_offset: int
+    element_count: int
+    scale_exponent: int
+    crc32c: int
+    lz4: bool
+    def __init__(self, chunk_index: _Optional[int] = ..., element_offset: _Optional[int] = ..., element_count: _Optional[int] = ..., scale_exponent: _Optional[int] = ..., crc32c: _Optional[int] = ..., lz4: bool = ...) -> None: ...
+
+class StreamOpen(_message.Message):
+    __slots__ = ("shard", "parameter", "worker_id")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    shard: ShardIdentity
+    parameter: str
+    worker_id: str
+    def __init__(self, shard: _Optional[_Union[ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+
+class GradientChunk(_message.Message):
+    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    END_OF_STEP_FIELD_NUMBER: _ClassVar[int]
+    chunk: Chunk
+    step: int
+    sample_count: int
+    wait_timeout_ms: int
+    end_of_step: bool
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ...) -> None: ...
+
+class ErrorDetail(_message.Message):
+    __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    MISSING_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    ELEMENT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    code: ErrorCode
+    shard_index: int
+    parameter: str
+    worker_id: str
+    missing_worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    element_index: int
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., shard_index: _Optional[int] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., element_index: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,93 @@
+"""What callers pass as gradients and weights: accepted, converted or refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.codec import BLOCK_ELEMENT_COUNT, Float32
+from shardwell.errors import ArgumentError, NonFiniteError
+
+_ACCEPTED = ("float32", "float64", "float16")
+
+
+def as_flat(what: str, values: Any, size: int) -> npt.NDArray[Any]:
+    """The values as one dimension of floating point numbers, uncopied where they are contiguous.
+
+    Args:
+        what: What they are, for messages ("gradient of 'model'").
+        values: A NumPy array (or what offers one, such as a CPU tensor) of any shape and layout
+            with `size` elements, float32, or float64 or float16, which are converted.
+        size: How many elements there must be.
+
+    Raises:
+        ArgumentError: another type, dtype or number of elements.
+    """
+    if not hasattr(values, "__array__"):
+        raise ArgumentError(f"{what} must be a NumPy array of float32; got {type(values).__name__}")
+    array = np.asarray(values)
+    if array.dtype.name not in _ACCEPTED:
+        raise ArgumentError(
+            f"{what} must be float32 (float64 and float16 are converted); got {array.dtype}; "
+            "convert it with .astype(np.float32)"
+        )
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise ArgumentError(f"{what} has masked elements; fill them with .filled(0)")
+    if array.size != size:
+        raise ArgumentError(
+            f"{what} must have {size} elements; got {array.size} in shape {array.shape}"
+        )
+    return array.reshape(-1)
+
+
+def as_output(out: Any, size: int) -> Float32:
+    """The caller's `out=`, as one dimension that can be written in place.
+
+    Raises:
+        ArgumentError: no writable C-contiguous float32 array of `size` elements.
+    """
+    if (
+        not isinstance(out, np.ndarray)
+        or out.dtype != np.float32
+        or not out.dtype.isnative
+        or out.size != size
+        or not out.flags.c_contiguous
+        or not out.flags.writeable
+    ):
+        found = (
+            f"{out.dtype} of shape {out.shape}, contiguous={out.flags.c_contiguous}, "
+            f"writeable={out.flags.writeable}"
+            if isinstance(out, np.ndarray)
+            else type(out).__name__
+        )
+        raise ArgumentError(
+            f"out must be a writable C-contiguous float32 array of {size} elements; got {found}"
+        )
+    return out.reshape(-1)
+
+
+def check_finite(what: str, values: npt.NDArray[Any], parameter: str) -> None:
+    """Refuses NaN and infinity, before anything is sent.
+
+    Raises:
+        NonFiniteError: with the index of the first.
+    """
+    for start in range(0, values.size, BLOCK_ELEMENT_COUNT):
+        block = values[start : start + BLOCK_ELEMENT_COUNT]
+        # Two reductions without a temporary; NaN and infinity survive one of them.
+        if np.isfinite(np.maximum.reduce(block)) and np.isfinite(np.minimum.reduce(block)):
+            if block.dtype.itemsize <= 4:
+                continue
+            with np.errstate(over="ignore"):
+                block = block.astype(np.float32)
+        finite = np.isfinite(block)
+        if not finite.all():
+            index = start + int(np.argmin(finite))
+            raise NonFiniteError(
+                f"{what}: element {index} is {values[index]}, which is not a finite float32; "
+                "skip or mend the step, or open the parameter with allow_non_finite=True",
+                element_index=index,
+                parameter=parameter,
+            )

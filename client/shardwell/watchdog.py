@@ -1,0 +1,78 @@
+"""Deadlines for calls that have none of their own: streams that outlive a step.
+
+One thread a client; it sleeps while nothing is watched, and looks a few times a second otherwise, so
+that watching a step costs the step no more than two entries in a dict.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_LOOK_INTERVAL_S = 0.1
+
+
+class Watch:
+    """One deadline; `expired` once the watchdog has acted."""
+
+    def __init__(self, deadline_s: float, act: Callable[[], None]) -> None:
+        self.deadline_s = deadline_s
+        self.act = act
+        self.expired = False
+
+
+class Watchdog:
+    """Calls back when a watched block of code takes too long. Any thread may watch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: dict[int, Watch] = {}
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def watch(self, timeout_s: float, act: Callable[[], None]) -> Iterator[Watch]:
+        """Calls `act` from the watchdog's thread if the block has not ended after `timeout_s`."""
+        watch = Watch(time.monotonic() + timeout_s, act)
+        with self._lock:
+            self._watches[id(watch)] = watch
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(
+                    target=self._run, name="shardwell-watchdog", daemon=True
+                )
+                self._thread.start()
+        if not self._wake.is_set():
+            self._wake.set()
+        try:
+            yield watch
+        finally:
+            with self._lock:
+                self._watches.pop(id(watch), None)
+
+    def close(self) -> None:
+        """Ends the thread. Watches that are left never expire."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        self._wake.set()
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            if self._closed:
+                return
+            time.sleep(_LOOK_INTERVAL_S)
+            now = time.monotonic()
+            with self._lock:
+                late = [w for w in self._watches.values() if w.deadline_s <= now and not w.expired]
+                for watch in late:
+                    watch.expired = True
+                if not self._watches:
+                    self._wake.clear()
+            for watch in late:
+                watch.act()

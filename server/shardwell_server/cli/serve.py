@@ -1,0 +1,164 @@
+"""`shardwell serve`: one shard."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwell.malloc import tune_malloc
+from shardwell_server.app import ShardServer
+from shardwell_server.cli.stopping import stop_requested, wait_until
+from shardwell_server.config import Limits, ShardConfig
+from shardwell_server.local_cluster import SERVING_LINE
+from shardwell_server.logs import configure_logs
+from shardwell_server.store.data_dir import DataDir
+
+_LOG = logging.getLogger("shardwell_server")
+
+
+def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One option for each limit, named as it is."""
+    defaults = Limits()
+    for field in reversed(dataclasses.fields(Limits)):
+        default = getattr(defaults, field.name)
+        command = click.option(
+            f"--{field.name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            show_default=True,
+            envvar=f"SHARDWELL_{field.name.upper()}",
+            help="A limit; see the documentation of Limits.",
+        )(command)
+    return command
+
+
+def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Level and format of the logs on stderr."""
+    level = click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+        show_default=True,
+        envvar="SHARDWELL_LOG_LEVEL",
+        help="The least that is logged.",
+    )
+    form = click.option(
+        "--log-format",
+        type=click.Choice(["auto", "console", "json"]),
+        default="auto",
+        show_default=True,
+        envvar="SHARDWELL_LOG_FORMAT",
+        help="auto: for people on a terminal, else JSON lines.",
+    )
+    return level(form(command))
+
+
+@click.command()
+@click.option(
+    "--shard-index",
+    type=int,
+    required=True,
+    envvar="SHARDWELL_SHARD_INDEX",
+    help="0-based place in the cluster's order.",
+)
+@click.option(
+    "--shard-count",
+    type=int,
+    required=True,
+    envvar="SHARDWELL_SHARD_COUNT",
+    help="Shards of the cluster.",
+)
+@click.option(
+    "--listen",
+    default="127.0.0.1:7070",
+    show_default=True,
+    envvar="SHARDWELL_LISTEN",
+    metavar="HOST:PORT",
+    help="Port 0 takes a free one. Other machines reach it with 0.0.0.0 or its own address.",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="SHARDWELL_DATA_DIR",
+    help="Directory of this shard alone. Holds its identity and lock; weights are in memory.",
+)
+@click.option(
+    "--cluster-id",
+    default="shardwell",
+    show_default=True,
+    envvar="SHARDWELL_CLUSTER_ID",
+    help="The same on all shards of a cluster.",
+)
+@click.option(
+    "--chunk-size-bytes",
+    type=int,
+    default=2**20,
+    show_default=True,
+    envvar="SHARDWELL_CHUNK_SIZE_BYTES",
+    help="Encoded bytes of a chunk, a multiple of 64, at most 1048576.",
+)
+@click.option(
+    "--grace-s",
+    type=float,
+    default=5.0,
+    show_default=True,
+    envvar="SHARDWELL_GRACE_S",
+    help="Seconds that open streams get after SIGTERM.",
+)
+@click.option(
+    "--reflection/--no-reflection",
+    default=False,
+    envvar="SHARDWELL_REFLECTION",
+    help="Answer gRPC reflection, for grpcurl and the like.",
+)
+@click.option("--exit-with-parent", is_flag=True, hidden=True)
+@limit_options
+@log_options
+def serve(
+    *,
+    data_dir: Path | None,
+    exit_with_parent: bool,
+    log_level: str,
+    log_format: Any,
+    shard_index: int,
+    shard_count: int,
+    listen: str,
+    cluster_id: str,
+    chunk_size_bytes: int,
+    grace_s: float,
+    reflection: bool,
+    **limits: Any,
+) -> None:
+    """Serve one shard until SIGTERM or Ctrl-C; exit code 0.
+
+    Prints "serving on HOST:PORT" when it is ready; logs go to stderr.
+    """
+    configure_logs(log_level, log_format)
+    config = ShardConfig(
+        shard_index=shard_index,
+        shard_count=shard_count,
+        cluster_id=cluster_id,
+        listen=listen,
+        chunk_size_bytes=chunk_size_bytes,
+        grace_s=grace_s,
+        reflection=reflection,
+        limits=Limits(**limits),
+    )
+    tune_malloc()
+    stop = stop_requested(exit_with_parent=exit_with_parent)
+    with contextlib.ExitStack() as stack:
+        if data_dir is not None:
+            stack.enter_context(DataDir(data_dir, config))
+            _LOG.info(
+                "weights are kept in memory and end with this process",
+                extra={"data_dir": str(data_dir)},
+            )
+        server = stack.enter_context(ShardServer(config))
+        click.echo(f"{SERVING_LINE}{server.address}")
+        wait_until(stop)

@@ -1,0 +1,77 @@
+"""What a shard is told at start, and every limit it keeps, by name. Checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from shardwell.errors import ArgumentError
+from shardwell.names import check_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of what one shard will hold or do; going over one is a `LimitError` that names it."""
+
+    parameter_count_max: int = 1024
+    """Parameters. Each costs bookkeeping besides its values."""
+    stored_bytes_max: int = 2**40
+    """Bytes of weights, sums and optimizer state. Set it below the machine's memory."""
+    worker_count_max: int = 4096
+    """Workers that one parameter remembers by name; also the most that may contribute to it."""
+    stream_count_max: int = 256
+    """Streams open at once; each has a thread. A worker keeps one a parameter for `exchange`."""
+    encoded_chunk_count_max: int = 16
+    """Encoded chunks of weights kept a parameter, so that workers in step share one encoding."""
+    wait_max_s: float = 3600.0
+    """The longest that a call may wait for other workers, whatever it asks for."""
+    init_claim_s: float = 60.0
+    """How long a client may take to send first weights before another may take over."""
+    learning_rate_change_count_max: int = 64
+    """Changes of a learning rate that are scheduled for steps to come."""
+
+    def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+                raise ArgumentError(f"limit {entry.name} must be above 0; got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """One shard's place in its cluster, and how it serves."""
+
+    shard_index: int
+    """0-based place in the cluster's fixed order."""
+    shard_count: int
+    """Shards of the cluster."""
+    cluster_id: str = "shardwell"
+    """The same on all shards of a cluster and on no other cluster's."""
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT; port 0 takes a free one. The default is reachable from this machine only."""
+    chunk_size_bytes: int = 2**20
+    """Encoded size of a chunk: a multiple of 64, at most 1 MiB."""
+    grace_s: float = 5.0
+    """How long streams may go on after SIGTERM."""
+    reflection: bool = False
+    """Answer gRPC reflection, for tools such as grpcurl."""
+    limits: Limits = field(default_factory=Limits)
+    """See Limits."""
+
+    def __post_init__(self) -> None:
+        check_name("cluster_id", self.cluster_id)
+        if self.shard_count < 1 or not 0 <= self.shard_index < self.shard_count:
+            raise ArgumentError(
+                "shard_index must be from 0 to shard_count - 1; got "
+                f"shard_index={self.shard_index}, shard_count={self.shard_count}"
+            )
+        if not 64 <= self.chunk_size_bytes <= 2**20 or self.chunk_size_bytes % 64:
+            raise ArgumentError(
+                "chunk_size_bytes must be a multiple of 64 from 64 to 1048576; "
+                f"got {self.chunk_size_bytes}"
+            )
+        host, colon, port = self.listen.rpartition(":")
+        if not (host and colon and port.isdecimal() and int(port) < 2**16):
+            raise ArgumentError(f"listen must be HOST:PORT; got {self.listen!r}")
+        if self.grace_s < 0:
+            raise ArgumentError(f"grace_s must be at least 0; got {self.grace_s}")

@@ -1,0 +1,165 @@
+"""A whole cluster on this machine, for tests, notebooks, benchmarks and the demo.
+
+    with LocalCluster(shard_count=2) as cluster:
+        with shardwell.connect(cluster.target) as client:
+            ...
+
+Real servers on real ports either way: in this process (fast to start, easy to debug), or each in a
+process of its own (`processes=True`), as a deployment has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+from shardwell.errors import ArgumentError, ShardUnavailableError
+from shardwell_server.app import ShardServer
+from shardwell_server.config import Limits, ShardConfig
+from shardwell_server.processes import PARENT_FLAG, ChildProcess
+from shardwell_server.store.data_dir import DataDir
+
+SHARD_COUNT_MAX = 64
+_STOP_MARGIN_S = 5.0
+
+
+class LocalCluster:
+    """S shards on 127.0.0.1 and free ports. A context manager that leaves nothing behind.
+
+    Args:
+        shard_count: Number of shards, 1 to 64.
+        data_dir: Where each shard gets a directory `shard-I`; None: none has one.
+        processes: Each shard in a process of its own, which can be killed; else in this one.
+        cluster_id: Default: a random one, so that no two clusters can be mixed up.
+        chunk_size_bytes: See ShardConfig.
+        grace_s: See ShardConfig.
+        limits: See Limits; shards in this process only.
+        log_level: Of shards in processes of their own, whose logs go to stderr.
+
+    Raises:
+        ArgumentError: an argument can't be used.
+        ShardUnavailableError: a shard did not start.
+    """
+
+    def __init__(
+        self,
+        shard_count: int = 2,
+        data_dir: str | os.PathLike[str] | None = None,
+        *,
+        processes: bool = False,
+        cluster_id: str | None = None,
+        chunk_size_bytes: int = 2**20,
+        grace_s: float = 2.0,
+        limits: Limits | None = None,
+        log_level: str = "error",
+    ) -> None:
+        if not 1 <= shard_count <= SHARD_COUNT_MAX:
+            raise ArgumentError(f"shard_count must be 1 to {SHARD_COUNT_MAX}; got {shard_count}")
+        if processes and limits is not None:
+            raise ArgumentError("limits apply to shards in this process; use processes=False")
+        self._data_dir = None if data_dir is None else Path(data_dir)
+        self._log_level = log_level
+        self._cluster_id = cluster_id or f"local-{uuid.uuid4().hex[:12]}"
+        self._configs = [
+            ShardConfig(
+                shard_index=index,
+                shard_count=shard_count,
+                cluster_id=self._cluster_id,
+                chunk_size_bytes=chunk_size_bytes,
+                grace_s=grace_s,
+                limits=limits or Limits(),
+            )
+            for index in range(shard_count)
+        ]
+        self.children: list[ChildProcess] = []
+        """With processes: the shards, by index."""
+        self.servers: list[ShardServer] = []
+        """Without: the shards, by index."""
+        self._stack = contextlib.ExitStack()
+        self._addresses: list[str] = []
+        try:
+            if processes:
+                self._start_children()
+            else:
+                self._start_servers()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def target(self) -> str:
+        """What `shardwell.connect` takes: the addresses in order."""
+        return ",".join(self._addresses)
+
+    @property
+    def addresses(self) -> list[str]:
+        """HOST:PORT of each shard, by index."""
+        return list(self._addresses)
+
+    @property
+    def cluster_id(self) -> str:
+        """The cluster's name."""
+        return self._cluster_id
+
+    def close(self) -> None:
+        """Stops all shards and waits for their end. Safe to repeat."""
+        for child in self.children:
+            child.ask_to_stop()
+        self._stack.close()
+
+    def _start_servers(self) -> None:
+        for config in self._configs:
+            if self._data_dir is not None:
+                path = self._data_dir / f"shard-{config.shard_index}"
+                self._stack.enter_context(DataDir(path, config))
+            server = ShardServer(config)
+            self.servers.append(server)
+            self._stack.callback(server.stop)
+            server.start()
+            self._addresses.append(server.address)
+
+    def _start_children(self) -> None:
+        for config in self._configs:
+            arguments = [
+                "serve",
+                f"--shard-index={config.shard_index}",
+                f"--shard-count={config.shard_count}",
+                f"--cluster-id={config.cluster_id}",
+                "--listen=127.0.0.1:0",
+                f"--chunk-size-bytes={config.chunk_size_bytes}",
+                f"--grace-s={config.grace_s}",
+                f"--log-level={self._log_level}",
+                PARENT_FLAG,
+            ]
+            if self._data_dir is not None:
+                arguments.append(f"--data-dir={self._data_dir / f'shard-{config.shard_index}'}")
+            child = ChildProcess(arguments)
+            self.children.append(child)
+            self._stack.callback(child.close, config.grace_s + _STOP_MARGIN_S)
+        for index, child in enumerate(self.children):
+            line = child.read_line()
+            if not line.startswith(SERVING_LINE):
+                raise ShardUnavailableError(
+                    f"shard {index} did not start: exit code {child.wait(5.0)}; its log is on "
+                    "stderr",
+                    shard_index=index,
+                )
+            self._addresses.append(line.removeprefix(SERVING_LINE))
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+SERVING_LINE = "serving on "
+"""What `shardwell serve` prints when it is ready, followed by HOST:PORT."""

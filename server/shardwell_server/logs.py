@@ -1,0 +1,46 @@
+"""Structured logs of the service's processes, on stderr: for people on a terminal, else JSON lines.
+
+The library itself only writes to the standard logger "shardwell_server"; nothing is printed unless
+a process asks for it here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+import structlog
+
+LogFormat = Literal["auto", "console", "json"]
+
+
+def configure_logs(level: str = "info", log_format: LogFormat = "auto") -> None:
+    """Sends this process's logs to stderr.
+
+    Args:
+        level: "debug", "info", "warning" or "error": the least that is shown.
+        log_format: "console", "json" (one object a line), or "auto": console on a terminal.
+    """
+    if log_format == "auto":
+        log_format = "console" if sys.stderr.isatty() else "json"
+    shared: list[structlog.typing.Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    last: list[structlog.typing.Processor] = (
+        [structlog.dev.ConsoleRenderer()]
+        if log_format == "console"
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logger = logging.getLogger("shardwell_server")
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,0 +1,94 @@
+"""Child processes that never outlive their parent.
+
+A child gets a pipe as its standard input, which the parent holds open and never writes to: when the
+parent is gone, however it went, the child reads the end and stops (`stop_when_parent_ends`).
+Children have a session of their own, so that Ctrl-C reaches the parent alone, which then stops them
+in order.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+PARENT_FLAG = "--exit-with-parent"
+"""Tells a command of this package to call `stop_when_parent_ends`."""
+
+
+class ChildProcess:
+    """`python -m shardwell_server ARGUMENTS`, with its standard output readable line by line."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        stderr: IO[str] | int | None = None,
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "shardwell_server", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=None if environment is None else dict(environment),
+            start_new_session=True,
+            text=True,
+            bufsize=1,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def read_line(self) -> str:
+        """The next line of its output without the newline; "" at the end. Blocks."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().rstrip("\n")
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Waits for its end; the exit code, or None if it still runs after `timeout_s`."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def ask_to_stop(self) -> None:
+        """Sends SIGTERM; does not wait."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Sends SIGKILL and waits until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self, grace_s: float) -> int:
+        """Stops it if it runs, by force after the grace; the exit code. Safe to repeat."""
+        self.ask_to_stop()
+        code = self.wait(grace_s)
+        if code is None:
+            self.kill()
+            code = self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        return code
+
+
+def stop_when_parent_ends(stop: Callable[[], None]) -> None:
+    """Calls `stop`, from another thread, when the parent has ended (standard input is at its end)."""
+
+    def watch() -> None:
+        while sys.stdin.buffer.raw.read(4096):  # type: ignore[attr-defined]
+            pass
+        stop()
+
+    threading.Thread(target=watch, name="shardwell-parent", daemon=True).start()

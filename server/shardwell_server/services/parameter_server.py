@@ -1,0 +1,336 @@
+"""ParameterServerService: the wire contract of protos/, over one Shard.
+
+Messages with payloads are read and written as bytes (see shardwell.framing); gRPC's own threads run
+each handler, so a stream's bytes are decoded on the stream's thread, without the GIL.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+import shardwell
+from shardwell import framing
+from shardwell.chunk_codec import ChunkCodec
+from shardwell.codec import CODECS
+from shardwell.errors import ArgumentError, InternalError, ShardwellError, WrongShardError
+from shardwell.names import check_name
+from shardwell.partition import Slice
+from shardwell.specs import ParameterSpec, check_learning_rate
+from shardwell.status import to_status
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
+from shardwell_server.services.streams import OpenStreams
+from shardwell_server.shard.ledger import Seat
+from shardwell_server.shard.parameter_slice import ParameterSlice
+from shardwell_server.shard.patience import CallerGoneError, Patience
+from shardwell_server.shard.shard import Shard
+
+_LOG = logging.getLogger("shardwell_server")
+_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
+_ANSWER_MARGIN_S = 0.25
+"""An answer that names the missing leaves that long before the client's gRPC deadline."""
+
+
+class ParameterServerService:
+    """Handlers, one method an RPC."""
+
+    def __init__(self, shard: Shard, streams: OpenStreams) -> None:
+        self._shard = shard
+        self._streams = streams
+        self._limits = shard.config.limits
+        self._first_weights = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All methods, for grpc.Server."""
+        stream = grpc.stream_unary_rpc_method_handler
+        handlers = {
+            "CreateParameter": self._unary(self.create_parameter, pb.CreateParameterRequest),
+            "ClaimInit": self._unary(self.claim_init, pb.ClaimInitRequest),
+            "SetLearningRate": self._unary(self.set_learning_rate, pb.SetLearningRateRequest),
+            "GetStatus": self._unary(self.get_status, pb.GetStatusRequest),
+            "InitWeights": stream(
+                self._answering(self.init_weights),
+                response_serializer=pb.InitWeightsResponse.SerializeToString,
+            ),
+            "PutGradient": stream(
+                self._answering(self.put_gradient),
+                response_serializer=pb.PutGradientResponse.SerializeToString,
+            ),
+            "GetWeights": grpc.unary_stream_rpc_method_handler(
+                self._streaming(self.get_weights),
+                request_deserializer=pb.GetWeightsRequest.FromString,
+            ),
+            "Exchange": grpc.stream_stream_rpc_method_handler(self._streaming(self.exchange)),
+        }
+        assert set(handlers) == {method.name for method in _SERVICE.methods}
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+
+    # RPCs.
+
+    def create_parameter(
+        self, request: pb.CreateParameterRequest, context: grpc.ServicerContext
+    ) -> pb.CreateParameterResponse:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        worker_id = check_name("worker_id", request.worker_id)
+        parameter, created = self._shard.create(ParameterSpec.from_proto(request.spec))
+        response = parameter.join(worker_id)
+        response.created = created
+        if created:
+            spec = parameter.spec
+            _LOG.info("parameter created", extra={"parameter": spec.name, "size": spec.size})
+        return response
+
+    def claim_init(
+        self, request: pb.ClaimInitRequest, context: grpc.ServicerContext
+    ) -> pb.ClaimInitResponse:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        if request.shard.shard_index != 0:
+            raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
+        worker_id = check_name("worker_id", request.worker_id)
+        patience = self._patience(context, request.wait_timeout_ms / 1000)
+        return self._shard.parameter(request.parameter).claim_init(worker_id, patience)
+
+    def init_weights(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> pb.InitWeightsResponse:
+        """See the .proto."""
+        parameter, epoch, expected = None, 0, 0
+        for message in messages:
+            request, payload = framing.parse(pb.InitWeightsRequest, message)
+            if parameter is None:
+                parameter = self._opened(request)
+                epoch, expected = request.epoch, parameter.where.offset
+            if not request.HasField("chunk"):
+                continue
+            chunk = request.chunk
+            where = Slice(chunk.element_offset, chunk.element_count)
+            if where.offset != expected:
+                raise ArgumentError(
+                    f"first weights must follow one another: expected element {expected}, "
+                    f"got {where.offset}"
+                )
+            values = self._first_weights.open(chunk, where, payload).view(np.float32)
+            if not parameter.spec.allow_non_finite:
+                finite = np.isfinite(values)
+                if not finite.all():
+                    raise parameter.non_finite(
+                        where.offset + int(np.argmin(finite)), "first weights"
+                    )
+            parameter.set_first_weights(epoch, where, values)
+            self._shard.traffic.add(received=payload.size)
+            expected = where.stop
+        if parameter is None:
+            raise ArgumentError("an InitWeights stream must begin with `open`; it was empty")
+        if expected != parameter.where.stop:
+            raise ArgumentError(
+                f"first weights ended before element {expected}; this slice ends before "
+                f"{parameter.where.stop}; send all of it"
+            )
+        return pb.InitWeightsResponse(version=parameter.finish_init(epoch))
+
+    def put_gradient(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> pb.PutGradientResponse:
+        """See the .proto."""
+        response = pb.PutGradientResponse()
+        with self._streams.opened():
+            source: _GradientSource | None = None
+            for message in messages:
+                request, payload = framing.parse(pb.PutGradientRequest, message)
+                source = source or self._source(request)
+                if request.HasField("gradient"):
+                    self._shard.traffic.add(received=payload.size)
+                    timeout_s = request.gradient.wait_timeout_ms / 1000
+                    patience = self._patience(context, timeout_s)
+                    if source.contribute(request.gradient, payload, patience):
+                        response.counted_chunk_count += 1
+                    else:
+                        response.duplicate_chunk_count += 1
+        return response
+
+    def get_weights(
+        self, request: pb.GetWeightsRequest, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        parameter = self._shard.parameter(request.parameter)
+        patience = self._patience(context, request.wait_timeout_ms / 1000)
+        with self._streams.opened():
+            for index in range(parameter.chunk_count):
+                message = parameter.weights_message(index, request.min_version, patience)
+                self._shard.traffic.add(sent=len(message))
+                yield message
+
+    def exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """See the .proto."""
+        pending: deque[tuple[int, int, Patience]] = deque()
+        with self._streams.opened():
+            source: _GradientSource | None = None
+            try:
+                for message in messages:
+                    self._streams.busy(context)
+                    request, payload = framing.parse(pb.ExchangeRequest, message)
+                    source = source or self._source(request)
+                    if not request.HasField("gradient"):
+                        continue
+                    gradient = request.gradient
+                    self._shard.traffic.add(received=payload.size)
+                    patience = self._patience(context, gradient.wait_timeout_ms / 1000)
+                    source.contribute(gradient, payload, patience)
+                    version = gradient.step + 1 if source.parameter.spec.mode == "sync" else 0
+                    pending.append((gradient.chunk.chunk_index, version, patience))
+                    yield from self._answers(source.parameter, pending, all_=gradient.end_of_step)
+                    if not pending:
+                        self._streams.idle(context)
+                if source is not None:
+                    yield from self._answers(source.parameter, pending, all_=True)
+            finally:
+                self._streams.busy(context)
+
+    def set_learning_rate(
+        self, request: pb.SetLearningRateRequest, context: grpc.ServicerContext
+    ) -> pb.SetLearningRateResponse:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        rate = check_learning_rate("learning_rate", request.learning_rate)
+        self._shard.parameter(request.parameter).change_learning_rate(request.from_step, rate)
+        _LOG.info(
+            "learning rate changed",
+            extra={"parameter": request.parameter, "learning_rate": rate},
+        )
+        return pb.SetLearningRateResponse()
+
+    def get_status(
+        self, request: pb.GetStatusRequest, context: grpc.ServicerContext
+    ) -> pb.GetStatusResponse:
+        """See the .proto."""
+        shard, config = self._shard, self._shard.config
+        return pb.GetStatusResponse(
+            shard=types_pb2.ShardIdentity(
+                cluster_id=config.cluster_id,
+                shard_index=config.shard_index,
+                shard_count=config.shard_count,
+            ),
+            software_version=shardwell.__version__,
+            uptime_s=time.monotonic() - shard.started_s,
+            parameters=[parameter.describe() for parameter in shard.parameters()],
+            stored_bytes=shard.stored_bytes,
+            received_payload_bytes=shard.traffic.received_bytes,
+            sent_payload_bytes=shard.traffic.sent_bytes,
+            open_stream_count=self._streams.count,
+        )
+
+    # What they share.
+
+    def _opened(self, request: Any) -> ParameterSlice:
+        """The parameter that a stream's first message names."""
+        if not request.HasField("open"):
+            raise ArgumentError("a stream's first message must have `open`; it is missing")
+        self._shard.check_identity(request.open.shard)
+        check_name("worker_id", request.open.worker_id)
+        return self._shard.parameter(request.open.parameter)
+
+    def _source(self, request: Any) -> _GradientSource:
+        parameter = self._opened(request)
+        return _GradientSource(parameter, parameter.seat(request.open.worker_id))
+
+    def _answers(
+        self,
+        parameter: ParameterSlice,
+        pending: deque[tuple[int, int, Patience]],
+        *,
+        all_: bool,
+    ) -> Iterator[bytes]:
+        """The weights that are due, in order: those that are ready, or all."""
+        while pending:
+            index, version, patience = pending[0]
+            if not all_ and not parameter.is_ready(index, version):
+                return
+            message = parameter.weights_message(index, version, patience)
+            pending.popleft()
+            self._shard.traffic.add(sent=len(message))
+            yield message
+
+    def _patience(self, context: grpc.ServicerContext, timeout_s: float) -> Patience:
+        remaining_s = context.time_remaining()
+        bound_s = self._limits.wait_max_s
+        if remaining_s is not None:
+            bound_s = min(bound_s, max(remaining_s - _ANSWER_MARGIN_S, 0.0))
+        return Patience(
+            min(timeout_s, bound_s) if timeout_s else bound_s,
+            is_active=context.is_active,
+            is_stopping=self._shard.is_stopping,
+        )
+
+    def _unary(self, call: Callable[..., Any], request_type: Any) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(
+            self._answering(call),
+            request_deserializer=request_type.FromString,
+            response_serializer=lambda response: response.SerializeToString(),
+        )
+
+    def _answering(self, call: Callable[..., Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
+        """A handler that turns errors into statuses."""
+
+        def handle(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return call(request, context)
+            except CallerGoneError:
+                context.cancel()
+            except Exception as error:
+                self._abort(context, error)
+
+        return handle
+
+    def _streaming(
+        self, call: Callable[..., Iterator[bytes]]
+    ) -> Callable[[Any, grpc.ServicerContext], Iterator[bytes]]:
+        """The same for a handler that yields."""
+
+        def handle(request: Any, context: grpc.ServicerContext) -> Iterator[bytes]:
+            try:
+                yield from call(request, context)
+            except CallerGoneError:
+                context.cancel()
+            except Exception as error:
+                self._abort(context, error)
+
+        return handle
+
+    def _abort(self, context: grpc.ServicerContext, error: Exception) -> None:
+        """Ends a call with the status that stands for `error`."""
+        if not context.is_active():
+            return
+        if not isinstance(error, ShardwellError):
+            _LOG.error("a request failed", exc_info=error)
+            error = InternalError(f"{type(error).__name__}: {error}; see the shard's log")
+        error.shard_index = self._shard.config.shard_index
+        status = to_status(error)
+        _LOG.warning(
+            "request refused", extra={"code": status.code.name, "reason": status.details}
+        )
+        context.set_trailing_metadata(status.trailing_metadata)
+        context.abort(status.code, status.details)
+
+
+class _GradientSource:
+    """Whose gradients a stream carries, and where they go."""
+
+    def __init__(self, parameter: ParameterSlice, seat: Seat) -> None:
+        self.parameter = parameter
+        self._seat = seat
+
+    def contribute(
+        self, gradient: types_pb2.GradientChunk, payload: framing.Bytes, patience: Patience
+    ) -> bool:
+        """See ParameterSlice.contribute."""
+        return self.parameter.contribute(self._seat, gradient, payload, patience)

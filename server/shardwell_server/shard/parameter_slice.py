@@ -1,0 +1,413 @@
+"""One parameter's slice on this shard: chunks under their locks, steps that close, weights out.
+
+The ledger decides, averaging.py moves bytes; here threads meet. Locks: a chunk's condition guards
+its arrays and its entries of the ledger; the slice's lock guards seats, initialization and rates.
+Order: the slice's lock is never taken while a chunk's is held, except for reading names.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+
+import numpy as np
+
+from shardwell.chunk_codec import ChunkCodec
+from shardwell.codec import Bytes, Float32, NonFiniteValueError, Scratch
+from shardwell.errors import (
+    ArgumentError,
+    CorruptChunkError,
+    InitSupersededError,
+    LimitError,
+    NonFiniteError,
+    NotInitializedError,
+    StepOrderError,
+    WorkersMissingError,
+)
+from shardwell.partition import Slice
+from shardwell.specs import SAMPLE_COUNT_MAX, Average, ParameterSpec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
+from shardwell_server.config import Limits
+from shardwell_server.shard.averaging import ChunkState, Contribution, add_to_sum, close_step
+from shardwell_server.shard.ledger import Decision, Seat, StepLedger
+from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.update_rules import LearningRates, UpdateRule
+from shardwell_server.store import ParameterStorage
+
+
+class _Chunk:
+    """A chunk's place, its arrays and the condition that guards them."""
+
+    def __init__(self, where: Slice, start: int, storage: ParameterStorage) -> None:
+        part = slice(start, start + where.size)
+        self.where = where
+        self.changed = threading.Condition()
+        self.state = ChunkState(
+            weights=storage.weights[part],
+            gradient_sum=None if storage.gradient_sum is None else storage.gradient_sum[part],
+            slots=tuple(slot[part] for slot in storage.slots),
+        )
+
+
+class ParameterSlice:
+    """See the module. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        where: Slice,
+        storage: ParameterStorage,
+        rule: UpdateRule,
+        *,
+        chunk_element_count: int,
+        limits: Limits,
+    ) -> None:
+        self.spec = spec
+        self.where = where
+        self.chunk_element_count = chunk_element_count
+        self.storage = storage
+        self._limits = limits
+        self._rule = rule
+        self._codec = ChunkCodec.of(spec)
+        self._chunks = [
+            _Chunk(where.chunk(index, chunk_element_count), index * chunk_element_count, storage)
+            for index in range(where.chunk_count(chunk_element_count))
+        ]
+        self._ledger = StepLedger(
+            chunk_count=len(self._chunks),
+            worker_count=spec.worker_count,
+            worker_count_max=limits.worker_count_max,
+        )
+        self._lock = threading.Lock()
+        self._rates = LearningRates(rule.learning_rate or 0.0)
+        self._init_changed = threading.Condition(self._lock)
+        self._initialized = isinstance(spec.optimizer, Average)
+        self._init_epoch = 0
+        self._claim: tuple[str, float] | None = None
+        self._encoded: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        self._encoded_lock = threading.Lock()
+        self._scratch = threading.local()
+        self._counted_count: np.ndarray[tuple[int], np.dtype[np.int64]] = np.zeros(
+            len(self._chunks), np.int64
+        )
+        self._duplicate_count = self._counted_count.copy()
+
+    # Opening and initializing.
+
+    def join(self, worker_id: str) -> pb.CreateParameterResponse:
+        """Notes that a worker opened the parameter; tells it where it stands."""
+        with self._lock:
+            self._ledger.remember(worker_id)
+            return pb.CreateParameterResponse(
+                slice_offset=self.where.offset,
+                slice_size=self.where.size,
+                chunk_element_count=self.chunk_element_count,
+                version=self._ledger.version_min(),
+                next_step=self._ledger.next_step(worker_id),
+                initialized=self._initialized,
+            )
+
+    def claim_init(self, worker_id: str, patience: Patience) -> pb.ClaimInitResponse:
+        """Grants the right to set the first weights, or waits until another has set them."""
+        with self._lock:
+            while not self._initialized:
+                now = time.monotonic()
+                if self._claim is None or self._claim[0] == worker_id or self._claim[1] <= now:
+                    self._claim = (worker_id, now + self._limits.init_claim_s)
+                    self._init_epoch += 1
+                    return pb.ClaimInitResponse(granted=True, epoch=self._init_epoch)
+                if not patience.wait(self._init_changed):
+                    break
+            return pb.ClaimInitResponse(
+                initialized=self._initialized, version=self._ledger.version_min()
+            )
+
+    def set_first_weights(self, epoch: int, where: Slice, values: Float32) -> None:
+        """Writes one range of first weights.
+
+        Raises:
+            ArgumentError: the range is not in the slice, or the optimizer has no weights.
+            InitSupersededError: a claim with a higher epoch came in between.
+        """
+        if isinstance(self.spec.optimizer, Average):
+            raise ArgumentError(f"parameter {self.spec.name!r} averages; it has no first weights")
+        if not self.where.offset <= where.offset <= where.stop <= self.where.stop:
+            raise ArgumentError(
+                f"first weights for elements {where.offset} to {where.stop - 1}; this shard owns "
+                f"{self.where.offset} to {self.where.stop - 1}"
+            )
+        with self._lock:
+            if self._take_epoch(epoch):
+                start = where.offset - self.where.offset
+                self.storage.weights[start : start + where.size] = values
+
+    def finish_init(self, epoch: int) -> int:
+        """Makes the first weights stand; returns the version.
+
+        Raises:
+            InitSupersededError: a claim with a higher epoch came in between.
+        """
+        with self._lock:
+            if self._take_epoch(epoch):
+                self._initialized = True
+                self._drop_encoded()
+                self._init_changed.notify_all()
+            return self._ledger.version_min()
+
+    def _take_epoch(self, epoch: int) -> bool:
+        """Whether values of this epoch are still to be written; the lock is held."""
+        if epoch < self._init_epoch or epoch < 1:
+            raise InitSupersededError(
+                f"first weights of {self.spec.name!r}: epoch {epoch} came after epoch "
+                f"{self._init_epoch}; call ClaimInit again",
+                parameter=self.spec.name,
+            )
+        started = self._ledger.version_max() > 0 or self._ledger.contribution_counts.any()
+        if started and epoch > self._init_epoch:
+            raise InitSupersededError(
+                f"first weights of {self.spec.name!r}: training has begun; they stay as they are",
+                parameter=self.spec.name,
+            )
+        self._init_epoch = epoch
+        return not started
+
+    # Gradients in.
+
+    def seat(self, worker_id: str) -> Seat:
+        """The worker's seat, for `contribute`.
+
+        Raises:
+            NotInitializedError, SeatsTakenError, LimitError.
+        """
+        with self._lock:
+            self._check_initialized()
+            return self._ledger.seat(worker_id)
+
+    def contribute(
+        self, seat: Seat, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
+    ) -> bool:
+        """Counts a gradient chunk, once; blocks while an earlier step is open.
+
+        Everything is checked before anything is changed.
+
+        Returns:
+            False if it had been counted before.
+
+        Raises:
+            ArgumentError, CorruptChunkError, NonFiniteError: the chunk is refused.
+            StepOrderError: see the ledger.
+            WorkersMissingError: the earlier step did not close in time.
+        """
+        header = gradient.chunk
+        chunk = self._chunk(header.chunk_index)
+        if gradient.sample_count > SAMPLE_COUNT_MAX:
+            raise ArgumentError(
+                f"sample_count must be at most {SAMPLE_COUNT_MAX}; got {gradient.sample_count}"
+            )
+        values = self._codec.open(header, chunk.where, payload)
+        bad = self._codec.first_non_finite(header, values)
+        if bad is not None:
+            raise self.non_finite(chunk.where.offset + bad, f"gradient of {seat.worker_id!r}")
+        contribution = Contribution(values, header.scale_exponent, gradient.sample_count)
+        step, index = gradient.step, header.chunk_index
+        with chunk.changed, np.errstate(all="ignore"):
+            while (decision := self._ledger.decide(seat, index, step)) is Decision.WAIT:
+                if not patience.wait(chunk.changed):
+                    raise self._workers_missing(index, step, patience)
+            if decision is Decision.DUPLICATE:
+                self._duplicate_count[index] += 1
+                return False
+            self._count(chunk, index, contribution)
+            self._ledger.record(seat, index, step, contribution.sample_count)
+            self._counted_count[index] += 1
+            chunk.changed.notify_all()
+        return True
+
+    def _count(self, chunk: _Chunk, index: int, contribution: Contribution) -> None:
+        """Adds a contribution, and closes the step if it is the last."""
+        ledger, codec, scratch = self._ledger, self._codec.codec, self._thread_scratch()
+        earlier = int(ledger.contribution_counts[index])
+        if not ledger.completes(index):
+            assert chunk.state.gradient_sum is not None
+            total = chunk.state.gradient_sum
+            add_to_sum(contribution, codec, total, scratch, is_first=earlier == 0)
+            return
+        version = int(ledger.versions[index])
+        sample_total = int(ledger.sample_totals[index]) + contribution.sample_count
+        close_step(
+            contribution,
+            codec,
+            chunk.state,
+            self._rule,
+            scratch,
+            # An asynchronous gradient is applied as it is: there is nothing to weigh it against.
+            sample_total=sample_total if ledger.is_sync else 1,
+            is_only=earlier == 0,
+            update_count=version + 1,
+            learning_rate=self._rates.at(version),
+        )
+
+    # Weights out.
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks of the slice."""
+        return len(self._chunks)
+
+    def is_ready(self, chunk_index: int, min_version: int) -> bool:
+        """Whether `weights_message` would not wait."""
+        return bool(self._ledger.versions[chunk_index] >= min_version)
+
+    def weights_message(self, chunk_index: int, min_version: int, patience: Patience) -> bytes:
+        """A chunk's weights as a sealed message, once it has seen `min_version` updates.
+
+        GetWeightsResponse and ExchangeResponse have the same fields, so it serves both.
+
+        Raises:
+            NotInitializedError, WorkersMissingError.
+            NonFiniteError: training diverged; the weights are not finite.
+        """
+        self._check_initialized()
+        chunk = self._chunks[chunk_index]
+        with chunk.changed:
+            while not self.is_ready(chunk_index, min_version):
+                if not patience.wait(chunk.changed):
+                    raise self._workers_missing(chunk_index, min_version, patience)
+            version = int(self._ledger.versions[chunk_index])
+            with self._encoded_lock:
+                kept = self._encoded.get(chunk_index)
+            if kept is not None and kept[0] == version:
+                return kept[1]
+            message = self._encode(chunk, chunk_index, version)
+            with self._encoded_lock:
+                self._encoded[chunk_index] = (version, message)
+                self._encoded.move_to_end(chunk_index)
+                if len(self._encoded) > self._limits.encoded_chunk_count_max:
+                    self._encoded.popitem(last=False)
+            return message
+
+    def _encode(self, chunk: _Chunk, chunk_index: int, version: int) -> bytes:
+        header = pb.ExchangeResponse(version=version)
+        try:
+            return self._codec.encode(
+                header,
+                header.chunk,
+                chunk.where,
+                chunk_index,
+                chunk.state.weights,
+                self._thread_scratch(),
+            )
+        except NonFiniteValueError as error:
+            raise self.non_finite(
+                chunk.where.offset + error.index, f"weights at version {version}"
+            ) from None
+
+    def _drop_encoded(self) -> None:
+        with self._encoded_lock:
+            self._encoded.clear()
+
+    # The rest.
+
+    def change_learning_rate(self, from_step: int, learning_rate: float) -> None:
+        """Sets the rate from an update on; 0: from the next update of each chunk.
+
+        Raises:
+            ArgumentError: the optimizer has no rate.
+            StepOrderError: a chunk has passed `from_step`.
+            LimitError: too many changes are scheduled.
+        """
+        name = self.spec.name
+        if self._rule.learning_rate is None:
+            raise ArgumentError(f"parameter {name!r}: {self.spec.optimizer!r} has no learning rate")
+        with self._lock:
+            version_max = self._ledger.version_max()
+            if from_step and from_step < version_max:
+                raise StepOrderError(
+                    f"learning rate of {name!r} from step {from_step}: chunks have reached step "
+                    f"{version_max}; ask for a later step, or 0 for now",
+                    parameter=name,
+                )
+            if len(self._rates) >= self._limits.learning_rate_change_count_max:
+                raise LimitError(
+                    f"limit learning_rate_change_count_max="
+                    f"{self._limits.learning_rate_change_count_max}: parameter {name!r} has as "
+                    "many changes scheduled; wait until some have taken effect",
+                    parameter=name,
+                )
+            self._rates.change(
+                from_step or version_max, learning_rate, version_min=self._ledger.version_min()
+            )
+
+    def describe(self) -> pb.ParameterStatus:
+        """What GetStatus tells of it."""
+        with self._lock:
+            ledger = self._ledger
+            oldest = ledger.version_min()
+            missing, unknown = ledger.missing(oldest)
+            return pb.ParameterStatus(
+                spec=self.spec.to_proto(),
+                slice_offset=self.where.offset,
+                slice_size=self.where.size,
+                initialized=self._initialized,
+                version_min=oldest,
+                version_max=ledger.version_max(),
+                contributed_worker_ids=ledger.contributed(oldest) if ledger.is_sync else (),
+                missing_worker_ids=missing,
+                unknown_worker_count=unknown,
+                counted_chunk_count=int(self._counted_count.sum()),
+                duplicate_chunk_count=int(self._duplicate_count.sum()),
+                learning_rate=self._rates.at(oldest) if self._rule.learning_rate is not None else 0,
+            )
+
+    def _chunk(self, index: int) -> _Chunk:
+        if index >= len(self._chunks):
+            raise CorruptChunkError(
+                f"chunk {index} of parameter {self.spec.name!r}: this shard's slice of "
+                f"{self.where.size} elements has {len(self._chunks)} chunks",
+                parameter=self.spec.name,
+            )
+        return self._chunks[index]
+
+    def _check_initialized(self) -> None:
+        if not self._initialized:
+            raise NotInitializedError(
+                f"parameter {self.spec.name!r} has no first weights; call init() in one worker",
+                parameter=self.spec.name,
+            )
+
+    def _thread_scratch(self) -> Scratch:
+        scratch: Scratch | None = getattr(self._scratch, "value", None)
+        if scratch is None:
+            scratch = self._scratch.value = Scratch()
+        return scratch
+
+    def non_finite(self, element_index: int, what: str) -> NonFiniteError:
+        """The error for a value that is not finite, `what` saying whose."""
+        return NonFiniteError(
+            f"{what}, parameter {self.spec.name!r}: element {element_index} is not finite; "
+            "lower the learning rate or clip, or open with allow_non_finite=True",
+            element_index=element_index,
+            parameter=self.spec.name,
+        )
+
+    def _workers_missing(
+        self, chunk_index: int, version: int, patience: Patience
+    ) -> WorkersMissingError:
+        """Why a chunk has not reached `version`."""
+        step = int(self._ledger.versions[chunk_index])
+        missing, unknown = self._ledger.missing(step, chunk_index)
+        named = ", ".join(repr(worker_id) for worker_id in missing[:8])
+        if len(missing) > 8:
+            named += f" and {len(missing) - 8} more"
+        if unknown:
+            named += (" and " if named else "") + f"{unknown} that never opened the parameter"
+        return WorkersMissingError(
+            f"parameter {self.spec.name!r}: waited {patience.timeout_s:g} s for version {version} "
+            f"of chunk {chunk_index}, which is at {step}; missing of "
+            f"{self.spec.worker_count} workers: {named or 'none (asynchronous)'}; "
+            "start them, or raise timeout_s",
+            missing_worker_ids=tuple(missing),
+            parameter=self.spec.name,
+        )

@@ -1,0 +1,154 @@
+"""A shard: its parameters by name, who it is, and the limits over all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from shardwell.codec import CODECS
+from shardwell.errors import LimitError, SpecMismatchError, UnknownParameterError, WrongShardError
+from shardwell.partition import slice_of
+from shardwell.specs import ParameterSpec
+from shardwell.v1 import types_pb2
+from shardwell_server.config import ShardConfig
+from shardwell_server.shard.parameter_slice import ParameterSlice
+from shardwell_server.shard.update_rules import UpdateRule
+from shardwell_server.store import Store
+
+
+class Traffic:
+    """Payload bytes in and out, counted by all streams."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.received_bytes = 0
+        self.sent_bytes = 0
+
+    def add(self, *, received: int = 0, sent: int = 0) -> None:
+        """Counts bytes."""
+        with self._lock:
+            self.received_bytes += received
+            self.sent_bytes += sent
+
+
+class Shard:
+    """What one server process owns. Any thread may call it."""
+
+    def __init__(self, config: ShardConfig, store: Store) -> None:
+        self.config = config
+        self.traffic = Traffic()
+        self.started_s = time.monotonic()
+        self._store = store
+        self._lock = threading.Lock()
+        self._parameters: dict[str, ParameterSlice] = {}
+        self._stored_bytes = 0
+        self._stopping = threading.Event()
+
+    def check_identity(self, meant: types_pb2.ShardIdentity) -> None:
+        """Refuses a request that is meant for another shard.
+
+        Raises:
+            WrongShardError: index, count or cluster differ.
+        """
+        config = self.config
+        asked = (meant.cluster_id, meant.shard_index, meant.shard_count)
+        here = (config.cluster_id, config.shard_index, config.shard_count)
+        if asked != here:
+            raise WrongShardError(
+                f"this is shard {here[1]} of {here[2]} of cluster {here[0]!r}; the request is for "
+                f"shard {asked[1]} of {asked[2]} of cluster {asked[0]!r}; check the order of the "
+                "addresses",
+                shard_index=config.shard_index,
+            )
+
+    def create(self, spec: ParameterSpec) -> tuple[ParameterSlice, bool]:
+        """The parameter's slice, made now if it is new; and whether it was.
+
+        Raises:
+            SpecMismatchError: it exists with another spec.
+            LimitError: a limit would be exceeded.
+        """
+        with self._lock:
+            known = self._parameters.get(spec.name)
+            if known is None:
+                known = self._parameters[spec.name] = self._make(spec)
+                return known, True
+        differences = known.spec.differences(spec)
+        if differences:
+            raise SpecMismatchError(
+                f"parameter {spec.name!r} exists with another spec: {'; '.join(differences)}; "
+                "open it with the same, or choose another name",
+                parameter=spec.name,
+            )
+        return known, False
+
+    def _make(self, spec: ParameterSpec) -> ParameterSlice:
+        config, limits = self.config, self.config.limits
+        if len(self._parameters) >= limits.parameter_count_max:
+            raise LimitError(
+                f"limit parameter_count_max={limits.parameter_count_max} is reached; "
+                f"parameter {spec.name!r} does not fit",
+                parameter=spec.name,
+            )
+        where = slice_of(spec.size, config.shard_index, config.shard_count)
+        rule = UpdateRule(spec.optimizer)
+        slot_count, with_sum = len(rule.initial_slots), spec.worker_count > 1
+        needed = 4 * where.size * (1 + with_sum + slot_count)
+        if self._stored_bytes + needed > limits.stored_bytes_max:
+            raise LimitError(
+                f"limit stored_bytes_max={limits.stored_bytes_max}: parameter {spec.name!r} needs "
+                f"{needed} bytes here beside the {self._stored_bytes} in use; add shards",
+                parameter=spec.name,
+            )
+        storage = self._store.create(
+            spec.name, where.size, slot_count=slot_count, with_sum=with_sum
+        )
+        for slot, value in zip(storage.slots, rule.initial_slots, strict=True):
+            if value:
+                slot[:] = value
+        self._stored_bytes += needed
+        return ParameterSlice(
+            spec,
+            where,
+            storage,
+            rule,
+            chunk_element_count=config.chunk_size_bytes // CODECS[spec.codec_name].item_size,
+            limits=limits,
+        )
+
+    def parameter(self, name: str) -> ParameterSlice:
+        """The slice of a parameter that was created.
+
+        Raises:
+            UnknownParameterError: there is none of that name.
+        """
+        found = self._parameters.get(name)
+        if found is None:
+            raise UnknownParameterError(
+                f"shard {self.config.shard_index} has no parameter {name!r:.140}; create it first "
+                "(a shard that lost its memory has none)",
+                parameter=name[:140],
+            )
+        return found
+
+    def parameters(self) -> list[ParameterSlice]:
+        """All of them, by name."""
+        with self._lock:
+            return [self._parameters[name] for name in sorted(self._parameters)]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return self._stored_bytes
+
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping.is_set()
+
+    def stop(self) -> None:
+        """Ends waits for other workers; running additions finish."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Lets go of the store, when no request is left."""
+        self._store.close()

@@ -1,0 +1,212 @@
+"""The optimizers: one block of weights, its mean gradient and its state, updated in place. Pure.
+
+All arithmetic is float32, as in torch.optim. A rule may be applied to any partition of a parameter,
+block by block, because none looks beyond an element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numkong
+import numpy as np
+
+from shardwell import specs
+from shardwell.codec import Float32
+
+Slots: TypeAlias = tuple[Float32, ...]
+Step: TypeAlias = Callable[[Float32, Float32, Slots, Float32, int, float], None]
+"""(weights, gradient, slots, temporary, update_count, learning_rate): weights and slots are updated,
+gradient and temporary overwritten; update_count is 1 at a parameter's first update."""
+
+
+class UpdateRule:
+    """An optimizer ready to run: how many arrays of state it keeps, and its arithmetic."""
+
+    def __init__(self, optimizer: specs.Optimizer) -> None:
+        self._clip_value = np.float32(optimizer.clip_value)
+        self.learning_rate: float | None = getattr(optimizer, "learning_rate", None)
+        """The spec's rate; None where there is none."""
+        self.initial_slots, self._step = _rule_of(optimizer)
+        """What each array of state is filled with at the start."""
+
+    def apply(
+        self,
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        *,
+        update_count: int,
+        learning_rate: float,
+    ) -> None:
+        """Updates one block. All arrays are (n,) float32, contiguous; see Step."""
+        if self._clip_value > 0:
+            np.clip(gradient, -self._clip_value, self._clip_value, out=gradient)
+        self._step(weights, gradient, slots, temporary, update_count, learning_rate)
+
+
+class LearningRates:
+    """The rate of each update: the spec's, and the changes that clients ask for."""
+
+    def __init__(self, learning_rate: float) -> None:
+        self._changes: list[tuple[int, float]] = [(0, learning_rate)]
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def at(self, version: int) -> float:
+        """The rate of the update that follows `version` updates."""
+        for from_step, rate in reversed(self._changes):
+            if from_step <= version:
+                return rate
+        return self._changes[0][1]
+
+    def change(self, from_step: int, learning_rate: float, *, version_min: int) -> None:
+        """Sets the rate from an update on; drops what no chunk will need any more."""
+        kept = [change for change in self._changes if change[0] < from_step]
+        first = max((i for i, (start, _) in enumerate(kept) if start <= version_min), default=0)
+        self._changes = [*kept[first:], (from_step, learning_rate)]
+
+
+def _rule_of(optimizer: specs.Optimizer) -> tuple[tuple[float, ...], Step]:
+    match optimizer:
+        case specs.Average():
+            return (), _average
+        case specs.SGD():
+            return (() if optimizer.momentum == 0 else (0.0,)), _sgd(optimizer)
+        case specs.Adagrad():
+            return (optimizer.initial_accumulator,), _adagrad(optimizer)
+        case specs.RMSProp():
+            return ((0.0,) if optimizer.momentum == 0 else (0.0, 0.0)), _rms_prop(optimizer)
+        case specs.Adam() | specs.AdamW():
+            return (0.0, 0.0), _adam(optimizer)
+    raise TypeError(f"no update rule for {optimizer!r}")
+
+
+def _add_scaled(target: Float32, source: Float32, factor: float) -> None:
+    """target += factor * source, in one pass."""
+    numkong.blend(source, target, alpha=factor, beta=1.0, out=target)
+
+
+def _average(
+    weights: Float32, gradient: Float32, slots: Slots, temporary: Float32, count: int, rate: float
+) -> None:
+    np.copyto(weights, gradient)
+
+
+def _sgd(spec: specs.SGD) -> Step:
+    def plain(
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        count: int,
+        rate: float,
+    ) -> None:
+        if spec.weight_decay:
+            _add_scaled(gradient, weights, spec.weight_decay)
+        _add_scaled(weights, gradient, -rate)
+
+    def with_momentum(
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        count: int,
+        rate: float,
+    ) -> None:
+        (momentum,) = slots
+        if spec.weight_decay:
+            _add_scaled(gradient, weights, spec.weight_decay)
+        if count == 1:
+            np.copyto(momentum, gradient)
+        else:
+            keep = 1.0 - spec.dampening
+            numkong.blend(gradient, momentum, alpha=keep, beta=spec.momentum, out=momentum)
+        if spec.nesterov:
+            _add_scaled(gradient, momentum, spec.momentum)
+            _add_scaled(weights, gradient, -rate)
+        else:
+            _add_scaled(weights, momentum, -rate)
+
+    return plain if spec.momentum == 0 else with_momentum
+
+
+def _adagrad(spec: specs.Adagrad) -> Step:
+    def step(
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        count: int,
+        rate: float,
+    ) -> None:
+        (squares,) = slots
+        if spec.weight_decay:
+            _add_scaled(gradient, weights, spec.weight_decay)
+        np.multiply(gradient, gradient, out=temporary)
+        np.add(squares, temporary, out=squares)
+        np.sqrt(squares, out=temporary)
+        np.add(temporary, np.float32(spec.epsilon), out=temporary)
+        np.divide(gradient, temporary, out=temporary)
+        _add_scaled(weights, temporary, -rate)
+
+    return step
+
+
+def _rms_prop(spec: specs.RMSProp) -> Step:
+    def step(
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        count: int,
+        rate: float,
+    ) -> None:
+        squares = slots[0]
+        if spec.weight_decay:
+            _add_scaled(gradient, weights, spec.weight_decay)
+        np.multiply(gradient, gradient, out=temporary)
+        numkong.blend(temporary, squares, alpha=1.0 - spec.decay, beta=spec.decay, out=squares)
+        np.sqrt(squares, out=temporary)
+        np.add(temporary, np.float32(spec.epsilon), out=temporary)
+        np.divide(gradient, temporary, out=temporary)
+        if spec.momentum:
+            momentum = slots[1]
+            numkong.blend(temporary, momentum, alpha=1.0, beta=spec.momentum, out=momentum)
+            temporary = momentum
+        _add_scaled(weights, temporary, -rate)
+
+    return step
+
+
+def _adam(spec: specs.Adam | specs.AdamW) -> Step:
+    decoupled = isinstance(spec, specs.AdamW)
+
+    def step(
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        count: int,
+        rate: float,
+    ) -> None:
+        first, second = slots
+        if spec.weight_decay and decoupled:
+            np.multiply(weights, np.float32(1.0 - rate * spec.weight_decay), out=weights)
+        elif spec.weight_decay:
+            _add_scaled(gradient, weights, spec.weight_decay)
+        numkong.blend(gradient, first, alpha=1.0 - spec.beta1, beta=spec.beta1, out=first)
+        np.multiply(gradient, gradient, out=temporary)
+        numkong.blend(temporary, second, alpha=1.0 - spec.beta2, beta=spec.beta2, out=second)
+        np.sqrt(second, out=temporary)
+        correction = math.sqrt(1.0 - spec.beta2**count)
+        np.multiply(temporary, np.float32(1.0 / correction), out=temporary)
+        np.add(temporary, np.float32(spec.epsilon), out=temporary)
+        np.divide(first, temporary, out=temporary)
+        _add_scaled(weights, temporary, -rate / (1.0 - spec.beta1**count))
+
+    return step
