@@ -1,6 +1,6 @@
 """Speed of the codecs on one thread: GB/s of float32, beside NumPy's own conversion and a copy.
 
-    python benchmarks/codec.py [--megabytes 64]
+python benchmarks/codec.py [--megabytes 64]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Connections to the shards of a cluster: addresses, the check of who answers, calls with deadlines.
+"""Connections to the shards of a cluster: addresses, who answers there, calls with deadlines.
 
 Every call ends in a result or a ShardwellError.
 """
@@ -71,19 +71,19 @@ class ShardChannel:
         self.identity = types_pb2.ShardIdentity()
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         channel = self._channel
-        self.put_gradient = channel.stream_unary(
+        self.put_gradient: Any = channel.stream_unary(
             f"/{_SERVICE}/PutGradient",
             response_deserializer=pb.PutGradientResponse.FromString,
         )
-        self.init_weights = channel.stream_unary(
+        self.init_weights: Any = channel.stream_unary(
             f"/{_SERVICE}/InitWeights",
             response_deserializer=pb.InitWeightsResponse.FromString,
         )
-        self.get_weights = channel.unary_stream(
+        self.get_weights: Any = channel.unary_stream(
             f"/{_SERVICE}/GetWeights",
             request_serializer=pb.GetWeightsRequest.SerializeToString,
         )
-        self.exchange = channel.stream_stream(f"/{_SERVICE}/Exchange")
+        self.exchange: Any = channel.stream_stream(f"/{_SERVICE}/Exchange")
 
     def call(
         self,
@@ -96,7 +96,7 @@ class ShardChannel:
         parameter: str | None = None,
     ) -> ResponseT:
         """A unary call; blocks up to `timeout_s`."""
-        stub = self._channel.unary_unary(
+        stub: Any = self._channel.unary_unary(
             f"/{_SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=response_type.FromString,  # type: ignore[attr-defined]
@@ -124,9 +124,7 @@ class ShardChannel:
         self._channel.close()
 
 
-def connect_shards(
-    target: str, *, cluster_id: str | None, timeout_s: float
-) -> list[ShardChannel]:
+def connect_shards(target: str, *, cluster_id: str | None, timeout_s: float) -> list[ShardChannel]:
     """Connects to all shards and checks who answers.
 
     Args:

@@ -75,7 +75,7 @@ class ChunkCodec:
                 chunk.lz4 = True
                 message = OutgoingMessage(header, len(packed))
                 message.payload[:] = np.frombuffer(packed, np.uint8)
-        chunk.crc32c = crc32c.crc32c(message.payload)
+        chunk.crc32c = crc32c.crc32c(message.payload.data)
         return message.seal()
 
     def open(self, chunk: types_pb2.Chunk, where: Slice, payload: Bytes) -> Bytes:
@@ -96,7 +96,7 @@ class ChunkCodec:
                 f"got offset {chunk.element_offset} and count {chunk.element_count}; "
                 "check slice_of and chunk_element_count"
             )
-        found = crc32c.crc32c(payload)
+        found = crc32c.crc32c(payload.data)
         if found != chunk.crc32c:
             raise CorruptChunkError(
                 f"chunk {chunk.chunk_index}: CRC32C of {payload.size} payload bytes is "

@@ -87,9 +87,7 @@ class Client:
         if keep_freed_memory:
             tune_malloc()
         self._timeout_s = timeout_s
-        self._channels = connect_shards(
-            target, cluster_id=cluster_id, timeout_s=connect_timeout_s
-        )
+        self._channels = connect_shards(target, cluster_id=cluster_id, timeout_s=connect_timeout_s)
         self._watchdog = Watchdog()
         self._executor = ThreadPoolExecutor(
             _ASYNC_THREAD_COUNT, thread_name_prefix="shardwell-client"

@@ -5,13 +5,14 @@ core's cache, conversions are numkong's SIMD kernels, and every call lets go of 
 
 Bounds for finite values (x: the value, peak: the largest magnitude of the chunk):
     fp32  exact
-    fp16  |error| <= 2^-11 |x| + 2^-21 peak
+    fp16  |error| <= 2^-11 |x| + 2^-19 peak
     bf16  |error| <= 2^-8 |x|
 
 fp16 carries a power-of-two scale for each chunk, so that float32's largest values neither overflow
-nor its small ones vanish. The scale is guessed from the chunk's first block and verified on what was
-written; only a chunk whose later blocks are thousands of times larger (or smaller) is written twice.
-It depends on the chunk's values alone: the same chunk is always written with the same bits.
+nor its small ones vanish. The scale is guessed from the chunk's first block and verified on what
+was written; only a chunk whose later blocks are thousands of times larger (or smaller) is written
+twice. It depends on the chunk's values alone: the same chunk is always written with the same
+bits.
 """
 
 from __future__ import annotations
@@ -30,17 +31,26 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 BLOCK_ELEMENT_COUNT = 64 * 1024
 """Elements that a pass of several kernels works on at a time: 256 KiB of float32, so that a block
-stays in a second-level cache from one kernel to the next and calls cost little beside it. Measured in benchmarks/codec.py."""
+stays in a second-level cache from one kernel to the next and calls cost little beside it. Measured
+in benchmarks/codec.py."""
 
-_FP16_KEEP_LOW, _FP16_KEEP_HIGH = 2.0**-4, 2.0**12
+_SMALL_ELEMENT_COUNT = 4096
+"""Up to here one exact look costs less than a guess and its verification."""
+_FP16_KEEP_LOW, _FP16_KEEP_HIGH = 2.0**-6, 2.0**12
 """Peaks in this range are written unscaled, which saves a pass."""
 _FP16_TARGET = 9
 """Scaled peaks are brought to just below 2^9: a headroom of 2^7 for later blocks."""
-_FP16_ACCEPT_LOW = 0x2C00  # bits of 2^-4
+_FP16_ACCEPT_LOW = 0x2400  # bits of 2^-6
 _FP16_EXPONENT_MIN, _FP16_EXPONENT_MAX = -126, 119
+_FP16_EXPONENT_SAFE = 112
+"""Up to here no finite fp16 leaves float32's range."""
 _FP16_LARGEST = float(2.0**128 * (1 - 2.0**-11))
 _BF16_LARGEST = float(2.0**128 * (1 - 2.0**-8))
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+_SIGNED: dict[Any, Any] = {
+    np.dtype(np.uint16): np.dtype(np.int16),
+    np.dtype(np.uint32): np.dtype(np.int32),
+}
 
 
 class Scratch:
@@ -109,6 +119,11 @@ class Codec:
         Raises:
             NonFiniteValueError: with the first index; `payload` is then of no use.
         """
+        if values.size <= _SMALL_ELEMENT_COUNT:
+            exponent, low_enough = self._exact_exponent(values)
+            if low_enough:
+                self._write(values, payload, exponent, scratch)
+                return exponent
         exponent = self._guess_exponent(values[:BLOCK_ELEMENT_COUNT], scratch)
         self._write(values, payload, exponent, scratch)
         if self._accepts(_magnitude(payload.view(self._bits))):
@@ -132,20 +147,43 @@ class Codec:
             np.multiply(into, factor, out=into)
 
     def decode_add(
-        self, payload: Bytes, exponent: int, weight: float, total: Float32, scratch: Scratch
+        self,
+        payload: Bytes,
+        factor: float,
+        total: Float32,
+        total_factor: float,
+        out: Float32,
+        scratch: Scratch,
+        start: int = 0,
     ) -> None:
-        """Adds `weight` times a payload's values to `total`: (n,) float32, contiguous."""
-        stored = self.stored(payload)
-        factor = math.ldexp(weight, exponent)
-        for start in blocks(total.size):
-            into = total[start : start + BLOCK_ELEMENT_COUNT]
-            values = scratch.values[: into.size]
-            self.read(stored[start : start + into.size], values)
-            numkong.blend(values, into, alpha=factor, beta=1.0, out=into)
+        """Out = factor * values + total_factor * total, in one pass over memory.
 
-    def decode_block(self, stored: Any, start: int, factor: float, values: Float32) -> None:
-        """Reads the elements of `stored(payload)` from `start` on, times `factor`."""
-        self.read(stored[start : start + values.size], values)
+        Args:
+            payload: The codec's bytes.
+            factor: Of the written values: the scale and a weight.
+            total: (n,) float32, contiguous; the payload's elements from `start` on belong to it.
+            total_factor: Of what is in `total`.
+            out: (n,) float32, contiguous; may be `total`.
+            scratch: This thread's.
+            start: First element of the payload.
+        """
+        stored = self.stored(payload)
+        for offset in blocks(total.size):
+            into = out[offset : offset + BLOCK_ELEMENT_COUNT]
+            values = scratch.values[: into.size]
+            first = start + offset
+            self.read(stored[first : first + into.size], values)
+            numkong.blend(
+                values,
+                total[offset : offset + into.size],
+                alpha=factor,
+                beta=total_factor,
+                out=into,
+            )
+
+    def decode_block(self, payload: Bytes, start: int, factor: float, values: Float32) -> None:
+        """Reads the payload's elements from `start` on, times `factor`."""
+        self.read(self.stored(payload)[start : start + values.size], values)
         if factor != 1.0:
             np.multiply(values, np.float32(factor), out=values)
 
@@ -167,6 +205,11 @@ class Codec:
             values = np.empty(payload.size // self.item_size, np.float32)
             self.decode(payload, exponent, values)
         return int(np.argmin(np.isfinite(values)))
+
+    def _exact_exponent(self, values: npt.NDArray[Any]) -> tuple[int, bool]:
+        """The exponent for a few values, and whether they are finite and round to finite ones."""
+        peak = float(np.maximum.reduce(np.abs(values), initial=0.0))
+        return self._exponent_for(peak), peak <= min(self._largest(), _FLOAT32_MAX)
 
     def _write(
         self,
@@ -273,6 +316,8 @@ class Fp16(Codec):
         return _FP16_ACCEPT_LOW <= peak_bits < self._infinity
 
     def _decodes_finite(self, peak_bits: int, exponent: int) -> bool:
+        if exponent <= _FP16_EXPONENT_SAFE:
+            return True
         peak = float(np.uint16(peak_bits).view(np.float16))
         return math.ldexp(peak, exponent) <= _FLOAT32_MAX
 
@@ -315,7 +360,7 @@ def _magnitude(bits: npt.NDArray[Any]) -> int:
     unsigned = int(np.maximum.reduce(bits))
     if unsigned < sign:
         return unsigned
-    signed = int(np.maximum.reduce(bits.view(np.int16 if bits.itemsize == 2 else np.int32)))
+    signed = int(np.maximum.reduce(bits.view(_SIGNED[bits.dtype])))
     return max(unsigned - sign, signed)
 
 
@@ -334,9 +379,7 @@ def _as_float32(block: npt.NDArray[Any], scratch: Scratch) -> Float32:
     return values
 
 
-def _finite_peak(
-    values: npt.NDArray[Any], scratch: Scratch, *, allow_non_finite: bool
-) -> float:
+def _finite_peak(values: npt.NDArray[Any], scratch: Scratch, *, allow_non_finite: bool) -> float:
     """Largest finite magnitude, exactly; refuses others unless they are allowed."""
     peak = 0.0
     for start in blocks(values.size):

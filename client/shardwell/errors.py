@@ -17,11 +17,13 @@
     ├── ClosedError                       the client was closed
     └── InternalError                     a defect of Shardwell
 
-Each carries what a program needs to act: `shard_index`, `worker_id`, `parameter`, `rank` (None where
-they do not apply) and `retryable`, which is true when the same call may succeed later.
+Each carries what a program needs to act: `shard_index`, `worker_id`, `parameter`, `rank` (None
+where they do not apply) and `retryable`, which is true when the same call may succeed later.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class ShardwellError(Exception):
@@ -60,8 +62,8 @@ class NonFiniteError(ArgumentError):
     `element_index` is the first such element's place in the parameter (0-based).
     """
 
-    def __init__(self, message: str, *, element_index: int = -1, **where: object) -> None:
-        super().__init__(message, **where)  # type: ignore[arg-type]
+    def __init__(self, message: str, *, element_index: int = -1, **where: Any) -> None:
+        super().__init__(message, **where)
         self.element_index = element_index
 
 
@@ -120,9 +122,9 @@ class WorkersMissingError(DeadlineError):
     """
 
     def __init__(
-        self, message: str, *, missing_worker_ids: tuple[str, ...] = (), **where: object
+        self, message: str, *, missing_worker_ids: tuple[str, ...] = (), **where: Any
     ) -> None:
-        super().__init__(message, **where)  # type: ignore[arg-type]
+        super().__init__(message, **where)
         self.missing_worker_ids = missing_worker_ids
 
 

@@ -27,6 +27,7 @@ MESSAGE_SIZE_MAX_BYTES = 2**20 + 1024
 
 _PADDING_TAG = 14 << 3 | 2
 _PAYLOAD_TAG = 15 << 3 | 2
+_PAYLOAD_HEAD = bytes((_PAYLOAD_TAG,))
 _HEADER_GROWTH_BYTES = 16  # scale_exponent (3), crc32c (5), lz4 (2), sub-message lengths (<= 4)
 
 # CPython lets whoever creates a bytes object without contents fill it before anyone else sees it.
@@ -41,29 +42,42 @@ _bytes_address.argtypes = (ctypes.py_object,)
 HeaderT = TypeVar("HeaderT", bound=Message)
 
 
+_SMALL_PAYLOAD_BYTES = 16 * 1024
+"""Below it, copying a payload costs less than sparing the copy."""
+_PADDINGS = tuple(bytes((_PADDING_TAG, size)) + bytes(size) for size in range(128))
+
+
 class OutgoingMessage:
     """A message under construction: fill `payload`, complete the header, then `seal`."""
 
+    __slots__ = ("_memory", "_message", "_payload_head", "_prefix_size", "header", "payload")
+
     def __init__(self, header: Message, payload_size_bytes: int) -> None:
-        length = _varint(payload_size_bytes)
-        fixed = header.ByteSize() + _HEADER_GROWTH_BYTES + 2 + 1 + len(length)
+        self._payload_head = _PAYLOAD_HEAD + _varint(payload_size_bytes)
+        fixed = header.ByteSize() + _HEADER_GROWTH_BYTES + 2 + len(self._payload_head)
         self._prefix_size = -(-fixed // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._payload_head = bytes((_PAYLOAD_TAG,)) + length
-        size = self._prefix_size + payload_size_bytes
-        self._message: bytes = _new_bytes(None, size)
-        memory = (ctypes.c_uint8 * size).from_address(_bytes_address(self._message))
-        self._buffer: Bytes = np.frombuffer(memory, np.uint8)
         self.header = header
-        self.payload: Bytes = self._buffer[self._prefix_size :]
+        self.payload: Bytes
         """(payload_size_bytes,) uint8, aligned, uninitialised. Not to be used after `seal`."""
+        if payload_size_bytes <= _SMALL_PAYLOAD_BYTES:
+            self._message = b""
+            self.payload = np.empty(payload_size_bytes, np.uint8)
+            return
+        size = self._prefix_size + payload_size_bytes
+        self._message = _new_bytes(None, size)
+        memory = (ctypes.c_uint8 * size).from_address(_bytes_address(self._message))
+        self._memory: Bytes = np.frombuffer(memoryview(memory), np.uint8)
+        self.payload = self._memory[self._prefix_size :]
 
     def seal(self) -> bytes:
         """Writes the header's fields, as they are now, and hands out the message."""
         head = self.header.SerializeToString()
         padding = self._prefix_size - len(head) - 2 - len(self._payload_head)
-        prefix = b"".join((head, bytes((_PADDING_TAG, padding)), bytes(padding), self._payload_head))
-        assert len(prefix) == self._prefix_size, "the header grew more than was reserved"
-        self._buffer[: self._prefix_size] = np.frombuffer(prefix, np.uint8)
+        assert padding >= 0, "the header grew more than was reserved"
+        parts = (head, _PADDINGS[padding], self._payload_head)
+        if not self._message:
+            return b"".join((*parts, self.payload.data))
+        self._memory[: self._prefix_size] = np.frombuffer(b"".join(parts), np.uint8)
         return self._message
 
 

@@ -25,6 +25,7 @@ from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
 from shardwell.codec import CODECS, Float32, NonFiniteValueError, Scratch
 from shardwell.errors import (
     ArgumentError,
+    ClosedError,
     CorruptChunkError,
     DeadlineError,
     InitSupersededError,
@@ -78,21 +79,16 @@ class _Gradient:
     wait_timeout_ms: int
 
 
-@dataclass
 class _Part:
     """What this parameter is on one shard that owns a slice of it."""
 
-    channel: ShardChannel
-    where: Slice
-    chunk_element_count: int
-    lane: Lane | None = None
-
-    @property
-    def chunk_count(self) -> int:
-        return self.where.chunk_count(self.chunk_element_count)
-
-    def chunk(self, index: int) -> Slice:
-        return self.where.chunk(index, self.chunk_element_count)
+    def __init__(self, channel: ShardChannel, where: Slice, chunk_element_count: int) -> None:
+        self.channel = channel
+        self.chunks = [
+            where.chunk(index, chunk_element_count)
+            for index in range(where.chunk_count(chunk_element_count))
+        ]
+        self.lane: Lane | None = None
 
 
 class Parameter:
@@ -274,7 +270,9 @@ class Parameter:
             failures: list[BaseException] = []
             calls = [
                 part.channel.put_gradient.future(
-                    _guarded(self._messages(pb.PutGradientRequest, part, work, opens=True), failures),
+                    _guarded(
+                        self._messages(pb.PutGradientRequest, part, work, opens=True), failures
+                    ),
                     timeout=wait_s + ANSWER_MARGIN_S,
                 )
                 for part in self._parts
@@ -283,10 +281,8 @@ class Parameter:
                 for part, call in zip(self._parts, calls, strict=True):
                     with part.channel.translated(self.name):
                         call.result()
-            except ShardwellError:
-                if failures:
-                    raise failures[0] from None
-                raise
+                    if failures:
+                        raise failures[0]
             finally:
                 for call in calls:
                     call.cancel()
@@ -408,9 +404,7 @@ class Parameter:
         self.next_step = min(next_steps)
         return parts
 
-    def _send_first_weights(
-        self, values: npt.NDArray[Any], epoch: int, deadline_s: float
-    ) -> int:
+    def _send_first_weights(self, values: npt.NDArray[Any], epoch: int, deadline_s: float) -> int:
         """Sends the first weights, to shard 0 last: its answer makes them stand."""
         version = 0
         codec = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
@@ -462,9 +456,8 @@ class Parameter:
     ) -> Iterator[bytes]:
         """The stream of one gradient to one shard; runs on a thread of gRPC's."""
         scratch = self._thread_scratch()
-        last = part.chunk_count - 1
-        for index in range(part.chunk_count):
-            where = part.chunk(index)
+        last = len(part.chunks) - 1
+        for index, where in enumerate(part.chunks):
             header = header_type()
             if opens and index == 0:
                 header.open.CopyFrom(self._stream_open(part.channel))
@@ -503,9 +496,11 @@ class Parameter:
                 for lane in lanes:
                     lane.used = True
             except BaseException:
-                failure = self._close_lanes()
-                if failure is not None:
-                    raise failure from None
+                lanes = [part.lane for part in self._parts if part.lane is not None]
+                self._close_lanes()
+                for lane in lanes:
+                    if lane.failure is not None:
+                        raise lane.failure from None
                 raise
 
     def _submit(self, part: _Part, work: _Gradient) -> Lane:
@@ -516,14 +511,12 @@ class Parameter:
         part.lane.submit(self._messages(pb.ExchangeRequest, part, work, opens=opens))
         return part.lane
 
-    def _close_lanes(self) -> BaseException | None:
-        """Ends all lanes; returns why messages could not be made, if they could not."""
-        lanes = [part.lane for part in self._parts if part.lane is not None]
+    def _close_lanes(self) -> None:
+        """Ends all lanes."""
         for part in self._parts:
-            part.lane = None
-        for lane in lanes:
-            lane.close()
-        return next((lane.failure for lane in lanes if lane.failure is not None), None)
+            lane, part.lane = part.lane, None
+            if lane is not None:
+                lane.close()
 
     # Weights in.
 
@@ -540,9 +533,9 @@ class Parameter:
         that waits until its answer is taken can never be part of a circle of waits.
         """
         version = math.inf
-        for index in range(max(part.chunk_count for part in self._parts)):
+        for index in range(max(len(part.chunks) for part in self._parts)):
             for number, part in enumerate(self._parts):
-                if index < part.chunk_count:
+                if index < len(part.chunks):
                     try:
                         message = read(number)
                     except grpc.RpcError as error:
@@ -563,7 +556,7 @@ class Parameter:
     ) -> int:
         """Checks a chunk of weights and writes it where it belongs; returns its version."""
         header, payload = framing.parse(pb.ExchangeResponse, message)
-        where = part.chunk(index)
+        where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
         if chunk.chunk_index != index or header.version < min_version:
             raise CorruptChunkError(
@@ -578,9 +571,7 @@ class Parameter:
         except ShardwellError as error:
             error.shard_index, error.parameter = part.channel.shard_index, self.name
             raise
-        self._codec.codec.decode(
-            stored, chunk.scale_exponent, weights[where.offset : where.stop]
-        )
+        self._codec.codec.decode(stored, chunk.scale_exponent, weights[where.offset : where.stop])
         self._traffic.add(received=len(message), values=where.size)
         return int(header.version)
 
@@ -600,8 +591,6 @@ class Parameter:
 
     def _check_open(self) -> None:
         if self._closed:
-            from shardwell.errors import ClosedError
-
             raise ClosedError(
                 f"parameter {self.name!r} was closed with its client; connect again",
                 parameter=self.name,
@@ -624,9 +613,8 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _guarded(messages: Iterator[bytes], failures: list[BaseException]) -> Iterator[bytes]:
-    """Keeps what goes wrong while messages are made; gRPC would only say that something did."""
+    """Ends a stream early when a message can't be made, and keeps the reason for the caller."""
     try:
         yield from messages
     except Exception as error:
         failures.append(error)
-        raise

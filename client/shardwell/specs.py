@@ -266,9 +266,7 @@ class ParameterSpec:
             name=self.name,
             size=self.size,
             codec=_CODECS[self.codec_name],
-            compression=(
-                types_pb2.COMPRESSION_LZ4 if self.lz4 else types_pb2.COMPRESSION_NONE
-            ),
+            compression=(types_pb2.COMPRESSION_LZ4 if self.lz4 else types_pb2.COMPRESSION_NONE),
             mode=_MODES[self.mode],
             worker_count=self.worker_count,
             optimizer=self.optimizer.to_proto(),

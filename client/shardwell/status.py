@@ -1,12 +1,12 @@
 """One catalogue of errors for both sides: exception, wire code and gRPC status.
 
-The service turns an exception into a status with `to_status`; the SDK turns the status back into the
-same exception with `from_rpc_error`. `grpc.RpcError` never reaches a user.
+The service turns an exception into a status with `to_status`; the SDK turns the status back into
+the same exception with `from_rpc_error`. `grpc.RpcError` never reaches a user.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -73,9 +73,7 @@ def to_status(error: errors.ShardwellError) -> Status:
         element_index=getattr(error, "element_index", -1),
         missing_worker_ids=getattr(error, "missing_worker_ids", ()),
     )
-    return Status(
-        status_code, error.message, ((ERROR_DETAIL_KEY, detail.SerializeToString()),)
-    )
+    return Status(status_code, error.message, ((ERROR_DETAIL_KEY, detail.SerializeToString()),))
 
 
 def from_rpc_error(
@@ -89,37 +87,44 @@ def from_rpc_error(
         address: Where, for the message.
         parameter: On behalf of which parameter.
     """
-    code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
+    code, details = error.code(), error.details() or ""
     detail = _detail_of(error)
     if detail is not None and detail.code in _BY_CODE:
         return _from_detail(detail, details)
     where = f"shard {shard_index} at {address}"
-    known = {"shard_index": shard_index, "parameter": parameter}
     match code:
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
             return errors.ShardUnavailableError(
                 f"{where} can't be reached or went away ({details or code.name}); "
                 "check that it runs, then call again",
-                **known,
+                shard_index=shard_index,
+                parameter=parameter,
             )
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineError(
                 f"{where} did not answer within the deadline; "
                 "check the network and its load, or raise timeout_s",
-                **known,
+                shard_index=shard_index,
+                parameter=parameter,
             )
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return errors.LimitError(f"{where} is at a limit: {details}", **known)
+            return errors.LimitError(
+                f"{where} is at a limit: {details}", shard_index=shard_index, parameter=parameter
+            )
         case grpc.StatusCode.UNIMPLEMENTED:
             return errors.WrongShardError(
-                f"{where} is no Shardwell shard of this version: {details}", **known
+                f"{where} is no Shardwell shard of this version: {details}",
+                shard_index=shard_index,
+                parameter=parameter,
             )
         case _:
-            return errors.InternalError(f"{where}: {code.name}: {details}", **known)
+            return errors.InternalError(
+                f"{where}: {code.name}: {details}", shard_index=shard_index, parameter=parameter
+            )
 
 
 def _from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.ShardwellError:
-    where = {
+    where: dict[str, Any] = {
         "shard_index": detail.shard_index,
         "worker_id": detail.worker_id or None,
         "parameter": detail.parameter or None,
@@ -131,11 +136,12 @@ def _from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.Shardwel
         return errors.WorkersMissingError(
             message, missing_worker_ids=tuple(detail.missing_worker_ids), **where
         )
-    return kind(message, **where)  # type: ignore[arg-type]
+    return kind(message, **where)
 
 
 def _detail_of(error: grpc.RpcError) -> types_pb2.ErrorDetail | None:
-    for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]
+    metadata: Any = error.trailing_metadata()
+    for key, value in metadata or ():
         if key == ERROR_DETAIL_KEY:
             try:
                 return types_pb2.ErrorDetail.FromString(value)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.codec import BLOCK_ELEMENT_COUNT, Float32
+from shardwell.codec import Float32
 from shardwell.errors import ArgumentError, NonFiniteError
 
-_ACCEPTED = ("float32", "float64", "float16")
+_ACCEPTED = (np.float32, np.float64, np.float16)
+_CHECK_ELEMENT_COUNT = 256 * 1024
+"""1 MiB of float32: fetched from memory once, read twice."""
 
 
 def as_flat(what: str, values: Any, size: int) -> npt.NDArray[Any]:
@@ -25,10 +28,12 @@ def as_flat(what: str, values: Any, size: int) -> npt.NDArray[Any]:
     Raises:
         ArgumentError: another type, dtype or number of elements.
     """
+    if type(values) is np.ndarray and values.shape == (size,) and values.dtype == np.float32:
+        return values
     if not hasattr(values, "__array__"):
         raise ArgumentError(f"{what} must be a NumPy array of float32; got {type(values).__name__}")
     array = np.asarray(values)
-    if array.dtype.name not in _ACCEPTED:
+    if array.dtype.type not in _ACCEPTED:
         raise ArgumentError(
             f"{what} must be float32 (float64 and float16 are converted); got {array.dtype}; "
             "convert it with .astype(np.float32)"
@@ -74,10 +79,10 @@ def check_finite(what: str, values: npt.NDArray[Any], parameter: str) -> None:
     Raises:
         NonFiniteError: with the index of the first.
     """
-    for start in range(0, values.size, BLOCK_ELEMENT_COUNT):
-        block = values[start : start + BLOCK_ELEMENT_COUNT]
+    for start in range(0, values.size, _CHECK_ELEMENT_COUNT):
+        block = values[start : start + _CHECK_ELEMENT_COUNT]
         # Two reductions without a temporary; NaN and infinity survive one of them.
-        if np.isfinite(np.maximum.reduce(block)) and np.isfinite(np.minimum.reduce(block)):
+        if isfinite(np.maximum.reduce(block)) and isfinite(np.minimum.reduce(block)):
             if block.dtype.itemsize <= 4:
                 continue
             with np.errstate(over="ignore"):

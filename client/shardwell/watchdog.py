@@ -1,26 +1,36 @@
 """Deadlines for calls that have none of their own: streams that outlive a step.
 
-One thread a client; it sleeps while nothing is watched, and looks a few times a second otherwise, so
-that watching a step costs the step no more than two entries in a dict.
+One thread a client; it sleeps while nothing is watched, and looks a few times a second otherwise,
+so that watching a step costs the step no more than two entries in a dict.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 _LOOK_INTERVAL_S = 0.1
 
 
 class Watch:
-    """One deadline; `expired` once the watchdog has acted."""
+    """One deadline, a context manager around what it bounds; `expired` once it has acted."""
 
-    def __init__(self, deadline_s: float, act: Callable[[], None]) -> None:
+    __slots__ = ("_watches", "act", "deadline_s", "expired")
+
+    def __init__(
+        self, deadline_s: float, act: Callable[[], None], watches: dict[int, Watch]
+    ) -> None:
         self.deadline_s = deadline_s
         self.act = act
         self.expired = False
+        self._watches = watches
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watches.pop(id(self), None)
 
 
 class Watchdog:
@@ -33,10 +43,9 @@ class Watchdog:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    @contextmanager
-    def watch(self, timeout_s: float, act: Callable[[], None]) -> Iterator[Watch]:
+    def watch(self, timeout_s: float, act: Callable[[], None]) -> Watch:
         """Calls `act` from the watchdog's thread if the block has not ended after `timeout_s`."""
-        watch = Watch(time.monotonic() + timeout_s, act)
+        watch = Watch(time.monotonic() + timeout_s, act, self._watches)
         with self._lock:
             self._watches[id(watch)] = watch
             if self._thread is None and not self._closed:
@@ -46,11 +55,7 @@ class Watchdog:
                 self._thread.start()
         if not self._wake.is_set():
             self._wake.set()
-        try:
-            yield watch
-        finally:
-            with self._lock:
-                self._watches.pop(id(watch), None)
+        return watch
 
     def close(self) -> None:
         """Ends the thread. Watches that are left never expire."""
@@ -69,7 +74,8 @@ class Watchdog:
             time.sleep(_LOOK_INTERVAL_S)
             now = time.monotonic()
             with self._lock:
-                late = [w for w in self._watches.values() if w.deadline_s <= now and not w.expired]
+                watches = list(self._watches.values())  # entries leave without the lock
+                late = [w for w in watches if w.deadline_s <= now and not w.expired]
                 for watch in late:
                     watch.expired = True
                 if not self._watches:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import grpc
+import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -51,7 +52,12 @@ class ShardServer:
         self.shard = Shard(config, MemoryStore())
         self._streams = OpenStreams(limits.stream_count_max)
         thread_count = limits.stream_count_max + _UNARY_THREAD_COUNT
-        self._threads = ThreadPoolExecutor(thread_count, thread_name_prefix="shardwell-rpc")
+        self._threads = ThreadPoolExecutor(
+            thread_count,
+            thread_name_prefix="shardwell-rpc",
+            # Overflows are found where weights are encoded; there is nobody to warn here.
+            initializer=lambda: np.seterr(all="ignore"),
+        )
         self._server = grpc.server(
             self._threads, options=_OPTIONS, maximum_concurrent_rpcs=thread_count
         )

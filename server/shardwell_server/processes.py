@@ -8,6 +8,7 @@ in order.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -84,10 +85,10 @@ class ChildProcess:
 
 
 def stop_when_parent_ends(stop: Callable[[], None]) -> None:
-    """Calls `stop`, from another thread, when the parent has ended (standard input is at its end)."""
+    """Calls `stop`, from another thread, when standard input is at its end: the parent is gone."""
 
     def watch() -> None:
-        while sys.stdin.buffer.raw.read(4096):  # type: ignore[attr-defined]
+        while os.read(sys.stdin.fileno(), 4096):
             pass
         stop()
 

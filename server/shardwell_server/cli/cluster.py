@@ -45,8 +45,7 @@ def cluster(*, shard_count: int, data_dir: Path | None, log_level: str) -> None:
     with LocalCluster(shard_count, data_dir, processes=True, log_level=log_level) as running:
         click.echo(f"export SHARDWELL_SHARDS={running.target}")
         click.echo(
-            f"# cluster {running.cluster_id}: {shard_count} shards are serving; "
-            "Ctrl-C stops them",
+            f"# cluster {running.cluster_id}: {shard_count} shards are serving; Ctrl-C stops them",
             err=True,
         )
         while not stop.wait(_LOOK_INTERVAL_S):

@@ -19,6 +19,8 @@ from shardwell_server.local_cluster import SERVING_LINE
 from shardwell_server.logs import configure_logs
 from shardwell_server.store.data_dir import DataDir
 
+_ARENA_COUNT_MAX = 2
+"""Messages come and go on many threads; with few heaps their buffers are used again."""
 _LOG = logging.getLogger("shardwell_server")
 
 
@@ -150,7 +152,7 @@ def serve(
         reflection=reflection,
         limits=Limits(**limits),
     )
-    tune_malloc()
+    tune_malloc(arena_count_max=_ARENA_COUNT_MAX)
     stop = stop_requested(exit_with_parent=exit_with_parent)
     with contextlib.ExitStack() as stack:
         if data_dir is not None:

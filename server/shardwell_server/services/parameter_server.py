@@ -18,7 +18,7 @@ import numpy as np
 import shardwell
 from shardwell import framing
 from shardwell.chunk_codec import ChunkCodec
-from shardwell.codec import CODECS
+from shardwell.codec import CODECS, Bytes
 from shardwell.errors import ArgumentError, InternalError, ShardwellError, WrongShardError
 from shardwell.names import check_name
 from shardwell.partition import Slice
@@ -271,7 +271,7 @@ class ParameterServerService:
             is_stopping=self._shard.is_stopping,
         )
 
-    def _unary(self, call: Callable[..., Any], request_type: Any) -> grpc.RpcMethodHandler:
+    def _unary(self, call: Callable[..., Any], request_type: Any) -> Any:
         return grpc.unary_unary_rpc_method_handler(
             self._answering(call),
             request_deserializer=request_type.FromString,
@@ -315,9 +315,7 @@ class ParameterServerService:
             error = InternalError(f"{type(error).__name__}: {error}; see the shard's log")
         error.shard_index = self._shard.config.shard_index
         status = to_status(error)
-        _LOG.warning(
-            "request refused", extra={"code": status.code.name, "reason": status.details}
-        )
+        _LOG.warning("request refused", extra={"code": status.code.name, "reason": status.details})
         context.set_trailing_metadata(status.trailing_metadata)
         context.abort(status.code, status.details)
 
@@ -330,7 +328,7 @@ class _GradientSource:
         self._seat = seat
 
     def contribute(
-        self, gradient: types_pb2.GradientChunk, payload: framing.Bytes, patience: Patience
+        self, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
     ) -> bool:
         """See ParameterSlice.contribute."""
         return self.parameter.contribute(self._seat, gradient, payload, patience)

@@ -12,7 +12,8 @@ also the number of its open step) and `last` the last step that the worker contr
            otherwise           StepOrderError: a step was skipped
 
 Invariants:
-  - `last` of a worker and a chunk never decreases, so a gradient counts once however often it comes.
+  - `last` of a worker and a chunk never decreases, so a gradient counts once however often it is
+    sent.
   - A synchronous step of a chunk closes with exactly worker_count contributions, by as many
     workers, each of whom holds a seat; a seat is taken at a worker's first contribution and kept.
   - Versions only grow, by one.

@@ -89,6 +89,9 @@ class ParameterSlice:
         self._encoded: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self._encoded_lock = threading.Lock()
         self._scratch = threading.local()
+        self._total_factors: np.ndarray[tuple[int], np.dtype[np.float64]] = np.zeros(
+            len(self._chunks)
+        )
         self._counted_count: np.ndarray[tuple[int], np.dtype[np.int64]] = np.zeros(
             len(self._chunks), np.int64
         )
@@ -212,7 +215,7 @@ class ParameterSlice:
             raise self.non_finite(chunk.where.offset + bad, f"gradient of {seat.worker_id!r}")
         contribution = Contribution(values, header.scale_exponent, gradient.sample_count)
         step, index = gradient.step, header.chunk_index
-        with chunk.changed, np.errstate(all="ignore"):
+        with chunk.changed:
             while (decision := self._ledger.decide(seat, index, step)) is Decision.WAIT:
                 if not patience.wait(chunk.changed):
                     raise self._workers_missing(index, step, patience)
@@ -228,11 +231,12 @@ class ParameterSlice:
     def _count(self, chunk: _Chunk, index: int, contribution: Contribution) -> None:
         """Adds a contribution, and closes the step if it is the last."""
         ledger, codec, scratch = self._ledger, self._codec.codec, self._thread_scratch()
-        earlier = int(ledger.contribution_counts[index])
+        total_factor = float(self._total_factors[index])
         if not ledger.completes(index):
             assert chunk.state.gradient_sum is not None
-            total = chunk.state.gradient_sum
-            add_to_sum(contribution, codec, total, scratch, is_first=earlier == 0)
+            self._total_factors[index] = add_to_sum(
+                contribution, codec, chunk.state.gradient_sum, total_factor, scratch
+            )
             return
         version = int(ledger.versions[index])
         sample_total = int(ledger.sample_totals[index]) + contribution.sample_count
@@ -242,12 +246,13 @@ class ParameterSlice:
             chunk.state,
             self._rule,
             scratch,
+            total_factor=total_factor,
             # An asynchronous gradient is applied as it is: there is nothing to weigh it against.
             sample_total=sample_total if ledger.is_sync else 1,
-            is_only=earlier == 0,
             update_count=version + 1,
             learning_rate=self._rates.at(version),
         )
+        self._total_factors[index] = 0.0
 
     # Weights out.
 

@@ -18,8 +18,8 @@ from shardwell.codec import Float32
 
 Slots: TypeAlias = tuple[Float32, ...]
 Step: TypeAlias = Callable[[Float32, Float32, Slots, Float32, int, float], None]
-"""(weights, gradient, slots, temporary, update_count, learning_rate): weights and slots are updated,
-gradient and temporary overwritten; update_count is 1 at a parameter's first update."""
+"""(weights, gradient, slots, temporary, update_count, learning_rate): weights and slots are
+updated, gradient and temporary overwritten; update_count is 1 at a parameter's first update."""
 
 
 class UpdateRule:
@@ -87,7 +87,7 @@ def _rule_of(optimizer: specs.Optimizer) -> tuple[tuple[float, ...], Step]:
 
 
 def _add_scaled(target: Float32, source: Float32, factor: float) -> None:
-    """target += factor * source, in one pass."""
+    """Target += factor * source, in one pass."""
     numkong.blend(source, target, alpha=factor, beta=1.0, out=target)
 
 
