@@ -339,7 +339,8 @@ class Parameter:
         """Changes the optimizer's learning rate on all shards, for all workers.
 
         Takes effect at this worker's next step, which is the same update on every shard and chunk
-        if this worker takes part; with `now`, at each chunk's next update.
+        if this worker takes part; with `now`, at the first step that no chunk of a shard has
+        reached, which may be another step on another shard.
 
         Raises:
             ArgumentError: the rate is negative or not finite, or the optimizer has none.

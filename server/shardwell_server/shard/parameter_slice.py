@@ -316,7 +316,7 @@ class ParameterSlice:
     # The rest.
 
     def change_learning_rate(self, from_step: int, learning_rate: float) -> None:
-        """Sets the rate from an update on; 0: from the next update of each chunk.
+        """Sets the rate from a step on; 0: from the first that no chunk has reached.
 
         Raises:
             ArgumentError: the optimizer has no rate.

@@ -1,0 +1,22 @@
+"""The smallest worker: linear regression on a running cluster.
+
+    shardwell cluster --shards 2          # prints: export SHARDWELL_SHARDS=...
+    python examples/worker.py             # with that variable set
+"""
+
+import numpy as np
+
+import shardwell
+
+rng = np.random.default_rng(0)
+inputs = rng.standard_normal((256, 8), np.float32)
+targets = inputs @ np.arange(8, dtype=np.float32)
+
+with shardwell.connect(worker_id="w0") as client:
+    model = client.parameter("line", size=8, optimizer=shardwell.SGD(learning_rate=0.1))
+    model.init(np.zeros(8, np.float32))
+    weights = model.get_weights()
+    for _ in range(100):
+        gradient = inputs.T @ (inputs @ weights - targets) / len(inputs)
+        weights = model.exchange(gradient, sample_count=len(inputs))
+    print(weights.round(3))
