@@ -6,6 +6,7 @@ Every call ends in a result or a ShardwellError.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -50,7 +51,8 @@ def parse_target(target: str) -> list[str]:
     addresses = [part.strip() for part in target.split(",")] if isinstance(target, str) else []
     for address in addresses:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        plain = re.fullmatch(r"[^\s:;/\[\]]+|\[[^\s\[\]]+\]", host)  # or an IPv6 one in brackets
+        if not plain or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise ArgumentError(
                 f"a cluster's target is HOST:PORT[,HOST:PORT...] in the order of the shards; got "
                 f"{address!r} in {target!r:.200}; set $SHARDWELL_SHARDS or pass target"

@@ -6,7 +6,7 @@ core's cache, conversions are numkong's SIMD kernels, and every call lets go of 
 Bounds for finite values (x: the value, peak: the largest magnitude of the chunk):
     fp32  exact
     fp16  |error| <= 2^-11 |x| + 2^-19 peak
-    bf16  |error| <= 2^-8 |x|
+    bf16  |error| <= 2^-8 |x|, or 2^-134 where that is more
 
 fp16 carries a power-of-two scale for each chunk, so that float32's largest values neither overflow
 nor its small ones vanish. The scale is guessed from the chunk's first block and verified on what
@@ -126,7 +126,8 @@ class Codec:
                 return exponent
         exponent = self._guess_exponent(values[:BLOCK_ELEMENT_COUNT], scratch)
         self._write(values, payload, exponent, scratch)
-        if self._accepts(_magnitude(payload.view(self._bits))):
+        written = _magnitude(payload.view(self._bits))
+        if self._accepts(written) and self._decodes_finite(written, exponent):
             return exponent
         peak = _finite_peak(values, scratch, allow_non_finite=allow_non_finite)
         exact = self._exponent_for(peak)
@@ -144,7 +145,8 @@ class Codec:
         for start in blocks(values.size):
             into = values[start : start + BLOCK_ELEMENT_COUNT]
             self.read(stored[start : start + into.size], into)
-            np.multiply(into, factor, out=into)
+            with np.errstate(over="ignore", under="ignore"):
+                np.multiply(into, factor, out=into)
 
     def decode_add(
         self,
@@ -231,7 +233,8 @@ class Codec:
                 clipped = np.clip(block, np.float32(-limit), np.float32(limit))
                 block = np.where(np.isinf(block), block, clipped)
             if exponent:
-                block = np.multiply(block, factor, out=scratch.values[: block.size])
+                with np.errstate(over="ignore", under="ignore"):  # what was written is checked
+                    block = np.multiply(block, factor, out=scratch.values[: block.size])
             self.write(block, stored[start : start + block.size])
 
     def _guess_exponent(self, first_block: npt.NDArray[Any], scratch: Scratch) -> int:

@@ -6,6 +6,7 @@
     ├── SpecMismatchError                 the parameter exists with another spec
     ├── UnknownParameterError             no such parameter on a shard
     ├── NotInitializedError               put or get before init()
+    ├── InitSupersededError               another client took over setting first weights
     ├── StepOrderError                    a step that closed without this worker, or was skipped
     ├── SeatsTakenError                   worker_count other workers contribute already
     ├── CorruptChunkError                 a chunk whose CRC, length or place does not fit

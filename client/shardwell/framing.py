@@ -85,7 +85,7 @@ def parse(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, Bytes]:
     """The header of a message and its payload, uncopied where the writer aligned it.
 
     Args:
-        header_type: The message's type; of the result only `payload` and `padding` are left empty.
+        header_type: The message's type; `payload` is left empty in the result.
         message: What came over the wire.
 
     Returns:
@@ -108,7 +108,10 @@ def parse(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, Bytes]:
             "send the message again"
         ) from None
     values = np.frombuffer(message, np.uint8, offset=start) if start < len(message) else _EMPTY
-    return header, values if start % ALIGNMENT_BYTES == 0 else values.copy()
+    if start % ALIGNMENT_BYTES:
+        values = values.copy()
+        values.flags.writeable = False
+    return header, values
 
 
 _EMPTY: Bytes = np.empty(0, np.uint8)

@@ -18,6 +18,7 @@ CodecName = Literal["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
 ModeName = Literal["sync", "async"]
 
 SIZE_MAX = 2**48
+_NUMBER_MAX = float(2**1023)  # what comes here is turned into a float
 WORKER_COUNT_MAX = 2**16
 SAMPLE_COUNT_MAX = 2**24
 
@@ -25,7 +26,7 @@ SAMPLE_COUNT_MAX = 2**24
 def _check_number(what: str, value: float, *, low: float = 0.0, below: float = math.inf) -> None:
     """Refuses what is no real number in [low, below)."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (good and math.isfinite(value) and low <= value < below):
+    if not (good and low <= value < below and value <= _NUMBER_MAX):
         limit = f"at least {low:g}" if below == math.inf else f"in [{low:g}, {below:g})"
         raise ArgumentError(f"{what} must be a finite number {limit}; got {value!r}")
 

@@ -70,7 +70,7 @@ def as_output(out: Any, size: int) -> Float32:
         raise ArgumentError(
             f"out must be a writable C-contiguous float32 array of {size} elements; got {found}"
         )
-    return out.reshape(-1)
+    return np.asarray(out).reshape(-1)
 
 
 def check_finite(what: str, values: npt.NDArray[Any], parameter: str) -> None:

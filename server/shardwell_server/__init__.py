@@ -1,7 +1,27 @@
 """The service: shards that own slices of parameters, and ways to start them."""
 
-from shardwell_server.app import ShardServer
-from shardwell_server.config import Limits, ShardConfig
-from shardwell_server.local_cluster import LocalCluster
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwell_server.app import ShardServer
+    from shardwell_server.config import Limits, ShardConfig
+    from shardwell_server.local_cluster import LocalCluster
 
 __all__ = ["Limits", "LocalCluster", "ShardConfig", "ShardServer"]
+
+_HOMES = {
+    "Limits": "config",
+    "LocalCluster": "local_cluster",
+    "ShardConfig": "config",
+    "ShardServer": "app",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that short commands start quickly."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

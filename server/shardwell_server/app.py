@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import grpc
-import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -55,8 +54,6 @@ class ShardServer:
         self._threads = ThreadPoolExecutor(
             thread_count,
             thread_name_prefix="shardwell-rpc",
-            # Overflows are found where weights are encoded; there is nobody to warn here.
-            initializer=lambda: np.seterr(all="ignore"),
         )
         self._server = grpc.server(
             self._threads, options=_OPTIONS, maximum_concurrent_rpcs=thread_count

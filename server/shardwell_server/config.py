@@ -73,5 +73,5 @@ class ShardConfig:
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isdecimal() and int(port) < 2**16):
             raise ArgumentError(f"listen must be HOST:PORT; got {self.listen!r}")
-        if self.grace_s < 0:
+        if not self.grace_s >= 0:
             raise ArgumentError(f"grace_s must be at least 0; got {self.grace_s}")

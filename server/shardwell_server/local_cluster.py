@@ -24,6 +24,8 @@ from shardwell_server.store.data_dir import DataDir
 
 SHARD_COUNT_MAX = 64
 _STOP_MARGIN_S = 5.0
+_START_TIMEOUT_S = 60.0
+"""A shard starts within a second; a busy machine may need a while to import its packages."""
 
 
 class LocalCluster:
@@ -140,11 +142,15 @@ class LocalCluster:
             self.children.append(child)
             self._stack.callback(child.close, config.grace_s + _STOP_MARGIN_S)
         for index, child in enumerate(self.children):
-            line = child.read_line()
-            if not line.startswith(SERVING_LINE):
+            line = child.read_first_line(_START_TIMEOUT_S)
+            if line is None or not line.startswith(SERVING_LINE):
+                end = (
+                    f"it was not ready within {_START_TIMEOUT_S:g} s"
+                    if line is None
+                    else f"exit code {child.wait(_STOP_MARGIN_S)}"
+                )
                 raise ShardUnavailableError(
-                    f"shard {index} did not start: exit code {child.wait(5.0)}; its log is on "
-                    "stderr",
+                    f"shard {index} did not start: {end}; its log is on stderr",
                     shard_index=index,
                 )
             self._addresses.append(line.removeprefix(SERVING_LINE))

@@ -9,6 +9,7 @@ in order.
 from __future__ import annotations
 
 import os
+import selectors
 import subprocess
 import sys
 import threading
@@ -49,6 +50,14 @@ class ChildProcess:
         """The next line of its output without the newline; "" at the end. Blocks."""
         assert self._process.stdout is not None
         return self._process.stdout.readline().rstrip("\n")
+
+    def read_first_line(self, timeout_s: float) -> str | None:
+        """Its first line, as `read_line`; None if none has come in time."""
+        with selectors.DefaultSelector() as selector:
+            assert self._process.stdout is not None
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            # Lines are written whole, so one that has begun is soon complete.
+            return self.read_line() if selector.select(timeout_s) else None
 
     def poll(self) -> int | None:
         """Its exit code, or None while it runs."""

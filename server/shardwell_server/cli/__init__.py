@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import click
 
-import shardwell
-from shardwell.errors import ShardwellError
-from shardwell_server.cli.cluster import cluster
-from shardwell_server.cli.serve import serve
-from shardwell_server.cli.status import status
+_COMMANDS = {
+    "cluster": ("cluster", "cluster"),
+    "demo": ("demo", "demo"),
+    "demo-worker": ("demo", "demo_worker"),
+    "health": ("health", "health"),
+    "serve": ("serve", "serve"),
+    "status": ("status", "status"),
+    "train-digits": ("demo", "train_digits"),
+}
+"""Name, and the module here and attribute where its code is."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(shardwell.__version__, prog_name="shardwell")
+class _LazyGroup(click.Group):
+    """Imports a command's module when the command is used: `shardwell health` needs little."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        module, attribute = _COMMANDS[name]
+        command: click.Command = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+        return command
+
+
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="shardwell", prog_name="shardwell")
 def commands() -> None:
     """A sharded parameter server for training on commodity machines."""
-
-
-commands.add_command(serve)
-commands.add_command(cluster)
-commands.add_command(status)
 
 
 def main() -> None:
     """Entry point; errors that a user can act on are one line and exit code 1."""
     try:
         commands()
-    except ShardwellError as error:
+    except Exception as error:
+        from shardwell.errors import ShardwellError
+
+        if not isinstance(error, ShardwellError):
+            raise
         click.secho(f"shardwell: {error.message}", fg="red", err=True)
         sys.exit(1)

@@ -13,7 +13,7 @@ import click
 
 from shardwell.malloc import tune_malloc
 from shardwell_server.app import ShardServer
-from shardwell_server.cli.stopping import stop_requested, wait_until
+from shardwell_server.cli.stopping import stop_requested
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.local_cluster import SERVING_LINE
 from shardwell_server.logs import configure_logs
@@ -163,4 +163,4 @@ def serve(
             )
         server = stack.enter_context(ShardServer(config))
         click.echo(f"{SERVING_LINE}{server.address}")
-        wait_until(stop)
+        stop.wait()

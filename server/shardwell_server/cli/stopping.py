@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import queue
 import signal
-import threading
 from types import FrameType
 
 from shardwell_server.processes import stop_when_parent_ends
 
 
-def stop_requested(*, exit_with_parent: bool = False) -> threading.Event:
-    """An event that is set when the process is asked to stop. Main thread only."""
-    stop = threading.Event()
+class StopSignal:
+    """Set once, waited for by one thread.
+
+    Not a `threading.Event`: a signal handler that sets one can deadlock with the thread that it
+    interrupts in `wait`. SimpleQueue's `put` is made to be called from handlers.
+    """
+
+    def __init__(self) -> None:
+        self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        """Asks to stop. From any thread or signal handler; safe to repeat."""
+        self._requests.put(None)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Blocks until it is set, or the time is over; whether it is set."""
+        try:
+            self._requests.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        self._requests.put(None)
+        return True
+
+
+def stop_requested(*, exit_with_parent: bool = False) -> StopSignal:
+    """What is set when the process is asked to stop. Main thread only: it takes the signals."""
+    stop = StopSignal()
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.set()
@@ -21,9 +45,3 @@ def stop_requested(*, exit_with_parent: bool = False) -> threading.Event:
     if exit_with_parent:
         stop_when_parent_ends(stop.set)
     return stop
-
-
-def wait_until(stop: threading.Event) -> None:
-    """Blocks until the event is set, letting signals through."""
-    while not stop.wait(3600.0):
-        pass

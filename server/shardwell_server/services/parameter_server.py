@@ -240,8 +240,7 @@ class ParameterServerService:
         return self._shard.parameter(request.open.parameter)
 
     def _source(self, request: Any) -> _GradientSource:
-        parameter = self._opened(request)
-        return _GradientSource(parameter, parameter.seat(request.open.worker_id))
+        return _GradientSource(self._opened(request), request.open.worker_id)
 
     def _answers(
         self,
@@ -323,12 +322,15 @@ class ParameterServerService:
 class _GradientSource:
     """Whose gradients a stream carries, and where they go."""
 
-    def __init__(self, parameter: ParameterSlice, seat: Seat) -> None:
+    def __init__(self, parameter: ParameterSlice, worker_id: str) -> None:
         self.parameter = parameter
-        self._seat = seat
+        self._worker_id = worker_id
+        self._seat: Seat | None = None
 
     def contribute(
         self, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
     ) -> bool:
         """See ParameterSlice.contribute."""
+        if self._seat is None:
+            self._seat = self.parameter.seat(self._worker_id)
         return self.parameter.contribute(self._seat, gradient, payload, patience)

@@ -155,11 +155,11 @@ class StepLedger:
 
     def contributed(self, step: int, chunk_index: int | None = None) -> list[str]:
         """Workers that contributed `step`, to one chunk or to all."""
+        chunks = slice(None) if chunk_index is None else slice(chunk_index, chunk_index + 1)
         return [
             seat.worker_id
             for seat in self._seats.values()
-            if (seat.last_step.min() if chunk_index is None else seat.last_step[chunk_index])
-            >= step
+            if (seat.last_step[chunks] >= step).all()
         ]
 
     def missing(self, step: int, chunk_index: int | None = None) -> tuple[list[str], int]:

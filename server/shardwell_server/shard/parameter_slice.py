@@ -222,7 +222,8 @@ class ParameterSlice:
             if decision is Decision.DUPLICATE:
                 self._duplicate_count[index] += 1
                 return False
-            self._count(chunk, index, contribution)
+            with np.errstate(all="ignore"):  # overflows are found where weights are encoded
+                self._count(chunk, index, contribution)
             self._ledger.record(seat, index, step, contribution.sample_count)
             self._counted_count[index] += 1
             chunk.changed.notify_all()

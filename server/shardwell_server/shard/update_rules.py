@@ -22,11 +22,18 @@ Step: TypeAlias = Callable[[Float32, Float32, Slots, Float32, int, float], None]
 updated, gradient and temporary overwritten; update_count is 1 at a parameter's first update."""
 
 
+_SMALLEST, _LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
+
+
 class UpdateRule:
     """An optimizer ready to run: how many arrays of state it keeps, and its arithmetic."""
 
     def __init__(self, optimizer: specs.Optimizer) -> None:
-        self._clip_value = np.float32(optimizer.clip_value)
+        # A bound that float32 can't hold is the nearest that it can, and never "no bound".
+        self._clip_value = np.float32(0.0)
+        if optimizer.clip_value:
+            bounded = min(max(optimizer.clip_value, _SMALLEST), _LARGEST)
+            self._clip_value = np.float32(bounded)
         self.learning_rate: float | None = getattr(optimizer, "learning_rate", None)
         """The spec's rate; None where there is none."""
         self.initial_slots, self._step = _rule_of(optimizer)
@@ -91,6 +98,16 @@ def _add_scaled(target: Float32, source: Float32, factor: float) -> None:
     numkong.blend(source, target, alpha=factor, beta=1.0, out=target)
 
 
+def _decay_add(target: Float32, keep: float, source: Float32, factor: float) -> None:
+    """target = keep * target + factor * source.
+
+    In two passes: in one, numkong rounds the last elements of an array in another way than the
+    others, and results would depend on how a parameter is cut.
+    """
+    np.multiply(target, np.float32(keep), out=target)
+    _add_scaled(target, source, factor)
+
+
 def _average(
     weights: Float32, gradient: Float32, slots: Slots, temporary: Float32, count: int, rate: float
 ) -> None:
@@ -125,7 +142,7 @@ def _sgd(spec: specs.SGD) -> Step:
             np.copyto(momentum, gradient)
         else:
             keep = 1.0 - spec.dampening
-            numkong.blend(gradient, momentum, alpha=keep, beta=spec.momentum, out=momentum)
+            _decay_add(momentum, spec.momentum, gradient, keep)
         if spec.nesterov:
             _add_scaled(gradient, momentum, spec.momentum)
             _add_scaled(weights, gradient, -rate)
@@ -170,13 +187,13 @@ def _rms_prop(spec: specs.RMSProp) -> Step:
         if spec.weight_decay:
             _add_scaled(gradient, weights, spec.weight_decay)
         np.multiply(gradient, gradient, out=temporary)
-        numkong.blend(temporary, squares, alpha=1.0 - spec.decay, beta=spec.decay, out=squares)
+        _decay_add(squares, spec.decay, temporary, 1.0 - spec.decay)
         np.sqrt(squares, out=temporary)
         np.add(temporary, np.float32(spec.epsilon), out=temporary)
         np.divide(gradient, temporary, out=temporary)
         if spec.momentum:
             momentum = slots[1]
-            numkong.blend(temporary, momentum, alpha=1.0, beta=spec.momentum, out=momentum)
+            _decay_add(momentum, spec.momentum, temporary, 1.0)
             temporary = momentum
         _add_scaled(weights, temporary, -rate)
 
@@ -199,9 +216,9 @@ def _adam(spec: specs.Adam | specs.AdamW) -> Step:
             np.multiply(weights, np.float32(1.0 - rate * spec.weight_decay), out=weights)
         elif spec.weight_decay:
             _add_scaled(gradient, weights, spec.weight_decay)
-        numkong.blend(gradient, first, alpha=1.0 - spec.beta1, beta=spec.beta1, out=first)
+        _decay_add(first, spec.beta1, gradient, 1.0 - spec.beta1)
         np.multiply(gradient, gradient, out=temporary)
-        numkong.blend(temporary, second, alpha=1.0 - spec.beta2, beta=spec.beta2, out=second)
+        _decay_add(second, spec.beta2, temporary, 1.0 - spec.beta2)
         np.sqrt(second, out=temporary)
         correction = math.sqrt(1.0 - spec.beta2**count)
         np.multiply(temporary, np.float32(1.0 / correction), out=temporary)

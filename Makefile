@@ -1,0 +1,65 @@
+# Every target does its own set-up in .venv; it needs make, and Python 3.11 or newer.
+# Another Python: make demo PYTHON=python3.12
+
+PYTHON ?= python3
+.DEFAULT_GOAL := help
+# One environment, which two set-ups at once would spoil.
+.NOTPARALLEL:
+.PHONY: help setup test demo lint protos bench
+
+BIN := .venv/bin
+# Read when a recipe runs: tools that scripts call are those of the environment.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+help:
+	@echo "make demo    train a digits classifier on a cluster, and watch (20 s)"
+	@echo "make test    all tests"
+	@echo "make lint    ruff, mypy, import-linter, stubs and protos"
+	@echo "make protos  regenerate client/shardwell/v1 from protos/"
+	@echo "make bench   the figures of the README"
+	@echo "make setup   all that the others need, in .venv"
+
+demo: .venv/.has-demo
+	@$(BIN)/shardwell demo
+
+test: .venv/.has-test
+	@$(BIN)/python -m pytest
+
+lint: .venv/.has-lint
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	tools/generate_stubs.sh --check
+	$(BIN)/buf lint protos
+
+protos: .venv/.has-lint
+	tools/generate_stubs.sh
+
+bench: .venv/.has-demo
+	@set -e; for benchmark in benchmarks/[a-z]*.py; do \
+	  echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
+	done
+
+setup: .venv/.has-demo .venv/.has-test .venv/.has-lint
+
+# One stamp an extra of pyproject.toml; it is made again when that file has changed.
+.venv/.has-%: pyproject.toml $(BIN)/python
+	@echo "installing shardwell[$*] into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+# Without prerequisites: the environment is made once. A link to a Python that is gone counts as none.
+$(BIN)/python:
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "$(PYTHON) was not found; install Python 3.11 or newer, or name one:" \
+	    "make $(or $(MAKECMDGOALS),demo) PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is $$("$(PYTHON)" -V 2>&1); Shardwell needs Python 3.11 or newer:" \
+	    "make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  version=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	  echo "$(PYTHON) can't make virtual environments; on Debian and Ubuntu:" \
+	    "sudo apt-get install python$$version-venv" >&2; exit 1; }
+	@echo "making .venv with $$("$(PYTHON)" -V)"
+	@"$(PYTHON)" -m venv --clear .venv || { rm -rf .venv; exit 1; }

@@ -1,0 +1,87 @@
+"""What a worker tells while it trains: one JSON object a line on its standard output."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwell import Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Where a worker stands."""
+
+    step: int
+    """Steps that it has made."""
+    loss: float | None = None
+    """Mean over its steps since the report before; None before the first step."""
+    sent_bytes: int = 0
+    """Encoded, since it started."""
+    received_bytes: int = 0
+    """Encoded, since it started."""
+    sent_value_bytes: int = 0
+    """What was sent, as float32."""
+
+    def to_line(self) -> str:
+        """One line of JSON, without the newline."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def error_line(message: str) -> str:
+    """The line of a worker that can't go on."""
+    return json.dumps({"error": message})
+
+
+def parse_line(line: str) -> Report | str:
+    """A report, or the message of an error.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError(f"no report: {line:.80}")
+    if "error" in fields:
+        return str(fields["error"])
+    try:
+        return Report(**fields)
+    except TypeError as error:
+        raise ValueError(f"no report: {line:.80}") from error
+
+
+class Reporter:
+    """Gathers losses and reports now and then: the first step, the last, and between them."""
+
+    def __init__(
+        self, report: Callable[[Report], None], traffic: Traffic, *, interval_s: float
+    ) -> None:
+        self._report = report
+        self._traffic = traffic
+        self._interval_s = interval_s
+        self._losses: list[float] = []
+        self._due_s = 0.0
+
+    def begin(self, step: int) -> None:
+        """Tells that training is about to go on at `step`."""
+        self._report(Report(step=step))
+
+    def add(self, step: int, loss: float, *, last: bool) -> None:
+        """Notes that `step` steps are made, the last of them with `loss`."""
+        self._losses.append(loss)
+        now_s = time.monotonic()
+        if last or now_s >= self._due_s:
+            self._due_s = now_s + self._interval_s
+            self._report(
+                Report(
+                    step=step,
+                    loss=sum(self._losses) / len(self._losses),
+                    sent_bytes=self._traffic.sent_bytes,
+                    received_bytes=self._traffic.received_bytes,
+                    sent_value_bytes=self._traffic.sent_value_bytes,
+                )
+            )
+            self._losses.clear()

@@ -1,0 +1,178 @@
+"""The demo as a whole: a cluster, workers that train on it, and someone who measures.
+
+Everything that is started is started in a `with`, so that it ends however this ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwell.errors import ArgumentError, ShardwellError
+from shardwell.specs import CodecName, ModeName
+from shardwell_server.demo.crew import Crew, describe_exit
+from shardwell_server.demo.digits import HELD_OUT_COUNT, Samples, check_installed, load_digits
+from shardwell_server.demo.errors import DemoError
+from shardwell_server.demo.examiner import Examiner
+from shardwell_server.demo.screen import Screen, count
+from shardwell_server.demo.standing import Observer, Standing
+from shardwell_server.demo.stop import StopRequest
+from shardwell_server.demo.worker import ACCURACY_MIN, STEP_COUNT, Task
+from shardwell_server.local_cluster import LocalCluster
+
+WORKER_COUNT_MAX = 32
+"""With more, a worker's share of the digits is hardly more than its batch."""
+_LOOK_INTERVAL_S = 0.1
+_EXAM_INTERVAL_S = 0.5
+_SHARD_GRACE_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """What the demo runs; checked when made."""
+
+    shard_count: int = 2
+    """Shards, each a process."""
+    worker_count: int = 4
+    """Workers, each a process."""
+    codec: CodecName = "fp16"
+    """How gradients and weights travel."""
+    mode: ModeName = "sync"
+    """`sync`: a step is the mean of all workers' gradients; `async`: each as it arrives."""
+    step_count: int = STEP_COUNT
+    """Steps of each worker."""
+    target: str | None = None
+    """A cluster that runs already; None: start one of `shard_count`."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.worker_count <= WORKER_COUNT_MAX:
+            raise ArgumentError(
+                f"the demo has work for 1 to {WORKER_COUNT_MAX} workers; got {self.worker_count}"
+            )
+        if self.step_count < 1:
+            raise ArgumentError(f"step_count must be at least 1; got {self.step_count}")
+
+    def tasks(self, target: str) -> list[Task]:
+        """What each worker is to do. The parameter's name is new, so that nothing is resumed."""
+        parameter = f"digits-{uuid.uuid4().hex[:8]}"
+        return [
+            Task(
+                target=target,
+                worker_id=f"w{index}",
+                worker_index=index,
+                worker_count=self.worker_count,
+                parameter=parameter,
+                step_count=self.step_count,
+                codec=self.codec,
+                mode=self.mode,
+            )
+            for index in range(self.worker_count)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How it went."""
+
+    accuracy: float
+    """Of the final weights, on held-out digits."""
+    held_out_count: int
+    """How many those are."""
+    standing: Standing
+    """Of the workers, at the end."""
+    duration_s: float
+    """Of the whole demo."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the accuracy is what the demo promises."""
+        return self.accuracy >= ACCURACY_MIN
+
+
+def run_demo(config: DemoConfig, screen: Screen, stop: StopRequest) -> Result:
+    """Runs it all, and leaves no process behind.
+
+    Raises:
+        StoppedError: a signal asked for it.
+        DemoError: scikit-learn is missing, or a worker or a shard has ended; it is named.
+        ShardwellError: see `LocalCluster` and `Client`.
+    """
+    start_s = time.monotonic()
+    check_installed()
+    with contextlib.ExitStack() as stack:
+        stop.check()
+        cluster, target = None, config.target
+        if target is None:
+            screen.say(f"starting {count(config.shard_count, 'shard')}")
+            cluster = stack.enter_context(
+                LocalCluster(config.shard_count, processes=True, grace_s=_SHARD_GRACE_S)
+            )
+            target = cluster.target
+        tasks = config.tasks(target)
+        stop.check()
+        crew = stack.enter_context(Crew(tasks))
+        screen.say(f"starting {count(config.worker_count, 'worker')}")
+        with stop.at_once():
+            held_out = load_digits().held_out
+        with _ended_shards_named(cluster):
+            standing, accuracy = _watch(crew, tasks[0], held_out, screen, stop, cluster)
+    return Result(
+        accuracy=accuracy,
+        held_out_count=HELD_OUT_COUNT,
+        standing=standing,
+        duration_s=time.monotonic() - start_s,
+    )
+
+
+def _watch(
+    crew: Crew,
+    task: Task,
+    held_out: Samples,
+    screen: Screen,
+    stop: StopRequest,
+    cluster: LocalCluster | None,
+) -> tuple[Standing, float]:
+    """Shows and measures until all workers have finished; their last standing, and the accuracy."""
+    observer = Observer(crew.members)
+    with contextlib.ExitStack() as stack:
+        examiner: Examiner | None = None
+        accuracy: float | None = None
+        exam_due_s = 0.0
+        while True:
+            stop.check()
+            _check_shards(cluster)
+            finished = crew.has_finished()
+            standing = observer.look(time.monotonic())
+            if examiner is None and standing.ready_count:
+                examiner = stack.enter_context(Examiner(task, held_out))
+            if examiner is not None and (finished or time.monotonic() >= exam_due_s):
+                accuracy = examiner.accuracy()
+                exam_due_s = time.monotonic() + _EXAM_INTERVAL_S
+            screen.show(standing, accuracy, last=finished)
+            if finished:
+                assert accuracy is not None
+                return standing, accuracy
+            time.sleep(_LOOK_INTERVAL_S)
+
+
+@contextlib.contextmanager
+def _ended_shards_named(cluster: LocalCluster | None) -> Iterator[None]:
+    """Tells of a shard that has ended, rather than of what followed from it."""
+    try:
+        yield
+    except ShardwellError:
+        _check_shards(cluster)
+        raise
+
+
+def _check_shards(cluster: LocalCluster | None) -> None:
+    """Raises a DemoError that names a shard of ours that has ended."""
+    for index, child in enumerate(cluster.children if cluster is not None else ()):
+        code = child.poll()
+        if code is not None:
+            raise DemoError(
+                f"shard {index} has ended with {describe_exit(code)}", shard_index=index
+            )

@@ -1,0 +1,102 @@
+"""One worker's training loop: what a program needs to train on a cluster, and nothing else.
+
+The demo runs it in processes of its own, docker compose in containers; `train` is the example to
+copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+import shardwell
+from shardwell.specs import CodecName, ModeName
+from shardwell_server.demo.digits import CLASS_COUNT, IMAGE_SIZE, Batches, Digits
+from shardwell_server.demo.model import Perceptron
+from shardwell_server.demo.reports import Report, Reporter
+
+MODEL = Perceptron(input_size=IMAGE_SIZE, hidden_size=1024, class_count=CLASS_COUNT)
+"""76 810 weights: more than digits need, so that there is something to send."""
+OPTIMIZER = shardwell.Adam(learning_rate=5e-4)
+"""Half the usual rate: eight asynchronous workers, each some steps behind, still converge."""
+BATCH_SIZE = 32
+"""Samples of one worker's gradient."""
+STEP_COUNT = 500
+"""Enough for one worker alone; more workers see more digits in as many steps."""
+ACCURACY_MIN = 0.95
+"""Of held-out digits; below it, the run has failed."""
+_FIRST_WEIGHTS_SEED = 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one worker is to do. All but `worker_id` and `worker_index` is the same for all."""
+
+    target: str
+    """The cluster: "HOST:PORT,HOST:PORT"."""
+    worker_id: str
+    """The same after a restart, so that the worker goes on where it was."""
+    worker_index: int
+    """Which share of the digits, 0 to worker_count - 1."""
+    worker_count: int
+    """Workers among whom the digits are dealt; a synchronous step waits for them all."""
+    parameter: str = "digits"
+    """Name of the model's weights in the cluster."""
+    step_count: int = STEP_COUNT
+    """Steps that each worker makes."""
+    codec: CodecName = "fp16"
+    """How gradients and weights travel."""
+    mode: ModeName = "sync"
+    """See shardwell.ParameterSpec."""
+    timeout_s: float = 60.0
+    """Bound of each call. A minute, for workers that are still starting."""
+    connect_timeout_s: float = 60.0
+    """How long shards are waited for."""
+
+
+def open_weights(client: shardwell.Client, task: Task) -> shardwell.Parameter:
+    """The model's weights in the cluster, as all who open them must agree."""
+    return client.parameter(
+        task.parameter,
+        size=MODEL.size,
+        optimizer=OPTIMIZER,
+        worker_count=task.worker_count,
+        codec=task.codec,
+        mode=task.mode,
+    )
+
+
+def train(
+    task: Task, digits: Digits, report: Callable[[Report], None], *, report_interval_s: float
+) -> npt.NDArray[np.float32]:
+    """Trains until this worker has made its steps; returns the weights after its last.
+
+    Raises:
+        ShardwellError: see `Client` and `Parameter`.
+    """
+    batches = Batches(
+        digits.training,
+        worker_index=task.worker_index,
+        worker_count=task.worker_count,
+        batch_size=BATCH_SIZE,
+    )
+    with shardwell.connect(
+        task.target,
+        worker_id=task.worker_id,
+        timeout_s=task.timeout_s,
+        connect_timeout_s=task.connect_timeout_s,
+    ) as client:
+        model = open_weights(client, task)
+        model.init(MODEL.first_weights(_FIRST_WEIGHTS_SEED))  # the same from every worker
+        weights = model.get_weights()
+        reporter = Reporter(report, client.traffic, interval_s=report_interval_s)
+        reporter.begin(model.next_step)
+        while model.next_step < task.step_count:
+            batch = batches[model.next_step]
+            loss, gradient = MODEL.loss_and_gradient(weights, batch.images, batch.labels)
+            model.exchange(gradient, sample_count=len(batch), out=weights)
+            reporter.add(model.next_step, loss, last=model.next_step == task.step_count)
+        return weights

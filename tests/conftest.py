@@ -1,0 +1,68 @@
+"""Fixtures of all tests: clusters, clients, and the check that nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from harness.leaks import Belongings
+from harness.polling import eventually
+
+import shardwell
+from shardwell_server import LocalCluster
+
+CHUNK_SIZE_BYTES = 256
+"""Small, so that short parameters have many chunks too."""
+CALL_TIMEOUT_S = 20.0
+_WITH_LEAK_CHECK = {"integration", "fault"}
+
+StartCluster = Callable[..., LocalCluster]
+Connect = Callable[..., shardwell.Client]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a thread, a child process or a listening port."""
+    if not _WITH_LEAK_CHECK.intersection(request.path.parts):
+        yield
+        return
+    before = Belongings.now()
+    yield
+    last: list[str] = []
+
+    def is_clean() -> bool:
+        last[:] = Belongings.now().beyond(before)
+        return not last
+
+    with contextlib.suppress(AssertionError):
+        eventually("everything is released", is_clean, timeout_s=5.0)
+    assert not last, f"left behind: {', '.join(last)}"
+
+
+@pytest.fixture
+def cluster() -> Iterator[StartCluster]:
+    """Starts clusters of real servers, in this process unless `processes=True`."""
+    with contextlib.ExitStack() as stack:
+
+        def start(shard_count: int = 2, **options: Any) -> LocalCluster:
+            options.setdefault("chunk_size_bytes", CHUNK_SIZE_BYTES)
+            return stack.enter_context(LocalCluster(shard_count, **options))
+
+        yield start
+
+
+@pytest.fixture
+def connect(cluster: StartCluster) -> Iterator[Connect]:
+    """Connects workers by name; they are closed before the clusters of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def connect_worker(target: str | LocalCluster, worker_id: str, **options: Any) -> Any:
+            options.setdefault("timeout_s", CALL_TIMEOUT_S)
+            address = target if isinstance(target, str) else target.target
+            return stack.enter_context(
+                shardwell.connect(address, worker_id=worker_id, **options)
+            )
+
+        yield connect_worker

@@ -1,0 +1,190 @@
+"""Streams of first weights that break the .proto: refused, and the weights that stand still stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import crc32c
+import grpc
+import numpy as np
+import pytest
+from harness.wire_worker import WireParameter, WireWorker, error_detail, spec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2 as types
+
+pytestmark = pytest.mark.timeout(30)
+
+SIZE = 60  # 30 elements on each of two shards
+INVALID = ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
+CORRUPT = ("DATA_LOSS", "CORRUPT_CHUNK")
+
+
+def _reseal(message: Any, payload: bytes) -> None:
+    message.payload = payload
+    message.chunk.crc32c = crc32c.crc32c(payload)
+
+
+def _swap(messages: list[Any]) -> None:
+    messages[1], messages[2] = messages[2], messages[1]
+
+
+def _repeat(messages: list[Any]) -> None:
+    messages.insert(2, messages[1])
+
+
+def _leave_gap(messages: list[Any]) -> None:
+    del messages[2]
+
+
+def _end_early(messages: list[Any]) -> None:
+    del messages[-1]
+
+
+def _go_on(messages: list[Any]) -> None:
+    """One range more, which is the next shard's."""
+    more = pb.InitWeightsRequest()
+    more.CopyFrom(messages[-1])
+    more.chunk.element_offset = messages[-1].chunk.element_offset + 10
+    messages.append(more)
+
+
+def _overlap(messages: list[Any]) -> None:
+    messages[2].chunk.element_offset -= 1
+
+
+def _before(messages: list[Any]) -> None:
+    messages[1].chunk.element_offset = 0 if messages[1].chunk.element_offset else 59
+
+
+def _far_out(messages: list[Any]) -> None:
+    messages[1].chunk.element_offset = 2**64 - 10
+
+
+def _flip(messages: list[Any]) -> None:
+    payload = messages[2].payload
+    messages[2].payload = payload[:7] + bytes((payload[7] ^ 8,)) + payload[8:]
+
+
+def _count_more(messages: list[Any]) -> None:
+    messages[1].chunk.element_count = 11
+
+
+def _count_beyond(messages: list[Any]) -> None:
+    """The range says what it carries, and that leaves the slice."""
+    _reseal(messages[-1], bytes(44))
+    messages[-1].chunk.element_count = 11
+
+
+def _no_epoch(messages: list[Any]) -> None:
+    messages[0].epoch = 0
+
+
+def _scaled(messages: list[Any]) -> None:
+    messages[1].chunk.scale_exponent = 1
+
+
+def _compressed(messages: list[Any]) -> None:
+    messages[1].chunk.lz4 = True
+
+
+def _nan(messages: list[Any]) -> None:
+    values = np.frombuffer(messages[2].payload, "<f4").copy()
+    values[3] = np.nan
+    _reseal(messages[2], values.tobytes())
+
+
+ATTACKS: dict[Callable[[list[Any]], None], tuple[str, str]] = {
+    _swap: INVALID,
+    _repeat: INVALID,
+    _leave_gap: INVALID,
+    _end_early: INVALID,
+    _go_on: INVALID,
+    _overlap: INVALID,
+    _before: INVALID,
+    _far_out: INVALID,
+    _flip: CORRUPT,
+    _count_more: CORRUPT,
+    _count_beyond: INVALID,
+    _no_epoch: ("ABORTED", "INIT_SUPERSEDED"),
+    _scaled: INVALID,
+    _compressed: INVALID,
+    _nan: ("INVALID_ARGUMENT", "NON_FINITE"),
+}
+
+
+def _attacked(parameter: WireParameter, shard_index: int, epoch: int, attack: Any) -> Any:
+    messages = parameter.init_messages(
+        shard_index, np.full(SIZE, 9), epoch, range_element_count=10
+    )
+    attack(messages)
+    with pytest.raises(grpc.RpcError) as caught:
+        parameter.worker.stubs[shard_index].InitWeights(iter(messages), timeout=5)
+    return caught.value
+
+
+@pytest.mark.parametrize("shard_index", [0, 1])
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__.strip("_"))
+def test_before_there_are_weights(cluster, attack, shard_index) -> None:
+    """Refused; not initialized by it; the rightful first weights stand afterwards."""
+    status, code = ATTACKS[attack]
+    with WireWorker(cluster(2).target, "w0") as worker:
+        parameter = worker.create(spec("m", SIZE))
+        epoch = parameter.claim_init().epoch
+        error = _attacked(parameter, shard_index, epoch, attack)
+        assert error.code().name == status, error.details()
+        detail = error_detail(error)
+        assert types.ErrorCode.Name(detail.code) == f"ERROR_CODE_{code}"
+        assert detail.shard_index == shard_index
+        if code == "NON_FINITE":
+            assert detail.element_index == 30 * shard_index + 13
+        with pytest.raises(grpc.RpcError, match="first weights"):
+            parameter.pull()
+        parameter.init(np.arange(SIZE))
+        np.testing.assert_array_equal(parameter.pull(), np.arange(SIZE))
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__.strip("_"))
+def test_after_training_began(cluster, attack) -> None:
+    with WireWorker(cluster(2).target, "w0") as worker:
+        parameter = worker.create(spec("m", SIZE))
+        parameter.init(np.arange(SIZE))
+        parameter.push(np.ones(SIZE))
+        for shard_index in (0, 1):
+            for epoch in (1, 5):
+                _attacked(parameter, shard_index, epoch, attack)
+        np.testing.assert_array_equal(parameter.pull(), np.arange(SIZE) - 1)
+        np.testing.assert_array_equal(parameter.exchange(np.ones(SIZE)), np.arange(SIZE) - 2)
+
+
+def test_before_training_began_a_broken_repeat_changes_nothing(cluster) -> None:
+    """Initialized, step 0 open: a stream of the same epoch that fails half way."""
+    with WireWorker(cluster(2).target, "w0") as worker:
+        parameter = worker.create(spec("m", SIZE))
+        parameter.init(np.arange(SIZE))
+        for shard_index in (0, 1):
+            _attacked(parameter, shard_index, 1, _flip)
+        np.testing.assert_array_equal(parameter.pull(), np.arange(SIZE))
+
+
+def test_an_epoch_from_the_end_of_numbers_does_not_lock_out(cluster) -> None:
+    """Nobody claimed it: the shard must refuse it, or rightful claims come too late for ever."""
+    with WireWorker(cluster(2).target, "w0") as worker:
+        parameter = worker.create(spec("m", SIZE))
+        for shard_index in (1, 0):
+            messages = parameter.init_messages(shard_index, np.full(SIZE, 9), 2**64 - 1)
+            half = messages[:1]  # nothing but `open` and the epoch
+            with pytest.raises(grpc.RpcError):
+                worker.stubs[shard_index].InitWeights(iter(half), timeout=5)
+        parameter.init(np.arange(SIZE))
+        np.testing.assert_array_equal(parameter.pull(), np.arange(SIZE))
+
+
+def test_an_average_has_no_first_weights(cluster) -> None:
+    average = types.Optimizer(average=types.Average())
+    with WireWorker(cluster(2).target, "w0") as worker:
+        parameter = worker.create(spec("m", SIZE, optimizer=average))
+        assert parameter.claim_init().initialized
+        error = _attacked(parameter, 0, 1, lambda messages: None)
+        assert error_detail(error).code == types.ERROR_CODE_INVALID_ARGUMENT
+        np.testing.assert_array_equal(parameter.exchange(np.ones(SIZE)), 1)

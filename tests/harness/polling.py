@@ -1,0 +1,66 @@
+"""Waiting for what another thread or process does: polled with a deadline, never slept for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+ResultT = TypeVar("ResultT")
+_LOOK_INTERVAL_S = 0.01
+
+
+def eventually(
+    what: str, look: Callable[[], ResultT], *, timeout_s: float = 10.0
+) -> ResultT:
+    """The first result of `look` that is true.
+
+    Raises:
+        AssertionError: there was none within `timeout_s`; says `what` and the last result.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    never = threading.Event()
+    while True:
+        result = look()
+        if result:
+            return result
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"within {timeout_s:g} s not: {what}; last look: {result!r}")
+        never.wait(_LOOK_INTERVAL_S)
+
+
+def until_accepted(
+    call: Callable[[], ResultT],
+    *errors: type[BaseException],
+    timeout_s: float = 15.0,
+) -> ResultT:
+    """The result of `call`, which is repeated while it raises one of `errors`."""
+    results: list[ResultT] = []
+    last: list[BaseException] = []
+
+    def attempt() -> bool:
+        try:
+            results.append(call())
+        except errors as error:
+            last[:] = [error]
+            return False
+        return True
+
+    try:
+        eventually("the call succeeds", attempt, timeout_s=timeout_s)
+    except AssertionError:
+        raise AssertionError(f"still refused after {timeout_s:g} s: {last[0]!r}") from last[0]
+    return results[0]
+
+
+class Stopwatch:
+    """Seconds since it was made; only for bounds of seconds, never for speed."""
+
+    def __init__(self) -> None:
+        self._start_s = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds so far."""
+        return time.monotonic() - self._start_s

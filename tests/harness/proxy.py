@@ -1,0 +1,186 @@
+"""A TCP proxy that cuts, stalls and corrupts what passes between a client and a shard.
+
+    with Proxy(shard_address) as proxy:
+        client = shardwell.connect(proxy.address, ...)
+        proxy.cut()
+
+One thread accepts; each connection has one thread per direction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+_READ_SIZE_BYTES = 16 * 1024
+_CONNECT_TIMEOUT_S = 5.0
+
+
+class Direction(enum.Enum):
+    """Which way bytes go."""
+
+    TO_SHARD = enum.auto()
+    TO_CLIENT = enum.auto()
+
+
+class Proxy:
+    """Listens on a free port of 127.0.0.1. A context manager that leaves no thread behind."""
+
+    def __init__(self, upstream: str) -> None:
+        host, _, port = upstream.rpartition(":")
+        self._upstream = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        """What a client connects to."""
+        self.connection_count = 0
+        """Connections that were forwarded so far."""
+        self.corrupted_count = 0
+        """Bytes that were changed."""
+        self.passed_bytes = dict.fromkeys(Direction, 0)
+        """Bytes that went each way."""
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._refusing = False
+        self._closed = False
+        self._flowing = threading.Event()
+        self._flowing.set()
+        self._mark: tuple[Direction, bytes] | None = None
+        self._cut_after: tuple[Direction, int] | None = None
+        self._start(self._accept)
+
+    def cut(self, *, refuse: bool = False) -> None:
+        """Resets all connections; with `refuse`, and every new one until `accept`."""
+        with self._lock:
+            self._refusing = self._refusing or refuse
+            sockets = list(self._sockets)
+        for each in sockets:
+            _reset(each)
+
+    def accept(self) -> None:
+        """Lets new connections through again."""
+        self._refusing = False
+
+    def stall(self) -> None:
+        """Holds all bytes back, both ways; connections stay open and are still accepted."""
+        self._flowing.clear()
+
+    def resume(self) -> None:
+        """Lets bytes go on, from where they were held."""
+        self._flowing.set()
+
+    def corrupt_after(self, direction: Direction, mark: bytes) -> None:
+        """Flips a bit of the byte that follows the next `mark`, once.
+
+        `mark` must lie with its successor in one read: choose it short and its place early.
+        """
+        self._mark = (direction, mark)
+
+    def cut_after(self, direction: Direction, byte_count: int) -> None:
+        """Cuts all connections, once, when so many more bytes have gone that way; then refuses."""
+        self._cut_after = (direction, self.passed_bytes[direction] + byte_count)
+
+    def close(self) -> None:
+        """Ends everything and waits for the threads."""
+        self._closed = True
+        self._flowing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        for thread in list(self._threads):
+            thread.join()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.close()
+
+    def _start(self, run: Callable[[], None]) -> None:
+        thread = threading.Thread(target=run, name="proxy")
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                shard = socket.create_connection(self._upstream, _CONNECT_TIMEOUT_S)
+            except OSError:
+                _reset(client)
+                client.close()
+                continue
+            shard.settimeout(None)
+            for each in (client, shard):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                refused = self._refusing or self._closed
+                if not refused:
+                    self._sockets |= {client, shard}
+                    self.connection_count += 1
+            if refused:
+                _reset(client)
+                client.close()
+                shard.close()
+                continue
+            left = [2]  # directions that still use the two sockets
+            self._start(lambda c=client, s=shard, n=left: self._pump(c, s, Direction.TO_SHARD, n))
+            self._start(lambda c=client, s=shard, n=left: self._pump(s, c, Direction.TO_CLIENT, n))
+
+    def _pump(
+        self, source: socket.socket, sink: socket.socket, direction: Direction, left: list[int]
+    ) -> None:
+        try:
+            while data := source.recv(_READ_SIZE_BYTES):
+                self._flowing.wait()
+                sink.sendall(self._tampered(data, direction))
+                self._count(direction, len(data))
+            with contextlib.suppress(OSError):
+                sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            _reset(sink)
+        finally:
+            with self._lock:
+                left[0] -= 1
+                if not left[0]:
+                    self._sockets -= {source, sink}
+                    source.close()
+                    sink.close()
+
+    def _tampered(self, data: bytes, direction: Direction) -> bytes:
+        with self._lock:
+            if self._mark is None or self._mark[0] is not direction:
+                return data
+            place = data.find(self._mark[1])
+            place += len(self._mark[1])
+            if place < len(self._mark[1]) or place >= len(data):
+                return data
+            self._mark = None
+            self.corrupted_count += 1
+        return data[:place] + bytes((data[place] ^ 0x40,)) + data[place + 1 :]
+
+    def _count(self, direction: Direction, byte_count: int) -> None:
+        with self._lock:
+            self.passed_bytes[direction] += byte_count
+            limit = self._cut_after
+            is_over = limit is not None and self.passed_bytes[limit[0]] >= limit[1]
+            if is_over:
+                self._cut_after = None
+        if is_over:
+            self.cut(refuse=True)
+
+
+def _reset(connection: socket.socket) -> None:
+    """Ends a connection at once, waking whoever reads it; a reset instead of an orderly end."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

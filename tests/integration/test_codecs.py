@@ -1,0 +1,116 @@
+"""Every codec end to end: what the wire may cost in precision, and what it must not.
+
+Oracles: the bounds that the codecs state (fp16: 2^-11 relative plus 2^-19 of the chunk's peak;
+bf16: 2^-8 relative; fp32: exact), and plain NumPy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import shardwell
+
+pytestmark = pytest.mark.timeout(30)
+
+CODECS = ["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
+RELATIVE = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
+OF_PEAK = {"fp32": 0.0, "fp16": 2.0**-19, "bf16": 0.0}
+
+
+def _bound(codec: str, values: np.ndarray) -> np.ndarray:
+    """What two conversions, gradient in and weights out, may cost."""
+    name = codec.removesuffix("+lz4")
+    magnitudes = np.abs(values.astype(np.float64))
+    return 2.1 * (RELATIVE[name] * magnitudes + OF_PEAK[name] * magnitudes.max())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 3e38])
+def test_an_average_comes_back_within_the_bound(cluster, connect, codec, scale) -> None:
+    size = 1001
+    model = connect(cluster(3), "w0").parameter(
+        "average", size=size, optimizer=shardwell.Average(), codec=codec
+    )
+    values = (np.random.default_rng(2).uniform(-1, 1, size) * scale).astype(np.float32)
+    for gradient in (values, np.sort(values), np.zeros(size, np.float32), values[::-1]):
+        weights = model.exchange(gradient)
+        error = np.abs(weights.astype(np.float64) - gradient)
+        assert (error <= _bound(codec, gradient)).all(), error.max()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_exactly_representable_values_are_exact(cluster, connect, codec) -> None:
+    size = 3001
+    model = connect(cluster(2), "w0").parameter(
+        "model", size=size, optimizer=shardwell.SGD(learning_rate=1.0), codec=codec
+    )
+    first = np.random.default_rng(3).integers(-60, 60, size).astype(np.float32)
+    gradient = np.random.default_rng(4).integers(-60, 60, size).astype(np.float32)
+    model.init(first)
+    np.testing.assert_array_equal(model.exchange(gradient), first - gradient)
+    np.testing.assert_array_equal(model.get_weights(), first - gradient)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_masters_stay_float32(cluster, connect, codec) -> None:
+    """A thousandth added a hundred times to 64 vanishes in fp16 and bf16, not in the masters."""
+    model = connect(cluster(2), "w0").parameter(
+        "model", size=10, optimizer=shardwell.SGD(learning_rate=1.0), codec=codec
+    )
+    model.init(np.full(10, 64, np.float32))
+    for _ in range(64):
+        weights = model.exchange(np.full(10, -(2.0**-10), np.float32))
+    np.testing.assert_allclose(weights, 64 + 2.0**-4, atol=2 * 64 * RELATIVE[codec[:4]] + 1e-9)
+    status = model.exchange(np.full(10, -1, np.float32))
+    np.testing.assert_allclose(status, 65 + 2.0**-4, atol=2 * 65 * RELATIVE[codec[:4]] + 1e-9)
+
+
+@pytest.mark.parametrize("codec", ["fp32+lz4", "fp16+lz4", "bf16+lz4"])
+def test_compression_sends_less(cluster, connect, codec) -> None:
+    running = cluster(1, chunk_size_bytes=64 * 1024)
+    sent = {}
+    for name in (codec, codec.removesuffix("+lz4")):
+        client = connect(running, name.replace("+", "-"))
+        model = client.parameter(
+            name.replace("+", "-"), size=50_000, optimizer=shardwell.Average(), codec=name
+        )
+        weights = model.exchange(np.tile(np.arange(10, dtype=np.float32), 5000))
+        np.testing.assert_array_equal(weights, np.tile(np.arange(10, dtype=np.float32), 5000))
+        sent[name] = client.traffic.sent_bytes + client.traffic.received_bytes
+    assert sent[codec] < sent[codec.removesuffix("+lz4")] / 4
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_does_not_compress_is_sent_as_it_is(cluster, connect, codec) -> None:
+    model = connect(cluster(1, chunk_size_bytes=4096), "w0").parameter(
+        "noise", size=5000, optimizer=shardwell.Average(), codec=codec
+    )
+    noise = np.random.default_rng(7).standard_normal(5000).astype(np.float32)
+    error = np.abs(model.exchange(noise).astype(np.float64) - noise)
+    assert (error <= _bound(codec, noise)).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_non_finite_values_pass_where_they_are_allowed(cluster, connect, codec) -> None:
+    model = connect(cluster(2), "w0").parameter(
+        "open", size=300, optimizer=shardwell.Average(), codec=codec, allow_non_finite=True
+    )
+    gradient = np.arange(300, dtype=np.float32) % 64
+    gradient[[5, 250]] = np.nan
+    gradient[[6, 251]] = np.inf
+    gradient[[7, 252]] = -np.inf
+    np.testing.assert_array_equal(model.exchange(gradient), gradient)
+
+
+def test_weights_that_became_infinite_name_the_element(cluster, connect) -> None:
+    model = connect(cluster(2), "w0").parameter(
+        "model", size=100, optimizer=shardwell.SGD(learning_rate=10.0), codec="fp32"
+    )
+    model.init(np.zeros(100, np.float32))
+    gradient = np.zeros(100, np.float32)
+    gradient[77] = 1e38
+    with pytest.raises(shardwell.NonFiniteError, match="weights at version 1") as caught:
+        model.exchange(gradient)
+    assert caught.value.element_index == 77
+    assert caught.value.shard_index == 1

@@ -1,0 +1,164 @@
+"""Goal: a step's mean is sum(n_i * g_i) / sum(n_i), correctly rounded where the sum is exact.
+
+Method: contributions go through add_to_sum and close_step as ParameterSlice sends them; the mean,
+seen through Average, is compared with exact fractions, and elsewhere with float64.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwell import SGD, Average, Optimizer
+from shardwell.codec import BLOCK_ELEMENT_COUNT, CODECS, Scratch
+from shardwell_server.shard.averaging import ChunkState, Contribution, add_to_sum, close_step
+from shardwell_server.shard.update_rules import UpdateRule
+from unit.codec_oracle import decoded, encoded
+
+NAMES = sorted(CODECS)
+
+
+def contribution(name: str, values: np.ndarray, sample_count: int) -> Contribution:
+    payload, exponent = encoded(name, values)
+    return Contribution(payload, exponent, sample_count)
+
+
+def stepped(
+    name: str,
+    gradients: list[np.ndarray],
+    sample_counts: list[int],
+    *,
+    optimizer: Optimizer | None = None,
+) -> np.ndarray:
+    """The weights after one step, from zero; the sum starts as whatever the last step left."""
+    size = gradients[0].size
+    rule, scratch = UpdateRule(optimizer or Average()), Scratch()
+    state = ChunkState(
+        weights=np.zeros(size, np.float32),
+        gradient_sum=np.full(size, math.nan, np.float32) if len(gradients) > 1 else None,
+        slots=(),
+    )
+    sent = [contribution(name, *each) for each in zip(gradients, sample_counts, strict=True)]
+    total_factor = 0.0
+    for each in sent[:-1]:
+        assert state.gradient_sum is not None
+        total_factor = add_to_sum(each, CODECS[name], state.gradient_sum, total_factor, scratch)
+    close_step(
+        sent[-1],
+        CODECS[name],
+        state,
+        rule,
+        scratch,
+        total_factor=total_factor,
+        sample_total=sum(sample_counts),
+        update_count=1,
+        learning_rate=rule.learning_rate or 0.0,
+    )
+    return state.weights
+
+
+def rounded(value: Fraction) -> float:
+    """A fraction to the nearest float32, ties to even: integers alone."""
+    if value == 0:
+        return 0.0
+    sign, value = (-1 if value < 0 else 1), abs(value)
+    exponent = math.floor(math.log2(value)) - 23
+    while value / Fraction(2) ** exponent >= 2**24:
+        exponent += 1
+    while value / Fraction(2) ** exponent < 2**23:
+        exponent -= 1
+    return sign * math.ldexp(round(value / Fraction(2) ** exponent), exponent)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data(), name=st.sampled_from(NAMES), worker_count=st.integers(1, 5))
+def test_the_mean_of_integers_is_correctly_rounded(
+    data: st.DataObject, name: str, worker_count: int
+) -> None:
+    """Integers up to 200 times counts up to 2^12 add exactly, so one rounding is left."""
+    size = data.draw(st.integers(1, 9))
+    rows = st.lists(st.integers(-200, 200), min_size=size, max_size=size)
+    values = [data.draw(rows) for _ in range(worker_count)]
+    counts = [data.draw(st.sampled_from([0, 1, 2, 3, 7, 32, 100, 4096])) for _ in values]
+    found = stepped(name, [np.array(row, np.float32) for row in values], counts)
+    total = sum(counts)
+    for element in range(size):
+        weighted = sum(count * row[element] for count, row in zip(counts, values, strict=True))
+        want = rounded(Fraction(weighted, total)) if total else 0.0
+        assert found[element] == want
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "sample_counts",
+    [[1, 1], [32, 32, 32, 32], [1, 2, 3], [0, 5], [5, 0], [7, 0, 0], [2**24, 2**24], [2**24, 1, 0]],
+)
+def test_the_mean_over_several_blocks(name: str, sample_counts: list[int]) -> None:
+    random = np.random.default_rng(6)
+    size = 2 * BLOCK_ELEMENT_COUNT + 77
+    gradients = [random.standard_normal(size).astype(np.float32) for _ in sample_counts]
+    received = [decoded(name, *encoded(name, each)).astype(np.float64) for each in gradients]
+    weights = np.array(sample_counts, np.float64) / sum(sample_counts)
+    want = sum(weight * each for weight, each in zip(weights, received, strict=True))
+    found = stepped(name, gradients, sample_counts)
+    np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sample_count", [1, 3, 32, 100, 2**24])
+def test_a_single_contribution_is_itself(name: str, sample_count: int) -> None:
+    values = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
+    values[:4] = 1e-38, -3e38, 1e-44, 0.0
+    received = decoded(name, *encoded(name, values))
+    assert stepped(name, [values], [sample_count]).tobytes() == received.tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("worker_count", [1, 2, 3])
+def test_no_samples_make_a_mean_of_zero(name: str, worker_count: int) -> None:
+    gradients = [np.full(10, 3.0, np.float32)] * worker_count
+    assert stepped(name, gradients, [0] * worker_count).tolist() == [0.0] * 10
+    moved = stepped(name, gradients, [0] * worker_count, optimizer=SGD(learning_rate=1.0))
+    assert moved.tolist() == [0.0] * 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_without_samples_has_no_effect(name: str) -> None:
+    one, other = np.full(5, 2.0, np.float32), np.full(5, 1e30, np.float32)
+    for order in ([one, other], [other, one]):
+        counts = [0 if gradient is other else 4 for gradient in order]
+        assert stepped(name, order, counts).tolist() == [2.0] * 5
+
+
+@pytest.mark.parametrize("worker_count", [2, 256, 300])
+def test_ones_do_not_stick(worker_count: int) -> None:
+    """In a half-precision sum, adding 1.0 sticks at 256 (bf16) or 2048 (fp16)."""
+    ones = np.ones(3, np.float32)
+    for name in NAMES:
+        assert stepped(name, [ones] * worker_count, [16] * worker_count).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_of_contributions_may_differ(name: str) -> None:
+    gradients = [np.array([scale, -scale], np.float32) for scale in (2.0**40, 2.0**-40, 2.0**20)]
+    want = float(np.float32(2.0**40 + 2.0**20)) / 4
+    assert stepped(name, gradients, [1, 1, 2])[0] == (2.0**40 + 2.0**21) / 4
+    assert stepped(name, gradients[:1] + gradients[2:], [2, 2])[0] * 2 == want * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_gradients_with_powers_of_two_are_exact(name: str) -> None:
+    tiny = np.array([2.0**-120, -(2.0**-121)], np.float32)
+    assert stepped(name, [tiny] * 4, [8] * 4).tolist() == tiny.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mean_goes_to_the_optimizer(name: str) -> None:
+    gradients = [np.full(6, value, np.float32) for value in (1.0, 2.0, 9.0)]
+    found = stepped(name, gradients, [1, 1, 2], optimizer=SGD(learning_rate=0.5))
+    assert found.tolist() == [-(1 + 2 + 18) / 4 / 2] * 6

@@ -1,0 +1,154 @@
+"""Goal: two shards never write into one directory, whoever they are and whenever they come.
+
+Method: real directories and files; another process holds the lock where one is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwell.errors import ShardwellError
+from shardwell_server.config import ShardConfig
+from shardwell_server.store.data_dir import DataDir, DataDirError
+
+MINE = ShardConfig(shard_index=1, shard_count=3, cluster_id="mine")
+HOLD = """
+import fcntl, sys
+lock = open(sys.argv[1], "a")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_new_directory_is_made_and_marked(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "shard-1"
+    with DataDir(path, MINE) as data_dir:
+        assert data_dir.path == path
+        found = json.loads((path / "shard.json").read_text())
+    assert found == {
+        "format_version": 1,
+        "cluster_id": "mine",
+        "shard_index": 1,
+        "shard_count": 3,
+    }
+    assert sorted(entry.name for entry in path.iterdir()) == ["lock", "shard.json"]
+
+
+def test_its_own_shard_comes_back(tmp_path: Path) -> None:
+    for _ in range(3):
+        with DataDir(tmp_path, MINE):
+            pass
+    other_settings = ShardConfig(
+        shard_index=1, shard_count=3, cluster_id="mine", chunk_size_bytes=64, listen="0.0.0.0:1"
+    )
+    DataDir(tmp_path, other_settings).close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ShardConfig(shard_index=0, shard_count=3, cluster_id="mine"),
+        ShardConfig(shard_index=1, shard_count=4, cluster_id="mine"),
+        ShardConfig(shard_index=1, shard_count=3, cluster_id="yours"),
+    ],
+)
+def test_another_shards_directory_is_refused_and_left_alone(
+    tmp_path: Path, other: ShardConfig
+) -> None:
+    DataDir(tmp_path, MINE).close()
+    before = (tmp_path / "shard.json").read_bytes()
+    with pytest.raises(DataDirError, match=r"belongs to another shard.*found") as caught:
+        DataDir(tmp_path, other)
+    assert str(tmp_path) in str(caught.value)
+    assert isinstance(caught.value, ShardwellError)
+    assert (tmp_path / "shard.json").read_bytes() == before
+    DataDir(tmp_path, MINE).close()
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    DataDir(tmp_path, MINE).close()
+    path = tmp_path / "shard.json"
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(DataDirError, match="format_version"):
+        DataDir(tmp_path, MINE)
+
+
+@pytest.mark.parametrize("contents", [b"", b"{", b"\xff\xfe", b"null", b"[]", b"7", b"{}"])
+def test_an_unreadable_identity_is_refused_and_kept(tmp_path: Path, contents: bytes) -> None:
+    path = tmp_path / "shard.json"
+    path.write_bytes(contents)
+    with pytest.raises(DataDirError, match=r"shard\.json"):
+        DataDir(tmp_path, MINE)
+    assert path.read_bytes() == contents
+    path.unlink()
+    DataDir(tmp_path, MINE).close()
+
+
+def test_an_identity_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shard.json").mkdir()
+    with pytest.raises(DataDirError, match="can't be read"):
+        DataDir(tmp_path, MINE)
+
+
+def test_a_directory_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> None:
+    with DataDir(tmp_path, MINE), pytest.raises(DataDirError, match="in use by another process"):
+        DataDir(tmp_path, MINE)
+    DataDir(tmp_path, MINE).close()
+
+
+def test_a_directory_locked_by_another_process_is_free_when_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", HOLD, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            with pytest.raises(DataDirError, match="in use by another process"):
+                DataDir(tmp_path, MINE)
+            assert not (tmp_path / "shard.json").exists()
+        finally:
+            holder.kill()
+    DataDir(tmp_path, MINE).close()
+
+
+def test_a_refusal_lets_go_of_the_lock(tmp_path: Path) -> None:
+    (tmp_path / "shard.json").write_text("{")
+    for _ in range(2):
+        with pytest.raises(DataDirError, match="can't be read"):
+            DataDir(tmp_path, MINE)
+
+
+def test_a_half_written_identity_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "shard.json.new").write_text("{")
+    DataDir(tmp_path, MINE).close()
+    assert json.loads((tmp_path / "shard.json").read_text())["cluster_id"] == "mine"
+
+
+def test_a_path_that_leads_through_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "shard"):
+        with pytest.raises(DataDirError, match="give a directory"):
+            DataDir(path, MINE)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_parent_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        for path in (tmp_path, tmp_path / "shard"):
+            with pytest.raises(DataDirError, match="this user can write to"):
+                DataDir(path, MINE)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a file system without writes")
+def test_a_file_system_that_takes_no_directories_is_refused() -> None:
+    with pytest.raises(DataDirError, match="this user can write to"):
+        DataDir(Path("/proc/self/shard"), MINE)

@@ -1,0 +1,101 @@
+"""Goal: `import shardwell` gives exactly the names that are promised, each error among them.
+
+Method: the promise is spelled out here; the errors' tree is read from their module's docstring.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import ModuleType
+
+import pytest
+
+import shardwell
+from shardwell import errors
+
+PROMISED = {
+    "__version__",
+    "connect",
+    "tune_malloc",
+    "Client",
+    "Parameter",
+    "ParameterSpec",
+    "Traffic",
+    "Optimizer",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Average",
+    "RMSProp",
+}
+ERRORS = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if inspect.isclass(kind) and issubclass(kind, Exception)
+}
+TREE = re.findall(r"^\s*[│├└─ ]*(\w+Error)(?: \((\w+)\))?", errors.__doc__ or "", re.MULTILINE)
+RETRYABLE = {
+    "NotInitializedError",
+    "InitSupersededError",
+    "CorruptChunkError",
+    "DeadlineError",
+    "WorkersMissingError",
+    "ShardUnavailableError",
+}
+
+
+def test_all_is_what_is_promised() -> None:
+    assert set(shardwell.__all__) == PROMISED | set(ERRORS)
+    assert len(shardwell.__all__) == len(set(shardwell.__all__))
+
+
+def test_public_names_are_all_in_all() -> None:
+    public = {
+        name
+        for name, value in vars(shardwell).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public | {"__version__"} == set(shardwell.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(PROMISED | set(ERRORS)))
+def test_every_name_is_there_and_says_what_it_is(name: str) -> None:
+    member = getattr(shardwell, name)
+    if name != "__version__":
+        assert member.__doc__
+        assert member.__doc__.strip()
+
+
+def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+    assert {name for name, _ in TREE} == set(ERRORS)
+    for name, builtin in TREE:
+        bases = {base.__name__ for base in ERRORS[name].__mro__[1:]}
+        assert "ShardwellError" in bases or name == "ShardwellError"
+        assert not builtin or builtin in bases
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS))
+def test_every_error_carries_what_a_program_needs(name: str) -> None:
+    bare = ERRORS[name]("what")
+    assert (bare.message, str(bare)) == ("what", "what")
+    assert (bare.shard_index, bare.worker_id, bare.parameter, bare.rank) == (None,) * 4
+    assert bare.retryable == (name in RETRYABLE)
+    full = ERRORS[name]("what", shard_index=1, worker_id="w", parameter="p", rank=2)
+    assert (full.shard_index, full.worker_id, full.parameter, full.rank) == (1, "w", "p", 2)
+
+
+def test_errors_are_caught_as_the_builtins_that_they_are() -> None:
+    assert issubclass(shardwell.ArgumentError, ValueError)
+    assert issubclass(shardwell.NonFiniteError, shardwell.ArgumentError)
+    assert issubclass(shardwell.DeadlineError, TimeoutError)
+    assert issubclass(shardwell.WorkersMissingError, shardwell.DeadlineError)
+    assert issubclass(shardwell.ShardUnavailableError, ConnectionError)
+
+
+def test_the_service_has_its_names_too() -> None:
+    import shardwell_server
+
+    for name in shardwell_server.__all__:
+        assert getattr(shardwell_server, name).__doc__

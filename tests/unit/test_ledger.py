@@ -1,0 +1,185 @@
+"""Goal: the ledger's table, row by row, and its words to people.
+
+Method: short histories written out; the state machine in test_ledger_machine.py has the long ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
+from shardwell_server.shard.ledger import Decision, Seat, StepLedger
+
+
+def ledger(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int = 9) -> StepLedger:
+    return StepLedger(
+        chunk_count=chunk_count, worker_count=worker_count, worker_count_max=worker_count_max
+    )
+
+
+def give(ledger: StepLedger, seat: Seat, step: int, chunk: int = 0, samples: int = 1) -> None:
+    assert ledger.decide(seat, chunk, step) is Decision.COUNT
+    ledger.record(seat, chunk, step, samples)
+
+
+def test_a_step_closes_with_the_last_worker() -> None:
+    steps = ledger()
+    first, second = steps.seat("w0"), steps.seat("w1")
+    assert not steps.completes(0)
+    give(steps, first, 0, samples=3)
+    assert steps.completes(0)
+    assert (steps.contribution_counts[0], steps.sample_totals[0], steps.versions[0]) == (1, 3, 0)
+    give(steps, second, 0, samples=4)
+    assert (steps.contribution_counts[0], steps.sample_totals[0], steps.versions[0]) == (0, 0, 1)
+
+
+def test_a_repeated_gradient_counts_once_before_and_after_the_step_closed() -> None:
+    steps = ledger()
+    first, second = steps.seat("w0"), steps.seat("w1")
+    give(steps, first, 0)
+    assert steps.decide(first, 0, 0) is Decision.DUPLICATE
+    give(steps, second, 0)
+    for seat in (first, second):
+        assert steps.decide(seat, 0, 0) is Decision.DUPLICATE
+
+
+def test_a_worker_one_ahead_waits() -> None:
+    steps = ledger()
+    first, second = steps.seat("w0"), steps.seat("w1")
+    give(steps, first, 0)
+    assert steps.decide(first, 0, 1) is Decision.WAIT
+    give(steps, second, 0)
+    assert steps.decide(first, 0, 1) is Decision.COUNT
+
+
+@pytest.mark.parametrize("step", [1, 2, 2**63, 2**64 - 1])
+def test_steps_are_not_skipped(step: int) -> None:
+    steps = ledger()
+    seat = steps.seat("w0")
+    with pytest.raises(StepOrderError, match=f"step {step} of chunk 0, which was not its next"):
+        steps.decide(seat, 0, step)
+    assert steps.decide(seat, 0, 0) is Decision.COUNT
+
+
+def test_a_worker_two_ahead_skips() -> None:
+    steps = ledger()
+    seat = steps.seat("w0")
+    give(steps, seat, 0)
+    with pytest.raises(StepOrderError, match="expected step 1"):
+        steps.decide(seat, 0, 2)
+
+
+def test_asynchronous_workers_count_for_themselves() -> None:
+    steps = ledger(worker_count=0)
+    assert not steps.is_sync
+    first, second = steps.seat("w0"), steps.seat("w1")
+    for step in range(3):
+        assert steps.completes(0)
+        give(steps, first, step)
+    give(steps, second, 0)
+    assert steps.versions[0] == 4
+    assert (steps.next_step("w0"), steps.next_step("w1"), steps.next_step("new")) == (3, 1, 0)
+    with pytest.raises(StepOrderError, match="expected step 1"):
+        steps.decide(second, 0, 3)
+    assert steps.missing(4) == ([], 0)
+
+
+def test_seats_are_kept_and_their_holders_named() -> None:
+    steps = ledger(worker_count=10, worker_count_max=20)
+    for index in range(10):
+        steps.seat(f"w{index}")
+    with pytest.raises(SeatsTakenError) as caught:
+        steps.seat("w10")
+    message = str(caught.value)
+    assert "worker_count=10" in message
+    assert "'w0', 'w1'" in message
+    assert "and 2 more" in message
+    assert "'w10' would be one more" in message
+    assert steps.seat("w3") is steps.seat("w3")
+
+
+def test_known_workers_have_a_limit() -> None:
+    steps = ledger(worker_count=0, worker_count_max=2)
+    steps.remember("w0")
+    steps.seat("w1")
+    steps.remember("w0")
+    for turn_away in (steps.remember, steps.seat):
+        with pytest.raises(LimitError, match="worker_count_max=2: 'w2'"):
+            turn_away("w2")
+    assert steps.seat("w0").worker_id == "w0"
+
+
+def test_a_step_that_closed_without_a_worker_is_refused() -> None:
+    """Versions come back from files; a worker that comes later joins where they are."""
+    steps = ledger(chunk_count=2)
+    steps.versions[:] = 3, 4
+    seat = steps.seat("w0")
+    for chunk, version in enumerate((3, 4)):
+        for step in range(version):
+            with pytest.raises(StepOrderError, match=f"closed without it: expected step {version}"):
+                steps.decide(seat, chunk, step)
+        assert steps.decide(seat, chunk, version) is Decision.COUNT
+    assert steps.next_step("w0") == steps.next_step("w1") == 3
+
+
+def test_next_step_after_a_part_of_a_step_is_that_step() -> None:
+    steps = ledger(chunk_count=3, worker_count=1)
+    seat = steps.seat("w0")
+    for step, chunks in ((0, (0, 1, 2)), (1, (0, 2))):
+        for chunk in chunks:
+            give(steps, seat, step, chunk)
+    assert steps.next_step("w0") == 1
+    assert [steps.decide(seat, chunk, 1) for chunk in range(3)] == [
+        Decision.DUPLICATE,
+        Decision.COUNT,
+        Decision.DUPLICATE,
+    ]
+    give(steps, seat, 1, 1)
+    assert steps.next_step("w0") == 2
+
+
+def test_a_newcomer_joins_the_oldest_open_step() -> None:
+    steps = ledger(chunk_count=2, worker_count=2)
+    first = steps.seat("w0")
+    give(steps, first, 0, 0)
+    assert steps.next_step("w1") == 0
+    assert steps.next_step("w0") == 0
+    second = steps.seat("w1")
+    give(steps, second, 0, 0)
+    assert (steps.version_min(), steps.version_max()) == (0, 1)
+    assert steps.next_step("w1") == 0
+
+
+def test_missing_workers_are_named_or_counted() -> None:
+    steps = ledger(chunk_count=2, worker_count=4)
+    assert steps.missing(0) == ([], 4)
+    steps.remember("idle")
+    give(steps, steps.seat("w0"), 0, 0)
+    assert steps.missing(0, 0) == (["idle"], 2)
+    assert steps.missing(0, 1) == (["idle", "w0"], 2)
+    assert steps.missing(0) == (["idle", "w0"], 2)
+    assert steps.contributed(0, 0) == ["w0"]
+    assert steps.contributed(0) == []
+
+
+def test_a_worker_that_only_looks_on_is_not_missed_when_all_seats_are_taken() -> None:
+    steps = ledger(worker_count=2)
+    steps.remember("onlooker")
+    give(steps, steps.seat("w0"), 0)
+    steps.seat("w1")
+    assert steps.missing(0) == (["w1"], 0)
+
+
+def test_an_empty_slice_has_a_ledger_too() -> None:
+    steps = ledger(chunk_count=0, worker_count=2)
+    steps.remember("w0")
+    assert (steps.version_min(), steps.version_max(), steps.next_step("w0")) == (0, 0, 0)
+    assert steps.missing(0) == (["w0"], 1)
+
+
+def test_a_seat_in_an_empty_slice_has_contributed_all_that_there_is() -> None:
+    steps = ledger(chunk_count=0, worker_count=2)
+    steps.seat("w0")
+    assert steps.next_step("w0") == 0
+    assert steps.contributed(0) == ["w0"]
+    assert steps.missing(0) == ([], 1)

@@ -1,0 +1,284 @@
+"""Goal: a spec that is out of range is never made, and what is made travels unchanged.
+
+Method: every field at its limits and beyond them; messages are filled by hand, field by field, from
+types.proto, and hypothesis sends specs through the wire's bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwell import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
+from shardwell.errors import ArgumentError
+from shardwell.specs import check_learning_rate
+from shardwell.v1 import types_pb2
+
+CODECS = {"fp32": 1, "fp16": 2, "bf16": 3}
+"""types.proto's numbers."""
+RULES = [Average, SGD, Adagrad, RMSProp, Adam, AdamW]
+NOT_NUMBERS = [math.nan, math.inf, -math.inf, "1", None, True, 1j, -1e-9, -1]
+
+at_least_0 = st.floats(0, 1e30)
+above_0 = st.floats(0, 1e30, exclude_min=True)
+below_1 = st.floats(0, 1, exclude_max=True)
+shared = {"learning_rate": at_least_0, "clip_value": at_least_0, "weight_decay": at_least_0}
+moments = {"beta1": below_1, "beta2": below_1, "epsilon": above_0}
+
+optimizers = st.one_of(
+    st.builds(Average, clip_value=at_least_0),
+    st.builds(SGD, **shared, momentum=below_1, dampening=st.floats(0, 1)),
+    st.builds(SGD, **shared, momentum=st.floats(0.1, 0.99), nesterov=st.just(True)),
+    st.builds(Adagrad, **shared, epsilon=above_0, initial_accumulator=at_least_0),
+    st.builds(RMSProp, **shared, decay=below_1, epsilon=above_0, momentum=below_1),
+    st.builds(Adam, **shared, **moments),
+    st.builds(AdamW, **shared, **moments),
+)
+codecs = st.sampled_from(["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"])
+common = {
+    "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
+    "size": st.integers(1, 2**48),
+    "optimizer": optimizers,
+    "codec": codecs,
+    "allow_non_finite": st.booleans(),
+}
+specs = st.one_of(
+    st.builds(ParameterSpec, **common, worker_count=st.integers(1, 2**16)),
+    st.builds(ParameterSpec, **common, worker_count=st.just(0), mode=st.just("async")),
+)
+
+
+def spec(**changes: Any) -> ParameterSpec:
+    values: dict[str, Any] = {
+        "name": "model",
+        "size": 650,
+        "optimizer": SGD(learning_rate=0.5),
+        "worker_count": 4,
+    }
+    return ParameterSpec(**{**values, **changes})
+
+
+@given(specs)
+def test_a_spec_travels_unchanged(sent: ParameterSpec) -> None:
+    message = types_pb2.ParameterSpec.FromString(sent.to_proto().SerializeToString())
+    assert ParameterSpec.from_proto(message) == sent
+    assert sent.differences(ParameterSpec.from_proto(message)) == []
+
+
+@given(specs)
+def test_the_message_has_the_protos_numbers(sent: ParameterSpec) -> None:
+    message = sent.to_proto()
+    assert (message.name, message.size) == (sent.name, sent.size)
+    assert message.codec == CODECS[sent.codec[:4]]
+    assert message.compression == (2 if sent.codec.endswith("+lz4") else 1)
+    assert message.mode == (1 if sent.mode == "sync" else 2)
+    assert message.worker_count == sent.worker_count
+    assert message.allow_non_finite == sent.allow_non_finite
+    assert message.optimizer.clip_value == sent.optimizer.clip_value
+    rule = getattr(message.optimizer, message.optimizer.WhichOneof("rule"))
+    for field in rule.DESCRIPTOR.fields:
+        assert getattr(rule, field.name) == getattr(sent.optimizer, field.name)
+    sent_names = {field.name for field in dataclasses.fields(sent.optimizer)} - {"clip_value"}
+    assert sent_names == {field.name for field in rule.DESCRIPTOR.fields}
+
+
+def test_every_rule_of_the_proto_has_its_class() -> None:
+    rules = types_pb2.Optimizer.DESCRIPTOR.oneofs_by_name["rule"].fields
+    made = {Average(), SGD(learning_rate=1), Adagrad(learning_rate=1), RMSProp(learning_rate=1)}
+    found = {kind.to_proto().WhichOneof("rule") for kind in made | {Adam(), AdamW()}}
+    assert found == {field.name for field in rules}
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("bad", NOT_NUMBERS, ids=repr)
+def test_every_number_of_an_optimizer_is_checked(kind: type[Optimizer], bad: Any) -> None:
+    good = {} if kind is Average else {"learning_rate": 0.1}
+    kind(**good)
+    for field in dataclasses.fields(kind):
+        if field.name != "nesterov":
+            with pytest.raises(ArgumentError, match=rf"{kind.__name__}\.{field.name} must be a"):
+                kind(**{**good, field.name: bad})
+
+
+@pytest.mark.parametrize("huge", [10**400, -(10**400)], ids=["high", "low"])
+def test_an_integer_beyond_float64_is_refused(huge: int) -> None:
+    with pytest.raises(ArgumentError, match="learning_rate"):
+        SGD(learning_rate=huge)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (SGD, "momentum"),
+        (RMSProp, "momentum"),
+        (RMSProp, "decay"),
+        (Adam, "beta1"),
+        (Adam, "beta2"),
+        (AdamW, "beta1"),
+        (AdamW, "beta2"),
+    ],
+)
+def test_decays_are_below_1(kind: Any, field: str) -> None:
+    kind(learning_rate=1.0, **{field: 0.0})
+    kind(learning_rate=1.0, **{field: math.nextafter(1, 0)})
+    for bad in (1.0, 1, 1.5):
+        with pytest.raises(ArgumentError, match=rf"{kind.__name__}\.{field}.*in \[0, 1\)"):
+            kind(learning_rate=1.0, **{field: bad})
+
+
+@pytest.mark.parametrize("kind", [Adagrad, RMSProp, Adam, AdamW])
+def test_epsilon_is_above_0(kind: Any) -> None:
+    assert kind(learning_rate=1.0, epsilon=5e-324).epsilon > 0
+    with pytest.raises(ArgumentError, match=rf"{kind.__name__}\.epsilon must be above 0"):
+        kind(learning_rate=1.0, epsilon=0.0)
+
+
+def test_sgds_own_rules() -> None:
+    SGD(learning_rate=0.1, momentum=0.5, dampening=1.0)
+    SGD(learning_rate=0.1, momentum=0.5, nesterov=True)
+    for bad in (
+        {"dampening": 1.1, "momentum": 0.5},
+        {"nesterov": True},
+        {"nesterov": True, "momentum": 0.5, "dampening": 0.1},
+        {"nesterov": 1, "momentum": 0.5},
+        {"nesterov": np.True_, "momentum": 0.5},
+    ):
+        with pytest.raises(ArgumentError, match=r"SGD\."):
+            SGD(learning_rate=0.1, **bad)
+
+
+def test_the_learning_rate_has_no_default_where_it_depends_on_the_model() -> None:
+    for kind in (SGD, Adagrad, RMSProp):
+        with pytest.raises(TypeError, match="learning_rate"):
+            kind()
+
+
+@pytest.mark.parametrize("good", [0, 0.0, 1, 2.5, 1e300])
+def test_learning_rates(good: float) -> None:
+    found = check_learning_rate("learning_rate", good)
+    assert found == good
+    assert isinstance(found, float)
+
+
+@pytest.mark.parametrize("bad", NOT_NUMBERS, ids=repr)
+def test_what_is_no_learning_rate(bad: Any) -> None:
+    with pytest.raises(ArgumentError, match="learning_rate must be a finite number at least 0"):
+        check_learning_rate("learning_rate", bad)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad", "message"),
+    [
+        ("name", "", "parameter name must be"),
+        ("name", "a/b", "parameter name must be"),
+        ("name", None, "parameter name must be"),
+        ("size", 0, "size must be an integer from 1"),
+        ("size", -1, "size must be an integer from 1"),
+        ("size", 2**48 + 1, "size must be an integer from 1"),
+        ("size", 650.0, "size must be an integer"),
+        ("size", True, "size must be an integer"),
+        ("size", "650", "size must be an integer"),
+        ("worker_count", 0, "worker_count must be an integer from 1"),
+        ("worker_count", -1, "worker_count must be"),
+        ("worker_count", 2**16 + 1, "worker_count must be"),
+        ("worker_count", 2.0, "worker_count must be"),
+        ("worker_count", True, "worker_count must be"),
+        ("optimizer", None, "optimizer must be one of"),
+        ("optimizer", SGD, "optimizer must be one of"),
+        ("optimizer", "sgd", "optimizer must be one of"),
+        ("optimizer", Optimizer(), "optimizer must be one of"),
+        ("codec", "fp8", "codec must be one of"),
+        ("codec", "lz4", "codec must be one of"),
+        ("codec", "FP16", "codec must be one of"),
+        ("codec", None, "codec must be one of"),
+        ("codec", [], "codec must be one of"),
+        ("mode", "Sync", "mode must be 'sync' or 'async'"),
+        ("mode", None, "mode must be 'sync' or 'async'"),
+        ("allow_non_finite", 1, "allow_non_finite must be a bool"),
+        ("allow_non_finite", None, "allow_non_finite must be a bool"),
+    ],
+)
+def test_every_field_of_a_spec_is_checked(field: str, bad: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        spec(**{field: bad})
+
+
+def test_the_limits_themselves_are_good() -> None:
+    spec(size=1, worker_count=1)
+    spec(size=2**48, worker_count=2**16)
+
+
+@pytest.mark.parametrize("worker_count", [1, 4, -1])
+def test_asynchronous_parameters_have_no_worker_count(worker_count: int) -> None:
+    assert spec(mode="async", worker_count=0).worker_count == 0
+    with pytest.raises(ArgumentError, match="in async mode"):
+        spec(mode="async", worker_count=worker_count)
+
+
+@pytest.mark.parametrize("field", ["codec", "compression", "mode"])
+@pytest.mark.parametrize("number", [0, 17])
+def test_enums_that_are_unspecified_or_unknown_are_refused(field: str, number: int) -> None:
+    message = spec().to_proto()
+    setattr(message, field, number)
+    with pytest.raises(ArgumentError, match=f"{field} {number} is unspecified or unknown"):
+        ParameterSpec.from_proto(message)
+
+
+def test_a_message_without_a_rule_is_refused() -> None:
+    message = spec().to_proto()
+    message.optimizer.ClearField("sgd")
+    with pytest.raises(ArgumentError, match=r"optimizer\.rule must be set"):
+        ParameterSpec.from_proto(message)
+    message.ClearField("optimizer")
+    with pytest.raises(ArgumentError, match=r"optimizer\.rule must be set"):
+        ParameterSpec.from_proto(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"), [("name", "a b"), ("size", 0), ("size", 2**63), ("worker_count", 0)]
+)
+def test_values_of_a_message_are_checked(field: str, bad: Any) -> None:
+    message = spec().to_proto()
+    setattr(message, field, bad)
+    with pytest.raises(ArgumentError, match=field):
+        ParameterSpec.from_proto(message)
+
+
+def test_numbers_of_an_optimizers_message_are_checked() -> None:
+    message = spec().to_proto()
+    message.optimizer.sgd.learning_rate = math.nan
+    with pytest.raises(ArgumentError, match=r"SGD\.learning_rate"):
+        ParameterSpec.from_proto(message)
+
+
+def test_differences_name_the_field_and_both_values() -> None:
+    mine = spec()
+    others = {
+        "size": 651,
+        "worker_count": 5,
+        "codec": "bf16",
+        "optimizer": SGD(learning_rate=0.25),
+        "allow_non_finite": True,
+    }
+    for field, theirs in others.items():
+        found = mine.differences(spec(**{field: theirs}))
+        here = getattr(mine, field)
+        assert found == [f"{field}: {here!r} exists, {theirs!r} was asked for"]
+    assert len(mine.differences(spec(**others))) == len(others)
+    assert mine.differences(spec()) == []
+
+
+def test_specs_are_values() -> None:
+    assert spec() == spec()
+    assert hash(spec()) == hash(spec())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec().size = 3  # type: ignore[misc]
+    assert spec(codec="bf16+lz4").lz4
+    assert spec(codec="bf16+lz4").codec_name == "bf16"
+    assert not spec().lz4
