@@ -5,9 +5,10 @@ PYTHON ?= python3
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup test demo lint protos bench
+.PHONY: help setup test test-torch demo lint protos bench
 
 BIN := .venv/bin
+TORCH := torch==2.13.0+cpu
 # Read when a recipe runs: tools that scripts call are those of the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
@@ -24,6 +25,13 @@ demo: .venv/.has-demo
 
 test: .venv/.has-test
 	@$(BIN)/python -m pytest
+
+# torch's CPU build is not on PyPI, and its other builds bring gigabytes; where there is none,
+# say so and go on: the optimizers are compared with float64 arithmetic in any case.
+test-torch: .venv/.has-test
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH); then \
+	  $(BIN)/python -m pytest tests/unit/test_update_rules_torch.py; \
+	else echo "no $(TORCH) for this Python here: the comparison with torch.optim was not run"; fi
 
 lint: .venv/.has-lint
 	$(BIN)/ruff check

@@ -94,7 +94,8 @@ def parse(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, Bytes]:
     Raises:
         CorruptChunkError: the bytes are no such message.
     """
-    head_size, start = _find_payload(message)
+    small = len(message) <= _SMALL_PAYLOAD_BYTES
+    head_size, start = (None, 0) if small else _find_payload(message)
     try:
         if head_size is None:
             whole = header_type.FromString(message)

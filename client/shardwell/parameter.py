@@ -205,7 +205,7 @@ class Parameter:
         if isinstance(min_version, bool) or min_version < 0:
             raise ArgumentError(f"min_version must be at least 0; got {min_version!r}")
         weights = np.empty(self.size, np.float32) if out is None else out
-        flat = as_output(weights, self.size)
+        flat = weights if out is None else as_output(out, self.size)
         wait_s = self._bounded(timeout_s)
         with self._lock:
             self._check_open()
@@ -318,10 +318,11 @@ class Parameter:
         """
         with self._lock:
             work = self._gradient(gradient, sample_count, timeout_s)
-            weights = np.empty(self.size, np.float32) if out is None else out
-            flat = as_output(weights, self.size)
-            if out is not None and np.may_share_memory(flat, work.values):
-                raise ArgumentError("out must not overlap the gradient; pass another array")
+            flat = weights = np.empty(self.size, np.float32) if out is None else out
+            if out is not None:
+                flat = as_output(out, self.size)
+                if np.may_share_memory(flat, work.values):
+                    raise ArgumentError("out must not overlap the gradient; pass another array")
             may_be_stale = any(part.lane is not None and part.lane.used for part in self._parts)
             try:
                 self._exchange_once(work, flat)
