@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from harness.leaks import Belongings
-from harness.polling import eventually
 
 import shardwell
+from harness.leaks import Belongings
+from harness.polling import eventually
 from shardwell_server import LocalCluster
 
 CHUNK_SIZE_BYTES = 256
@@ -61,8 +61,6 @@ def connect(cluster: StartCluster) -> Iterator[Connect]:
         def connect_worker(target: str | LocalCluster, worker_id: str, **options: Any) -> Any:
             options.setdefault("timeout_s", CALL_TIMEOUT_S)
             address = target if isinstance(target, str) else target.target
-            return stack.enter_context(
-                shardwell.connect(address, worker_id=worker_id, **options)
-            )
+            return stack.enter_context(shardwell.connect(address, worker_id=worker_id, **options))
 
         yield connect_worker

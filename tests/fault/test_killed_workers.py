@@ -12,11 +12,11 @@ import signal
 
 import numpy as np
 import pytest
+
+import shardwell
 from harness.commands import TRAINING_WORKER, Program
 from harness.model import ModelParameter, integer_gradient
 from harness.polling import eventually
-
-import shardwell
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -54,9 +54,7 @@ def test_killed_twice_in_the_middle_of_steps(cluster, connect) -> None:
                 victim.send(signal.SIGKILL)
                 assert victim.end() == -signal.SIGKILL
         assert steady.end() == 0
-    model = connect(running, "reader").parameter(
-        "model", size=SIZE, optimizer=SGD, worker_count=2
-    )
+    model = connect(running, "reader").parameter("model", size=SIZE, optimizer=SGD, worker_count=2)
     weights = model.get_weights(min_version=LAST_STEP + 1)
     np.testing.assert_array_equal(weights, _expected())
 
@@ -84,9 +82,12 @@ def test_a_killed_worker_leaves_half_a_step_that_counts_once(cluster, connect) -
     assert back.next_step == 0
     back.put_gradient(gradient)
     steady.put_gradient(gradient)
-    assert connect(running, "victim").parameter(
-        "m", size=size, optimizer=SGD, worker_count=2
-    ).next_step == 1
+    assert (
+        connect(running, "victim")
+        .parameter("m", size=size, optimizer=SGD, worker_count=2)
+        .next_step
+        == 1
+    )
     np.testing.assert_array_equal(back.get_weights(min_version=1), -0.5 * gradient)
 
 

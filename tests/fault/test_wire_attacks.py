@@ -13,6 +13,7 @@ import crc32c
 import grpc
 import numpy as np
 import pytest
+
 from harness.wire_worker import WireParameter, WireWorker, encode, error_detail, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
@@ -45,25 +46,33 @@ def victim(cluster, request) -> Iterator[WireParameter]:
 
 def _send(victim: WireParameter, method: str, messages: list[Any]) -> grpc.RpcError:
     """Sends a stream that is to be refused; the refusal."""
-    stub = getattr(victim.worker.stubs[0], method)
-    with pytest.raises(grpc.RpcError) as caught:
-        answer = stub(iter(messages), timeout=10)
+
+    def send() -> None:
+        answer = getattr(victim.worker.stubs[0], method)(iter(messages), timeout=10)
         if method == "Exchange":
             list(answer)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        send()
     return caught.value
 
 
-def _send_bytes(victim: WireParameter, method: str, messages: list[bytes]) -> grpc.RpcError:
+def _send_bytes(victim: WireParameter, method: str, message: bytes) -> grpc.RpcError:
+    """Sends bytes where a message is expected; the refusal."""
     channel, path = victim.worker.channels[0], SERVICE + method
-    with pytest.raises(grpc.RpcError) as caught:
+
+    def send() -> None:
         if method == "Exchange":
-            list(channel.stream_stream(path)(iter(messages), timeout=10))
+            list(channel.stream_stream(path)(iter([message]), timeout=10))
         elif method in ("PutGradient", "InitWeights"):
-            channel.stream_unary(path)(iter(messages), timeout=10)
+            channel.stream_unary(path)(iter([message]), timeout=10)
         elif method == "GetWeights":
-            list(channel.unary_stream(path)(messages[0], timeout=10))
+            list(channel.unary_stream(path)(message, timeout=10))
         else:
-            channel.unary_unary(path)(messages[0], timeout=10)
+            channel.unary_unary(path)(message, timeout=10)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        send()
     return caught.value
 
 
@@ -237,6 +246,9 @@ def test_unknown_fields_are_ignored(victim) -> None:
         )
         answer = call(iter([before + message + after for message in messages]), timeout=5)
         assert answer.counted_chunk_count + answer.duplicate_chunk_count == len(messages)
+    victim.next_step = 1
+    np.testing.assert_array_equal(victim.pull(min_version=1), 8 - OK_GRADIENT)
+    _restart_like_before(victim)
 
 
 @pytest.mark.parametrize("method", ["PutGradient", "Exchange", "InitWeights"])
@@ -247,7 +259,7 @@ def test_unknown_fields_are_ignored(victim) -> None:
     ids=repr,
 )  # fmt: skip
 def test_garbage_instead_of_a_message(victim, method, garbage) -> None:
-    _expect(_send_bytes(victim, method, [garbage]), *CORRUPT)
+    _expect(_send_bytes(victim, method, garbage), *CORRUPT)
 
 
 @pytest.mark.parametrize(
@@ -255,18 +267,18 @@ def test_garbage_instead_of_a_message(victim, method, garbage) -> None:
 )
 def test_garbage_instead_of_a_request(victim, method) -> None:
     """Every failed call carries ErrorDetail, says the .proto."""
-    error = _send_bytes(victim, method, [b"\x0a\xff\xff\xff\xff\x0f"])
+    error = _send_bytes(victim, method, b"\x0a\xff\xff\xff\xff\x0f")
     error_detail(error)
     assert error.code() in (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 def test_an_empty_message_has_no_open(victim) -> None:
     for method in ("PutGradient", "Exchange", "InitWeights"):
-        _expect(_send_bytes(victim, method, [b""]), *INVALID)
+        _expect(_send_bytes(victim, method, b""), *INVALID)
 
 
 def test_a_method_that_does_not_exist(victim) -> None:
-    error = _send_bytes(victim, "Destroy", [b""])
+    error = _send_bytes(victim, "Destroy", b"")
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -1,1 +1,1 @@
-"""What several tests share: an oracle, a worker from the .proto alone, a faulty wire, leak checks."""
+"""What several tests share: an oracle, a wire worker, a faulty wire, programs, leak checks."""

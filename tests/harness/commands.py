@@ -21,7 +21,10 @@ class Program:
     """A running child whose output is read line by line. A context manager that kills it."""
 
     def __init__(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, stdin: int | None = None
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        stdin: int | None = None,
     ) -> None:
         variables = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}
         self.process = subprocess.Popen(

@@ -105,6 +105,6 @@ class ModelParameter:
 
 
 def integer_gradient(worker_index: int, step: int, size: int, *, high: int = 8) -> npt.NDArray[Any]:
-    """Small whole numbers that depend on worker and step alone, so that a worker can repeat them."""
+    """Small whole numbers that depend on worker and step alone: a worker can repeat them."""
     generator = np.random.default_rng([worker_index, step, size])
     return generator.integers(-high, high + 1, size).astype(np.float32)

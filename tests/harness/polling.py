@@ -11,9 +11,7 @@ ResultT = TypeVar("ResultT")
 _LOOK_INTERVAL_S = 0.01
 
 
-def eventually(
-    what: str, look: Callable[[], ResultT], *, timeout_s: float = 10.0
-) -> ResultT:
+def eventually(what: str, look: Callable[[], ResultT], *, timeout_s: float = 10.0) -> ResultT:
     """The first result of `look` that is true.
 
     Raises:

@@ -81,7 +81,7 @@ class Proxy:
         self._mark = (direction, mark)
 
     def cut_after(self, direction: Direction, byte_count: int) -> None:
-        """Cuts all connections, once, when so many more bytes have gone that way; then refuses."""
+        """Cuts all connections, once, after so many more bytes that way; then refuses new ones."""
         self._cut_after = (direction, self.passed_bytes[direction] + byte_count)
 
     def close(self) -> None:
@@ -141,8 +141,10 @@ class Proxy:
         try:
             while data := source.recv(_READ_SIZE_BYTES):
                 self._flowing.wait()
-                sink.sendall(self._tampered(data, direction))
-                self._count(direction, len(data))
+                passed, is_over = self._admitted(data, direction)
+                sink.sendall(self._tampered(passed, direction))
+                if is_over:
+                    self.cut(refuse=True)
             with contextlib.suppress(OSError):
                 sink.shutdown(socket.SHUT_WR)
         except OSError:
@@ -167,15 +169,19 @@ class Proxy:
             self.corrupted_count += 1
         return data[:place] + bytes((data[place] ^ 0x40,)) + data[place + 1 :]
 
-    def _count(self, direction: Direction, byte_count: int) -> None:
+    def _admitted(self, data: bytes, direction: Direction) -> tuple[bytes, bool]:
+        """What may still pass, and whether the wire is to be cut behind it."""
         with self._lock:
-            self.passed_bytes[direction] += byte_count
             limit = self._cut_after
-            is_over = limit is not None and self.passed_bytes[limit[0]] >= limit[1]
+            room = len(data)
+            if limit is not None and limit[0] is direction:
+                room = limit[1] - self.passed_bytes[direction]
+            is_over = room < len(data)
             if is_over:
                 self._cut_after = None
-        if is_over:
-            self.cut(refuse=True)
+            passed = data[:room]
+            self.passed_bytes[direction] += len(passed)
+        return passed, is_over
 
 
 def _reset(connection: socket.socket) -> None:

@@ -1,6 +1,6 @@
 """A worker process that trains until a step, printing each; started again, it goes on.
 
-    python training_worker.py TARGET WORKER_INDEX WORKER_COUNT SIZE LAST_STEP
+python training_worker.py TARGET WORKER_INDEX WORKER_COUNT SIZE LAST_STEP
 """
 
 from __future__ import annotations

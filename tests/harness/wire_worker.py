@@ -15,6 +15,7 @@ import crc32c
 import grpc
 import numpy as np
 import numpy.typing as npt
+
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import parameter_server_pb2_grpc as pb_grpc
 from shardwell.v1 import types_pb2 as types

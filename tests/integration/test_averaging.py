@@ -10,10 +10,10 @@ import random
 
 import numpy as np
 import pytest
-from harness.model import ModelParameter, integer_gradient
-from harness.together import together
 
 import shardwell
+from harness.model import ModelParameter, integer_gradient
+from harness.together import together
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,10 +9,10 @@ from concurrent import futures
 import grpc
 import numpy as np
 import pytest
-from harness.polling import Stopwatch
-from harness.together import in_background
 
 import shardwell
+from harness.polling import Stopwatch
+from harness.together import in_background
 from shardwell_server import LocalCluster, ShardConfig, ShardServer
 
 pytestmark = pytest.mark.timeout(30)
@@ -156,19 +156,16 @@ def test_a_grpc_server_of_another_service() -> None:
 def test_a_shard_that_starts_late_is_waited_for(cluster) -> None:
     port = _free_port()
     early = ShardServer(ShardConfig(shard_index=0, shard_count=2, cluster_id="late"))
-    late = ShardConfig(
-        shard_index=1, shard_count=2, cluster_id="late", listen=f"127.0.0.1:{port}"
-    )
+    late = ShardConfig(shard_index=1, shard_count=2, cluster_id="late", listen=f"127.0.0.1:{port}")
     with early:
         target = f"{early.address},127.0.0.1:{port}"
         connecting = in_background(lambda: shardwell.connect(target, connect_timeout_s=20))
         with pytest.raises(TimeoutError):
             connecting.result(0.3)
-        with ShardServer(late):
-            with connecting.result(20) as client:
-                model = client.parameter("model", size=10, optimizer=SGD)
-                model.init(np.zeros(10, np.float32))
-                np.testing.assert_array_equal(model.exchange(np.ones(10, np.float32)), -0.5)
+        with ShardServer(late), connecting.result(20) as client:
+            model = client.parameter("model", size=10, optimizer=SGD)
+            model.init(np.zeros(10, np.float32))
+            np.testing.assert_array_equal(model.exchange(np.ones(10, np.float32)), -0.5)
 
 
 @pytest.mark.parametrize(

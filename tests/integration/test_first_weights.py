@@ -7,14 +7,14 @@ import contextlib
 import grpc
 import numpy as np
 import pytest
+
+import shardwell
 from harness.model import integer_gradient
 from harness.polling import Stopwatch, eventually
 from harness.together import in_background, together
 from harness.wire_worker import WireWorker, error_detail, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
-
-import shardwell
 from shardwell_server import Limits
 
 pytestmark = pytest.mark.timeout(30)
@@ -202,9 +202,7 @@ def test_only_shard_0_grants_claims(cluster) -> None:
         worker.create(spec("model", 20))
         with pytest.raises(grpc.RpcError, match="shard 0") as caught:
             worker.stubs[1].ClaimInit(
-                pb.ClaimInitRequest(
-                    shard=worker.identities[1], parameter="model", worker_id="w0"
-                ),
+                pb.ClaimInitRequest(shard=worker.identities[1], parameter="model", worker_id="w0"),
                 timeout=5,
             )
         assert caught.value.code().name == "FAILED_PRECONDITION"

@@ -8,9 +8,9 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness.together import in_background
 
 import shardwell
+from harness.together import in_background
 from shardwell_server import ShardConfig, ShardServer
 
 pytestmark = pytest.mark.timeout(30)
@@ -30,11 +30,10 @@ def test_serving_when_ready(cluster, service) -> None:
 
 
 def test_an_unknown_service_is_not_found(cluster) -> None:
-    with grpc.insecure_channel(cluster(1).target) as channel:
-        with pytest.raises(grpc.RpcError) as caught:
-            health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service="other"), timeout=5
-            )
+    request = health_pb2.HealthCheckRequest(service="other")
+    target = cluster(1).target
+    with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError) as caught:
+        health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -55,11 +54,8 @@ def test_not_serving_while_stopping(cluster) -> None:
 def test_not_serving_before_the_start() -> None:
     server = ShardServer(ShardConfig(shard_index=0, shard_count=1))
     try:
-        with grpc.insecure_channel(server.address) as channel:
-            with pytest.raises(grpc.RpcError):
-                health_pb2_grpc.HealthStub(channel).Check(
-                    health_pb2.HealthCheckRequest(), timeout=0.3
-                )
+        with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError):
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=0.3)
     finally:
         server.start()
         server.stop()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 import numpy as np
 import pytest
+
+import shardwell
 from harness.polling import Stopwatch, eventually, until_accepted
 from harness.wire_worker import WireWorker, error_detail, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
-
-import shardwell
 from shardwell_server import Limits
 
 pytestmark = pytest.mark.timeout(30)
@@ -126,9 +128,12 @@ def test_learning_rate_change_count_max(cluster) -> None:
             )
             worker.stubs[0].SetLearningRate(request, timeout=5)
 
-        with pytest.raises(grpc.RpcError, match="learning_rate_change_count_max=3") as caught:
+        def change_often() -> None:
             for from_step in range(10, 20):
                 change(from_step)
+
+        with pytest.raises(grpc.RpcError, match="learning_rate_change_count_max=3") as caught:
+            change_often()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error_detail(caught.value).code == types_pb2.ERROR_CODE_LIMIT_EXCEEDED
         np.testing.assert_array_equal(parameter.exchange(np.ones(10)), -1)
@@ -153,15 +158,20 @@ def test_a_message_over_the_size_limit_is_an_error(cluster, connect, method) -> 
     path = f"/shardwell.v1.ParameterServerService/{method}"
     message = bytes(2**20 + 1025)
     with grpc.insecure_channel(running.target) as channel:
-        with pytest.raises(grpc.RpcError) as caught:
-            if method == "Exchange":
-                list(channel.stream_stream(path)(iter([message]), timeout=10))
-            elif method == "CreateParameter":
-                channel.unary_unary(path)(message, timeout=10)
-            else:
-                channel.stream_unary(path)(iter([message]), timeout=10)
+        calls = {
+            "Exchange": lambda: list(channel.stream_stream(path)(iter([message]), timeout=10)),
+            "CreateParameter": lambda: channel.unary_unary(path)(message, timeout=10),
+        }
+        call = calls.get(method, lambda: channel.stream_unary(path)(iter([message]), timeout=10))
+        caught = _refusal(call)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     np.testing.assert_array_equal(model.exchange(np.ones(10, np.float32)), -0.5)
+
+
+def _refusal(call: Callable[[], object]) -> pytest.ExceptionInfo[grpc.RpcError]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught
 
 
 def test_a_message_at_the_size_limit_is_read(cluster) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness.model import integer_gradient
-from harness.together import together
 
 import shardwell
+from harness.model import integer_gradient
+from harness.together import together
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -79,9 +79,7 @@ def test_readers_among_writers(cluster, connect) -> None:
     running = cluster(2, chunk_size_bytes=64)
     writer = connect(running, "writer").parameter("m", size=256, optimizer=SGD)
     writer.init(np.zeros(256, np.float32))
-    readers = [
-        connect(running, f"r{n}").parameter("m", size=256, optimizer=SGD) for n in range(3)
-    ]
+    readers = [connect(running, f"r{n}").parameter("m", size=256, optimizer=SGD) for n in range(3)]
 
     def write() -> None:
         for _ in range(10):

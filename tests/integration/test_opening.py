@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from harness.wire_worker import WireWorker, error_detail, spec
-from shardwell.v1 import types_pb2
 
 import shardwell
+from harness.wire_worker import WireWorker, error_detail, spec
+from shardwell.v1 import types_pb2
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -10,13 +10,13 @@ import contextlib
 
 import numpy as np
 import pytest
+
+import shardwell
 from harness.model import ModelParameter
 from harness.together import together
 from harness.wire_worker import WireWorker, spec
-from shardwell.v1 import parameter_server_pb2 as pb
-
-import shardwell
 from shardwell import SGD, Adagrad, Adam, AdamW, Average, RMSProp
+from shardwell.v1 import parameter_server_pb2 as pb
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness.model import ModelParameter, integer_gradient
-from harness.polling import eventually
 
 import shardwell
+from harness.model import ModelParameter, integer_gradient
+from harness.polling import eventually
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -1,7 +1,7 @@
 """A worker written from the .proto alone trains together with workers of the SDK.
 
-Goal: the .proto is enough for any language. The other side of the argument is harness/wire_worker.py,
-which shares no code with the SDK and writes payloads without padding.
+Goal: the .proto is enough for any language. The evidence is harness/wire_worker.py, which shares no
+code with the SDK and writes payloads without padding.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import crc32c
 import lz4.block
 import numpy as np
 import pytest
+
+import shardwell
 from harness.model import ModelParameter, integer_gradient
 from harness.polling import eventually
 from harness.together import together
 from harness.wire_worker import WireWorker, decode, encode, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
-
-import shardwell
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -77,8 +77,7 @@ def _wait_until_initialized(target: str) -> None:
         eventually(
             "the weights stand",
             lambda: all(
-                status.parameters and status.parameters[0].initialized
-                for status in client.status()
+                status.parameters and status.parameters[0].initialized for status in client.status()
             ),
         )
 
@@ -108,9 +107,7 @@ def test_asynchronous_training_together(cluster, connect, codec) -> None:
             model.exchange(integer_gradient(1, step, SIZE, high=2))
 
     together([by_wire, by_sdk])
-    total = sum(
-        integer_gradient(i, s, SIZE, high=2) for i in (0, 1) for s in range(STEP_COUNT)
-    )
+    total = sum(integer_gradient(i, s, SIZE, high=2) for i in (0, 1) for s in range(STEP_COUNT))
     np.testing.assert_array_equal(model.get_weights(min_version=2 * STEP_COUNT), -0.5 * total)
 
 
@@ -129,9 +126,7 @@ def test_both_read_what_the_other_writes(cluster, connect, codec, scale) -> None
         wire = worker.create(
             spec("m", SIZE, codec=CODECS[codec], optimizer=average, worker_count=2)
         )
-        results = together(
-            [lambda: wire.exchange(values[0]), lambda: model.exchange(values[1])]
-        )
+        results = together([lambda: wire.exchange(values[0]), lambda: model.exchange(values[1])])
     np.testing.assert_array_equal(results[0], results[1])
     mean = values.astype(np.float64).mean(axis=0)
     relative = {"fp32": 2.0**-23, "fp16": 2.0**-11, "bf16": 2.0**-8}[codec]
@@ -196,16 +191,13 @@ def test_first_weights_in_small_ranges(cluster) -> None:
         model = worker.create(spec("m", 50))
         epoch = model.claim_init().epoch
         for shard_index in (1, 0):
-            messages = model.init_messages(
-                shard_index, np.arange(50), epoch, range_element_count=3
-            )
+            messages = model.init_messages(shard_index, np.arange(50), epoch, range_element_count=3)
             worker.stubs[shard_index].InitWeights(iter(messages), timeout=10)
         np.testing.assert_array_equal(model.pull(), np.arange(50))
 
 
 def test_lz4_blocks_are_read_and_written(cluster) -> None:
-    import crc32c
-    import lz4.block
+
     running = cluster(1, chunk_size_bytes=4096)
     with WireWorker(running.target, "wire") as worker:
         model = worker.create(spec("m", 1000, compression=types.COMPRESSION_LZ4))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 from google.protobuf import json_format
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from shardwell.channel import ShardChannel, parse_target
 from shardwell.errors import ShardwellError
-from shardwell.specs import ParameterSpec
+from shardwell.specs import Average, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
+
+_Answer = tuple[str, pb.GetStatusResponse | ShardwellError]
+"""An address, and what came from there."""
 
 
 @click.command()
@@ -25,7 +31,7 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
     TARGET is HOST:PORT[,HOST:PORT...]; default: $SHARDWELL_SHARDS. Exit code 1 if a shard does not
     answer.
     """
-    answers: list[tuple[str, pb.GetStatusResponse | ShardwellError]] = []
+    answers: list[_Answer] = []
     for index, address in enumerate(parse_target(target)):
         channel = ShardChannel(index, address)
         try:
@@ -44,6 +50,7 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
             answers.append((address, error))
         finally:
             channel.close()
+    failed = [answer.message for _, answer in answers if isinstance(answer, ShardwellError)]
     if as_json:
         for address, answer in answers:
             _print_json(address, answer)
@@ -51,13 +58,13 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         console = Console()
         console.print(_shard_table(answers))
         console.print(_parameter_table(answers))
-    if any(isinstance(answer, ShardwellError) for _, answer in answers):
+        for message in failed:
+            console.print(message, style="red", markup=False, highlight=False)
+    if failed:
         raise click.exceptions.Exit(1)
 
 
 def _print_json(address: str, answer: pb.GetStatusResponse | ShardwellError) -> None:
-    import json
-
     if isinstance(answer, ShardwellError):
         entry: dict[str, object] = {"address": address, "error": answer.message}
     else:
@@ -68,22 +75,20 @@ def _print_json(address: str, answer: pb.GetStatusResponse | ShardwellError) -> 
     click.echo(json.dumps(entry))
 
 
-def _shard_table(answers: list[tuple[str, pb.GetStatusResponse | ShardwellError]]) -> Table:
-    table = Table(title="shards", title_justify="left")
-    for column in ("shard", "address", "cluster", "state", "up", "stored", "in", "out", "streams"):
-        table.add_column(column, justify="right" if column in _NUMERIC else "left")
+def _shard_table(answers: list[_Answer]) -> Table:
+    names = {a.shard.cluster_id for _, a in answers if not isinstance(a, ShardwellError)}
+    title = f"cluster {', '.join(sorted(names))}" if names else "no shard answers"
+    table = _table(title, "shard", "address", "state", ">up", ">stored", ">in", ">out", ">streams")
     for index, (address, answer) in enumerate(answers):
         if isinstance(answer, ShardwellError):
-            table.add_row(str(index), address, "", f"[red]{type(answer).__name__}[/red]")
+            table.add_row(str(index), address, "[red]no answer[/red]")
             continue
         shard = answer.shard
         right = shard.shard_index == index and shard.shard_count == len(answers)
-        state = "[green]serving[/green]" if right else "[red]at the wrong place[/red]"
         table.add_row(
             f"{shard.shard_index} of {shard.shard_count}",
             address,
-            shard.cluster_id,
-            state,
+            "[green]serving[/green]" if right else "[red]wrong place[/red]",
             f"{answer.uptime_s:.0f} s",
             _megabytes(answer.stored_bytes),
             _megabytes(answer.received_payload_bytes),
@@ -93,13 +98,8 @@ def _shard_table(answers: list[tuple[str, pb.GetStatusResponse | ShardwellError]
     return table
 
 
-_NUMERIC = frozenset({"up", "stored", "in", "out", "streams"})
-
-
-def _parameter_table(answers: list[tuple[str, pb.GetStatusResponse | ShardwellError]]) -> Table:
-    table = Table(title="parameters", title_justify="left")
-    for column in ("parameter", "shard", "elements", "optimizer", "codec", "version", "open step"):
-        table.add_column(column)
+def _parameter_table(answers: list[_Answer]) -> Table:
+    table = _table("parameters", "name", ">shard", "elements", "optimizer", "codec", "open step")
     rows = sorted(
         (parameter.spec.name, answer.shard.shard_index, parameter)
         for _, answer in answers
@@ -108,31 +108,59 @@ def _parameter_table(answers: list[tuple[str, pb.GetStatusResponse | ShardwellEr
     )
     for name, shard_index, parameter in rows:
         spec = ParameterSpec.from_proto(parameter.spec)
-        low, high = parameter.version_min, parameter.version_max
         last = parameter.slice_offset + parameter.slice_size - 1
+        rate = "" if isinstance(spec.optimizer, Average) else f" {parameter.learning_rate:g}"
         table.add_row(
             name,
             str(shard_index),
             f"{parameter.slice_offset} to {last}" if parameter.slice_size else "none",
-            f"{type(spec.optimizer).__name__}, rate {parameter.learning_rate:g}",
+            f"{type(spec.optimizer).__name__}{rate}",
             spec.codec,
-            str(low) if low == high else f"{low} to {high}",
             _open_step(spec, parameter),
+        )
+    if not rows:
+        table.add_row("none")
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table that fits a narrow terminal; a column that begins with ">" has numbers."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+    )
+    for column in columns:
+        numeric = column.startswith(">")
+        table.add_column(
+            column.lstrip(">"),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=column in ("address", "state"),
         )
     return table
 
 
 def _open_step(spec: ParameterSpec, parameter: pb.ParameterStatus) -> str:
+    """The step that is open (the version of the oldest chunk), and who is in it."""
     if not parameter.initialized:
         return "[yellow]not initialized[/yellow]"
+    low, high = parameter.version_min, parameter.version_max
+    step = str(low) if low == high else f"{low} (newest chunk: {high})"
     if spec.mode == "async":
-        return "asynchronous"
-    here = ", ".join(parameter.contributed_worker_ids) or "nobody"
+        return f"{step}, asynchronous"
     missing = list(parameter.missing_worker_ids)
     if parameter.unknown_worker_count:
         missing.append(f"{parameter.unknown_worker_count} never seen")
-    text = f"{parameter.version_min}: {here} contributed"
-    return f"{text}; [yellow]missing: {', '.join(missing)}[/yellow]" if missing else text
+    parts = [step]
+    if parameter.contributed_worker_ids:
+        parts.append(f"in: {', '.join(parameter.contributed_worker_ids)}")
+    if missing:
+        parts.append(f"[yellow]missing: {', '.join(missing)}[/yellow]")
+    return "; ".join(parts)
 
 
 def _megabytes(count: int) -> str:

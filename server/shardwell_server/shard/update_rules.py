@@ -99,7 +99,7 @@ def _add_scaled(target: Float32, source: Float32, factor: float) -> None:
 
 
 def _decay_add(target: Float32, keep: float, source: Float32, factor: float) -> None:
-    """target = keep * target + factor * source.
+    """Sets target to keep * target + factor * source.
 
     In two passes: in one, numkong rounds the last elements of an array in another way than the
     others, and results would depend on how a parameter is cut.

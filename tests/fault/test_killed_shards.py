@@ -1,0 +1,122 @@
+"""Shards killed with SIGKILL: calls end soon, with an error that names the shard.
+
+Until there is a durable store a shard that comes back is empty, and the error says so.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.commands import ServingShard
+from harness.polling import Stopwatch, eventually, until_accepted
+from harness.together import in_background
+
+pytestmark = pytest.mark.timeout(60)
+
+SGD = shardwell.SGD(learning_rate=0.5)
+SIZE = 300
+SOON_S = 5.0
+
+
+@pytest.fixture
+def running(cluster):
+    return cluster(2, processes=True)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_each_verb_names_the_dead_shard(running, connect, killed) -> None:
+    client = connect(running, "w0")
+    model = client.parameter("m", size=SIZE, optimizer=SGD)
+    model.init(np.zeros(SIZE, np.float32))
+    model.exchange(np.ones(SIZE, np.float32))
+    running.children[killed].kill()
+    gradient = np.ones(SIZE, np.float32)
+    calls = {
+        "exchange": lambda: model.exchange(gradient),
+        "put_gradient": lambda: model.put_gradient(gradient),
+        "get_weights": lambda: model.get_weights(),
+        "get_weights_async": lambda: model.get_weights_async().result(10),
+        "parameter": lambda: client.parameter("other", size=10, optimizer=SGD),
+        "set_learning_rate": lambda: model.set_learning_rate(0.1, now=True),
+        "status": lambda: client.status(),
+    }
+    for name, call in calls.items():
+        watch = Stopwatch()
+        with pytest.raises(shardwell.ShardUnavailableError, match=f"shard {killed}") as caught:
+            call()
+        assert watch.elapsed_s < SOON_S, name
+        assert caught.value.shard_index == killed, name
+    assert model.next_step == 1
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_killed_while_every_verb_waits(running, connect, killed) -> None:
+    """The other worker never comes, so all wait at both shards when one of them is killed."""
+    observer = connect(running, "observer")
+    waiting = {}
+    for verb in ("exchange", "get_weights", "put_gradient"):
+        model = connect(running, verb).parameter(verb, size=SIZE, optimizer=SGD, worker_count=2)
+        gradient = np.ones(SIZE, np.float32)
+        model.init(np.zeros(SIZE, np.float32))
+        if verb == "exchange":
+            call = partial(model.exchange, gradient)
+        elif verb == "get_weights":
+            call = partial(model.get_weights, min_version=1)
+        else:
+            model.put_gradient(gradient)
+            call = partial(model.put_gradient, gradient)
+        waiting[verb] = in_background(partial(call, timeout_s=8.0))
+    eventually(
+        "all wait", lambda: all(status.open_stream_count == 3 for status in observer.status())
+    )
+    running.children[killed].kill()
+    watch = Stopwatch()
+    errors = {verb: future.exception(20) for verb, future in waiting.items()}
+    assert {
+        verb: (type(error).__name__, getattr(error, "shard_index", None))
+        for verb, error in errors.items()
+    } == dict.fromkeys(waiting, ("ShardUnavailableError", killed))
+    assert watch.elapsed_s < SOON_S
+
+
+def test_killed_in_the_middle_of_training(running, connect) -> None:
+    """At no particular instant, with bytes on the way in both directions."""
+    model = connect(running, "w0").parameter("m", size=100_000, optimizer=SGD)
+    model.init(np.zeros(100_000, np.float32))
+
+    def train() -> None:
+        while True:
+            model.exchange(np.ones(100_000, np.float32))
+
+    training = in_background(train)
+    eventually("it trains", lambda: model.next_step >= 3)
+    running.children[1].kill()
+    error = training.exception(20)
+    assert isinstance(error, shardwell.ShardUnavailableError)
+    assert error.shard_index == 1
+
+
+def test_a_shard_that_comes_back_empty_says_so(connect) -> None:
+    with ServingShard() as first:
+        address = first.address()
+        client = connect(address, "w0")
+        model = client.parameter("m", size=SIZE, optimizer=SGD)
+        model.init(np.zeros(SIZE, np.float32))
+        model.exchange(np.ones(SIZE, np.float32))
+        first.close()
+        with ServingShard(port=int(address.rpartition(":")[2])) as second:
+            assert second.address() == address
+
+            def call() -> None:
+                model.exchange(np.ones(SIZE, np.float32))
+
+            with pytest.raises(shardwell.UnknownParameterError, match="lost its memory"):
+                until_accepted(call, shardwell.ShardUnavailableError)
+            again = client.parameter("m", size=SIZE, optimizer=SGD)
+            assert again.next_step == 0
+            again.init(np.zeros(SIZE, np.float32))
+            np.testing.assert_array_equal(again.exchange(np.ones(SIZE, np.float32)), -0.5)

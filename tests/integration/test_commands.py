@@ -1,0 +1,211 @@
+"""The command `shardwell`: serve, cluster, status and their directories, as child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.commands import Program, ServingShard, run_command
+from harness.leaks import child_pids, is_running
+from harness.polling import eventually
+
+pytestmark = pytest.mark.timeout(60)
+
+SGD = shardwell.SGD(learning_rate=0.5)
+WIDE = {"COLUMNS": "250"}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def trained(cluster, connect):
+    """A cluster with a step that waits for `late` and one that nobody has seen."""
+    running = cluster(2)
+    model, late = (
+        connect(running, name).parameter("model", size=100, optimizer=SGD, worker_count=3)
+        for name in ("early", "late")
+    )
+    model.init(np.zeros(100, np.float32))
+    model.put_gradient(np.ones(100, np.float32))
+    assert late.next_step == 0
+    connect(running, "early").parameter("fresh", size=1, optimizer=SGD)
+    return running
+
+
+def test_status_as_a_table(trained) -> None:
+    code, output, log = run_command("status", trained.target, environment=WIDE)
+    assert (code, log) == (0, "")
+    for words in ("0 of 2", "1 of 2", trained.cluster_id, "serving", *trained.addresses):
+        assert words in output
+    assert output.count("0; in: early; missing: late, 1 never seen") == 2
+    assert "not initialized" in output
+    assert "0 to 49" in output
+
+
+def test_status_in_a_narrow_pipe_still_names_who_is_missing(trained) -> None:
+    """Without a terminal nobody knows the width: names and addresses must stay in one piece."""
+    code, output, _ = run_command("status", trained.target)
+    assert code == 0
+    for words in (*trained.addresses, trained.cluster_id, "late", "early"):
+        assert words in output
+
+
+def test_status_as_json(trained) -> None:
+    code, output, log = run_command("status", "--json", trained.target)
+    assert (code, log) == (0, "")
+    shards = [json.loads(line) for line in output.splitlines()]
+    assert [shard["address"] for shard in shards] == trained.addresses
+    for index, shard in enumerate(shards):
+        assert shard["shard"]["shard_index"] == index
+        by_name = {parameter["spec"]["name"]: parameter for parameter in shard["parameters"]}
+        assert by_name["model"]["missing_worker_ids"] == ["late"]
+        assert by_name["model"]["unknown_worker_count"] == 1
+        assert by_name["model"]["initialized"] is True
+        assert by_name["fresh"]["initialized"] is False
+
+
+def test_status_takes_its_target_from_the_environment(trained) -> None:
+    code, output, _ = run_command(
+        "status", "--json", environment={"SHARDWELL_SHARDS": trained.target}
+    )
+    assert (code, len(output.splitlines())) == (0, 2)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_status_of_a_shard_that_is_down(trained, flags) -> None:
+    down = f"127.0.0.1:{_free_port()}"
+    target = f"{trained.addresses[0]},{down}"
+    code, output, _ = run_command("status", *flags, "--timeout-s=2", target, environment=WIDE)
+    assert code == 1
+    assert down in output
+    assert trained.addresses[0] in output
+    if flags:
+        assert "shard 1" in json.loads(output.splitlines()[1])["error"]
+    else:
+        assert "no answer" in output
+        assert "shard 1" in output
+
+
+@pytest.mark.parametrize("target", ["nonsense", "a:0", ""])
+def test_status_of_no_target(target) -> None:
+    code, _, log = run_command("status", target)
+    assert code in (1, 2)
+    assert log
+    assert "Traceback" not in log
+
+
+def test_serve_takes_flags_and_variables(connect) -> None:
+    with ServingShard("--cluster-id=mine", "--parameter-count-max=1", "--chunk-size-bytes=64") as s:
+        client = connect(s.address(), "w0", cluster_id="mine")
+        client.parameter("one", size=100, optimizer=SGD)
+        with pytest.raises(shardwell.LimitError, match="parameter_count_max=1"):
+            client.parameter("two", size=100, optimizer=SGD)
+    variables = {
+        "SHARDWELL_SHARD_INDEX": "0",
+        "SHARDWELL_SHARD_COUNT": "1",
+        "SHARDWELL_LISTEN": "127.0.0.1:0",
+        "SHARDWELL_CLUSTER_ID": "theirs",
+    }
+    with Program("-m", "shardwell_server", "serve", environment=variables) as program:
+        address = program.read_line().removeprefix("serving on ")
+        assert connect(address, "w1").cluster_id == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--shard-index=1", "--shard-count=1"], "shard_index"),
+        (["--shard-index=0", "--shard-count=1", "--chunk-size-bytes=65"], "chunk_size_bytes"),
+        (["--shard-index=0", "--shard-count=1", "--listen=nowhere"], "listen"),
+        (["--shard-index=0", "--shard-count=1", "--cluster-id=a b"], "cluster_id"),
+        (["--shard-index=0", "--shard-count=1", "--stream-count-max=0"], "stream_count_max"),
+        (["--shard-index=0", "--shard-count=1", "--grace-s=-1"], "grace_s"),
+        (["--shard-count=1"], "shard-index"),
+    ],
+)
+def test_serve_refuses_in_one_line(flags, words) -> None:
+    code, output, log = run_command("serve", *flags)
+    assert code in (1, 2)
+    assert output == ""
+    assert words in log
+    assert "Traceback" not in log
+
+
+def test_a_data_dir_belongs_to_one_shard_and_one_process(tmp_path) -> None:
+    directory = tmp_path / "data" / "shard-0"
+    mine = [f"--data-dir={directory}", "--cluster-id=mine"]
+    with ServingShard(*mine) as first:
+        first.address()
+        code, _, log = run_command(
+            "serve", "--shard-index=0", "--shard-count=1", "--listen=127.0.0.1:0", *mine
+        )
+        assert code == 1
+        assert f"{directory} is in use by another process" in log
+        first.send(signal.SIGKILL)
+        first.end()
+    with ServingShard(*mine) as again:  # the lock of a killed process holds nobody up
+        again.address()
+        again.send(signal.SIGTERM)
+        assert again.end() == 0
+    for other in (
+        ["--shard-index=0", "--shard-count=1", "--cluster-id=theirs"],
+        ["--shard-index=1", "--shard-count=2", "--cluster-id=mine"],
+    ):
+        code, _, log = run_command(
+            "serve", *other, "--listen=127.0.0.1:0", f"--data-dir={directory}"
+        )
+        assert code == 1
+        assert "belongs to another shard" in log
+    (directory / "shard.json").write_text("{")
+    code, _, log = run_command(
+        "serve", "--shard-index=0", "--shard-count=1", "--listen=127.0.0.1:0", *mine
+    )
+    assert code == 1
+    assert "can't be read" in log
+
+
+class TestCluster:
+    """`shardwell cluster`, and that its children end however it ends."""
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    def test_it_prints_the_export_line_and_stops_everything(self, tmp_path, number) -> None:
+        arguments = ["cluster", "--shards=2", f"--data-dir={tmp_path}"]
+        with Program("-m", "shardwell_server", *arguments) as program:
+            line = program.read_line()
+            assert line.startswith("export SHARDWELL_SHARDS=")
+            target = line.removeprefix("export SHARDWELL_SHARDS=")
+            children = child_pids(program.pid)
+            assert len(children) == 2
+            with shardwell.connect(target, worker_id="w0") as client:
+                model = client.parameter("m", size=100, optimizer=SGD)
+                model.init(np.zeros(100, np.float32))
+                np.testing.assert_array_equal(model.exchange(np.ones(100, np.float32)), -0.5)
+            program.send(number)
+            code = program.end()
+            assert code == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+            eventually("its children have ended", lambda: not any(map(is_running, children)))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-0", "shard-1"]
+
+    def test_a_shard_that_dies_ends_it(self) -> None:
+        with Program("-m", "shardwell_server", "cluster", "--shards=2") as program:
+            program.read_line()
+            children = sorted(child_pids(program.pid))
+            os.kill(children[1], signal.SIGKILL)
+            assert program.end() == 1
+            assert any("shard" in line and "exit code -9" in line for line in program.log)
+            eventually("the other has ended", lambda: not is_running(children[0]))
+
+    @pytest.mark.parametrize("count", ["0", "65", "x"])
+    def test_counts_that_are_none(self, count) -> None:
+        code, _, log = run_command("cluster", f"--shards={count}")
+        assert code in (1, 2)
+        assert "Traceback" not in log
