@@ -1,7 +1,7 @@
 """An all-reduce through the shards: the weights of an `Average` parameter are the mean gradient.
 
-    shardwell cluster --shards 2          # prints: export SHARDWELL_SHARDS=...
-    python examples/all_reduce.py         # with that variable set
+shardwell cluster --shards 2          # prints: export SHARDWELL_SHARDS=...
+python examples/all_reduce.py         # with that variable set
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,6 @@
 """A cluster inside a test or a notebook; nothing to start beforehand.
 
-    python examples/local_cluster.py
+python examples/local_cluster.py
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """The smallest worker: linear regression on a running cluster.
 
-    shardwell cluster --shards 2          # prints: export SHARDWELL_SHARDS=...
-    python examples/worker.py             # with that variable set
+shardwell cluster --shards 2          # prints: export SHARDWELL_SHARDS=...
+python examples/worker.py             # with that variable set
 """
 
 import numpy as np

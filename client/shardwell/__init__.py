@@ -1,9 +1,9 @@
 """Shardwell: a sharded parameter server's client, for training code.
 
-    with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as client:
-        model = client.parameter("model", size=650, optimizer=shardwell.SGD(learning_rate=0.5))
-        model.init(first_weights)
-        weights = model.exchange(gradient)
+with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as client:
+    model = client.parameter("model", size=650, optimizer=shardwell.SGD(learning_rate=0.5))
+    model.init(first_weights)
+    weights = model.exchange(gradient)
 """
 
 from shardwell.client import Client, connect
@@ -27,8 +27,9 @@ from shardwell.errors import (
     WrongShardError,
 )
 from shardwell.malloc import tune_malloc
-from shardwell.parameter import Parameter, Traffic
+from shardwell.parameter import Parameter
 from shardwell.specs import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
+from shardwell.traffic import Traffic
 
 __version__ = "0.1.0"
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import grpc
 
-from shardwell.errors import ArgumentError, ShardUnavailableError, WrongShardError
+from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, WrongShardError
 from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
 from shardwell.status import from_rpc_error
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -71,6 +71,7 @@ class ShardChannel:
         self.shard_index = shard_index
         self.address = address
         self.identity = types_pb2.ShardIdentity()
+        self._closed = False
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         channel = self._channel
         self.put_gradient: Any = channel.stream_unary(
@@ -114,6 +115,10 @@ class ShardChannel:
             yield
         except grpc.RpcError as error:
             raise self.translate(error, parameter) from None
+        except ValueError as error:  # what gRPC raises for a closed channel
+            if not self._closed:
+                raise
+            raise ClosedError(f"the client was closed ({error}); connect again") from None
 
     def translate(self, error: grpc.RpcError, parameter: str | None = None) -> Exception:
         """The Shardwell error that a failed call of this shard stands for."""
@@ -123,6 +128,7 @@ class ShardChannel:
 
     def close(self) -> None:
         """Ends the connection and every call on it."""
+        self._closed = True
         self._channel.close()
 
 
@@ -183,10 +189,3 @@ def _check(
             shard_index=channel.shard_index,
         )
     channel.identity.CopyFrom(status.shard)
-
-
-def each_shard(
-    channels: list[ShardChannel], act: Callable[[ShardChannel], ResponseT]
-) -> list[ResponseT]:
-    """The results of `act` for all shards, in order."""
-    return [act(channel) for channel in channels]

@@ -87,11 +87,12 @@ class ChunkCodec:
             payload: What came with it.
 
         Raises:
-            CorruptChunkError: CRC, offset, count or length do not fit.
-            ArgumentError: compression or a scale exponent that the spec does not allow.
+            CorruptChunkError: CRC or length do not fit, or an LZ4 block is broken.
+            ArgumentError: offset or count do not fit; compression or a scale exponent that the
+                spec does not allow.
         """
         if (chunk.element_offset, chunk.element_count) != (where.offset, where.size):
-            raise CorruptChunkError(
+            raise ArgumentError(
                 f"chunk {chunk.chunk_index} covers elements {where.offset} to {where.stop - 1}; "
                 f"got offset {chunk.element_offset} and count {chunk.element_count}; "
                 "check slice_of and chunk_element_count"

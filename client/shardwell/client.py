@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
 
 from shardwell.channel import connect_shards
 from shardwell.errors import ArgumentError, ClosedError
 from shardwell.malloc import tune_malloc
 from shardwell.names import check_name
-from shardwell.parameter import Parameter, Traffic, check_timeout
-from shardwell.specs import CodecName, ModeName, Optimizer, ParameterSpec
+from shardwell.parameter import Parameter
+from shardwell.specs import (
+    SIZE_MAX,
+    WORKER_COUNT_MAX,
+    CodecName,
+    ModeName,
+    Optimizer,
+    ParameterSpec,
+)
+from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.values import check_integer, check_timeout
 from shardwell.watchdog import Watchdog
 
 TARGET_VARIABLE = "SHARDWELL_SHARDS"
@@ -92,7 +100,8 @@ class Client:
         self._executor = ThreadPoolExecutor(
             _ASYNC_THREAD_COUNT, thread_name_prefix="shardwell-client"
         )
-        self._parameters: list[Parameter] = []
+        self._lock = threading.Lock()
+        self._parameters: dict[str, Parameter] = {}
         self._closed = False
 
     @property
@@ -118,6 +127,8 @@ class Client:
     ) -> Parameter:
         """Opens a parameter, creating it if it is new.
 
+        Opening it again gives the same object, which has asked the shards anew for its `next_step`.
+
         Args:
             name: 1 to 128 letters, digits, `.`, `_`, `-`.
             size: Number of float32 elements, from 1.
@@ -132,28 +143,36 @@ class Client:
             SpecMismatchError: it exists with another spec; the message lists the differences.
             ArgumentError, LimitError: it can't be made.
         """
-        if self._closed:
-            raise ClosedError("the client was closed; connect again")
+        self._check_open()
         spec = ParameterSpec(
             name=name,
-            size=_integer("size", size),
+            size=check_integer("size", size, 1, SIZE_MAX),
             optimizer=optimizer,
-            worker_count=_integer("worker_count", worker_count) if mode == "sync" else 0,
+            worker_count=(
+                check_integer("worker_count", worker_count, 1, WORKER_COUNT_MAX)
+                if mode == "sync"
+                else 0
+            ),
             codec=codec,
             mode=mode,
             allow_non_finite=allow_non_finite,
         )
-        parameter = Parameter(
-            spec,
-            self._channels,
-            worker_id=self.worker_id,
-            timeout_s=self._timeout_s,
-            watchdog=self._watchdog,
-            executor=self._executor,
-            traffic=self.traffic,
-        )
-        self._parameters.append(parameter)
-        return parameter
+        with self._lock:
+            known = self._parameters.get(name)
+            if known is None or known.spec != spec:
+                known = Parameter(
+                    spec,
+                    self._channels,
+                    worker_id=self.worker_id,
+                    timeout_s=self._timeout_s,
+                    watchdog=self._watchdog,
+                    executor=self._executor,
+                    traffic=self.traffic,
+                )
+                self._parameters[name] = known
+                return known
+        known.reopen()
+        return known
 
     def status(self, *, timeout_s: float = 5.0) -> list[pb.GetStatusResponse]:
         """What each shard says of itself, in order.
@@ -161,6 +180,7 @@ class Client:
         Raises:
             ShardUnavailableError, DeadlineError: a shard does not answer; it is named.
         """
+        self._check_open()
         return [
             channel.call(
                 "GetStatus", pb.GetStatusRequest(), pb.GetStatusResponse, timeout_s=timeout_s
@@ -173,12 +193,16 @@ class Client:
         if self._closed:
             return
         self._closed = True
-        for parameter in self._parameters:
+        for parameter in list(self._parameters.values()):
             parameter.close()
         for channel in self._channels:
             channel.close()
         self._executor.shutdown()
         self._watchdog.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the client was closed; connect again")
 
     def __enter__(self) -> Client:
         return self
@@ -190,12 +214,3 @@ class Client:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _integer(what: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise ArgumentError(f"{what} must be an integer; got {value!r:.80}") from None

@@ -369,7 +369,8 @@ def _magnitude(bits: npt.NDArray[Any]) -> int:
 
 def _is_plain(values: npt.NDArray[Any]) -> bool:
     """Whether the kernels can read the values as they lie."""
-    return values.dtype == np.float32 and values.dtype.isnative and values.flags.c_contiguous
+    flags = values.flags
+    return bool(values.dtype == np.float32 and flags.c_contiguous and flags.aligned)
 
 
 def _as_float32(block: npt.NDArray[Any], scratch: Scratch) -> Float32:

@@ -13,21 +13,22 @@ from collections.abc import Iterator
 import grpc
 
 from shardwell.channel import ShardChannel
+from shardwell.siblings import Siblings
 
 
 class Lane:
     """One stream. `submit` and `read` are for one thread at a time."""
 
-    def __init__(self, channel: ShardChannel) -> None:
+    def __init__(self, channel: ShardChannel, siblings: Siblings) -> None:
         self.channel = channel
-        self.used = False
-        """Whether a step has gone through, so that a failure may be the stream's old age."""
         self.failure: BaseException | None = None
         """What went wrong while messages were made, if anything."""
         # Holds at most one step's messages and the end: the caller waits for the answers.
         self._work: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
         self._call = channel.exchange(self._messages())
-        self._call.add_callback(self._end_messages)
+        if not self._call.add_callback(self._end_messages):
+            self._end_messages()
+        siblings.add(channel, self._call)
 
     def submit(self, messages: Iterator[bytes]) -> None:
         """Sends messages; they are made on a thread of gRPC's, one by one as they leave."""

@@ -7,9 +7,9 @@ gradient after the call returns.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -28,45 +28,22 @@ from shardwell.errors import (
     ClosedError,
     CorruptChunkError,
     DeadlineError,
-    InitSupersededError,
     NonFiniteError,
     ShardUnavailableError,
     ShardwellError,
+    StepOrderError,
+    UnknownParameterError,
 )
+from shardwell.first_weights import FirstWeights, confirm
 from shardwell.lane import Lane
 from shardwell.partition import Slice, slice_of
-from shardwell.specs import SAMPLE_COUNT_MAX, ParameterSpec, check_learning_rate
+from shardwell.siblings import Siblings
+from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec, check_learning_rate
+from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell.values import as_flat, as_output, check_finite
+from shardwell.values import as_flat, as_output, check_finite, check_integer, check_timeout
 from shardwell.watchdog import Watch, Watchdog
-
-_INIT_RANGE_ELEMENTS = PAYLOAD_SIZE_MAX_BYTES // 4
-
-
-class Traffic:
-    """Bytes that a client has moved; read it whenever you like."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.sent_bytes = 0
-        """Messages of gradients and first weights."""
-        self.received_bytes = 0
-        """Messages of weights."""
-        self.sent_value_bytes = 0
-        """What was sent, as float32."""
-        self.received_value_bytes = 0
-        """What was received, as float32."""
-
-    def add(self, *, sent: int = 0, received: int = 0, values: int) -> None:
-        """Counts one message of `values` elements."""
-        with self._lock:
-            self.sent_bytes += sent
-            self.received_bytes += received
-            if sent:
-                self.sent_value_bytes += 4 * values
-            else:
-                self.received_value_bytes += 4 * values
 
 
 @dataclass(frozen=True)
@@ -121,6 +98,9 @@ class Parameter:
         self._lock = threading.RLock()
         self._scratch = threading.local()
         self._closed = False
+        self._lanes_used = False
+        self._siblings = Siblings()
+        self._parts: list[_Part] = []
         self._parts = self._open()
 
     @property
@@ -154,36 +134,16 @@ class Parameter:
         values = as_flat(what, weights, self.size)
         if not self.spec.allow_non_finite:
             check_finite(what, values, self.name)
-        deadline_s = time.monotonic() + self._bounded(timeout_s)
-        first = self._channels[0]
-        while True:
-            remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0:
-                raise DeadlineError(
-                    f"{what}: another client claimed to set them and has not finished; "
-                    "check that client, or raise timeout_s",
-                    parameter=self.name,
-                    shard_index=0,
-                )
-            claim = first.call(
-                "ClaimInit",
-                pb.ClaimInitRequest(
-                    shard=first.identity,
-                    parameter=self.name,
-                    worker_id=self._worker_id,
-                    wait_timeout_ms=_milliseconds(remaining_s),
-                ),
-                pb.ClaimInitResponse,
-                timeout_s=remaining_s + ANSWER_MARGIN_S,
-                parameter=self.name,
-            )
-            if claim.initialized:
-                return claim.version
-            if claim.granted:
-                try:
-                    return self._send_first_weights(values, claim.epoch, deadline_s)
-                except InitSupersededError:
-                    continue
+        wait_s = self._bounded(timeout_s)
+        with self._turn(wait_s):
+            return FirstWeights(
+                self.name,
+                values,
+                self._channels,
+                worker_id=self._worker_id,
+                traffic=self._traffic,
+                timeout_s=wait_s,
+            ).settle()
 
     def get_weights(
         self, *, out: Float32 | None = None, min_version: int = 0, timeout_s: float | None = None
@@ -202,31 +162,35 @@ class Parameter:
             WorkersMissingError: `min_version` was not reached in time; names who is missing.
             DeadlineError, ShardUnavailableError: a shard did not answer.
         """
-        if isinstance(min_version, bool) or min_version < 0:
-            raise ArgumentError(f"min_version must be at least 0; got {min_version!r}")
+        min_version = check_integer("min_version", min_version, 0, STEP_MAX)
         weights = np.empty(self.size, np.float32) if out is None else out
         flat = weights if out is None else as_output(out, self.size)
         wait_s = self._bounded(timeout_s)
-        with self._lock:
-            self._check_open()
+        self._check_open()
+        siblings = Siblings()
+        try:
             calls = [
-                part.channel.get_weights(
-                    pb.GetWeightsRequest(
-                        shard=part.channel.identity,
-                        parameter=self.name,
-                        worker_id=self._worker_id,
-                        min_version=int(min_version),
-                        wait_timeout_ms=_milliseconds(wait_s),
+                siblings.add(
+                    part.channel,
+                    part.channel.get_weights(
+                        pb.GetWeightsRequest(
+                            shard=part.channel.identity,
+                            parameter=self.name,
+                            worker_id=self._worker_id,
+                            min_version=min_version,
+                            wait_timeout_ms=_milliseconds(wait_s),
+                        ),
+                        timeout=wait_s + ANSWER_MARGIN_S,
                     ),
-                    timeout=wait_s + ANSWER_MARGIN_S,
                 )
                 for part in self._parts
             ]
-            try:
-                self._receive(flat, lambda number: next(calls[number], b""), min_version)
-            finally:
-                for call in calls:
-                    call.cancel()
+            self._receive(flat, lambda number: next(calls[number], b""), min_version, siblings)
+        except (ShardUnavailableError, ValueError) as error:
+            self._check_open(error)
+            raise
+        finally:
+            siblings.cancel()
         return weights
 
     def get_weights_async(
@@ -236,6 +200,7 @@ class Parameter:
 
         `out` belongs to the call until then.
         """
+        self._check_open()
         return self._executor.submit(
             self.get_weights, out=out, min_version=min_version, timeout_s=timeout_s
         )
@@ -264,28 +229,37 @@ class Parameter:
             WorkersMissingError: an earlier step did not close in time.
             DeadlineError, ShardUnavailableError: a shard did not answer.
         """
-        with self._lock:
+        with self._turn(self._bounded(timeout_s)):
             work = self._gradient(gradient, sample_count, timeout_s)
-            wait_s = work.wait_timeout_ms / 1000
             failures: list[BaseException] = []
-            calls = [
-                part.channel.put_gradient.future(
-                    _guarded(
-                        self._messages(pb.PutGradientRequest, part, work, opens=True), failures
-                    ),
-                    timeout=wait_s + ANSWER_MARGIN_S,
-                )
-                for part in self._parts
-            ]
+            siblings = Siblings()
             try:
+                calls = [
+                    siblings.add(
+                        part.channel,
+                        part.channel.put_gradient.future(
+                            _guarded(
+                                self._messages(pb.PutGradientRequest, part, work, opens=True),
+                                failures,
+                            ),
+                            timeout=work.wait_timeout_ms / 1000 + ANSWER_MARGIN_S,
+                        ),
+                    )
+                    for part in self._parts
+                ]
                 for part, call in zip(self._parts, calls, strict=True):
-                    with part.channel.translated(self.name):
+                    try:
                         call.result()
+                    except (grpc.RpcError, grpc.FutureCancelledError):
+                        channel, error = siblings.failure(part.channel, call)
+                        raise channel.translate(error, self.name) from None
                     if failures:
                         raise failures[0]
+            except (ShardUnavailableError, ValueError) as error:
+                self._check_open(error)
+                raise
             finally:
-                for call in calls:
-                    call.cancel()
+                siblings.cancel()
             self.next_step = work.step + 1
             return work.step
 
@@ -316,21 +290,23 @@ class Parameter:
             As `put_gradient` and `get_weights`. After an error the step is still this worker's
             next: call again.
         """
-        with self._lock:
+        with self._turn(self._bounded(timeout_s)):
             work = self._gradient(gradient, sample_count, timeout_s)
             flat = weights = np.empty(self.size, np.float32) if out is None else out
             if out is not None:
                 flat = as_output(out, self.size)
                 if np.may_share_memory(flat, work.values):
                     raise ArgumentError("out must not overlap the gradient; pass another array")
-            may_be_stale = any(part.lane is not None and part.lane.used for part in self._parts)
+            may_be_stale = self._lanes_used
             try:
                 self._exchange_once(work, flat)
-            except ShardUnavailableError:
-                if not may_be_stale:
+            except (ShardUnavailableError, ValueError) as error:
+                self._check_open(error)
+                if not may_be_stale or not isinstance(error, ShardUnavailableError):
                     raise
                 # The streams of earlier steps were gone; a step is safe to repeat on new ones.
                 self._exchange_once(work, flat)
+            self._lanes_used = True
             self.next_step = work.step + 1
             return weights
 
@@ -348,44 +324,73 @@ class Parameter:
             StepOrderError: chunks are past this worker's next step; use `now`.
         """
         rate = check_learning_rate("learning_rate", learning_rate)
-        with self._lock:
-            self._check_open()
+        wait_s = self._bounded(timeout_s)
+        with self._turn(wait_s):
+            from_step = None if now else self._first_step_ahead(wait_s)
             for channel in self._channels:
+                request = pb.SetLearningRateRequest(
+                    shard=channel.identity,
+                    parameter=self.name,
+                    learning_rate=rate,
+                    from_step=from_step,
+                )
                 channel.call(
                     "SetLearningRate",
-                    pb.SetLearningRateRequest(
-                        shard=channel.identity,
-                        parameter=self.name,
-                        learning_rate=rate,
-                        from_step=0 if now else self.next_step,
-                    ),
+                    request,
                     pb.SetLearningRateResponse,
-                    timeout_s=self._bounded(timeout_s),
+                    timeout_s=wait_s,
                     parameter=self.name,
                 )
+
+    def _first_step_ahead(self, timeout_s: float) -> int:
+        """The first step from now on that no chunk of any shard has passed.
+
+        That is this worker's next step, or, when that was interrupted and some chunks closed it,
+        the one after it. A worker that takes part is never further behind.
+        """
+        newest = 0
+        for channel in self._channels:
+            status = channel.call(
+                "GetStatus", pb.GetStatusRequest(), pb.GetStatusResponse, timeout_s=timeout_s
+            )
+            here = [entry for entry in status.parameters if entry.spec.name == self.name]
+            if not here:
+                raise UnknownParameterError(
+                    f"shard {channel.shard_index} has no parameter {self.name!r} any more; "
+                    "it lost its memory",
+                    shard_index=channel.shard_index,
+                    parameter=self.name,
+                )
+            newest = max(newest, here[0].version_max)
+        if newest > self.next_step + 1:
+            raise StepOrderError(
+                f"learning rate of {self.name!r} from step {self.next_step}, this worker's next: "
+                f"chunks have reached step {newest}; pass now=True, or open the parameter again",
+                parameter=self.name,
+            )
+        return max(newest, self.next_step)
+
+    def reopen(self) -> None:
+        """Asks the shards again where this worker stands, and goes on at that `next_step`."""
+        with self._turn(self._timeout_s):
+            self._close_lanes()
+            self._parts = self._open()
 
     def close(self) -> None:
         """Ends this worker's streams; the parameter lives on in the cluster. Safe to repeat."""
         self._closed = True
-        for part in self._parts:
-            if part.lane is not None:
-                part.lane.close()
+        self._close_lanes()
 
     # Opening.
 
     def _open(self) -> list[_Part]:
         """Creates or joins the parameter on all shards; parts with empty slices are left out."""
+        answers = [self._join(channel, self._timeout_s) for channel in self._channels]
+        if answers[0].initialized and not all(answer.initialized for answer in answers):
+            epoch = answers[0].init_epoch
+            confirm(self.name, self._channels, epoch, timeout_s=self._timeout_s)
         parts, next_steps = [], []
-        for channel in self._channels:
-            opened = channel.call(
-                "CreateParameter",
-                pb.CreateParameterRequest(
-                    shard=channel.identity, worker_id=self._worker_id, spec=self.spec.to_proto()
-                ),
-                pb.CreateParameterResponse,
-                timeout_s=self._timeout_s,
-                parameter=self.name,
-            )
+        for channel, opened in zip(self._channels, answers, strict=True):
             where = Slice(opened.slice_offset, opened.slice_size)
             item_size = CODECS[self.spec.codec_name].item_size
             bytes_ = opened.chunk_element_count * item_size
@@ -406,35 +411,17 @@ class Parameter:
         self.next_step = min(next_steps)
         return parts
 
-    def _send_first_weights(self, values: npt.NDArray[Any], epoch: int, deadline_s: float) -> int:
-        """Sends the first weights, to shard 0 last: its answer makes them stand."""
-        version = 0
-        codec = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
-        for channel in reversed(self._channels):
-            where = slice_of(self.size, channel.shard_index, len(self._channels))
-
-            def messages(channel: ShardChannel = channel, where: Slice = where) -> Iterator[bytes]:
-                opening = pb.InitWeightsRequest(open=self._stream_open(channel), epoch=epoch)
-                yield opening.SerializeToString()
-                for index in range(where.chunk_count(_INIT_RANGE_ELEMENTS)):
-                    part = where.chunk(index, _INIT_RANGE_ELEMENTS)
-                    header = pb.InitWeightsRequest()
-                    message = codec.encode(
-                        header,
-                        header.chunk,
-                        part,
-                        index,
-                        values[part.offset : part.stop],
-                        self._thread_scratch(),
-                    )
-                    self._traffic.add(sent=len(message), values=part.size)
-                    yield message
-
-            with channel.translated(self.name):
-                version = channel.init_weights(
-                    messages(), timeout=max(deadline_s - time.monotonic(), 0.05)
-                ).version
-        return version
+    def _join(self, channel: ShardChannel, timeout_s: float) -> pb.CreateParameterResponse:
+        """Creates or joins the parameter on one shard."""
+        return channel.call(
+            "CreateParameter",
+            pb.CreateParameterRequest(
+                shard=channel.identity, worker_id=self._worker_id, spec=self.spec.to_proto()
+            ),
+            pb.CreateParameterResponse,
+            timeout_s=timeout_s,
+            parameter=self.name,
+        )
 
     # Gradients out.
 
@@ -443,12 +430,7 @@ class Parameter:
         self._check_open()
         what = f"gradient of {self.name!r}"
         values = as_flat(what, gradient, self.size)
-        count = int(sample_count) if isinstance(sample_count, (int, np.integer)) else -1
-        if isinstance(sample_count, bool) or not 0 <= count <= SAMPLE_COUNT_MAX:
-            raise ArgumentError(
-                f"sample_count must be an integer from 0 to {SAMPLE_COUNT_MAX}; "
-                f"got {sample_count!r}"
-            )
+        count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         if not self.spec.allow_non_finite:
             check_finite(what, values, self.name)
         return _Gradient(values, self.next_step, count, _milliseconds(self._bounded(timeout_s)))
@@ -484,37 +466,42 @@ class Parameter:
                     element_index=where.offset + error.index,
                     parameter=self.name,
                 ) from None
-            self._traffic.add(sent=len(message), values=where.size)
+            self._traffic.add_sent(len(message), where.size)
             yield message
 
     def _exchange_once(self, work: _Gradient, weights: Float32) -> None:
         """One attempt; on failure all lanes are closed, so that no late answer can be mistaken."""
         timeout_s = work.wait_timeout_ms / 1000 + ANSWER_MARGIN_S
+        min_version = work.step + 1 if self.spec.mode == "sync" else 0
+        lanes: list[Lane] = []
         with self._watchdog.watch(timeout_s, self._close_lanes) as watch:
             try:
-                lanes = [self._submit(part, work) for part in self._parts]
-                min_version = work.step + 1 if self.spec.mode == "sync" else 0
-                self._receive(weights, lambda number: lanes[number].read(), min_version, watch)
-                for lane in lanes:
-                    lane.used = True
+                opens = not all(part.lane is not None and part.lane.is_open for part in self._parts)
+                if opens:
+                    self._close_lanes()
+                    self._siblings = Siblings()
+                siblings = self._siblings
+                for part in self._parts:
+                    lane = Lane(part.channel, siblings) if opens else part.lane
+                    if lane is None or self._closed:
+                        raise self._closed_error()
+                    part.lane = lane
+                    lanes.append(lane)
+                    lane.submit(self._messages(pb.ExchangeRequest, part, work, opens=opens))
+                self._receive(
+                    weights, lambda number: lanes[number].read(), min_version, siblings, watch
+                )
             except BaseException:
-                lanes = [part.lane for part in self._parts if part.lane is not None]
                 self._close_lanes()
                 for lane in lanes:
+                    lane.close()
                     if lane.failure is not None:
                         raise lane.failure from None
                 raise
 
-    def _submit(self, part: _Part, work: _Gradient) -> Lane:
-        """Sends one shard its part of a gradient on its lane, opening one where there is none."""
-        opens = part.lane is None or not part.lane.is_open
-        if part.lane is None or opens:
-            part.lane = Lane(part.channel)
-        part.lane.submit(self._messages(pb.ExchangeRequest, part, work, opens=opens))
-        return part.lane
-
     def _close_lanes(self) -> None:
-        """Ends all lanes."""
+        """Ends all lanes. From any thread: the watchdog's, or one that closes the client."""
+        self._lanes_used = False
         for part in self._parts:
             lane, part.lane = part.lane, None
             if lane is not None:
@@ -527,6 +514,7 @@ class Parameter:
         weights: Float32,
         read: Callable[[int], bytes],
         min_version: int,
+        siblings: Siblings,
         watch: Watch | None = None,
     ) -> None:
         """Reads every chunk of every part, in turns, so that no shard's stream stands still.
@@ -549,7 +537,8 @@ class Parameter:
                                 shard_index=part.channel.shard_index,
                                 parameter=self.name,
                             ) from None
-                        raise part.channel.translate(error, self.name) from None
+                        channel, first = siblings.failure(part.channel, error)
+                        raise channel.translate(first, self.name) from None
                     version = min(version, self._decode(part, index, message, weights, min_version))
         self.version = int(version)
 
@@ -571,10 +560,13 @@ class Parameter:
         try:
             stored = self._codec.open(chunk, where, payload)
         except ShardwellError as error:
-            error.shard_index, error.parameter = part.channel.shard_index, self.name
-            raise
+            raise CorruptChunkError(
+                f"shard {part.channel.shard_index} answered, for {self.name!r}: {error.message}",
+                shard_index=part.channel.shard_index,
+                parameter=self.name,
+            ) from None
         self._codec.codec.decode(stored, chunk.scale_exponent, weights[where.offset : where.stop])
-        self._traffic.add(received=len(message), values=where.size)
+        self._traffic.add_received(len(message), where.size)
         return int(header.version)
 
     def _stream_open(self, channel: ShardChannel) -> types_pb2.StreamOpen:
@@ -591,23 +583,31 @@ class Parameter:
     def _bounded(self, timeout_s: float | None) -> float:
         return check_timeout(self._timeout_s if timeout_s is None else timeout_s)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(
-                f"parameter {self.name!r} was closed with its client; connect again",
+    @contextlib.contextmanager
+    def _turn(self, timeout_s: float) -> Iterator[None]:
+        """Calls that use the worker's next step take turns; waiting for one's turn is bounded."""
+        if not self._lock.acquire(timeout=timeout_s):
+            raise DeadlineError(
+                f"another thread's call on {self.name!r} took longer than {timeout_s:g} s; "
+                "raise timeout_s, or use one thread a parameter",
                 parameter=self.name,
             )
+        try:
+            self._check_open()
+            yield
+        finally:
+            self._lock.release()
 
+    def _check_open(self, cause: BaseException | None = None) -> None:
+        """Refuses to work after `close`; `cause` is what came of working while it was called."""
+        if self._closed:
+            raise self._closed_error() from cause
 
-def check_timeout(timeout_s: float) -> float:
-    """Returns a timeout that can be used: above 0, at most 30 days.
-
-    Raises:
-        ArgumentError: it is not.
-    """
-    if isinstance(timeout_s, bool) or not 0 < timeout_s <= 30 * 86400:
-        raise ArgumentError(f"timeout_s must be above 0 and at most 30 days; got {timeout_s!r}")
-    return float(timeout_s)
+    def _closed_error(self) -> ClosedError:
+        return ClosedError(
+            f"parameter {self.name!r} was closed with its client; connect again",
+            parameter=self.name,
+        )
 
 
 def _milliseconds(seconds: float) -> int:

@@ -21,6 +21,7 @@ SIZE_MAX = 2**48
 _NUMBER_MAX = float(2**1023)  # what comes here is turned into a float
 WORKER_COUNT_MAX = 2**16
 SAMPLE_COUNT_MAX = 2**24
+STEP_MAX = 2**62
 
 
 def _check_number(what: str, value: float, *, low: float = 0.0, below: float = math.inf) -> None:

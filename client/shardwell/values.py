@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from math import isfinite
 from typing import Any
 
@@ -96,3 +97,30 @@ def check_finite(what: str, values: npt.NDArray[Any], parameter: str) -> None:
                 element_index=index,
                 parameter=parameter,
             )
+
+
+def check_timeout(timeout_s: Any) -> float:
+    """Returns a timeout that can be used: above 0, at most 30 days.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    good = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not good or not 0 < timeout_s <= 30 * 86400:
+        raise ArgumentError(f"timeout_s must be above 0 and at most 30 days; got {timeout_s!r}")
+    return float(timeout_s)
+
+
+def check_integer(what: str, value: Any, low: int, high: int) -> int:
+    """Returns an integer, of any integer type, from `low` to `high`.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, (bool, np.bool_)) or not low <= number <= high:
+        raise ArgumentError(f"{what} must be an integer from {low} to {high}; got {value!r:.80}")
+    return number

@@ -138,7 +138,7 @@ class LocalCluster:
             ]
             if self._data_dir is not None:
                 arguments.append(f"--data-dir={self._data_dir / f'shard-{config.shard_index}'}")
-            child = ChildProcess(arguments)
+            child = ChildProcess(arguments, environment=_plain_environment())
             self.children.append(child)
             self._stack.callback(child.close, config.grace_s + _STOP_MARGIN_S)
         for index, child in enumerate(self.children):
@@ -165,6 +165,11 @@ class LocalCluster:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _plain_environment() -> dict[str, str]:
+    """This process's environment without settings that are meant for shards started by hand."""
+    return {name: v for name, v in os.environ.items() if not name.startswith("SHARDWELL_")}
 
 
 SERVING_LINE = "serving on "

@@ -120,10 +120,8 @@ def test_several_are_missing(cluster, connect) -> None:
 def test_many_missing_workers_are_not_all_listed(cluster, connect) -> None:
     running = cluster(1)
     model = _open(connect(running, "here"), worker_count=30)
-    client = connect(running, "names")
     for index in range(20):
-        client.worker_id = f"late-{index}"
-        _open(client, worker_count=30)
+        _open(connect(running, f"late-{index}"), worker_count=30)
     model.init(_ones(0))
     with pytest.raises(shardwell.WorkersMissingError, match="and 12 more and 9 that") as caught:
         model.exchange(_ones(), timeout_s=0.4)

@@ -184,7 +184,20 @@ class WireParameter:
                 for slice_ in reversed(self.slices):
                     self.init_shard(slice_.shard_index, weights, claim.epoch)
             if claim.granted or claim.initialized:
+                self.confirm_init(claim.epoch)
                 return
+
+    def confirm_init(self, epoch: int) -> None:
+        """Tells all shards but shard 0 that the first weights of an epoch stand."""
+        for shard_index in range(1, len(self.worker.stubs)):
+            self.worker.stubs[shard_index].ConfirmInit(
+                pb.ConfirmInitRequest(
+                    shard=self.worker.identities[shard_index],
+                    parameter=self.spec.name,
+                    epoch=epoch,
+                ),
+                timeout=CALL_TIMEOUT_S,
+            )
 
     def init_shard(self, shard_index: int, weights: npt.ArrayLike, epoch: int) -> None:
         """InitWeights on one shard."""

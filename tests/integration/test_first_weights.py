@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import grpc
 import numpy as np
@@ -188,7 +189,12 @@ def test_waiting_for_first_weights_leaves_room_for_those_who_send_them(cluster, 
 def _wait_for_init(target: str, worker_id: str):
     with WireWorker(target, worker_id) as worker:
         parameter = worker.create(spec("model", 20))
-        return parameter.claim_init(wait_timeout_s=15.0)
+        for _ in range(200):
+            answer = parameter.claim_init(wait_timeout_s=15.0)
+            if answer.initialized or answer.granted:
+                break
+            time.sleep(0.1)  # as the .proto says: ask again a little later
+        return answer
 
 
 def _known_workers(worker: WireWorker) -> int:

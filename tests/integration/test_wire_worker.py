@@ -193,6 +193,9 @@ def test_first_weights_in_small_ranges(cluster) -> None:
         for shard_index in (1, 0):
             messages = model.init_messages(shard_index, np.arange(50), epoch, range_element_count=3)
             worker.stubs[shard_index].InitWeights(iter(messages), timeout=10)
+        with pytest.raises(grpc.RpcError, match="no first weights"):
+            model.pull()
+        model.confirm_init(epoch)
         np.testing.assert_array_equal(model.pull(), np.arange(50))
 
 

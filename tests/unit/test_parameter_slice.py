@@ -12,7 +12,12 @@ import pytest
 from shardwell import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
 from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import Scratch
-from shardwell.errors import NonFiniteError, NotInitializedError
+from shardwell.errors import (
+    InitSupersededError,
+    NonFiniteError,
+    NotInitializedError,
+    StepOrderError,
+)
 from shardwell.partition import Slice
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.config import Limits
@@ -40,10 +45,16 @@ def slice_of(optimizer: Optimizer, size: int = 4, worker_count: int = 1) -> Para
         "p", size, slot_count=len(rule.initial_slots), with_sum=worker_count > 1
     )
     made = ParameterSlice(
-        spec, Slice(0, size), storage, rule, chunk_element_count=16, limits=Limits()
+        spec,
+        Slice(0, size),
+        storage,
+        rule,
+        chunk_element_count=16,
+        grants_claims=True,
+        limits=Limits(),
     )
     if not isinstance(optimizer, Average):
-        made.finish_init(1)
+        made.finish_init(made.claim_init("w0", patience()).epoch)
     return made
 
 
@@ -60,7 +71,7 @@ def give(into: ParameterSlice, worker_id: str, step: int, *values: float) -> boo
     )
     message = pb.ExchangeRequest.FromString(sealed)
     payload = np.frombuffer(message.payload, np.uint8)
-    return into.contribute(into.seat(worker_id), message.gradient, payload, patience())
+    return into.contribute(worker_id, message.gradient, payload, patience())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
@@ -93,10 +104,11 @@ def test_nothing_is_taken_before_the_first_weights() -> None:
         MemoryStore().create("p", 4, slot_count=0, with_sum=False),
         UpdateRule(SGD(learning_rate=1.0)),
         chunk_element_count=16,
+        grants_claims=True,
         limits=Limits(),
     )
     with pytest.raises(NotInitializedError, match="init"):
-        made.seat("w0")
+        give(made, "w0", 0, 1.0, 2.0, 3.0, 4.0)
     with pytest.raises(NotInitializedError, match="init"):
         made.weights_message(0, 0, patience())
 
@@ -104,7 +116,39 @@ def test_nothing_is_taken_before_the_first_weights() -> None:
 def test_an_empty_slice_can_be_described_after_a_worker_opened_a_stream() -> None:
     made = slice_of(Average(), size=0, worker_count=2)
     made.join("w0")
-    made.seat("w0")
     status = made.describe()
     assert (status.slice_size, status.version_min, status.version_max) == (0, 0, 0)
+    assert (list(status.contributed_worker_ids), list(status.missing_worker_ids)) == ([], ["w0"])
     assert status.unknown_worker_count == 1
+
+
+def test_weights_that_stand_elsewhere_are_confirmed() -> None:
+    made = ParameterSlice(
+        ParameterSpec(name="p", size=8, optimizer=SGD(learning_rate=1.0), worker_count=1),
+        Slice(4, 4),
+        MemoryStore().create("p", 4, slot_count=0, with_sum=False),
+        UpdateRule(SGD(learning_rate=1.0)),
+        chunk_element_count=16,
+        grants_claims=False,
+        limits=Limits(),
+    )
+    with pytest.raises(StepOrderError, match="epoch 1 is refused"):
+        made.confirm_init(1)
+    made.set_first_weights(1, Slice(4, 4), np.ones(4, np.float32))
+    made.finish_init(1)
+    with pytest.raises(NotInitializedError):  # shard 0 has not accepted them yet
+        made.weights_message(0, 0, patience())
+    made.set_first_weights(3, Slice(4, 2), np.zeros(2, np.float32))  # a later claim, half sent
+    for epoch in (1, 3):
+        with pytest.raises(StepOrderError):
+            made.confirm_init(epoch)
+    made.set_first_weights(3, Slice(4, 4), np.full(4, 3, np.float32))
+    made.finish_init(3)
+    assert made.confirm_init(3) == made.confirm_init(3) == 0
+    for epoch, error in ((1, InitSupersededError), (5, StepOrderError)):
+        with pytest.raises(error):
+            made.set_first_weights(epoch, Slice(4, 4), np.zeros(4, np.float32))
+        with pytest.raises(StepOrderError):
+            made.confirm_init(epoch)
+    made.set_first_weights(3, Slice(4, 4), np.zeros(4, np.float32))
+    np.testing.assert_array_equal(made.storage.weights, 3)

@@ -18,7 +18,7 @@ class CreateParameterRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ...) -> None: ...
 
 class CreateParameterResponse(_message.Message):
-    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized")
+    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class CreateParameterResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    INIT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     created: bool
     slice_offset: int
     slice_size: int
@@ -33,7 +34,8 @@ class CreateParameterResponse(_message.Message):
     version: int
     next_step: int
     initialized: bool
-    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ...) -> None: ...
+    init_epoch: int
+    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ...) -> None: ...
 
 class ClaimInitRequest(_message.Message):
     __slots__ = ("shard", "parameter", "worker_id", "wait_timeout_ms")
@@ -74,6 +76,22 @@ class InitWeightsRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., epoch: _Optional[int] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class InitWeightsResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class ConfirmInitRequest(_message.Message):
+    __slots__ = ("shard", "parameter", "epoch")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    parameter: str
+    epoch: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ConfirmInitResponse(_message.Message):
     __slots__ = ("version",)
     VERSION_FIELD_NUMBER: _ClassVar[int]
     version: int

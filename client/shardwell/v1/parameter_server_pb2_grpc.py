@@ -50,6 +50,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.InitWeightsRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.InitWeightsResponse.FromString,
                 _registered_method=True)
+        self.ConfirmInit = channel.unary_unary(
+                '/shardwell.v1.ParameterServerService/ConfirmInit',
+                request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.ConfirmInitRequest.SerializeToString,
+                response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.ConfirmInitResponse.FromString,
+                _registered_method=True)
         self.PutGradient = channel.stream_unary(
                 '/shardwell.v1.ParameterServerService/PutGradient',
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.PutGradientRequest.SerializeToString,
@@ -97,7 +102,9 @@ class ParameterServerServiceServicer(object):
 
         The first caller gets it, and again when it asks again. When it has not finished within the
         shard's init_claim limit (60 s), the next caller gets it, with a higher epoch.
-        With wait_timeout_ms, the call waits that long for `initialized`.
+        With wait_timeout_ms, the call waits for `initialized`, that long at the most; it may be
+        answered earlier, neither granted nor initialized: ask again a little later. Asking claims: a
+        worker without weights of its own polls CreateParameter of shard 0 instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,9 +115,19 @@ class ParameterServerServiceServicer(object):
 
         The first message has `open` and `epoch`; every message has a range of at most 262144
         elements; the ranges follow one another from the start of the slice to its end (an empty slice
-        sends `open` alone). Shard 0 must be the last to be sent: its success makes the whole
-        parameter initialized. Idempotent per epoch. Errors: ABORTED (a higher epoch came),
-        FAILED_PRECONDITION (already initialized by another epoch), DATA_LOSS (CRC), INVALID_ARGUMENT.
+        sends `open` alone). Shard 0 must be the last to be sent: its success decides whose weights
+        stand; the others use theirs after ConfirmInit. What stands is never written again; a repeat
+        of its epoch is acknowledged. Errors: ABORTED (a higher epoch came), FAILED_PRECONDITION (the
+        epoch was not granted, or other weights stand), DATA_LOSS (CRC), INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ConfirmInit(self, request, context):
+        """Tells a shard other than shard 0 that shard 0 has accepted the first weights of an epoch: they
+        stand there too, and gradients are taken. Idempotent; any client may do it for one that died.
+        Errors: FAILED_PRECONDITION (the shard has no complete values of that epoch).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,6 +199,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.InitWeights,
                     request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.InitWeightsRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.InitWeightsResponse.SerializeToString,
+            ),
+            'ConfirmInit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmInit,
+                    request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.ConfirmInitRequest.FromString,
+                    response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.ConfirmInitResponse.SerializeToString,
             ),
             'PutGradient': grpc.stream_unary_rpc_method_handler(
                     servicer.PutGradient,
@@ -291,6 +313,33 @@ class ParameterServerService(object):
             '/shardwell.v1.ParameterServerService/InitWeights',
             shardwell_dot_v1_dot_parameter__server__pb2.InitWeightsRequest.SerializeToString,
             shardwell_dot_v1_dot_parameter__server__pb2.InitWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmInit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ParameterServerService/ConfirmInit',
+            shardwell_dot_v1_dot_parameter__server__pb2.ConfirmInitRequest.SerializeToString,
+            shardwell_dot_v1_dot_parameter__server__pb2.ConfirmInitResponse.FromString,
             options,
             channel_credentials,
             insecure,

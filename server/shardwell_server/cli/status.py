@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import click
 from google.protobuf import json_format
@@ -15,6 +16,8 @@ from shardwell.errors import ShardwellError
 from shardwell.specs import Average, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 
+_PIPE_WIDTH = 200
+"""Nobody knows how wide a pipe is; what is in it should not be wrapped."""
 _Answer = tuple[str, pb.GetStatusResponse | ShardwellError]
 """An address, and what came from there."""
 
@@ -55,7 +58,7 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         for address, answer in answers:
             _print_json(address, answer)
     else:
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
         console.print(_shard_table(answers))
         console.print(_parameter_table(answers))
         for message in failed:

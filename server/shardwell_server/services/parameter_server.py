@@ -7,6 +7,7 @@ each handler, so a stream's bytes are decoded on the stream's thread, without th
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 
 import shardwell
 from shardwell import framing
@@ -27,13 +29,15 @@ from shardwell.status import to_status
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.services.streams import OpenStreams
-from shardwell_server.shard.ledger import Seat
 from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.patience import CallerGoneError, Patience
 from shardwell_server.shard.shard import Shard
 
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
+_NO_WAIT_S = 1e-6
+_CLAIM_WAIT_COUNT_MAX = 16
+"""Calls of ClaimInit that may wait at once; further ones are answered at once, and ask again."""
 _ANSWER_MARGIN_S = 0.25
 """An answer that names the missing leaves that long before the client's gRPC deadline."""
 
@@ -45,6 +49,7 @@ class ParameterServerService:
         self._shard = shard
         self._streams = streams
         self._limits = shard.config.limits
+        self._claim_waits = threading.BoundedSemaphore(_CLAIM_WAIT_COUNT_MAX)
         self._first_weights = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -53,6 +58,7 @@ class ParameterServerService:
         handlers = {
             "CreateParameter": self._unary(self.create_parameter, pb.CreateParameterRequest),
             "ClaimInit": self._unary(self.claim_init, pb.ClaimInitRequest),
+            "ConfirmInit": self._unary(self.confirm_init, pb.ConfirmInitRequest),
             "SetLearningRate": self._unary(self.set_learning_rate, pb.SetLearningRateRequest),
             "GetStatus": self._unary(self.get_status, pb.GetStatusRequest),
             "InitWeights": stream(
@@ -64,8 +70,7 @@ class ParameterServerService:
                 response_serializer=pb.PutGradientResponse.SerializeToString,
             ),
             "GetWeights": grpc.unary_stream_rpc_method_handler(
-                self._streaming(self.get_weights),
-                request_deserializer=pb.GetWeightsRequest.FromString,
+                self._streaming(_parsed(self.get_weights, pb.GetWeightsRequest))
             ),
             "Exchange": grpc.stream_stream_rpc_method_handler(self._streaming(self.exchange)),
         }
@@ -96,13 +101,25 @@ class ParameterServerService:
         if request.shard.shard_index != 0:
             raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
         worker_id = check_name("worker_id", request.worker_id)
-        patience = self._patience(context, request.wait_timeout_ms / 1000)
-        return self._shard.parameter(request.parameter).claim_init(worker_id, patience)
+        parameter = self._shard.parameter(request.parameter)
+        # Those who wait here must never take the threads that first weights come in on.
+        waits = bool(request.wait_timeout_ms) and self._claim_waits.acquire(blocking=False)
+        try:
+            timeout_s = request.wait_timeout_ms / 1000 if waits else _NO_WAIT_S
+            return parameter.claim_init(worker_id, self._patience(context, timeout_s))
+        finally:
+            if waits:
+                self._claim_waits.release()
 
     def init_weights(
         self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> pb.InitWeightsResponse:
         """See the .proto."""
+        with self._streams.opened():
+            return pb.InitWeightsResponse(version=self._receive_first_weights(messages))
+
+    def _receive_first_weights(self, messages: Iterator[bytes]) -> int:
+        """Takes the whole slice, range by range; returns the version."""
         parameter, epoch, expected = None, 0, 0
         for message in messages:
             request, payload = framing.parse(pb.InitWeightsRequest, message)
@@ -122,9 +139,8 @@ class ParameterServerService:
             if not parameter.spec.allow_non_finite:
                 finite = np.isfinite(values)
                 if not finite.all():
-                    raise parameter.non_finite(
-                        where.offset + int(np.argmin(finite)), "first weights"
-                    )
+                    index = where.offset + int(np.argmin(finite))
+                    raise parameter.non_finite(index, "first weights")
             parameter.set_first_weights(epoch, where, values)
             self._shard.traffic.add(received=payload.size)
             expected = where.stop
@@ -135,7 +151,15 @@ class ParameterServerService:
                 f"first weights ended before element {expected}; this slice ends before "
                 f"{parameter.where.stop}; send all of it"
             )
-        return pb.InitWeightsResponse(version=parameter.finish_init(epoch))
+        return parameter.finish_init(epoch)
+
+    def confirm_init(
+        self, request: pb.ConfirmInitRequest, context: grpc.ServicerContext
+    ) -> pb.ConfirmInitResponse:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        version = self._shard.parameter(request.parameter).confirm_init(request.epoch)
+        return pb.ConfirmInitResponse(version=version)
 
     def put_gradient(
         self, messages: Iterator[bytes], context: grpc.ServicerContext
@@ -189,7 +213,7 @@ class ParameterServerService:
                     version = gradient.step + 1 if source.parameter.spec.mode == "sync" else 0
                     pending.append((gradient.chunk.chunk_index, version, patience))
                     yield from self._answers(source.parameter, pending, all_=gradient.end_of_step)
-                    if not pending:
+                    if gradient.end_of_step:
                         self._streams.idle(context)
                 if source is not None:
                     yield from self._answers(source.parameter, pending, all_=True)
@@ -202,7 +226,8 @@ class ParameterServerService:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         rate = check_learning_rate("learning_rate", request.learning_rate)
-        self._shard.parameter(request.parameter).change_learning_rate(request.from_step, rate)
+        from_step = request.from_step if request.HasField("from_step") else None
+        self._shard.parameter(request.parameter).change_learning_rate(from_step, rate)
         _LOG.info(
             "learning rate changed",
             extra={"parameter": request.parameter, "learning_rate": rate},
@@ -272,8 +297,7 @@ class ParameterServerService:
 
     def _unary(self, call: Callable[..., Any], request_type: Any) -> Any:
         return grpc.unary_unary_rpc_method_handler(
-            self._answering(call),
-            request_deserializer=request_type.FromString,
+            self._answering(_parsed(call, request_type)),
             response_serializer=lambda response: response.SerializeToString(),
         )
 
@@ -283,8 +307,6 @@ class ParameterServerService:
         def handle(request: Any, context: grpc.ServicerContext) -> Any:
             try:
                 return call(request, context)
-            except CallerGoneError:
-                context.cancel()
             except Exception as error:
                 self._abort(context, error)
 
@@ -298,8 +320,6 @@ class ParameterServerService:
         def handle(request: Any, context: grpc.ServicerContext) -> Iterator[bytes]:
             try:
                 yield from call(request, context)
-            except CallerGoneError:
-                context.cancel()
             except Exception as error:
                 self._abort(context, error)
 
@@ -307,8 +327,8 @@ class ParameterServerService:
 
     def _abort(self, context: grpc.ServicerContext, error: Exception) -> None:
         """Ends a call with the status that stands for `error`."""
-        if not context.is_active():
-            return
+        if isinstance(error, CallerGoneError) or not context.is_active():
+            context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
         if not isinstance(error, ShardwellError):
             _LOG.error("a request failed", exc_info=error)
             error = InternalError(f"{type(error).__name__}: {error}; see the shard's log")
@@ -325,12 +345,24 @@ class _GradientSource:
     def __init__(self, parameter: ParameterSlice, worker_id: str) -> None:
         self.parameter = parameter
         self._worker_id = worker_id
-        self._seat: Seat | None = None
 
     def contribute(
         self, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
     ) -> bool:
         """See ParameterSlice.contribute."""
-        if self._seat is None:
-            self._seat = self.parameter.seat(self._worker_id)
-        return self.parameter.contribute(self._seat, gradient, payload, patience)
+        return self.parameter.contribute(self._worker_id, gradient, payload, patience)
+
+
+def _parsed(call: Callable[..., Any], request_type: Any) -> Callable[..., Any]:
+    """The call, given the message's bytes: what is no such message gets an answer of ours."""
+
+    def with_bytes(message: bytes, context: grpc.ServicerContext) -> Any:
+        try:
+            request = request_type.FromString(message)
+        except DecodeError as error:
+            raise ArgumentError(
+                f"{len(message)} bytes that are no {request_type.DESCRIPTOR.full_name}: {error}"
+            ) from None
+        return call(request, context)
+
+    return with_bytes

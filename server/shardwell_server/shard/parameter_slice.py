@@ -17,7 +17,6 @@ from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import Bytes, Float32, NonFiniteValueError, Scratch
 from shardwell.errors import (
     ArgumentError,
-    CorruptChunkError,
     InitSupersededError,
     LimitError,
     NonFiniteError,
@@ -62,12 +61,14 @@ class ParameterSlice:
         rule: UpdateRule,
         *,
         chunk_element_count: int,
+        grants_claims: bool,
         limits: Limits,
     ) -> None:
         self.spec = spec
         self.where = where
         self.chunk_element_count = chunk_element_count
         self.storage = storage
+        self._grants_claims = grants_claims
         self._limits = limits
         self._rule = rule
         self._codec = ChunkCodec.of(spec)
@@ -85,6 +86,7 @@ class ParameterSlice:
         self._init_changed = threading.Condition(self._lock)
         self._initialized = isinstance(spec.optimizer, Average)
         self._init_epoch = 0
+        self._staged_epoch = 0
         self._claim: tuple[str, float] | None = None
         self._encoded: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self._encoded_lock = threading.Lock()
@@ -110,6 +112,7 @@ class ParameterSlice:
                 version=self._ledger.version_min(),
                 next_step=self._ledger.next_step(worker_id),
                 initialized=self._initialized,
+                init_epoch=self._init_epoch if self._initialized else 0,
             )
 
     def claim_init(self, worker_id: str, patience: Patience) -> pb.ClaimInitResponse:
@@ -124,7 +127,9 @@ class ParameterSlice:
                 if not patience.wait(self._init_changed):
                     break
             return pb.ClaimInitResponse(
-                initialized=self._initialized, version=self._ledger.version_min()
+                initialized=self._initialized,
+                epoch=self._init_epoch if self._initialized else 0,
+                version=self._ledger.version_min(),
             )
 
     def set_first_weights(self, epoch: int, where: Slice, values: Float32) -> None:
@@ -133,6 +138,7 @@ class ParameterSlice:
         Raises:
             ArgumentError: the range is not in the slice, or the optimizer has no weights.
             InitSupersededError: a claim with a higher epoch came in between.
+            StepOrderError: first weights stand, or shard 0 did not grant the epoch.
         """
         if isinstance(self.spec.optimizer, Average):
             raise ArgumentError(f"parameter {self.spec.name!r} averages; it has no first weights")
@@ -147,39 +153,71 @@ class ParameterSlice:
                 self.storage.weights[start : start + where.size] = values
 
     def finish_init(self, epoch: int) -> int:
-        """Makes the first weights stand; returns the version.
+        """Notes that all first weights of an epoch are here; on shard 0 they stand now.
+
+        Returns the version.
 
         Raises:
-            InitSupersededError: a claim with a higher epoch came in between.
+            InitSupersededError, StepOrderError: see `set_first_weights`.
         """
         with self._lock:
             if self._take_epoch(epoch):
-                self._initialized = True
-                self._drop_encoded()
-                self._init_changed.notify_all()
+                self._staged_epoch = epoch
+                if self._grants_claims:
+                    self._stand()
             return self._ledger.version_min()
 
+    def confirm_init(self, epoch: int) -> int:
+        """Makes first weights stand that shard 0 has accepted; returns the version.
+
+        Raises:
+            StepOrderError: this shard has no complete values of that epoch.
+        """
+        with self._lock:
+            if self._initialized and epoch == self._init_epoch:
+                return self._ledger.version_min()
+            if self._initialized or epoch != self._staged_epoch or self._grants_claims:
+                raise self._epoch_refused(epoch, f"this shard has epoch {self._staged_epoch}")
+            self._stand()
+            return self._ledger.version_min()
+
+    def _stand(self) -> None:
+        """The first weights are decided; the lock is held."""
+        self._initialized = True
+        self._drop_encoded()
+        self._init_changed.notify_all()
+
     def _take_epoch(self, epoch: int) -> bool:
-        """Whether values of this epoch are still to be written; the lock is held."""
+        """Whether values of this epoch are still to be written; the lock is held.
+
+        Shard 0 knows which epoch it granted. The others take any that is not older than what they
+        have seen, until one is confirmed; what stands is never written again.
+        """
         if epoch < self._init_epoch or epoch < 1:
             raise InitSupersededError(
                 f"first weights of {self.spec.name!r}: epoch {epoch} came after epoch "
                 f"{self._init_epoch}; call ClaimInit again",
                 parameter=self.spec.name,
             )
-        started = self._ledger.version_max() > 0 or self._ledger.contribution_counts.any()
-        if started and epoch > self._init_epoch:
-            raise InitSupersededError(
-                f"first weights of {self.spec.name!r}: training has begun; they stay as they are",
-                parameter=self.spec.name,
-            )
+        if self._initialized and epoch == self._init_epoch:
+            return False  # a repeat is acknowledged, and changes nothing
+        if self._initialized or (self._grants_claims and epoch != self._init_epoch):
+            raise self._epoch_refused(epoch, f"epoch {self._init_epoch} is the newest")
         self._init_epoch = epoch
-        return not started
+        self._staged_epoch = 0
+        return True
+
+    def _epoch_refused(self, epoch: int, reason: str) -> StepOrderError:
+        return StepOrderError(
+            f"first weights of {self.spec.name!r}: epoch {epoch} is refused, {reason}; "
+            "call ClaimInit on shard 0 and use its epoch",
+            parameter=self.spec.name,
+        )
 
     # Gradients in.
 
-    def seat(self, worker_id: str) -> Seat:
-        """The worker's seat, for `contribute`.
+    def _seat(self, worker_id: str) -> Seat:
+        """The worker's seat, taken now if it has none.
 
         Raises:
             NotInitializedError, SeatsTakenError, LimitError.
@@ -189,22 +227,24 @@ class ParameterSlice:
             return self._ledger.seat(worker_id)
 
     def contribute(
-        self, seat: Seat, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
+        self, worker_id: str, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
     ) -> bool:
         """Counts a gradient chunk, once; blocks while an earlier step is open.
 
-        Everything is checked before anything is changed.
+        Everything is checked before anything is changed; the worker's seat is taken only then.
 
         Returns:
             False if it had been counted before.
 
         Raises:
             ArgumentError, CorruptChunkError, NonFiniteError: the chunk is refused.
+            NotInitializedError, SeatsTakenError, LimitError: see `StepLedger.seat`.
             StepOrderError: see the ledger.
             WorkersMissingError: the earlier step did not close in time.
         """
         header = gradient.chunk
-        chunk = self._chunk(header.chunk_index)
+        index, step = header.chunk_index, gradient.step
+        chunk = self._chunk(index)
         if gradient.sample_count > SAMPLE_COUNT_MAX:
             raise ArgumentError(
                 f"sample_count must be at most {SAMPLE_COUNT_MAX}; got {gradient.sample_count}"
@@ -212,9 +252,9 @@ class ParameterSlice:
         values = self._codec.open(header, chunk.where, payload)
         bad = self._codec.first_non_finite(header, values)
         if bad is not None:
-            raise self.non_finite(chunk.where.offset + bad, f"gradient of {seat.worker_id!r}")
+            raise self.non_finite(chunk.where.offset + bad, f"gradient of {worker_id!r}")
         contribution = Contribution(values, header.scale_exponent, gradient.sample_count)
-        step, index = gradient.step, header.chunk_index
+        seat = self._seat(worker_id)
         with chunk.changed:
             while (decision := self._ledger.decide(seat, index, step)) is Decision.WAIT:
                 if not patience.wait(chunk.changed):
@@ -227,7 +267,7 @@ class ParameterSlice:
             self._ledger.record(seat, index, step, contribution.sample_count)
             self._counted_count[index] += 1
             chunk.changed.notify_all()
-        return True
+            return True
 
     def _count(self, chunk: _Chunk, index: int, contribution: Contribution) -> None:
         """Adds a contribution, and closes the step if it is the last."""
@@ -316,8 +356,8 @@ class ParameterSlice:
 
     # The rest.
 
-    def change_learning_rate(self, from_step: int, learning_rate: float) -> None:
-        """Sets the rate from a step on; 0: from the first that no chunk has reached.
+    def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
+        """Sets the rate from a step on; None: from the first that no chunk has reached.
 
         Raises:
             ArgumentError: the optimizer has no rate.
@@ -329,10 +369,11 @@ class ParameterSlice:
             raise ArgumentError(f"parameter {name!r}: {self.spec.optimizer!r} has no learning rate")
         with self._lock:
             version_max = self._ledger.version_max()
-            if from_step and from_step < version_max:
+            first = version_max if from_step is None else from_step
+            if first < version_max:
                 raise StepOrderError(
                     f"learning rate of {name!r} from step {from_step}: chunks have reached step "
-                    f"{version_max}; ask for a later step, or 0 for now",
+                    f"{version_max}; ask for a later step, or for none to have it now",
                     parameter=name,
                 )
             if len(self._rates) >= self._limits.learning_rate_change_count_max:
@@ -342,9 +383,7 @@ class ParameterSlice:
                     "many changes scheduled; wait until some have taken effect",
                     parameter=name,
                 )
-            self._rates.change(
-                from_step or version_max, learning_rate, version_min=self._ledger.version_min()
-            )
+            self._rates.change(first, learning_rate, version_min=self._ledger.version_min())
 
     def describe(self) -> pb.ParameterStatus:
         """What GetStatus tells of it."""
@@ -369,7 +408,7 @@ class ParameterSlice:
 
     def _chunk(self, index: int) -> _Chunk:
         if index >= len(self._chunks):
-            raise CorruptChunkError(
+            raise ArgumentError(
                 f"chunk {index} of parameter {self.spec.name!r}: this shard's slice of "
                 f"{self.where.size} elements has {len(self._chunks)} chunks",
                 parameter=self.spec.name,

@@ -113,6 +113,7 @@ class Shard:
             storage,
             rule,
             chunk_element_count=config.chunk_size_bytes // CODECS[spec.codec_name].item_size,
+            grants_claims=config.shard_index == 0,
             limits=limits,
         )
 

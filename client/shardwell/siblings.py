@@ -1,0 +1,56 @@
+"""Calls to several shards on behalf of one request: when one fails, none is waited for any more.
+
+Answers are read shard by shard; without this, a shard that died would go unnoticed while the reader
+waits at another one, perhaps for the same reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import grpc
+
+from shardwell.channel import ShardChannel
+
+
+class Siblings:
+    """The calls of one request, or the lanes of one parameter. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: list[Any] = []
+        self._first: tuple[ShardChannel, grpc.RpcError] | None = None
+
+    def add(self, channel: ShardChannel, call: Any) -> Any:
+        """Takes a call in; returns it. It is cancelled when another one has failed."""
+        with self._lock:
+            self._calls.append(call)
+            failed = self._first is not None
+        if failed or not call.add_callback(lambda: self._ended(channel, call)):
+            self._ended(channel, call)
+        return call
+
+    def failure(self, channel: ShardChannel, error: grpc.RpcError) -> tuple[ShardChannel, Any]:
+        """Which call failed first, given one that failed."""
+        with self._lock:
+            if self._first is None:
+                self._first = (channel, error)
+            return self._first
+
+    def cancel(self) -> None:
+        """Ends all calls. Safe to repeat."""
+        for call in list(self._calls):
+            call.cancel()
+
+    def _ended(self, channel: ShardChannel, call: Any) -> None:
+        if call.is_active():  # another call failed before this one was added
+            call.cancel()
+            return
+        if call.code() is grpc.StatusCode.OK:
+            return
+        with self._lock:
+            if self._first is not None:
+                return
+            self._first = (channel, call)
+        self.cancel()

@@ -1,0 +1,32 @@
+"""How many bytes a client has moved."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Traffic:
+    """Counters of one client, over all its parameters; read them whenever you like."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.sent_bytes = 0
+        """Messages of gradients and first weights."""
+        self.received_bytes = 0
+        """Messages of weights."""
+        self.sent_value_bytes = 0
+        """What was sent, as float32."""
+        self.received_value_bytes = 0
+        """What was received, as float32."""
+
+    def add_sent(self, byte_count: int, element_count: int) -> None:
+        """Counts a message that leaves."""
+        with self._lock:
+            self.sent_bytes += byte_count
+            self.sent_value_bytes += 4 * element_count
+
+    def add_received(self, byte_count: int, element_count: int) -> None:
+        """Counts a message that came."""
+        with self._lock:
+            self.received_bytes += byte_count
+            self.received_value_bytes += 4 * element_count
