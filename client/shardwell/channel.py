@@ -167,7 +167,7 @@ def _check(
     try:
         status = channel.call(
             "GetStatus",
-            pb.GetStatusRequest(),
+            pb.GetStatusRequest(identity_only=True),
             pb.GetStatusResponse,
             timeout_s=max(deadline_s - time.monotonic(), 0.05),
             wait_for_ready=True,

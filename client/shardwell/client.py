@@ -159,20 +159,23 @@ class Client:
         )
         with self._lock:
             known = self._parameters.get(name)
-            if known is None or known.spec != spec:
-                known = Parameter(
-                    spec,
-                    self._channels,
-                    worker_id=self.worker_id,
-                    timeout_s=self._timeout_s,
-                    watchdog=self._watchdog,
-                    executor=self._executor,
-                    traffic=self.traffic,
-                )
-                self._parameters[name] = known
-                return known
-        known.reopen()
-        return known
+        if known is not None and known.spec == spec:
+            known.reopen()
+            return known
+        made = Parameter(
+            spec,
+            self._channels,
+            worker_id=self.worker_id,
+            timeout_s=self._timeout_s,
+            watchdog=self._watchdog,
+            executor=self._executor,
+            traffic=self.traffic,
+        )
+        with self._lock:  # another thread may have been faster: one object a parameter
+            parameter = self._parameters.setdefault(name, made)
+        if self._closed:
+            parameter.close()
+        return parameter
 
     def status(self, *, timeout_s: float = 5.0) -> list[pb.GetStatusResponse]:
         """What each shard says of itself, in order.
@@ -193,7 +196,9 @@ class Client:
         if self._closed:
             return
         self._closed = True
-        for parameter in list(self._parameters.values()):
+        with self._lock:
+            parameters = list(self._parameters.values())
+        for parameter in parameters:
             parameter.close()
         for channel in self._channels:
             channel.close()

@@ -170,15 +170,21 @@ class Codec:
             start: First element of the payload.
         """
         stored = self.stored(payload)
+        # numkong takes factors as float32; what that can't hold is applied in two steps.
+        safe = factor == 0.0 or 2.0**-126 <= abs(factor) < 2.0**127
+        mantissa, exponent = math.frexp(factor)
         for offset in blocks(total.size):
             into = out[offset : offset + BLOCK_ELEMENT_COUNT]
             values = scratch.values[: into.size]
             first = start + offset
             self.read(stored[first : first + into.size], values)
+            if not safe:
+                values *= np.float32(math.ldexp(1.0, exponent))
+                values *= np.float32(mantissa)
             numkong.blend(
                 values,
                 total[offset : offset + into.size],
-                alpha=factor,
+                alpha=factor if safe else 1.0,
                 beta=total_factor,
                 out=into,
             )

@@ -119,7 +119,7 @@ class DeadlineError(ShardwellError, TimeoutError):
 class WorkersMissingError(DeadlineError):
     """The deadline passed because other workers did not contribute.
 
-    `missing_worker_ids` are those that the shard knows by name.
+    `missing_worker_ids` are those that the shard knows by name; of very many, the first.
     """
 
     def __init__(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from shardwell import framing
 from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
 from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
-from shardwell.codec import CODECS, Float32, NonFiniteValueError, Scratch
+from shardwell.codec import CODECS, Float32, NonFiniteValueError
 from shardwell.errors import (
     ArgumentError,
     ClosedError,
@@ -37,6 +38,7 @@ from shardwell.errors import (
 from shardwell.first_weights import FirstWeights, confirm
 from shardwell.lane import Lane
 from shardwell.partition import Slice, slice_of
+from shardwell.scratch import thread_scratch
 from shardwell.siblings import Siblings
 from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec, check_learning_rate
 from shardwell.traffic import Traffic
@@ -96,9 +98,9 @@ class Parameter:
         self._traffic = traffic
         self._codec = ChunkCodec.of(spec)
         self._lock = threading.RLock()
-        self._scratch = threading.local()
         self._closed = False
         self._lanes_used = False
+        self._has_seat = False
         self._siblings = Siblings()
         self._parts: list[_Part] = []
         self._parts = self._open()
@@ -255,6 +257,15 @@ class Parameter:
                         raise channel.translate(error, self.name) from None
                     if failures:
                         raise failures[0]
+                    answer = call.result()
+                    counted = answer.counted_chunk_count + answer.duplicate_chunk_count
+                    if counted != len(part.chunks):
+                        raise CorruptChunkError(
+                            f"shard {part.channel.shard_index} counted {counted} of "
+                            f"{len(part.chunks)} chunks of {self.name!r}; call again",
+                            shard_index=part.channel.shard_index,
+                            parameter=self.name,
+                        )
             except (ShardUnavailableError, ValueError) as error:
                 self._check_open(error)
                 raise
@@ -279,8 +290,7 @@ class Parameter:
         Args:
             gradient: See `put_gradient`.
             sample_count: See `put_gradient`.
-            out: See `get_weights`. May be the gradient's own memory only if it is another array:
-                overlapping arrays are refused.
+            out: See `get_weights`. It must not overlap the gradient's memory.
             timeout_s: See `Client`.
 
         Returns:
@@ -298,6 +308,7 @@ class Parameter:
                 if np.may_share_memory(flat, work.values):
                     raise ArgumentError("out must not overlap the gradient; pass another array")
             may_be_stale = self._lanes_used
+            deadline_s = time.monotonic() + work.wait_timeout_ms / 1000
             try:
                 self._exchange_once(work, flat)
             except (ShardUnavailableError, ValueError) as error:
@@ -305,7 +316,8 @@ class Parameter:
                 if not may_be_stale or not isinstance(error, ShardUnavailableError):
                     raise
                 # The streams of earlier steps were gone; a step is safe to repeat on new ones.
-                self._exchange_once(work, flat)
+                rest_s = max(deadline_s - time.monotonic(), 0.05)
+                self._exchange_once(replace(work, wait_timeout_ms=_milliseconds(rest_s)), flat)
             self._lanes_used = True
             self.next_step = work.step + 1
             return weights
@@ -315,9 +327,9 @@ class Parameter:
     ) -> None:
         """Changes the optimizer's learning rate on all shards, for all workers.
 
-        Takes effect at this worker's next step, which is the same update on every shard and chunk
-        if this worker takes part; with `now`, at the first step that no chunk of a shard has
-        reached, which may be another step on another shard.
+        Synchronous mode: takes effect at this worker's next step, which is the same update on every
+        shard and chunk if this worker takes part. Asynchronous mode, or with `now`: at the first
+        step that no chunk of a shard has reached, which may be another step on another shard.
 
         Raises:
             ArgumentError: the rate is negative or not finite, or the optimizer has none.
@@ -326,7 +338,8 @@ class Parameter:
         rate = check_learning_rate("learning_rate", learning_rate)
         wait_s = self._bounded(timeout_s)
         with self._turn(wait_s):
-            from_step = None if now else self._first_step_ahead(wait_s)
+            is_now = now or self.spec.mode == "async"
+            from_step = None if is_now else self._first_step_ahead(wait_s)
             for channel in self._channels:
                 request = pb.SetLearningRateRequest(
                     shard=channel.identity,
@@ -351,9 +364,12 @@ class Parameter:
         newest = 0
         for channel in self._channels:
             status = channel.call(
-                "GetStatus", pb.GetStatusRequest(), pb.GetStatusResponse, timeout_s=timeout_s
+                "GetStatus",
+                pb.GetStatusRequest(parameter=self.name),
+                pb.GetStatusResponse,
+                timeout_s=timeout_s,
             )
-            here = [entry for entry in status.parameters if entry.spec.name == self.name]
+            here = status.parameters
             if not here:
                 raise UnknownParameterError(
                     f"shard {channel.shard_index} has no parameter {self.name!r} any more; "
@@ -396,7 +412,7 @@ class Parameter:
             bytes_ = opened.chunk_element_count * item_size
             if (
                 where != slice_of(self.size, channel.shard_index, len(self._channels))
-                or not 0 < bytes_ <= PAYLOAD_SIZE_MAX_BYTES
+                or not 64 <= bytes_ <= PAYLOAD_SIZE_MAX_BYTES
             ):
                 raise CorruptChunkError(
                     f"shard {channel.shard_index} answers slice {where} in chunks of "
@@ -408,15 +424,27 @@ class Parameter:
             if where.size:
                 parts.append(_Part(channel, where, opened.chunk_element_count))
                 next_steps.append(opened.next_step)
+        if self.spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
+            raise StepOrderError(
+                f"shards disagree on where parameter {self.name!r} stands: this worker's next step "
+                f"is {min(next_steps)} on one and {max(next_steps)} on another; a shard lost its "
+                "memory; start the training again under another name",
+                parameter=self.name,
+            )
         self.next_step = min(next_steps)
         return parts
 
-    def _join(self, channel: ShardChannel, timeout_s: float) -> pb.CreateParameterResponse:
+    def _join(
+        self, channel: ShardChannel, timeout_s: float, *, take_seat: bool = False
+    ) -> pb.CreateParameterResponse:
         """Creates or joins the parameter on one shard."""
         return channel.call(
             "CreateParameter",
             pb.CreateParameterRequest(
-                shard=channel.identity, worker_id=self._worker_id, spec=self.spec.to_proto()
+                shard=channel.identity,
+                worker_id=self._worker_id,
+                spec=self.spec.to_proto(),
+                take_seat=take_seat,
             ),
             pb.CreateParameterResponse,
             timeout_s=timeout_s,
@@ -426,20 +454,25 @@ class Parameter:
     # Gradients out.
 
     def _gradient(self, gradient: Any, sample_count: int, timeout_s: float | None) -> _Gradient:
-        """Checks everything that can be checked before anything is sent."""
+        """Checks everything that can be checked before anything is sent; takes a seat, once."""
         self._check_open()
         what = f"gradient of {self.name!r}"
         values = as_flat(what, gradient, self.size)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         if not self.spec.allow_non_finite:
             check_finite(what, values, self.name)
-        return _Gradient(values, self.next_step, count, _milliseconds(self._bounded(timeout_s)))
+        wait_s = self._bounded(timeout_s)
+        if not self._has_seat:
+            for channel in self._channels:  # in order: shard 0 decides who is among the workers
+                self._join(channel, wait_s, take_seat=True)
+            self._has_seat = True
+        return _Gradient(values, self.next_step, count, _milliseconds(wait_s))
 
     def _messages(
         self, header_type: Any, part: _Part, work: _Gradient, *, opens: bool
     ) -> Iterator[bytes]:
         """The stream of one gradient to one shard; runs on a thread of gRPC's."""
-        scratch = self._thread_scratch()
+        scratch = thread_scratch()
         last = len(part.chunks) - 1
         for index, where in enumerate(part.chunks):
             header = header_type()
@@ -474,7 +507,12 @@ class Parameter:
         timeout_s = work.wait_timeout_ms / 1000 + ANSWER_MARGIN_S
         min_version = work.step + 1 if self.spec.mode == "sync" else 0
         lanes: list[Lane] = []
-        with self._watchdog.watch(timeout_s, self._close_lanes) as watch:
+
+        def give_up() -> None:
+            for lane in lanes:
+                lane.close()
+
+        with self._watchdog.watch(timeout_s, give_up) as watch:
             try:
                 opens = not all(part.lane is not None and part.lane.is_open for part in self._parts)
                 if opens:
@@ -539,21 +577,40 @@ class Parameter:
                             ) from None
                         channel, first = siblings.failure(part.channel, error)
                         raise channel.translate(first, self.name) from None
-                    version = min(version, self._decode(part, index, message, weights, min_version))
+                    found = self._decode(
+                        part,
+                        index,
+                        message,
+                        weights,
+                        min_version,
+                        is_exchange=watch is not None,
+                    )
+                    version = min(version, found)
         self.version = int(version)
 
     def _decode(
-        self, part: _Part, index: int, message: bytes, weights: Float32, min_version: int
+        self,
+        part: _Part,
+        index: int,
+        message: bytes,
+        weights: Float32,
+        min_version: int,
+        *,
+        is_exchange: bool,
     ) -> int:
         """Checks a chunk of weights and writes it where it belongs; returns its version."""
         header, payload = framing.parse(pb.ExchangeResponse, message)
         where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
-        if chunk.chunk_index != index or header.version < min_version:
+        # A step after this worker's can't have closed without it; a shard that says so has kept an
+        # older state than another one.
+        exact = is_exchange and self.spec.mode == "sync"
+        late = header.version != min_version if exact else header.version < min_version
+        if chunk.chunk_index != index or late:
             raise CorruptChunkError(
                 f"shard {part.channel.shard_index} answered chunk {chunk.chunk_index} at version "
                 f"{header.version} of {self.name!r}; expected chunk {index} at version "
-                f"{min_version} or later",
+                f"{min_version}{'' if exact else ' or later'}",
                 shard_index=part.channel.shard_index,
                 parameter=self.name,
             )
@@ -573,12 +630,6 @@ class Parameter:
         return types_pb2.StreamOpen(
             shard=channel.identity, parameter=self.name, worker_id=self._worker_id
         )
-
-    def _thread_scratch(self) -> Scratch:
-        scratch: Scratch | None = getattr(self._scratch, "value", None)
-        if scratch is None:
-            scratch = self._scratch.value = Scratch()
-        return scratch
 
     def _bounded(self, timeout_s: float | None) -> float:
         return check_timeout(self._timeout_s if timeout_s is None else timeout_s)

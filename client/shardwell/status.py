@@ -6,6 +6,7 @@ the same exception with `from_rpc_error`. `grpc.RpcError` never reaches a user.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -14,6 +15,7 @@ from google.protobuf.message import DecodeError
 from shardwell import errors
 from shardwell.v1 import types_pb2
 
+_NAMES_SIZE_MAX_BYTES = 2048
 ERROR_DETAIL_KEY = "shardwell-error-bin"
 
 _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.StatusCode]] = [
@@ -71,9 +73,20 @@ def to_status(error: errors.ShardwellError) -> Status:
         parameter=error.parameter or "",
         worker_id=error.worker_id or "",
         element_index=getattr(error, "element_index", -1),
-        missing_worker_ids=getattr(error, "missing_worker_ids", ()),
+        missing_worker_ids=_bounded(getattr(error, "missing_worker_ids", ())),
     )
     return Status(status_code, error.message, ((ERROR_DETAIL_KEY, detail.SerializeToString()),))
+
+
+def _bounded(worker_ids: Sequence[str]) -> list[str]:
+    """As many as trailing metadata can carry: gRPC cuts it off, message and all, at 8 KiB."""
+    kept, size = [], 0
+    for worker_id in worker_ids:
+        size += len(worker_id) + 2
+        if size > _NAMES_SIZE_MAX_BYTES:
+            break
+        kept.append(worker_id)
+    return kept
 
 
 def from_rpc_error(

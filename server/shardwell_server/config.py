@@ -24,7 +24,7 @@ class Limits:
     encoded_chunk_count_max: int = 16
     """Encoded chunks of weights kept a parameter, so that workers in step share one encoding."""
     wait_max_s: float = 3600.0
-    """The longest that a call may wait for other workers, whatever it asks for."""
+    """The longest that a call may wait for other workers, whatever timeout it asks for."""
     init_claim_s: float = 60.0
     """How long a client may take to send first weights before another may take over."""
     learning_rate_change_count_max: int = 64

@@ -7,6 +7,7 @@ code with the SDK and writes payloads without padding.
 from __future__ import annotations
 
 import crc32c
+import grpc
 import lz4.block
 import numpy as np
 import pytest

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from shardwell import SGD, Average, Optimizer
 from shardwell.codec import BLOCK_ELEMENT_COUNT, CODECS, Scratch
-from shardwell_server.shard.averaging import ChunkState, Contribution, add_to_sum, close_step
+from shardwell_server.shard.averaging import (
+    ChunkState,
+    Contribution,
+    add_to_sum,
+    close_step,
+    shift_for,
+)
 from shardwell_server.shard.update_rules import UpdateRule
 from unit.codec_oracle import decoded, encoded
 
@@ -26,6 +32,16 @@ NAMES = sorted(CODECS)
 def contribution(name: str, values: np.ndarray, sample_count: int) -> Contribution:
     payload, exponent = encoded(name, values)
     return Contribution(payload, exponent, sample_count)
+
+
+def shifted(
+    each: Contribution, total_factor: float, shift: int, worker_count: int
+) -> tuple[float, int]:
+    """As ParameterSlice does: the sum is scaled down for the heaviest contribution so far."""
+    needed = shift_for(each.sample_count, worker_count)
+    if total_factor == 0.0:
+        return 0.0, needed
+    return math.ldexp(total_factor, min(shift - needed, 0)), max(shift, needed)
 
 
 def stepped(
@@ -44,10 +60,14 @@ def stepped(
         slots=(),
     )
     sent = [contribution(name, *each) for each in zip(gradients, sample_counts, strict=True)]
-    total_factor = 0.0
+    total_factor, shift = 0.0, 0
     for each in sent[:-1]:
         assert state.gradient_sum is not None
-        total_factor = add_to_sum(each, CODECS[name], state.gradient_sum, total_factor, scratch)
+        total_factor, shift = shifted(each, total_factor, shift, len(sent))
+        total_factor = add_to_sum(
+            each, CODECS[name], state.gradient_sum, total_factor, scratch, shift=shift
+        )
+    total_factor, shift = shifted(sent[-1], total_factor, shift, len(sent))
     close_step(
         sent[-1],
         CODECS[name],
@@ -55,6 +75,7 @@ def stepped(
         rule,
         scratch,
         total_factor=total_factor,
+        shift=shift,
         sample_total=sum(sample_counts),
         update_count=1,
         learning_rate=rule.learning_rate or 0.0,
@@ -162,3 +183,39 @@ def test_the_mean_goes_to_the_optimizer(name: str) -> None:
     gradients = [np.full(6, value, np.float32) for value in (1.0, 2.0, 9.0)]
     found = stepped(name, gradients, [1, 1, 2], optimizer=SGD(learning_rate=0.5))
     assert found.tolist() == [-(1 + 2 + 18) / 4 / 2] * 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("counts", [[1000, 1001], [512, 512], [2**24 - 1, 1], [1, 2**24, 0, 3]])
+@pytest.mark.parametrize("value", [1e37, 3e38, -3e38])
+def test_a_mean_that_float32_holds_does_not_overflow_on_the_way(
+    name: str, counts: list[int], value: float
+) -> None:
+    gradients = [np.array([value, 1.0], np.float32) for _ in counts]
+    found = stepped(name, gradients, counts)
+    np.testing.assert_allclose(found[0], value, rtol=2**-7)
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("counts", [(512, 511), (2**24, 2**24), (1, 2**24)])
+def test_zeros_with_the_largest_scale_stay_zeros(counts: tuple[int, int]) -> None:
+    payload = np.zeros(8, np.uint8)
+    first, last = (Contribution(payload, 119, count) for count in counts)
+    state = ChunkState(np.zeros(4, np.float32), np.zeros(4, np.float32), ())
+    shift = max(shift_for(count, 2) for count in counts)
+    codec, scratch = CODECS["fp16"], Scratch()
+    assert state.gradient_sum is not None
+    factor = add_to_sum(first, codec, state.gradient_sum, 0.0, scratch, shift=shift)
+    close_step(
+        last,
+        codec,
+        state,
+        UpdateRule(Average()),
+        scratch,
+        total_factor=factor,
+        shift=shift,
+        sample_total=sum(counts),
+        update_count=1,
+        learning_rate=0.0,
+    )
+    np.testing.assert_array_equal(state.weights, 0.0)

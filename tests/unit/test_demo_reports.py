@@ -29,8 +29,8 @@ def test_the_first_and_the_last_step_are_reported_and_losses_averaged():
     reporter = Reporter(reports.append, traffic, interval_s=3600.0)
     reporter.begin(3)
     reporter.add(4, 8.0, last=False)
-    traffic.add(sent=10, values=5)
-    traffic.add(received=11, values=5)
+    traffic.add_sent(10, 5)
+    traffic.add_received(11, 5)
     reporter.add(5, 3.0, last=False)
     reporter.add(6, 1.0, last=True)
     assert [(report.step, report.loss) for report in reports] == [(3, None), (4, 8.0), (6, 2.0)]

@@ -26,7 +26,8 @@ def test_the_last_call_that_holds_decides(moves: list[tuple[int, int, float]]) -
     version_min = 0
     for advance, ahead, rate in moves:
         version_min += advance
-        rates.change(version_min + ahead, rate, version_min=version_min)
+        rates.prune(version_min)
+        rates.change(version_min + ahead, rate)
         calls.append((version_min + ahead, rate))
         for version in range(version_min, version_min + 20):
             assert rates.at(version) == rate_of(calls, version)
@@ -35,7 +36,8 @@ def test_the_last_call_that_holds_decides(moves: list[tuple[int, int, float]]) -
 def test_a_schedule_is_followed_and_then_forgotten() -> None:
     rates = LearningRates(1.0)
     for start in range(10, 100, 10):
-        rates.change(start, 1.0 / start, version_min=0)
+        rates.prune(0)
+        rates.change(start, 1.0 / start)
     assert len(rates) == 10
     assert [rates.at(version) for version in (0, 9, 10, 19, 20, 10**9)] == [
         1.0,
@@ -45,10 +47,12 @@ def test_a_schedule_is_followed_and_then_forgotten() -> None:
         1 / 20,
         1 / 90,
     ]
-    rates.change(100, 0.0, version_min=85)
+    rates.prune(85)
+    rates.change(100, 0.0)
     assert len(rates) == 3
     assert (rates.at(85), rates.at(90), rates.at(100)) == (1 / 80, 1 / 90, 0.0)
-    rates.change(110, 0.5, version_min=90)
+    rates.prune(90)
+    rates.change(110, 0.5)
     assert len(rates) == 3
     assert (rates.at(90), rates.at(100), rates.at(110)) == (1 / 90, 0.0, 0.5)
 
@@ -56,7 +60,8 @@ def test_a_schedule_is_followed_and_then_forgotten() -> None:
 def test_repeating_a_change_changes_nothing() -> None:
     rates = LearningRates(1.0)
     for _ in range(5):
-        rates.change(7, 0.25, version_min=3)
+        rates.prune(3)
+        rates.change(7, 0.25)
         assert len(rates) == 2
         assert (rates.at(6), rates.at(7)) == (1.0, 0.25)
 
@@ -64,6 +69,7 @@ def test_repeating_a_change_changes_nothing() -> None:
 def test_changes_of_the_open_step_replace_one_another() -> None:
     rates = LearningRates(1.0)
     for version in range(200):
-        rates.change(version, version / 256, version_min=version)
+        rates.prune(version)
+        rates.change(version, version / 256)
         assert rates.at(version) == version / 256
         assert len(rates) <= 2

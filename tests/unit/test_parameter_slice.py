@@ -116,7 +116,7 @@ def test_nothing_is_taken_before_the_first_weights() -> None:
 def test_an_empty_slice_can_be_described_after_a_worker_opened_a_stream() -> None:
     made = slice_of(Average(), size=0, worker_count=2)
     made.join("w0")
-    status = made.describe()
+    status = made.describe(10)
     assert (status.slice_size, status.version_min, status.version_max) == (0, 0, 0)
     assert (list(status.contributed_worker_ids), list(status.missing_worker_ids)) == ([], ["w0"])
     assert status.unknown_worker_count == 1

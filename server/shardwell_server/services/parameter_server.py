@@ -38,6 +38,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
 _CLAIM_WAIT_COUNT_MAX = 16
 """Calls of ClaimInit that may wait at once; further ones are answered at once, and ask again."""
+_STATUS_NAME_COUNT_MAX = 1500
+"""Worker ids of each kind in one answer, so that it stays below the limit of a message."""
 _ANSWER_MARGIN_S = 0.25
 """An answer that names the missing leaves that long before the client's gRPC deadline."""
 
@@ -86,7 +88,7 @@ class ParameterServerService:
         self._shard.check_identity(request.shard)
         worker_id = check_name("worker_id", request.worker_id)
         parameter, created = self._shard.create(ParameterSpec.from_proto(request.spec))
-        response = parameter.join(worker_id)
+        response = parameter.join(worker_id, take_seat=request.take_seat)
         response.created = created
         if created:
             spec = parameter.spec
@@ -212,6 +214,11 @@ class ParameterServerService:
                     source.contribute(gradient, payload, patience)
                     version = gradient.step + 1 if source.parameter.spec.mode == "sync" else 0
                     pending.append((gradient.chunk.chunk_index, version, patience))
+                    if len(pending) > 2 * source.parameter.chunk_count:
+                        raise ArgumentError(
+                            f"{len(pending)} chunks were sent without end_of_step, of "
+                            f"{source.parameter.chunk_count}; read the answers first"
+                        )
                     yield from self._answers(source.parameter, pending, all_=gradient.end_of_step)
                     if gradient.end_of_step:
                         self._streams.idle(context)
@@ -239,6 +246,10 @@ class ParameterServerService:
     ) -> pb.GetStatusResponse:
         """See the .proto."""
         shard, config = self._shard, self._shard.config
+        parameters = [] if request.identity_only else shard.parameters()
+        if request.parameter:
+            parameters = [p for p in parameters if p.spec.name == request.parameter]
+        name_count_max = max(_STATUS_NAME_COUNT_MAX // max(len(parameters), 1), 1)
         return pb.GetStatusResponse(
             shard=types_pb2.ShardIdentity(
                 cluster_id=config.cluster_id,
@@ -247,7 +258,7 @@ class ParameterServerService:
             ),
             software_version=shardwell.__version__,
             uptime_s=time.monotonic() - shard.started_s,
-            parameters=[parameter.describe() for parameter in shard.parameters()],
+            parameters=[parameter.describe(name_count_max) for parameter in parameters],
             stored_bytes=shard.stored_bytes,
             received_payload_bytes=shard.traffic.received_bytes,
             sent_payload_bytes=shard.traffic.sent_bytes,

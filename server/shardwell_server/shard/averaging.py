@@ -27,6 +27,10 @@ class Contribution(NamedTuple):
     sample_count: int
     """Its weight in the mean."""
 
+    def factor(self, shift: int) -> float:
+        """What its written values are multiplied with in a sum that is kept as sum * 2^-shift."""
+        return math.ldexp(float(self.sample_count), self.exponent - shift)
+
 
 @dataclass(frozen=True)
 class ChunkState:
@@ -37,14 +41,29 @@ class ChunkState:
     slots: Slots
 
 
+_FACTOR_MIN, _FACTOR_LIMIT = 2.0**-90, 2.0**127
+"""Factors that float32 holds exactly, also after they were scaled down for a heavier gradient."""
+
+
+def shift_for(sample_count: int, worker_count: int) -> int:
+    """How far the sum of a step is scaled down for a contribution of that weight.
+
+    With the largest of these, a sum of worker_count contributions stays below the largest
+    gradient, so that it can't overflow where their mean does not.
+    """
+    return sample_count.bit_length() + worker_count.bit_length()
+
+
 def add_to_sum(
     contribution: Contribution,
     codec: Codec,
     total: Float32,
     total_factor: float,
     scratch: Scratch,
+    *,
+    shift: int,
 ) -> float:
-    """Adds sample_count * gradient to a sum that is kept as total_factor * total.
+    """Adds sample_count * gradient * 2^-shift to a sum that is kept as total_factor * total.
 
     The first contribution (total_factor 0) is stored as it was written, unscaled and unweighted:
     its scale and weight become the factor, which the next addition applies at no cost.
@@ -52,12 +71,16 @@ def add_to_sum(
     Returns:
         The new factor.
     """
-    factor = math.ldexp(float(contribution.sample_count), contribution.exponent)
+    factor = contribution.factor(shift)
     if total_factor == 0.0:
         if factor == 0.0:
             return 0.0
-        codec.decode(contribution.payload, 0, total)
-        return factor
+        if _FACTOR_MIN <= factor < _FACTOR_LIMIT:
+            codec.decode(contribution.payload, 0, total)
+            return factor
+        codec.decode(contribution.payload, contribution.exponent, total)
+        np.multiply(total, np.float32(math.ldexp(contribution.sample_count, -shift)), out=total)
+        return 1.0
     codec.decode_add(contribution.payload, factor, total, total_factor, total, scratch)
     return 1.0
 
@@ -70,6 +93,7 @@ def close_step(
     scratch: Scratch,
     *,
     total_factor: float,
+    shift: int,
     sample_total: int,
     update_count: int,
     learning_rate: float,
@@ -83,19 +107,19 @@ def close_step(
         rule: The optimizer.
         scratch: This thread's.
         total_factor: See add_to_sum; 0 if there is no sum.
+        shift: See add_to_sum.
         sample_total: Samples of all contributions, this one included; 0 makes the mean 0.
         update_count: 1 at the first update.
         learning_rate: Of this update.
     """
     payload = contribution.payload
-    factor = math.ldexp(float(contribution.sample_count), contribution.exponent)
-    divisor = sample_total
+    factor, divisor = contribution.factor(shift), math.ldexp(float(sample_total), -shift)
     if sample_total == 0:
-        divisor = 1
+        divisor = 1.0
     elif total_factor == 0.0:  # a mean of one is that one, whatever its weight
-        factor, divisor = math.ldexp(1.0, contribution.exponent), 1
+        factor, divisor = math.ldexp(1.0, contribution.exponent), 1.0
     elif sample_total & (sample_total - 1) == 0:  # dividing by a power of two is exact beforehand
-        factor, total_factor, divisor = factor / sample_total, total_factor / sample_total, 1
+        factor, total_factor, divisor = factor / divisor, total_factor / divisor, 1.0
     for start in blocks(chunk.weights.size):
         weights = chunk.weights[start : start + scratch.gradient.size]
         mean = scratch.gradient[: weights.size]
@@ -104,7 +128,7 @@ def close_step(
         else:
             total = chunk.gradient_sum[start : start + weights.size]
             codec.decode_add(payload, factor, total, total_factor, mean, scratch, start)
-        if divisor != 1:
+        if divisor != 1.0:
             np.divide(mean, np.float32(divisor), out=mean)
         rule.apply(
             weights,

@@ -158,7 +158,7 @@ class StepLedger:
         chunks = slice(None) if chunk_index is None else slice(chunk_index, chunk_index + 1)
         return [
             seat.worker_id
-            for seat in self._seats.values()
+            for seat in list(self._seats.values())  # others may join meanwhile
             if (seat.last_step[chunks] >= step).all()
         ]
 
@@ -168,7 +168,7 @@ class StepLedger:
             return [], 0
         done = set(self.contributed(step, chunk_index))
         full = len(self._seats) >= self._worker_count
-        candidates = self._seats if full else self._known
+        candidates = list(self._seats if full else self._known)
         missing = [worker_id for worker_id in candidates if worker_id not in done]
         return missing, max(self._worker_count - len(done) - len(missing), 0)
 

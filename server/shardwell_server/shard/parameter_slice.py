@@ -7,6 +7,7 @@ Order: the slice's lock is never taken while a chunk's is held, except for readi
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from collections import OrderedDict
 import numpy as np
 
 from shardwell.chunk_codec import ChunkCodec
-from shardwell.codec import Bytes, Float32, NonFiniteValueError, Scratch
+from shardwell.codec import Bytes, Float32, NonFiniteValueError
 from shardwell.errors import (
     ArgumentError,
     InitSupersededError,
@@ -25,15 +26,30 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.partition import Slice
+from shardwell.scratch import thread_scratch
 from shardwell.specs import SAMPLE_COUNT_MAX, Average, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.config import Limits
-from shardwell_server.shard.averaging import ChunkState, Contribution, add_to_sum, close_step
+from shardwell_server.shard.averaging import (
+    ChunkState,
+    Contribution,
+    add_to_sum,
+    close_step,
+    shift_for,
+)
 from shardwell_server.shard.ledger import Decision, Seat, StepLedger
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.update_rules import LearningRates, UpdateRule
 from shardwell_server.store import ParameterStorage
+
+_EPOCH_AHEAD_MS_MAX = 24 * 3600 * 1000
+"""Clocks may differ by so much; a higher epoch would shut out those that shard 0 will grant."""
+
+
+def _now_ms() -> int:
+    """Epochs grow with the clock, so that a shard that lost its memory never grants an old one."""
+    return time.time_ns() // 1_000_000
 
 
 class _Chunk:
@@ -90,9 +106,11 @@ class ParameterSlice:
         self._claim: tuple[str, float] | None = None
         self._encoded: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self._encoded_lock = threading.Lock()
-        self._scratch = threading.local()
         self._total_factors: np.ndarray[tuple[int], np.dtype[np.float64]] = np.zeros(
             len(self._chunks)
+        )
+        self._shifts: np.ndarray[tuple[int], np.dtype[np.int64]] = np.zeros(
+            len(self._chunks), np.int64
         )
         self._counted_count: np.ndarray[tuple[int], np.dtype[np.int64]] = np.zeros(
             len(self._chunks), np.int64
@@ -101,9 +119,17 @@ class ParameterSlice:
 
     # Opening and initializing.
 
-    def join(self, worker_id: str) -> pb.CreateParameterResponse:
-        """Notes that a worker opened the parameter; tells it where it stands."""
+    def join(self, worker_id: str, *, take_seat: bool = False) -> pb.CreateParameterResponse:
+        """Notes that a worker opened the parameter; tells it where it stands.
+
+        Raises:
+            NotInitializedError, SeatsTakenError: it asked for a seat and can't have one.
+            LimitError: too many workers.
+        """
         with self._lock:
+            if take_seat:
+                self._check_initialized()
+                self._ledger.seat(worker_id)
             self._ledger.remember(worker_id)
             return pb.CreateParameterResponse(
                 slice_offset=self.where.offset,
@@ -122,7 +148,7 @@ class ParameterSlice:
                 now = time.monotonic()
                 if self._claim is None or self._claim[0] == worker_id or self._claim[1] <= now:
                     self._claim = (worker_id, now + self._limits.init_claim_s)
-                    self._init_epoch += 1
+                    self._init_epoch = max(self._init_epoch + 1, _now_ms())
                     return pb.ClaimInitResponse(granted=True, epoch=self._init_epoch)
                 if not patience.wait(self._init_changed):
                     break
@@ -199,6 +225,8 @@ class ParameterSlice:
                 f"{self._init_epoch}; call ClaimInit again",
                 parameter=self.spec.name,
             )
+        if epoch > _now_ms() + _EPOCH_AHEAD_MS_MAX:
+            raise self._epoch_refused(epoch, "which is no epoch that shard 0 grants")
         if self._initialized and epoch == self._init_epoch:
             return False  # a repeat is acknowledged, and changes nothing
         if self._initialized or (self._grants_claims and epoch != self._init_epoch):
@@ -271,12 +299,18 @@ class ParameterSlice:
 
     def _count(self, chunk: _Chunk, index: int, contribution: Contribution) -> None:
         """Adds a contribution, and closes the step if it is the last."""
-        ledger, codec, scratch = self._ledger, self._codec.codec, self._thread_scratch()
-        total_factor = float(self._total_factors[index])
+        ledger, codec, scratch = self._ledger, self._codec.codec, thread_scratch()
+        total_factor, shift = float(self._total_factors[index]), int(self._shifts[index])
+        needed = shift_for(contribution.sample_count, self.spec.worker_count)
+        if total_factor == 0.0:
+            shift = needed
+        elif needed > shift:
+            total_factor, shift = math.ldexp(total_factor, shift - needed), needed
+        self._shifts[index] = shift
         if not ledger.completes(index):
             assert chunk.state.gradient_sum is not None
             self._total_factors[index] = add_to_sum(
-                contribution, codec, chunk.state.gradient_sum, total_factor, scratch
+                contribution, codec, chunk.state.gradient_sum, total_factor, scratch, shift=shift
             )
             return
         version = int(ledger.versions[index])
@@ -288,6 +322,7 @@ class ParameterSlice:
             self._rule,
             scratch,
             total_factor=total_factor,
+            shift=shift,
             # An asynchronous gradient is applied as it is: there is nothing to weigh it against.
             sample_total=sample_total if ledger.is_sync else 1,
             update_count=version + 1,
@@ -343,7 +378,7 @@ class ParameterSlice:
                 chunk.where,
                 chunk_index,
                 chunk.state.weights,
-                self._thread_scratch(),
+                thread_scratch(),
             )
         except NonFiniteValueError as error:
             raise self.non_finite(
@@ -376,6 +411,8 @@ class ParameterSlice:
                     f"{version_max}; ask for a later step, or for none to have it now",
                     parameter=name,
                 )
+            oldest = self._ledger.version_min() if self._chunks else first
+            self._rates.prune(oldest)
             if len(self._rates) >= self._limits.learning_rate_change_count_max:
                 raise LimitError(
                     f"limit learning_rate_change_count_max="
@@ -383,14 +420,15 @@ class ParameterSlice:
                     "many changes scheduled; wait until some have taken effect",
                     parameter=name,
                 )
-            self._rates.change(first, learning_rate, version_min=self._ledger.version_min())
+            self._rates.change(first, learning_rate)
 
-    def describe(self) -> pb.ParameterStatus:
-        """What GetStatus tells of it."""
+    def describe(self, name_count_max: int) -> pb.ParameterStatus:
+        """What GetStatus tells of it, with at most so many names of each kind."""
         with self._lock:
             ledger = self._ledger
             oldest = ledger.version_min()
             missing, unknown = ledger.missing(oldest)
+            contributed = ledger.contributed(oldest) if ledger.is_sync else []
             return pb.ParameterStatus(
                 spec=self.spec.to_proto(),
                 slice_offset=self.where.offset,
@@ -398,8 +436,10 @@ class ParameterSlice:
                 initialized=self._initialized,
                 version_min=oldest,
                 version_max=ledger.version_max(),
-                contributed_worker_ids=ledger.contributed(oldest) if ledger.is_sync else (),
-                missing_worker_ids=missing,
+                contributed_worker_ids=contributed[:name_count_max],
+                contributed_worker_count=len(contributed),
+                missing_worker_ids=missing[:name_count_max],
+                missing_worker_count=len(missing),
                 unknown_worker_count=unknown,
                 counted_chunk_count=int(self._counted_count.sum()),
                 duplicate_chunk_count=int(self._duplicate_count.sum()),
@@ -421,12 +461,6 @@ class ParameterSlice:
                 f"parameter {self.spec.name!r} has no first weights; call init() in one worker",
                 parameter=self.spec.name,
             )
-
-    def _thread_scratch(self) -> Scratch:
-        scratch: Scratch | None = getattr(self._scratch, "value", None)
-        if scratch is None:
-            scratch = self._scratch.value = Scratch()
-        return scratch
 
     def non_finite(self, element_index: int, what: str) -> NonFiniteError:
         """The error for a value that is not finite, `what` saying whose."""

@@ -24,6 +24,7 @@ class Patience:
     ) -> None:
         self._deadline_s = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
+        self._look_s = time.monotonic() + _LOOK_INTERVAL_S
         self._is_active = is_active
         self._is_stopping = is_stopping
 
@@ -42,7 +43,10 @@ class Patience:
         remaining_s = self._deadline_s - time.monotonic()
         if remaining_s <= 0:
             return False
-        if not condition.wait(min(remaining_s, _LOOK_INTERVAL_S)):
+        condition.wait(min(remaining_s, _LOOK_INTERVAL_S))
+        now_s = time.monotonic()
+        if now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_INTERVAL_S
             if not self._is_active():
                 raise CallerGoneError
             if self._is_stopping():

@@ -71,11 +71,15 @@ class LearningRates:
                 return rate
         return self._changes[0][1]
 
-    def change(self, from_step: int, learning_rate: float, *, version_min: int) -> None:
-        """Sets the rate from an update on; drops what no chunk will need any more."""
+    def change(self, from_step: int, learning_rate: float) -> None:
+        """Sets the rate from an update on, and forgets changes that were to come later."""
         kept = [change for change in self._changes if change[0] < from_step]
-        first = max((i for i, (start, _) in enumerate(kept) if start <= version_min), default=0)
-        self._changes = [*kept[first:], (from_step, learning_rate)]
+        self._changes = [*kept, (from_step, learning_rate)]
+
+    def prune(self, version_min: int) -> None:
+        """Forgets what no chunk will need any more, all having seen `version_min` updates."""
+        needed = [i for i, (start, _) in enumerate(self._changes) if start <= version_min]
+        self._changes = self._changes[needed[-1] if needed else 0 :]
 
 
 def _rule_of(optimizer: specs.Optimizer) -> tuple[tuple[float, ...], Step]:
