@@ -8,66 +8,42 @@ gradient after the call returns.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 
-from shardwell import framing
 from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
-from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
-from shardwell.codec import CODECS, Float32, NonFiniteValueError
+from shardwell.codec import Float32
 from shardwell.errors import (
     ArgumentError,
     ClosedError,
     CorruptChunkError,
     DeadlineError,
-    NonFiniteError,
     ShardUnavailableError,
-    ShardwellError,
-    StepOrderError,
-    UnknownParameterError,
 )
-from shardwell.first_weights import FirstWeights, confirm
+from shardwell.first_weights import FirstWeights
 from shardwell.lane import Lane
-from shardwell.partition import Slice, slice_of
-from shardwell.scratch import thread_scratch
+from shardwell.opening import Opening
 from shardwell.siblings import Siblings
 from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec, check_learning_rate
 from shardwell.traffic import Traffic
+from shardwell.transfer import Gradient, Transfer
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import types_pb2
-from shardwell.values import as_flat, as_output, check_finite, check_integer, check_timeout
-from shardwell.watchdog import Watch, Watchdog
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """A gradient on its way."""
-
-    values: npt.NDArray[Any]
-    step: int
-    sample_count: int
-    wait_timeout_ms: int
-
-
-class _Part:
-    """What this parameter is on one shard that owns a slice of it."""
-
-    def __init__(self, channel: ShardChannel, where: Slice, chunk_element_count: int) -> None:
-        self.channel = channel
-        self.chunks = [
-            where.chunk(index, chunk_element_count)
-            for index in range(where.chunk_count(chunk_element_count))
-        ]
-        self.lane: Lane | None = None
+from shardwell.values import (
+    as_flat,
+    as_output,
+    check_finite,
+    check_integer,
+    check_timeout,
+    milliseconds,
+)
+from shardwell.watchdog import Watchdog
 
 
 class Parameter:
@@ -86,7 +62,7 @@ class Parameter:
     ) -> None:
         self.spec = spec
         """What all workers agreed on."""
-        self.next_step = 0
+        self.next_step: int
         """The step that this worker's next gradient joins; a restarted worker goes on here."""
         self.version = 0
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""
@@ -96,14 +72,14 @@ class Parameter:
         self._watchdog = watchdog
         self._executor = executor
         self._traffic = traffic
-        self._codec = ChunkCodec.of(spec)
         self._lock = threading.RLock()
         self._closed = False
         self._lanes_used = False
         self._has_seat = False
         self._siblings = Siblings()
-        self._parts: list[_Part] = []
-        self._parts = self._open()
+        self._opening = Opening(spec, channels, worker_id)
+        self._transfer = Transfer(spec, worker_id=worker_id, traffic=traffic)
+        self._parts, self.next_step = self._opening.open(timeout_s)
 
     @property
     def name(self) -> str:
@@ -169,7 +145,7 @@ class Parameter:
         flat = weights if out is None else as_output(out, self.size)
         wait_s = self._bounded(timeout_s)
         self._check_open()
-        siblings = Siblings()
+        siblings, parts = Siblings(), self._parts
         try:
             calls = [
                 siblings.add(
@@ -180,14 +156,16 @@ class Parameter:
                             parameter=self.name,
                             worker_id=self._worker_id,
                             min_version=min_version,
-                            wait_timeout_ms=_milliseconds(wait_s),
+                            wait_timeout_ms=milliseconds(wait_s),
                         ),
                         timeout=wait_s + ANSWER_MARGIN_S,
                     ),
                 )
-                for part in self._parts
+                for part in parts
             ]
-            self._receive(flat, lambda number: next(calls[number], b""), min_version, siblings)
+            self.version = self._transfer.receive(
+                parts, flat, lambda number: next(calls[number], b""), min_version, siblings
+            )
         except (ShardUnavailableError, ValueError) as error:
             self._check_open(error)
             raise
@@ -241,7 +219,9 @@ class Parameter:
                         part.channel,
                         part.channel.put_gradient.future(
                             _guarded(
-                                self._messages(pb.PutGradientRequest, part, work, opens=True),
+                                self._transfer.messages(
+                                    pb.PutGradientRequest, part, work, opens=True
+                                ),
                                 failures,
                             ),
                             timeout=work.wait_timeout_ms / 1000 + ANSWER_MARGIN_S,
@@ -317,7 +297,7 @@ class Parameter:
                     raise
                 # The streams of earlier steps were gone; a step is safe to repeat on new ones.
                 rest_s = max(deadline_s - time.monotonic(), 0.05)
-                self._exchange_once(replace(work, wait_timeout_ms=_milliseconds(rest_s)), flat)
+                self._exchange_once(replace(work, wait_timeout_ms=milliseconds(rest_s)), flat)
             self._lanes_used = True
             self.next_step = work.step + 1
             return weights
@@ -339,7 +319,7 @@ class Parameter:
         wait_s = self._bounded(timeout_s)
         with self._turn(wait_s):
             is_now = now or self.spec.mode == "async"
-            from_step = None if is_now else self._first_step_ahead(wait_s)
+            from_step = None if is_now else self._opening.first_step_ahead(self.next_step, wait_s)
             for channel in self._channels:
                 request = pb.SetLearningRateRequest(
                     shard=channel.identity,
@@ -355,105 +335,20 @@ class Parameter:
                     parameter=self.name,
                 )
 
-    def _first_step_ahead(self, timeout_s: float) -> int:
-        """The first step from now on that no chunk of any shard has passed.
-
-        That is this worker's next step, or, when that was interrupted and some chunks closed it,
-        the one after it. A worker that takes part is never further behind.
-        """
-        newest = 0
-        for channel in self._channels:
-            status = channel.call(
-                "GetStatus",
-                pb.GetStatusRequest(parameter=self.name),
-                pb.GetStatusResponse,
-                timeout_s=timeout_s,
-            )
-            here = status.parameters
-            if not here:
-                raise UnknownParameterError(
-                    f"shard {channel.shard_index} has no parameter {self.name!r} any more; "
-                    "it lost its memory",
-                    shard_index=channel.shard_index,
-                    parameter=self.name,
-                )
-            newest = max(newest, here[0].version_max)
-        if newest > self.next_step + 1:
-            raise StepOrderError(
-                f"learning rate of {self.name!r} from step {self.next_step}, this worker's next: "
-                f"chunks have reached step {newest}; pass now=True, or open the parameter again",
-                parameter=self.name,
-            )
-        return max(newest, self.next_step)
-
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
         with self._turn(self._timeout_s):
             self._close_lanes()
-            self._parts = self._open()
+            self._parts, self.next_step = self._opening.open(self._timeout_s)
 
     def close(self) -> None:
         """Ends this worker's streams; the parameter lives on in the cluster. Safe to repeat."""
         self._closed = True
         self._close_lanes()
 
-    # Opening.
-
-    def _open(self) -> list[_Part]:
-        """Creates or joins the parameter on all shards; parts with empty slices are left out."""
-        answers = [self._join(channel, self._timeout_s) for channel in self._channels]
-        if answers[0].initialized and not all(answer.initialized for answer in answers):
-            epoch = answers[0].init_epoch
-            confirm(self.name, self._channels, epoch, timeout_s=self._timeout_s)
-        parts, next_steps = [], []
-        for channel, opened in zip(self._channels, answers, strict=True):
-            where = Slice(opened.slice_offset, opened.slice_size)
-            item_size = CODECS[self.spec.codec_name].item_size
-            bytes_ = opened.chunk_element_count * item_size
-            if (
-                where != slice_of(self.size, channel.shard_index, len(self._channels))
-                or not 64 <= bytes_ <= PAYLOAD_SIZE_MAX_BYTES
-            ):
-                raise CorruptChunkError(
-                    f"shard {channel.shard_index} answers slice {where} in chunks of "
-                    f"{opened.chunk_element_count} elements for {self.name!r}; it does not fit "
-                    "size and shard count; run the same version everywhere",
-                    shard_index=channel.shard_index,
-                    parameter=self.name,
-                )
-            if where.size:
-                parts.append(_Part(channel, where, opened.chunk_element_count))
-                next_steps.append(opened.next_step)
-        if self.spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
-            raise StepOrderError(
-                f"shards disagree on where parameter {self.name!r} stands: this worker's next step "
-                f"is {min(next_steps)} on one and {max(next_steps)} on another; a shard lost its "
-                "memory; start the training again under another name",
-                parameter=self.name,
-            )
-        self.next_step = min(next_steps)
-        return parts
-
-    def _join(
-        self, channel: ShardChannel, timeout_s: float, *, take_seat: bool = False
-    ) -> pb.CreateParameterResponse:
-        """Creates or joins the parameter on one shard."""
-        return channel.call(
-            "CreateParameter",
-            pb.CreateParameterRequest(
-                shard=channel.identity,
-                worker_id=self._worker_id,
-                spec=self.spec.to_proto(),
-                take_seat=take_seat,
-            ),
-            pb.CreateParameterResponse,
-            timeout_s=timeout_s,
-            parameter=self.name,
-        )
-
     # Gradients out.
 
-    def _gradient(self, gradient: Any, sample_count: int, timeout_s: float | None) -> _Gradient:
+    def _gradient(self, gradient: Any, sample_count: int, timeout_s: float | None) -> Gradient:
         """Checks everything that can be checked before anything is sent; takes a seat, once."""
         self._check_open()
         what = f"gradient of {self.name!r}"
@@ -463,46 +358,11 @@ class Parameter:
             check_finite(what, values, self.name)
         wait_s = self._bounded(timeout_s)
         if not self._has_seat:
-            for channel in self._channels:  # in order: shard 0 decides who is among the workers
-                self._join(channel, wait_s, take_seat=True)
+            self._opening.take_seat(wait_s)
             self._has_seat = True
-        return _Gradient(values, self.next_step, count, _milliseconds(wait_s))
+        return Gradient(values, self.next_step, count, milliseconds(wait_s))
 
-    def _messages(
-        self, header_type: Any, part: _Part, work: _Gradient, *, opens: bool
-    ) -> Iterator[bytes]:
-        """The stream of one gradient to one shard; runs on a thread of gRPC's."""
-        scratch = thread_scratch()
-        last = len(part.chunks) - 1
-        for index, where in enumerate(part.chunks):
-            header = header_type()
-            if opens and index == 0:
-                header.open.CopyFrom(self._stream_open(part.channel))
-            gradient = header.gradient
-            gradient.step = work.step
-            gradient.sample_count = work.sample_count
-            gradient.wait_timeout_ms = work.wait_timeout_ms
-            gradient.end_of_step = index == last
-            try:
-                message = self._codec.encode(
-                    header,
-                    gradient.chunk,
-                    where,
-                    index,
-                    work.values[where.offset : where.stop],
-                    scratch,
-                )
-            except NonFiniteValueError as error:  # the caller changed the array meanwhile
-                raise NonFiniteError(
-                    f"gradient of {self.name!r}: element {where.offset + error.index} became "
-                    f"{error.value} while it was sent; do not write to it before the call returns",
-                    element_index=where.offset + error.index,
-                    parameter=self.name,
-                ) from None
-            self._traffic.add_sent(len(message), where.size)
-            yield message
-
-    def _exchange_once(self, work: _Gradient, weights: Float32) -> None:
+    def _exchange_once(self, work: Gradient, weights: Float32) -> None:
         """One attempt; on failure all lanes are closed, so that no late answer can be mistaken."""
         timeout_s = work.wait_timeout_ms / 1000 + ANSWER_MARGIN_S
         min_version = work.step + 1 if self.spec.mode == "sync" else 0
@@ -525,9 +385,16 @@ class Parameter:
                         raise self._closed_error()
                     part.lane = lane
                     lanes.append(lane)
-                    lane.submit(self._messages(pb.ExchangeRequest, part, work, opens=opens))
-                self._receive(
-                    weights, lambda number: lanes[number].read(), min_version, siblings, watch
+                    lane.submit(
+                        self._transfer.messages(pb.ExchangeRequest, part, work, opens=opens)
+                    )
+                self.version = self._transfer.receive(
+                    self._parts,
+                    weights,
+                    lambda number: lanes[number].read(),
+                    min_version,
+                    siblings,
+                    watch,
                 )
             except BaseException:
                 self._close_lanes()
@@ -544,92 +411,6 @@ class Parameter:
             lane, part.lane = part.lane, None
             if lane is not None:
                 lane.close()
-
-    # Weights in.
-
-    def _receive(
-        self,
-        weights: Float32,
-        read: Callable[[int], bytes],
-        min_version: int,
-        siblings: Siblings,
-        watch: Watch | None = None,
-    ) -> None:
-        """Reads every chunk of every part, in turns, so that no shard's stream stands still.
-
-        All clients read shard by shard within a chunk index, in the same order; with it, a shard
-        that waits until its answer is taken can never be part of a circle of waits.
-        """
-        version = math.inf
-        for index in range(max(len(part.chunks) for part in self._parts)):
-            for number, part in enumerate(self._parts):
-                if index < len(part.chunks):
-                    try:
-                        message = read(number)
-                    except grpc.RpcError as error:
-                        if watch is not None and watch.expired:
-                            raise DeadlineError(
-                                f"shard {part.channel.shard_index} at {part.channel.address} did "
-                                f"not answer an exchange of {self.name!r} within its deadline; "
-                                "check the network, or raise timeout_s",
-                                shard_index=part.channel.shard_index,
-                                parameter=self.name,
-                            ) from None
-                        channel, first = siblings.failure(part.channel, error)
-                        raise channel.translate(first, self.name) from None
-                    found = self._decode(
-                        part,
-                        index,
-                        message,
-                        weights,
-                        min_version,
-                        is_exchange=watch is not None,
-                    )
-                    version = min(version, found)
-        self.version = int(version)
-
-    def _decode(
-        self,
-        part: _Part,
-        index: int,
-        message: bytes,
-        weights: Float32,
-        min_version: int,
-        *,
-        is_exchange: bool,
-    ) -> int:
-        """Checks a chunk of weights and writes it where it belongs; returns its version."""
-        header, payload = framing.parse(pb.ExchangeResponse, message)
-        where = part.chunks[index]
-        chunk: types_pb2.Chunk = header.chunk
-        # A step after this worker's can't have closed without it; a shard that says so has kept an
-        # older state than another one.
-        exact = is_exchange and self.spec.mode == "sync"
-        late = header.version != min_version if exact else header.version < min_version
-        if chunk.chunk_index != index or late:
-            raise CorruptChunkError(
-                f"shard {part.channel.shard_index} answered chunk {chunk.chunk_index} at version "
-                f"{header.version} of {self.name!r}; expected chunk {index} at version "
-                f"{min_version}{'' if exact else ' or later'}",
-                shard_index=part.channel.shard_index,
-                parameter=self.name,
-            )
-        try:
-            stored = self._codec.open(chunk, where, payload)
-        except ShardwellError as error:
-            raise CorruptChunkError(
-                f"shard {part.channel.shard_index} answered, for {self.name!r}: {error.message}",
-                shard_index=part.channel.shard_index,
-                parameter=self.name,
-            ) from None
-        self._codec.codec.decode(stored, chunk.scale_exponent, weights[where.offset : where.stop])
-        self._traffic.add_received(len(message), where.size)
-        return int(header.version)
-
-    def _stream_open(self, channel: ShardChannel) -> types_pb2.StreamOpen:
-        return types_pb2.StreamOpen(
-            shard=channel.identity, parameter=self.name, worker_id=self._worker_id
-        )
 
     def _bounded(self, timeout_s: float | None) -> float:
         return check_timeout(self._timeout_s if timeout_s is None else timeout_s)
@@ -659,10 +440,6 @@ class Parameter:
             f"parameter {self.name!r} was closed with its client; connect again",
             parameter=self.name,
         )
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(int(seconds * 1000), 1)
 
 
 def _guarded(messages: Iterator[bytes], failures: list[BaseException]) -> Iterator[bytes]:

@@ -124,3 +124,8 @@ def check_integer(what: str, value: Any, low: int, high: int) -> int:
     if number is None or isinstance(value, (bool, np.bool_)) or not low <= number <= high:
         raise ArgumentError(f"{what} must be an integer from {low} to {high}; got {value!r:.80}")
     return number
+
+
+def milliseconds(seconds: float) -> int:
+    """A timeout as it travels: at least 1, because 0 would mean none."""
+    return max(int(seconds * 1000), 1)

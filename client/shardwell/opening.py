@@ -1,0 +1,124 @@
+"""Opens a parameter on all shards of a cluster, and tells whether they agree on where it stands."""
+
+from __future__ import annotations
+
+from shardwell.channel import ShardChannel
+from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES
+from shardwell.codec import CODECS
+from shardwell.errors import CorruptChunkError, StepOrderError, UnknownParameterError
+from shardwell.first_weights import confirm
+from shardwell.partition import Slice, slice_of
+from shardwell.specs import ParameterSpec
+from shardwell.transfer import Part
+from shardwell.v1 import parameter_server_pb2 as pb
+
+
+class Opening:
+    """One worker's calls about one parameter as a whole."""
+
+    def __init__(self, spec: ParameterSpec, channels: list[ShardChannel], worker_id: str) -> None:
+        self._spec = spec
+        self._channels = channels
+        self._worker_id = worker_id
+
+    def open(self, timeout_s: float) -> tuple[list[Part], int]:
+        """Creates or joins the parameter on all shards.
+
+        Returns:
+            The parts that have elements, in the order of the shards, and the step at which this
+            worker is to go on.
+
+        Raises:
+            SpecMismatchError, LimitError: a shard refuses.
+            StepOrderError: the shards do not have the same past.
+            CorruptChunkError: a shard cuts the parameter in another way.
+        """
+        answers = [self._join(channel, timeout_s) for channel in self._channels]
+        parts = [
+            self._part(channel, answer)
+            for channel, answer in zip(self._channels, answers, strict=True)
+            if answer.slice_size
+        ]
+        next_steps = [answer.next_step for answer in answers if answer.slice_size]
+        if self._spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
+            raise StepOrderError(
+                f"shards disagree on where parameter {self._spec.name!r} stands: this worker's "
+                f"next step is {min(next_steps)} on one and {max(next_steps)} on another; a shard "
+                "lost its memory; start the training again under another name",
+                parameter=self._spec.name,
+            )
+        if answers[0].initialized and not all(answer.initialized for answer in answers):
+            epoch = answers[0].init_epoch
+            confirm(self._spec.name, self._channels, epoch, timeout_s=timeout_s)
+        return parts, min(next_steps)
+
+    def take_seat(self, timeout_s: float) -> None:
+        """Takes this worker's place among worker_count, shard by shard: shard 0 decides.
+
+        Raises:
+            SeatsTakenError, NotInitializedError: see the errors.
+        """
+        for channel in self._channels:
+            self._join(channel, timeout_s, take_seat=True)
+
+    def first_step_ahead(self, next_step: int, timeout_s: float) -> int:
+        """The first step from now on that no chunk of any shard has passed.
+
+        That is this worker's next step, or, when that was interrupted and some chunks closed it,
+        the one after it. A worker that takes part is never further behind.
+        """
+        newest = 0
+        for channel in self._channels:
+            status = channel.call(
+                "GetStatus",
+                pb.GetStatusRequest(parameter=self._spec.name),
+                pb.GetStatusResponse,
+                timeout_s=timeout_s,
+            )
+            here = status.parameters
+            if not here:
+                raise UnknownParameterError(
+                    f"shard {channel.shard_index} has no parameter {self._spec.name!r} any more; "
+                    "it lost its memory",
+                    shard_index=channel.shard_index,
+                    parameter=self._spec.name,
+                )
+            newest = max(newest, here[0].version_max)
+        if newest > next_step + 1:
+            raise StepOrderError(
+                f"learning rate of {self._spec.name!r} from step {next_step}, this worker's next: "
+                f"chunks have reached step {newest}; pass now=True, or open the parameter again",
+                parameter=self._spec.name,
+            )
+        return max(newest, next_step)
+
+    def _part(self, channel: ShardChannel, answer: pb.CreateParameterResponse) -> Part:
+        where = Slice(answer.slice_offset, answer.slice_size)
+        bytes_ = answer.chunk_element_count * CODECS[self._spec.codec_name].item_size
+        expected = slice_of(self._spec.size, channel.shard_index, len(self._channels))
+        if where != expected or not 64 <= bytes_ <= PAYLOAD_SIZE_MAX_BYTES:
+            raise CorruptChunkError(
+                f"shard {channel.shard_index} answers {where} in chunks of "
+                f"{answer.chunk_element_count} elements for {self._spec.name!r}; expected "
+                f"{expected}; run the same version everywhere",
+                shard_index=channel.shard_index,
+                parameter=self._spec.name,
+            )
+        return Part(channel, where, answer.chunk_element_count)
+
+    def _join(
+        self, channel: ShardChannel, timeout_s: float, *, take_seat: bool = False
+    ) -> pb.CreateParameterResponse:
+        """Creates or joins the parameter on one shard."""
+        return channel.call(
+            "CreateParameter",
+            pb.CreateParameterRequest(
+                shard=channel.identity,
+                worker_id=self._worker_id,
+                spec=self._spec.to_proto(),
+                take_seat=take_seat,
+            ),
+            pb.CreateParameterResponse,
+            timeout_s=timeout_s,
+            parameter=self._spec.name,
+        )

@@ -1,0 +1,192 @@
+"""The bytes of one parameter on their way: gradients to messages, messages to weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy.typing as npt
+
+from shardwell import framing
+from shardwell.channel import ShardChannel
+from shardwell.chunk_codec import ChunkCodec
+from shardwell.codec import Float32, NonFiniteValueError
+from shardwell.errors import CorruptChunkError, DeadlineError, NonFiniteError, ShardwellError
+from shardwell.lane import Lane
+from shardwell.partition import Slice
+from shardwell.scratch import thread_scratch
+from shardwell.siblings import Siblings
+from shardwell.specs import ParameterSpec
+from shardwell.traffic import Traffic
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
+from shardwell.watchdog import Watch
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient on its way."""
+
+    values: npt.NDArray[Any]
+    step: int
+    sample_count: int
+    wait_timeout_ms: int
+
+
+class Part:
+    """What this parameter is on one shard that owns a slice of it."""
+
+    def __init__(self, channel: ShardChannel, where: Slice, chunk_element_count: int) -> None:
+        self.channel = channel
+        self.chunks = [
+            where.chunk(index, chunk_element_count)
+            for index in range(where.chunk_count(chunk_element_count))
+        ]
+        self.lane: Lane | None = None
+
+
+class Transfer:
+    """How one parameter's chunks are sent and taken. Any thread may use it."""
+
+    def __init__(self, spec: ParameterSpec, *, worker_id: str, traffic: Traffic) -> None:
+        self._spec = spec
+        self._worker_id = worker_id
+        self._traffic = traffic
+        self._codec = ChunkCodec.of(spec)
+
+    def messages(
+        self, header_type: Any, part: Part, work: Gradient, *, opens: bool
+    ) -> Iterator[bytes]:
+        """The stream of one gradient to one shard; runs on a thread of gRPC's."""
+        scratch = thread_scratch()
+        last = len(part.chunks) - 1
+        for index, where in enumerate(part.chunks):
+            header = header_type()
+            if opens and index == 0:
+                header.open.CopyFrom(self._opening(part.channel))
+            gradient = header.gradient
+            gradient.step = work.step
+            gradient.sample_count = work.sample_count
+            gradient.wait_timeout_ms = work.wait_timeout_ms
+            gradient.end_of_step = index == last
+            try:
+                message = self._codec.encode(
+                    header,
+                    gradient.chunk,
+                    where,
+                    index,
+                    work.values[where.offset : where.stop],
+                    scratch,
+                )
+            except NonFiniteValueError as error:  # the caller changed the array meanwhile
+                raise NonFiniteError(
+                    f"gradient of {self._spec.name!r}: element {where.offset + error.index} became "
+                    f"{error.value} while it was sent; do not write to it before the call returns",
+                    element_index=where.offset + error.index,
+                    parameter=self._spec.name,
+                ) from None
+            self._traffic.add_sent(len(message), where.size)
+            yield message
+
+    def receive(
+        self,
+        parts: Sequence[Part],
+        weights: Float32,
+        read: Callable[[int], bytes],
+        min_version: int,
+        siblings: Siblings,
+        watch: Watch | None = None,
+    ) -> int:
+        """Reads every chunk of every part, in turns, so that no shard's stream stands still.
+
+        All clients read shard by shard within a chunk index, in the same order; with it, a shard
+        that waits until its answer is taken can never be part of a circle of waits.
+
+        Args:
+            parts: What to read, in the order of the shards.
+            weights: (size,) float32, filled.
+            read: The next message of a part, by its place in `parts`; blocks.
+            min_version: The version that is waited for.
+            siblings: The calls that are read from.
+            watch: With an exchange: its deadline. Then versions must be `min_version` exactly.
+
+        Returns:
+            The fewest updates that a chunk has seen.
+
+        Raises:
+            ShardwellError: see `Parameter.get_weights`.
+        """
+        version = math.inf
+        for index in range(max(len(part.chunks) for part in parts)):
+            for number, part in enumerate(parts):
+                if index < len(part.chunks):
+                    try:
+                        message = read(number)
+                    except grpc.RpcError as error:
+                        if watch is not None and watch.expired:
+                            raise DeadlineError(
+                                f"shard {part.channel.shard_index} at {part.channel.address} did "
+                                f"not answer an exchange of {self._spec.name!r} in time; "
+                                "check the network, or raise timeout_s",
+                                shard_index=part.channel.shard_index,
+                                parameter=self._spec.name,
+                            ) from None
+                        channel, first = siblings.failure(part.channel, error)
+                        raise channel.translate(first, self._spec.name) from None
+                    found = self._decode(
+                        part,
+                        index,
+                        message,
+                        weights,
+                        min_version,
+                        is_exchange=watch is not None,
+                    )
+                    version = min(version, found)
+        return int(version)
+
+    def _decode(
+        self,
+        part: Part,
+        index: int,
+        message: bytes,
+        weights: Float32,
+        min_version: int,
+        *,
+        is_exchange: bool,
+    ) -> int:
+        """Checks a chunk of weights and writes it where it belongs; returns its version."""
+        header, payload = framing.parse(pb.ExchangeResponse, message)
+        where = part.chunks[index]
+        chunk: types_pb2.Chunk = header.chunk
+        # A step after this worker's can't have closed without it; a shard that says so has kept an
+        # older state than another one.
+        exact = is_exchange and self._spec.mode == "sync"
+        late = header.version != min_version if exact else header.version < min_version
+        if chunk.chunk_index != index or late:
+            raise CorruptChunkError(
+                f"shard {part.channel.shard_index} answered chunk {chunk.chunk_index} at version "
+                f"{header.version} of {self._spec.name!r}; expected chunk {index} at version "
+                f"{min_version}{'' if exact else ' or later'}",
+                shard_index=part.channel.shard_index,
+                parameter=self._spec.name,
+            )
+        try:
+            stored = self._codec.open(chunk, where, payload)
+        except ShardwellError as error:
+            raise CorruptChunkError(
+                f"shard {part.channel.shard_index} answered for {self._spec.name!r}: "
+                f"{error.message}",
+                shard_index=part.channel.shard_index,
+                parameter=self._spec.name,
+            ) from None
+        self._codec.codec.decode(stored, chunk.scale_exponent, weights[where.offset : where.stop])
+        self._traffic.add_received(len(message), where.size)
+        return int(header.version)
+
+    def _opening(self, channel: ShardChannel) -> types_pb2.StreamOpen:
+        return types_pb2.StreamOpen(
+            shard=channel.identity, parameter=self._spec.name, worker_id=self._worker_id
+        )

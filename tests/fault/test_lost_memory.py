@@ -1,0 +1,79 @@
+"""A shard that comes back with nothing: noticed, never mixed with what the others still have.
+
+Method: a real server is stopped, and a new one started on its port, with nothing in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import shardwell
+from shardwell_server import LocalCluster, ShardServer
+
+pytestmark = pytest.mark.timeout(60)
+
+SIZE = 40
+ONES = np.ones(SIZE, np.float32)
+
+
+@contextmanager
+def restarted(running: LocalCluster, shard_index: int) -> Iterator[None]:
+    """The shard begins anew, on the same address."""
+    old = running.servers[shard_index]
+    old.stop(0.0)
+    with ShardServer(dataclasses.replace(old.config, listen=old.address)):
+        yield
+
+
+@pytest.mark.parametrize("shard_index", [0, 1])
+@pytest.mark.parametrize(
+    "optimizer", [shardwell.SGD(learning_rate=1.0), shardwell.Average()], ids=["SGD", "Average"]
+)
+def test_the_same_name_is_refused_and_another_one_works(
+    cluster, connect, optimizer, shard_index
+) -> None:
+    running = cluster(2)
+    client = connect(running, "w0")
+    model = client.parameter("model", size=SIZE, optimizer=optimizer)
+    if not isinstance(optimizer, shardwell.Average):
+        model.init(ONES)
+    for _ in range(5):
+        model.exchange(ONES)
+    with restarted(running, shard_index):
+        with pytest.raises(shardwell.UnknownParameterError):
+            eventually_answers(lambda: model.exchange(ONES))
+        for again in (client, connect(running, "w0")):
+            with pytest.raises(shardwell.StepOrderError, match="lost its memory"):
+                again.parameter("model", size=SIZE, optimizer=optimizer)
+        fresh = client.parameter("model-2", size=SIZE, optimizer=optimizer)
+        if not isinstance(optimizer, shardwell.Average):
+            fresh.init(np.zeros(SIZE, np.float32))
+        assert np.isfinite(fresh.exchange(ONES)).all()
+
+
+def eventually_answers(call: Callable[[], object]) -> None:
+    """Calls until the shard is reached again."""
+    for _ in range(200):
+        try:
+            call()
+            return
+        except shardwell.ShardUnavailableError:
+            time.sleep(0.05)
+    raise AssertionError("the shard was not reached again")
+
+
+def test_before_the_first_step_old_first_weights_are_not_taken_for_new(cluster, connect) -> None:
+    running = cluster(2)
+    sgd = shardwell.SGD(learning_rate=1.0)
+    model = connect(running, "w0").parameter("model", size=SIZE, optimizer=sgd)
+    model.init(ONES)
+    with restarted(running, 0):
+        again = connect(running, "w1").parameter("model", size=SIZE, optimizer=sgd)
+        with pytest.raises(shardwell.StepOrderError, match="epoch"):
+            again.init(2 * ONES)
