@@ -5,7 +5,12 @@ from __future__ import annotations
 from shardwell.channel import ShardChannel
 from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES
 from shardwell.codec import CODECS
-from shardwell.errors import CorruptChunkError, StepOrderError, UnknownParameterError
+from shardwell.errors import (
+    CorruptChunkError,
+    StepOrderError,
+    UnknownParameterError,
+    WrongShardError,
+)
 from shardwell.first_weights import confirm
 from shardwell.partition import Slice, slice_of
 from shardwell.specs import ParameterSpec
@@ -75,6 +80,13 @@ class Opening:
                 pb.GetStatusResponse,
                 timeout_s=timeout_s,
             )
+            if status.shard != channel.identity:
+                raise WrongShardError(
+                    f"{channel.address} is shard {status.shard.shard_index} of cluster "
+                    f"{status.shard.cluster_id!r} now; it was shard {channel.shard_index} of "
+                    f"{channel.identity.cluster_id!r}; connect again",
+                    shard_index=channel.shard_index,
+                )
             here = status.parameters
             if not here:
                 raise UnknownParameterError(

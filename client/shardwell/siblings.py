@@ -14,6 +14,14 @@ import grpc
 from shardwell.channel import ShardChannel
 
 
+def _is_own_deadline(call: Any) -> bool:
+    """Whether the client's deadline ended a call, not an answer.
+
+    The others have the same deadline; the one that was waited for is the one to name.
+    """
+    return call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not call.trailing_metadata()
+
+
 class Siblings:
     """The calls of one request, or the lanes of one parameter. Any thread may use it."""
 
@@ -47,7 +55,7 @@ class Siblings:
         if call.is_active():  # another call failed before this one was added
             call.cancel()
             return
-        if call.code() is grpc.StatusCode.OK:
+        if call.code() is grpc.StatusCode.OK or _is_own_deadline(call):
             return
         with self._lock:
             if self._first is not None:

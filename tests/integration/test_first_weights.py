@@ -156,15 +156,17 @@ def test_a_gradient_between_the_shards_of_an_init_does_no_harm(cluster, connect)
 
 
 def test_a_second_epoch_cannot_replace_weights_that_stand(cluster, connect) -> None:
-    """The .proto: FAILED_PRECONDITION when it is initialized by another epoch."""
+    """The .proto: ABORTED for an older epoch, FAILED_PRECONDITION for one that was not granted."""
     running = cluster(1)
     model = connect(running, "w0").parameter("model", size=20, optimizer=SGD, codec="fp32")
     model.init(np.ones(20, np.float32))
     with WireWorker(running.target, "stranger") as worker:
         stranger = worker.create(spec("model", 20))
-        with pytest.raises(grpc.RpcError) as caught:
-            stranger.init_shard(0, np.full(20, 9, np.float32), 7)
-        assert caught.value.code().name == "FAILED_PRECONDITION"
+        granted = stranger.claim_init().epoch
+        for epoch, status in ((7, "ABORTED"), (granted + 1, "FAILED_PRECONDITION")):
+            with pytest.raises(grpc.RpcError) as caught:
+                stranger.init_shard(0, np.full(20, 9, np.float32), epoch)
+            assert caught.value.code().name == status
     np.testing.assert_array_equal(model.get_weights(), 1)
 
 

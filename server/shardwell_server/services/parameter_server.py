@@ -87,11 +87,13 @@ class ParameterServerService:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         worker_id = check_name("worker_id", request.worker_id)
-        parameter, created = self._shard.create(ParameterSpec.from_proto(request.spec))
+        spec = ParameterSpec.from_proto(request.spec)
+        if request.take_seat:
+            self._shard.parameter(spec.name)  # whoever takes a seat has opened it before
+        parameter, created = self._shard.create(spec)
         response = parameter.join(worker_id, take_seat=request.take_seat)
         response.created = created
         if created:
-            spec = parameter.spec
             _LOG.info("parameter created", extra={"parameter": spec.name, "size": spec.size})
         return response
 
