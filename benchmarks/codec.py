@@ -74,7 +74,7 @@ def main() -> None:
 
             def add(codec=codec, pairs=pairs, exponents=exponents) -> None:
                 for (_, p, t), e in zip(pairs, exponents, strict=True):
-                    codec.decode_add(p, e, 32.0, t, scratch)
+                    codec.decode_add(p, 32.0 * 2.0**e, t, 1.0, t, scratch)
 
             def check(codec=codec, pairs=pairs, exponents=exponents) -> None:
                 for (_, p, _), e in zip(pairs, exponents, strict=True):
