@@ -50,7 +50,7 @@ def slice_of(optimizer: Optimizer, size: int = 4, worker_count: int = 1) -> Para
         storage,
         rule,
         chunk_element_count=16,
-        grants_claims=True,
+        is_first_shard=True,
         limits=Limits(),
     )
     if not isinstance(optimizer, Average):
@@ -104,7 +104,7 @@ def test_nothing_is_taken_before_the_first_weights() -> None:
         MemoryStore().create("p", 4, slot_count=0, with_sum=False),
         UpdateRule(SGD(learning_rate=1.0)),
         chunk_element_count=16,
-        grants_claims=True,
+        is_first_shard=True,
         limits=Limits(),
     )
     with pytest.raises(NotInitializedError, match="init"):
@@ -129,7 +129,7 @@ def test_weights_that_stand_elsewhere_are_confirmed() -> None:
         MemoryStore().create("p", 4, slot_count=0, with_sum=False),
         UpdateRule(SGD(learning_rate=1.0)),
         chunk_element_count=16,
-        grants_claims=False,
+        is_first_shard=False,
         limits=Limits(),
     )
     with pytest.raises(StepOrderError, match="epoch 1 is refused"):

@@ -18,7 +18,6 @@ from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import Bytes, Float32, NonFiniteValueError
 from shardwell.errors import (
     ArgumentError,
-    InitSupersededError,
     LimitError,
     NonFiniteError,
     NotInitializedError,
@@ -38,17 +37,14 @@ from shardwell_server.shard.averaging import (
     close_step,
     shift_for,
 )
+from shardwell_server.shard.first_weights import FirstWeightsState
 from shardwell_server.shard.ledger import Decision, Seat, StepLedger
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.update_rules import LearningRates, UpdateRule
 from shardwell_server.store import ParameterStorage
 
-_EPOCH_AHEAD_MS_MAX = 24 * 3600 * 1000
-"""Clocks may differ by so much; a higher epoch would shut out those that shard 0 will grant."""
 
-
-def _now_ms() -> int:
-    """Epochs grow with the clock, so that a shard that lost its memory never grants an old one."""
+def _wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
@@ -77,14 +73,13 @@ class ParameterSlice:
         rule: UpdateRule,
         *,
         chunk_element_count: int,
-        grants_claims: bool,
+        is_first_shard: bool,
         limits: Limits,
     ) -> None:
         self.spec = spec
         self.where = where
         self.chunk_element_count = chunk_element_count
         self.storage = storage
-        self._grants_claims = grants_claims
         self._limits = limits
         self._rule = rule
         self._codec = ChunkCodec.of(spec)
@@ -100,10 +95,11 @@ class ParameterSlice:
         self._lock = threading.Lock()
         self._rates = LearningRates(rule.learning_rate or 0.0)
         self._init_changed = threading.Condition(self._lock)
-        self._initialized = isinstance(spec.optimizer, Average)
-        self._init_epoch = 0
-        self._staged_epoch = 0
-        self._claim: tuple[str, float] | None = None
+        self._first = FirstWeightsState(
+            spec.name, is_first_shard=is_first_shard, claim_s=limits.init_claim_s
+        )
+        if isinstance(spec.optimizer, Average):
+            self._first.stand_without()
         self._encoded: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self._encoded_lock = threading.Lock()
         self._total_factors: np.ndarray[tuple[int], np.dtype[np.float64]] = np.zeros(
@@ -137,24 +133,22 @@ class ParameterSlice:
                 chunk_element_count=self.chunk_element_count,
                 version=self._ledger.version_min(),
                 next_step=self._ledger.next_step(worker_id),
-                initialized=self._initialized,
-                init_epoch=self._init_epoch if self._initialized else 0,
+                initialized=self._first.standing,
+                init_epoch=self._first.standing_epoch,
             )
 
     def claim_init(self, worker_id: str, patience: Patience) -> pb.ClaimInitResponse:
         """Grants the right to set the first weights, or waits until another has set them."""
         with self._lock:
-            while not self._initialized:
-                now = time.monotonic()
-                if self._claim is None or self._claim[0] == worker_id or self._claim[1] <= now:
-                    self._claim = (worker_id, now + self._limits.init_claim_s)
-                    self._init_epoch = max(self._init_epoch + 1, _now_ms())
-                    return pb.ClaimInitResponse(granted=True, epoch=self._init_epoch)
+            while not self._first.standing:
+                epoch = self._first.claim(worker_id, now_s=time.monotonic(), wall_ms=_wall_ms())
+                if epoch is not None:
+                    return pb.ClaimInitResponse(granted=True, epoch=epoch)
                 if not patience.wait(self._init_changed):
                     break
             return pb.ClaimInitResponse(
-                initialized=self._initialized,
-                epoch=self._init_epoch if self._initialized else 0,
+                initialized=self._first.standing,
+                epoch=self._first.standing_epoch,
                 version=self._ledger.version_min(),
             )
 
@@ -174,7 +168,7 @@ class ParameterSlice:
                 f"{self.where.offset} to {self.where.stop - 1}"
             )
         with self._lock:
-            if self._take_epoch(epoch):
+            if self._first.take(epoch, wall_ms=_wall_ms()):
                 start = where.offset - self.where.offset
                 self.storage.weights[start : start + where.size] = values
 
@@ -187,10 +181,9 @@ class ParameterSlice:
             InitSupersededError, StepOrderError: see `set_first_weights`.
         """
         with self._lock:
-            if self._take_epoch(epoch):
-                self._staged_epoch = epoch
-                if self._grants_claims:
-                    self._stand()
+            if self._first.take(epoch, wall_ms=_wall_ms()):
+                self._first.finish(epoch)
+                self._first_weights_changed()
             return self._ledger.version_min()
 
     def confirm_init(self, epoch: int) -> int:
@@ -200,47 +193,15 @@ class ParameterSlice:
             StepOrderError: this shard has no complete values of that epoch.
         """
         with self._lock:
-            if self._initialized and epoch == self._init_epoch:
-                return self._ledger.version_min()
-            if self._initialized or epoch != self._staged_epoch or self._grants_claims:
-                raise self._epoch_refused(epoch, f"this shard has epoch {self._staged_epoch}")
-            self._stand()
+            self._first.confirm(epoch)
+            self._first_weights_changed()
             return self._ledger.version_min()
 
-    def _stand(self) -> None:
-        """The first weights are decided; the lock is held."""
-        self._initialized = True
-        self._drop_encoded()
+    def _first_weights_changed(self) -> None:
+        """Forgets encodings of other weights, and wakes those who wait; the lock is held."""
+        with self._encoded_lock:
+            self._encoded.clear()
         self._init_changed.notify_all()
-
-    def _take_epoch(self, epoch: int) -> bool:
-        """Whether values of this epoch are still to be written; the lock is held.
-
-        Shard 0 knows which epoch it granted. The others take any that is not older than what they
-        have seen, until one is confirmed; what stands is never written again.
-        """
-        if epoch < self._init_epoch or epoch < 1:
-            raise InitSupersededError(
-                f"first weights of {self.spec.name!r}: epoch {epoch} came after epoch "
-                f"{self._init_epoch}; call ClaimInit again",
-                parameter=self.spec.name,
-            )
-        if epoch > _now_ms() + _EPOCH_AHEAD_MS_MAX:
-            raise self._epoch_refused(epoch, "which is no epoch that shard 0 grants")
-        if self._initialized and epoch == self._init_epoch:
-            return False  # a repeat is acknowledged, and changes nothing
-        if self._initialized or (self._grants_claims and epoch != self._init_epoch):
-            raise self._epoch_refused(epoch, f"epoch {self._init_epoch} is the newest")
-        self._init_epoch = epoch
-        self._staged_epoch = 0
-        return True
-
-    def _epoch_refused(self, epoch: int, reason: str) -> StepOrderError:
-        return StepOrderError(
-            f"first weights of {self.spec.name!r}: epoch {epoch} is refused, {reason}; "
-            "call ClaimInit on shard 0 and use its epoch",
-            parameter=self.spec.name,
-        )
 
     # Gradients in.
 
@@ -385,10 +346,6 @@ class ParameterSlice:
                 chunk.where.offset + error.index, f"weights at version {version}"
             ) from None
 
-    def _drop_encoded(self) -> None:
-        with self._encoded_lock:
-            self._encoded.clear()
-
     # The rest.
 
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
@@ -433,7 +390,7 @@ class ParameterSlice:
                 spec=self.spec.to_proto(),
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
-                initialized=self._initialized,
+                initialized=self._first.standing,
                 version_min=oldest,
                 version_max=ledger.version_max(),
                 contributed_worker_ids=contributed[:name_count_max],
@@ -456,7 +413,7 @@ class ParameterSlice:
         return self._chunks[index]
 
     def _check_initialized(self) -> None:
-        if not self._initialized:
+        if not self._first.standing:
             raise NotInitializedError(
                 f"parameter {self.spec.name!r} has no first weights; call init() in one worker",
                 parameter=self.spec.name,

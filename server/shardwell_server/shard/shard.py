@@ -113,7 +113,7 @@ class Shard:
             storage,
             rule,
             chunk_element_count=config.chunk_size_bytes // CODECS[spec.codec_name].item_size,
-            grants_claims=config.shard_index == 0,
+            is_first_shard=config.shard_index == 0,
             limits=limits,
         )
 
