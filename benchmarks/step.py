@@ -1,7 +1,7 @@
 """One synchronous step beside bare gRPC, in one run.
 
     python benchmarks/step.py [--workers 2] [--shards 2] [--megabytes 64] [--codec fp16]
-                              [--steps 15] [--json FILE]
+                              [--chunk-kib 1024] [--steps 15] [--json FILE]
 
 W workers each push an N MB float32 gradient and get N MB of weights back from S shards, SGD. Beside
 it, the floor: the same encoded bytes, in messages of the same size, both ways between as many
@@ -30,7 +30,6 @@ from bare_grpc import BareWorker, payload, serve
 from shardwell.codec import CODECS
 from shardwell_server import LocalCluster
 
-CHUNK_BYTES = 2**20
 LATENCY_STEPS = 300
 ROWS = {
     "bare": "bare gRPC, as installed",
@@ -48,7 +47,7 @@ class Bench:
         self._args = args
         item_size = CODECS[args.codec.removesuffix("+lz4")].item_size
         per_shard = args.megabytes * 10**6 // 4 * item_size / args.shards
-        self._message_count = max(round(per_shard / CHUNK_BYTES), 1)
+        self._message_count = max(round(per_shard / (args.chunk_kib * 1024)), 1)
         self._message = payload(round(per_shard / self._message_count))
         self._client: shardwell.Client | None = None
         if not target:
@@ -185,11 +184,13 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--codec", default="fp16")
+    parser.add_argument("--chunk-kib", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     times: dict[str, list[float]] = {row: [] for row in ROWS}
-    with LocalCluster(args.shards, processes=True) as cluster:
+    chunk_size_bytes = args.chunk_kib * 1024
+    with LocalCluster(args.shards, processes=True, chunk_size_bytes=chunk_size_bytes) as cluster:
         pid = cluster.children[0].pid
         empty_mb = resident_mb(pid, "VmRSS")
         plain, tuned = Crew(args, ""), Crew(args, cluster.target)
@@ -255,6 +256,7 @@ def report(
         "shards": args.shards,
         "megabytes": args.megabytes,
         "codec": args.codec,
+        "chunk_kib": args.chunk_kib,
         "median_ms": {row: round(value, 2) for row, value in medians.items()},
         "exchange_over_bare": round(medians["exchange"] / medians["bare"], 3),
         "exchange_over_bare_tuned": round(medians["exchange"] / medians["bare_tuned"], 3),

@@ -2,8 +2,8 @@
 
     python benchmarks/transport.py [--steps 12]
 
-Two clients and two echo servers, 16 MB each way between each pair; then one small message, on an
-open stream, on a new stream and as a unary call.
+Two clients and two echo servers, 16 MB each way between each pair; then one small message and back,
+on an open stream and on a new one.
 """
 
 from __future__ import annotations
@@ -133,6 +133,30 @@ def measure(server: str, worker: str, tuned: bool, size: int, steps: int) -> flo
     return statistics.median(times) * 1e3
 
 
+def small_message(runs: int = 300) -> dict[str, float]:
+    """Median milliseconds for 60 bytes and back."""
+    context = multiprocessing.get_context("spawn")
+    ports: Any = context.Queue()
+    server = context.Process(target=serve, args=(ports, True))
+    server.start()
+    port = ports.get(timeout=60)
+    worker, message = BareWorker([port]), payload(60)
+    times: dict[str, list[float]] = {"open stream": [], "new stream": []}
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
+        call = channel.stream_stream(METHOD)
+        for _ in range(runs):
+            start = time.perf_counter()
+            worker.ping(message)
+            middle = time.perf_counter()
+            list(call(iter([message])))
+            times["open stream"].append(middle - start)
+            times["new stream"].append(time.perf_counter() - middle)
+    worker.close()
+    server.terminate()
+    server.join()
+    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
@@ -148,7 +172,10 @@ def main() -> None:
                 )
                 row = (f"{size // 1024} KiB", server, worker, f"{plain:.0f}", f"{tuned:.0f}")
                 table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for name, milliseconds in small_message().items():
+        console.print(f"60 bytes and back on {name}: {milliseconds:.2f} ms")
 
 
 if __name__ == "__main__":
