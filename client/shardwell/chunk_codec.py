@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import crc32c
 import lz4.block
 import numpy as np
 import numpy.typing as npt
+from fastcrc import crc32
 from google.protobuf.message import Message
 
 from shardwell.codec import CODECS, Bytes, Codec, Scratch
@@ -48,6 +48,8 @@ class ChunkCodec:
         chunk_index: int,
         values: npt.NDArray[Any],
         scratch: Scratch,
+        *,
+        peak: float | None = None,
     ) -> bytes:
         """A sealed message of one chunk.
 
@@ -58,6 +60,7 @@ class ChunkCodec:
             chunk_index: Its place in the slice.
             values: (where.size,) floating point, any stride.
             scratch: This thread's.
+            peak: See `Codec.encode`.
 
         Raises:
             NonFiniteValueError: a value is not finite and the spec refuses it.
@@ -67,7 +70,7 @@ class ChunkCodec:
         chunk.element_count = where.size
         message = OutgoingMessage(header, where.size * self.codec.item_size)
         chunk.scale_exponent = self.codec.encode(
-            values, message.payload, scratch, allow_non_finite=self._allow_non_finite
+            values, message.payload, scratch, allow_non_finite=self._allow_non_finite, peak=peak
         )
         if self._lz4:
             packed = lz4.block.compress(message.payload, mode="fast", store_size=False)
@@ -75,7 +78,7 @@ class ChunkCodec:
                 chunk.lz4 = True
                 message = OutgoingMessage(header, len(packed))
                 message.payload[:] = np.frombuffer(packed, np.uint8)
-        chunk.crc32c = crc32c.crc32c(message.payload.data)
+        chunk.crc32c = crc32.iscsi(message.payload.data)
         return message.seal()
 
     def open(self, chunk: types_pb2.Chunk, where: Slice, payload: Bytes) -> Bytes:
@@ -97,7 +100,7 @@ class ChunkCodec:
                 f"got offset {chunk.element_offset} and count {chunk.element_count}; "
                 "check slice_of and chunk_element_count"
             )
-        found = crc32c.crc32c(payload.data)
+        found = crc32.iscsi(payload.data)
         if found != chunk.crc32c:
             raise CorruptChunkError(
                 f"chunk {chunk.chunk_index}: CRC32C of {payload.size} payload bytes is "

@@ -104,6 +104,7 @@ class Codec:
         scratch: Scratch,
         *,
         allow_non_finite: bool = False,
+        peak: float | None = None,
     ) -> int:
         """Writes `values` into `payload`.
 
@@ -112,6 +113,7 @@ class Codec:
             payload: (n * item_size,) uint8, aligned to item_size, overwritten.
             scratch: This thread's.
             allow_non_finite: Write NaN and infinity as they are instead of refusing.
+            peak: The largest magnitude, if it is known and finite: spares looking at them.
 
         Returns:
             The scale exponent e: value = written * 2^e.
@@ -119,6 +121,11 @@ class Codec:
         Raises:
             NonFiniteValueError: with the first index; `payload` is then of no use.
         """
+        if peak is not None:
+            exponent = self._exponent_for(peak)
+            limit = math.inf if peak <= self._largest() else self._largest()
+            self._write(values, payload, exponent, scratch, limit=limit)
+            return exponent
         if values.size <= _SMALL_ELEMENT_COUNT:
             exponent, low_enough = self._exact_exponent(values)
             if low_enough:
@@ -129,9 +136,9 @@ class Codec:
         written = _magnitude(payload.view(self._bits))
         if self._accepts(written) and self._decodes_finite(written, exponent):
             return exponent
-        peak = _finite_peak(values, scratch, allow_non_finite=allow_non_finite)
-        exact = self._exponent_for(peak)
-        if peak > self._largest() or exact != exponent:
+        found = _finite_peak(values, scratch, allow_non_finite=allow_non_finite)
+        exact = self._exponent_for(found)
+        if found > self._largest() or exact != exponent:
             self._write(values, payload, exact, scratch, limit=self._largest())
         return exact
 

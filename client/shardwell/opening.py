@@ -39,11 +39,11 @@ class Opening:
             CorruptChunkError: a shard cuts the parameter in another way.
         """
         answers = [self._join(channel, timeout_s) for channel in self._channels]
-        parts = [
-            self._part(channel, answer)
-            for channel, answer in zip(self._channels, answers, strict=True)
-            if answer.slice_size
-        ]
+        parts: list[Part] = []
+        for channel, answer in zip(self._channels, answers, strict=True):
+            if answer.slice_size:
+                first_chunk = parts[-1].first_chunk + len(parts[-1].chunks) if parts else 0
+                parts.append(self._part(channel, answer, first_chunk))
         next_steps = [answer.next_step for answer in answers if answer.slice_size]
         if self._spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
             raise StepOrderError(
@@ -104,7 +104,9 @@ class Opening:
             )
         return max(newest, next_step)
 
-    def _part(self, channel: ShardChannel, answer: pb.CreateParameterResponse) -> Part:
+    def _part(
+        self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int
+    ) -> Part:
         where = Slice(answer.slice_offset, answer.slice_size)
         bytes_ = answer.chunk_element_count * CODECS[self._spec.codec_name].item_size
         expected = slice_of(self._spec.size, channel.shard_index, len(self._channels))
@@ -116,7 +118,7 @@ class Opening:
                 shard_index=channel.shard_index,
                 parameter=self._spec.name,
             )
-        return Part(channel, where, answer.chunk_element_count)
+        return Part(channel, where, answer.chunk_element_count, first_chunk)
 
     def _join(
         self, channel: ShardChannel, timeout_s: float, *, take_seat: bool = False

@@ -38,9 +38,9 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.values import (
     as_flat,
     as_output,
-    check_finite,
     check_integer,
     check_timeout,
+    finite_peak,
     milliseconds,
 )
 from shardwell.watchdog import Watchdog
@@ -111,7 +111,7 @@ class Parameter:
         what = f"first weights of {self.name!r}"
         values = as_flat(what, weights, self.size)
         if not self.spec.allow_non_finite:
-            check_finite(what, values, self.name)
+            finite_peak(what, values, self.name)
         wait_s = self._bounded(timeout_s)
         with self._turn(wait_s):
             return FirstWeights(
@@ -354,13 +354,18 @@ class Parameter:
         what = f"gradient of {self.name!r}"
         values = as_flat(what, gradient, self.size)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
+        peaks = None
         if not self.spec.allow_non_finite:
-            check_finite(what, values, self.name)
+            peaks = [
+                finite_peak(what, values, self.name, where.offset, where.stop)
+                for part in self._parts
+                for where in part.chunks
+            ]
         wait_s = self._bounded(timeout_s)
         if not self._has_seat:
             self._opening.take_seat(wait_s)
             self._has_seat = True
-        return Gradient(values, self.next_step, count, milliseconds(wait_s))
+        return Gradient(values, self.next_step, count, milliseconds(wait_s), peaks)
 
     def _exchange_once(self, work: Gradient, weights: Float32) -> None:
         """One attempt; on failure all lanes are closed, so that no late answer can be mistaken."""

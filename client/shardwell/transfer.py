@@ -34,13 +34,19 @@ class Gradient:
     step: int
     sample_count: int
     wait_timeout_ms: int
+    peaks: list[float] | None
+    """Largest magnitude of each chunk, in the order of parts and chunks; None if not known."""
 
 
 class Part:
     """What this parameter is on one shard that owns a slice of it."""
 
-    def __init__(self, channel: ShardChannel, where: Slice, chunk_element_count: int) -> None:
+    def __init__(
+        self, channel: ShardChannel, where: Slice, chunk_element_count: int, first_chunk: int
+    ) -> None:
         self.channel = channel
+        self.first_chunk = first_chunk
+        """How many chunks the parts before this one have."""
         self.chunks = [
             where.chunk(index, chunk_element_count)
             for index in range(where.chunk_count(chunk_element_count))
@@ -80,6 +86,7 @@ class Transfer:
                     index,
                     work.values[where.offset : where.stop],
                     scratch,
+                    peak=None if work.peaks is None else work.peaks[part.first_chunk + index],
                 )
             except NonFiniteValueError as error:  # the caller changed the array meanwhile
                 raise NonFiniteError(

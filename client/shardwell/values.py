@@ -74,29 +74,33 @@ def as_output(out: Any, size: int) -> Float32:
     return np.asarray(out).reshape(-1)
 
 
-def check_finite(what: str, values: npt.NDArray[Any], parameter: str) -> None:
-    """Refuses NaN and infinity, before anything is sent.
+def finite_peak(
+    what: str, values: npt.NDArray[Any], parameter: str, start: int = 0, stop: int | None = None
+) -> float:
+    """Largest magnitude of values[start:stop] as float32.
 
     Raises:
-        NonFiniteError: with the index of the first.
+        NonFiniteError: one is NaN or infinite; with the index of the first.
     """
-    for start in range(0, values.size, _CHECK_ELEMENT_COUNT):
-        block = values[start : start + _CHECK_ELEMENT_COUNT]
-        # Two reductions without a temporary; NaN and infinity survive one of them.
-        if isfinite(np.maximum.reduce(block)) and isfinite(np.minimum.reduce(block)):
-            if block.dtype.itemsize <= 4:
-                continue
+    stop = values.size if stop is None else stop
+    peak = 0.0
+    for first in range(start, stop, _CHECK_ELEMENT_COUNT):
+        block = values[first : min(first + _CHECK_ELEMENT_COUNT, stop)]
+        if block.dtype.itemsize > 4:
             with np.errstate(over="ignore"):
                 block = block.astype(np.float32)
-        finite = np.isfinite(block)
-        if not finite.all():
-            index = start + int(np.argmin(finite))
+        # Two reductions without a temporary; NaN and infinity survive one of them.
+        low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
+        if not (isfinite(low) and isfinite(high)):
+            index = first + int(np.argmin(np.isfinite(block)))
             raise NonFiniteError(
                 f"{what}: element {index} is {values[index]}, which is not a finite float32; "
                 "skip or mend the step, or open the parameter with allow_non_finite=True",
                 element_index=index,
                 parameter=parameter,
             )
+        peak = max(peak, -low, high)
+    return peak
 
 
 def check_timeout(timeout_s: Any) -> float:

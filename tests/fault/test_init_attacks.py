@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import crc32c
 import grpc
 import numpy as np
 import pytest
+from fastcrc import crc32
 
 from harness.wire_worker import WireParameter, WireWorker, error_detail, spec
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -23,7 +23,7 @@ CORRUPT = ("DATA_LOSS", "CORRUPT_CHUNK")
 
 def _reseal(message: Any, payload: bytes) -> None:
     message.payload = payload
-    message.chunk.crc32c = crc32c.crc32c(payload)
+    message.chunk.crc32c = crc32.iscsi(payload)
 
 
 def _swap(messages: list[Any]) -> None:

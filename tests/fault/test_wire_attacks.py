@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import crc32c
 import grpc
 import numpy as np
 import pytest
+from fastcrc import crc32
 
 from harness.wire_worker import WireParameter, WireWorker, encode, error_detail, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -86,7 +86,7 @@ def _expect(error: grpc.RpcError, status: str, code: str) -> None:
 
 def _rewrite(message: Any, payload: bytes) -> None:
     message.payload = payload
-    message.gradient.chunk.crc32c = crc32c.crc32c(payload)
+    message.gradient.chunk.crc32c = crc32.iscsi(payload)
 
 
 def _set(**fields: Any) -> Change:

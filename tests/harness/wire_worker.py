@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import crc32c
 import grpc
 import numpy as np
 import numpy.typing as npt
+from fastcrc import crc32
 
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import parameter_server_pb2_grpc as pb_grpc
@@ -314,7 +314,7 @@ class WireParameter:
             chunk = answer.chunk
             assert (chunk.chunk_index, chunk.element_offset) == (index, start)
             assert chunk.element_count == stop - start
-            assert crc32c.crc32c(answer.payload) == chunk.crc32c
+            assert crc32.iscsi(answer.payload) == chunk.crc32c
             assert answer.version >= min_version
             assert not chunk.lz4 or self.spec.compression == types.COMPRESSION_LZ4
             weights[start:stop] = decode(answer.payload, self.spec.codec, chunk.scale_exponent)
@@ -326,5 +326,5 @@ def _chunk(index: int, offset: int, count: int, exponent: int, payload: bytes) -
         element_offset=offset,
         element_count=count,
         scale_exponent=exponent,
-        crc32c=crc32c.crc32c(payload),
+        crc32c=crc32.iscsi(payload),
     )

@@ -6,11 +6,11 @@ code with the SDK and writes payloads without padding.
 
 from __future__ import annotations
 
-import crc32c
 import grpc
 import lz4.block
 import numpy as np
 import pytest
+from fastcrc import crc32
 
 import shardwell
 from harness.model import ModelParameter, integer_gradient
@@ -210,7 +210,7 @@ def test_lz4_blocks_are_read_and_written(cluster) -> None:
         packed = lz4.block.compress(message.payload, store_size=False)
         message.payload = packed
         message.gradient.chunk.lz4 = True
-        message.gradient.chunk.crc32c = crc32c.crc32c(packed)
+        message.gradient.chunk.crc32c = crc32.iscsi(packed)
         (answer,) = worker.stubs[0].Exchange(iter([message]), timeout=10)
         assert answer.chunk.lz4
         values = lz4.block.decompress(answer.payload, uncompressed_size=4000)
