@@ -12,6 +12,7 @@
     ├── CorruptChunkError                 a chunk whose CRC, length or place does not fit
     ├── WrongShardError                   an address leads to another shard or cluster
     ├── LimitError                        a named limit of a shard
+    ├── StorageError                      a shard's files: full disk, not permitted, damaged
     ├── DeadlineError (TimeoutError)      no answer within the caller's deadline
     │   └── WorkersMissingError           ... because of other workers, which it names
     ├── ShardUnavailableError (ConnectionError)   a shard can't be reached, or went away
@@ -108,6 +109,10 @@ class WrongShardError(ShardwellError):
 
 class LimitError(ShardwellError):
     """A named limit of a shard would be exceeded."""
+
+
+class StorageError(ShardwellError):
+    """A shard's files can't be written (disk full, not permitted) or believed (damaged)."""
 
 
 class DeadlineError(ShardwellError, TimeoutError):

@@ -48,6 +48,7 @@ _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.St
         grpc.StatusCode.DEADLINE_EXCEEDED,
     ),
     (errors.LimitError, types_pb2.ERROR_CODE_LIMIT_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.StorageError, types_pb2.ERROR_CODE_STORAGE, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ShardUnavailableError, types_pb2.ERROR_CODE_STOPPING, grpc.StatusCode.UNAVAILABLE),
     (errors.InternalError, types_pb2.ERROR_CODE_INTERNAL, grpc.StatusCode.INTERNAL),
 ]

@@ -24,9 +24,12 @@ from shardwell_server.shard.averaging import (
     shift_for,
 )
 from shardwell_server.shard.update_rules import UpdateRule
+from shardwell_server.store import Layout, MemoryStore, Transition
 from unit.codec_oracle import decoded, encoded
 
 NAMES = sorted(CODECS)
+LAYOUT = Layout(name="p", slice_size=0, chunk_element_count=1, with_sum=False)
+CHANGE = MemoryStore().create(LAYOUT).change(0, Transition.CLOSE)
 
 
 def contribution(name: str, values: np.ndarray, sample_count: int) -> Contribution:
@@ -65,7 +68,7 @@ def stepped(
         assert state.gradient_sum is not None
         total_factor, shift = shifted(each, total_factor, shift, len(sent))
         total_factor = add_to_sum(
-            each, CODECS[name], state.gradient_sum, total_factor, scratch, shift=shift
+            each, CODECS[name], state.gradient_sum, total_factor, scratch, CHANGE, shift=shift
         )
     total_factor, shift = shifted(sent[-1], total_factor, shift, len(sent))
     close_step(
@@ -74,6 +77,7 @@ def stepped(
         state,
         rule,
         scratch,
+        CHANGE,
         total_factor=total_factor,
         shift=shift,
         sample_total=sum(sample_counts),
@@ -205,13 +209,14 @@ def test_zeros_with_the_largest_scale_stay_zeros(counts: tuple[int, int]) -> Non
     shift = max(shift_for(count, 2) for count in counts)
     codec, scratch = CODECS["fp16"], Scratch()
     assert state.gradient_sum is not None
-    factor = add_to_sum(first, codec, state.gradient_sum, 0.0, scratch, shift=shift)
+    factor = add_to_sum(first, codec, state.gradient_sum, 0.0, scratch, CHANGE, shift=shift)
     close_step(
         last,
         codec,
         state,
         UpdateRule(Average()),
         scratch,
+        CHANGE,
         total_factor=factor,
         shift=shift,
         sample_total=sum(counts),

@@ -9,17 +9,20 @@ import pytest
 
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.ledger import Decision, Seat, StepLedger
+from shardwell_server.store import ChunkRecord
 
 
 def ledger(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int = 9) -> StepLedger:
     return StepLedger(
-        chunk_count=chunk_count, worker_count=worker_count, worker_count_max=worker_count_max
+        [ChunkRecord()] * chunk_count,
+        worker_count=worker_count,
+        worker_count_max=worker_count_max,
     )
 
 
 def give(ledger: StepLedger, seat: Seat, step: int, chunk: int = 0, samples: int = 1) -> None:
     assert ledger.decide(seat, chunk, step) is Decision.COUNT
-    ledger.record(seat, chunk, step, samples)
+    ledger.record(seat, chunk, step, ledger.following(chunk, samples))
 
 
 def test_a_step_closes_with_the_last_worker() -> None:
@@ -28,9 +31,9 @@ def test_a_step_closes_with_the_last_worker() -> None:
     assert not steps.completes(0)
     give(steps, first, 0, samples=3)
     assert steps.completes(0)
-    assert (steps.contribution_counts[0], steps.sample_totals[0], steps.versions[0]) == (1, 3, 0)
+    assert steps.records[0] == ChunkRecord(contribution_count=1, sample_total=3)
     give(steps, second, 0, samples=4)
-    assert (steps.contribution_counts[0], steps.sample_totals[0], steps.versions[0]) == (0, 0, 1)
+    assert steps.records[0] == ChunkRecord(version=1)
 
 
 def test_a_repeated_gradient_counts_once_before_and_after_the_step_closed() -> None:
@@ -77,7 +80,7 @@ def test_asynchronous_workers_count_for_themselves() -> None:
         assert steps.completes(0)
         give(steps, first, step)
     give(steps, second, 0)
-    assert steps.versions[0] == 4
+    assert steps.records[0].version == 4
     assert (steps.next_step("w0"), steps.next_step("w1"), steps.next_step("new")) == (3, 1, 0)
     with pytest.raises(StepOrderError, match="expected step 1"):
         steps.decide(second, 0, 3)
@@ -112,7 +115,7 @@ def test_known_workers_have_a_limit() -> None:
 def test_a_step_that_closed_without_a_worker_is_refused() -> None:
     """Versions come back from files; a worker that comes later joins where they are."""
     steps = ledger(chunk_count=2)
-    steps.versions[:] = 3, 4
+    steps.records = [ChunkRecord(version=3), ChunkRecord(version=4)]
     seat = steps.seat("w0")
     for chunk, version in enumerate((3, 4)):
         for step in range(version):

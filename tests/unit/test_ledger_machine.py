@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.ledger import Decision, StepLedger
+from shardwell_server.store import ChunkRecord
 
 WORKERS = ["w0", "w1", "w2", "w3", "w4"]
 workers = st.sampled_from(WORKERS)
@@ -32,7 +33,9 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     def open(self, chunk_count: int, worker_count: int, worker_count_max: int) -> None:
         self.ledger = StepLedger(
-            chunk_count=chunk_count, worker_count=worker_count, worker_count_max=worker_count_max
+            [ChunkRecord()] * chunk_count,
+            worker_count=worker_count,
+            worker_count_max=worker_count_max,
         )
         self.chunk_count, self.worker_count = chunk_count, worker_count
         self.worker_count_max = worker_count_max
@@ -124,7 +127,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ]
         closes = not self.worker_count or len(shares) + 1 == self.worker_count
         assert self.ledger.completes(chunk) == closes
-        self.ledger.record(seat, chunk, step, sample_count)
+        self.ledger.record(seat, chunk, step, self.ledger.following(chunk, sample_count))
         self.marks(worker, chunk).add(step)
         shares[worker] = sample_count
         self.closed_count[chunk] += closes
@@ -132,7 +135,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def versions_count_closed_steps(self) -> None:
-        assert self.ledger.versions.tolist() == self.closed_count
+        assert [record.version for record in self.ledger.records] == self.closed_count
         assert self.ledger.version_min() == min(self.closed_count)
         assert self.ledger.version_max() == max(self.closed_count)
 
@@ -151,8 +154,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def open_steps_have_their_counts_and_samples(self) -> None:
         for chunk, version in enumerate(self.closed_count):
             shares = self.samples[(chunk, version)] if self.worker_count else {}
-            assert self.ledger.contribution_counts[chunk] == len(shares)
-            assert self.ledger.sample_totals[chunk] == sum(shares.values())
+            assert self.ledger.records[chunk].contribution_count == len(shares)
+            assert self.ledger.records[chunk].sample_total == sum(shares.values())
 
     @invariant()
     def next_step_can_be_sent_to_every_chunk(self) -> None:

@@ -24,7 +24,7 @@ from shardwell_server.config import Limits
 from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.update_rules import UpdateRule
-from shardwell_server.store import MemoryStore
+from shardwell_server.store import Layout, MemoryStore
 
 OPTIMIZERS = [
     Average(),
@@ -42,7 +42,13 @@ def slice_of(optimizer: Optimizer, size: int = 4, worker_count: int = 1) -> Para
     )
     rule = UpdateRule(optimizer)
     storage = MemoryStore().create(
-        "p", size, slot_count=len(rule.initial_slots), with_sum=worker_count > 1
+        Layout(
+            name="p",
+            slice_size=size,
+            chunk_element_count=16,
+            initial_slots=rule.initial_slots,
+            with_sum=worker_count > 1,
+        )
     )
     made = ParameterSlice(
         spec,
@@ -101,7 +107,9 @@ def test_nothing_is_taken_before_the_first_weights() -> None:
     made = ParameterSlice(
         ParameterSpec(name="p", size=4, optimizer=SGD(learning_rate=1.0), worker_count=1),
         Slice(0, 4),
-        MemoryStore().create("p", 4, slot_count=0, with_sum=False),
+        MemoryStore().create(
+            Layout(name="p", slice_size=4, chunk_element_count=16, with_sum=False)
+        ),
         UpdateRule(SGD(learning_rate=1.0)),
         chunk_element_count=16,
         is_first_shard=True,
@@ -126,7 +134,9 @@ def test_weights_that_stand_elsewhere_are_confirmed() -> None:
     made = ParameterSlice(
         ParameterSpec(name="p", size=8, optimizer=SGD(learning_rate=1.0), worker_count=1),
         Slice(4, 4),
-        MemoryStore().create("p", 4, slot_count=0, with_sum=False),
+        MemoryStore().create(
+            Layout(name="p", slice_size=4, chunk_element_count=16, with_sum=False)
+        ),
         UpdateRule(SGD(learning_rate=1.0)),
         chunk_element_count=16,
         is_first_shard=False,

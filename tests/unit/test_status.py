@@ -30,6 +30,7 @@ WIRE: dict[str, tuple[type[errors.ShardwellError], grpc.StatusCode]] = {
     "WORKERS_MISSING": (errors.WorkersMissingError, Code.DEADLINE_EXCEEDED),
     "LIMIT_EXCEEDED": (errors.LimitError, Code.RESOURCE_EXHAUSTED),
     "STOPPING": (errors.ShardUnavailableError, Code.UNAVAILABLE),
+    "STORAGE": (errors.StorageError, Code.FAILED_PRECONDITION),
     "INTERNAL": (errors.InternalError, Code.INTERNAL),
 }
 EXTRA: dict[str, dict[str, Any]] = {

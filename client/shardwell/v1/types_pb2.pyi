@@ -43,6 +43,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_LIMIT_EXCEEDED: _ClassVar[ErrorCode]
     ERROR_CODE_STOPPING: _ClassVar[ErrorCode]
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
+    ERROR_CODE_STORAGE: _ClassVar[ErrorCode]
 CODEC_UNSPECIFIED: Codec
 CODEC_FP32: Codec
 CODEC_FP16: Codec
@@ -68,6 +69,7 @@ ERROR_CODE_WORKERS_MISSING: ErrorCode
 ERROR_CODE_LIMIT_EXCEEDED: ErrorCode
 ERROR_CODE_STOPPING: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
+ERROR_CODE_STORAGE: ErrorCode
 
 class ShardIdentity(_message.Message):
     __slots__ = ("cluster_id", "shard_index", "shard_count")

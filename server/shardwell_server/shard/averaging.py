@@ -15,6 +15,7 @@ import numpy as np
 
 from shardwell.codec import Bytes, Codec, Float32, Scratch, blocks
 from shardwell_server.shard.update_rules import Slots, UpdateRule
+from shardwell_server.store import ChunkChange
 
 
 class Contribution(NamedTuple):
@@ -60,6 +61,7 @@ def add_to_sum(
     total: Float32,
     total_factor: float,
     scratch: Scratch,
+    change: ChunkChange,
     *,
     shift: int,
 ) -> float:
@@ -72,17 +74,23 @@ def add_to_sum(
         The new factor.
     """
     factor = contribution.factor(shift)
-    if total_factor == 0.0:
-        if factor == 0.0:
-            return 0.0
-        if _FACTOR_MIN <= factor < _FACTOR_LIMIT:
-            codec.decode(contribution.payload, 0, total)
-            return factor
-        codec.decode(contribution.payload, contribution.exponent, total)
-        np.multiply(total, np.float32(math.ldexp(contribution.sample_count, -shift)), out=total)
-        return 1.0
-    codec.decode_add(contribution.payload, factor, total, total_factor, total, scratch)
-    return 1.0
+    if total_factor == 0.0 and factor == 0.0:
+        return 0.0
+    payload = contribution.payload
+    is_plain = total_factor == 0.0 and _FACTOR_MIN <= factor < _FACTOR_LIMIT
+    for start in blocks(total.size):
+        into = total[start : start + scratch.values.size]
+        stop = start + into.size
+        change.before(start, stop)
+        if is_plain:
+            codec.decode_block(payload, start, 1.0, into)
+        elif total_factor == 0.0:
+            codec.decode_block(payload, start, math.ldexp(1.0, contribution.exponent), into)
+            np.multiply(into, np.float32(math.ldexp(contribution.sample_count, -shift)), out=into)
+        else:
+            codec.decode_add(payload, factor, into, total_factor, into, scratch, start)
+        change.after(start, stop)
+    return factor if is_plain else 1.0
 
 
 def close_step(
@@ -91,6 +99,7 @@ def close_step(
     chunk: ChunkState,
     rule: UpdateRule,
     scratch: Scratch,
+    change: ChunkChange,
     *,
     total_factor: float,
     shift: int,
@@ -106,6 +115,7 @@ def close_step(
         chunk: Weights and state, updated; the sum is read and then of no meaning.
         rule: The optimizer.
         scratch: This thread's.
+        change: Told of every block before and after it is written.
         total_factor: See add_to_sum; 0 if there is no sum.
         shift: See add_to_sum.
         sample_total: Samples of all contributions, this one included; 0 makes the mean 0.
@@ -122,6 +132,8 @@ def close_step(
         factor, total_factor, divisor = factor / divisor, total_factor / divisor, 1.0
     for start in blocks(chunk.weights.size):
         weights = chunk.weights[start : start + scratch.gradient.size]
+        stop = start + weights.size
+        change.before(start, stop)
         mean = scratch.gradient[: weights.size]
         if total_factor == 0.0 or chunk.gradient_sum is None:
             codec.decode_block(payload, start, factor, mean)
@@ -133,8 +145,9 @@ def close_step(
         rule.apply(
             weights,
             mean,
-            tuple(slot[start : start + weights.size] for slot in chunk.slots),
+            tuple(slot[start:stop] for slot in chunk.slots),
             scratch.values[: weights.size],
             update_count=update_count,
             learning_rate=learning_rate,
         )
+        change.after(start, stop)

@@ -13,6 +13,8 @@ Clocks are passed in. The caller holds the slice's lock.
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardwell.errors import InitSupersededError, StepOrderError
 
 _EPOCH_AHEAD_MS_MAX = 24 * 3600 * 1000
@@ -37,6 +39,18 @@ class FirstWeightsState:
     def standing_epoch(self) -> int:
         """The epoch of the weights that stand; 0 if none do."""
         return self.epoch if self.standing else 0
+
+    def facts(self) -> dict[str, Any]:
+        """What must outlive the process: all but the claim, which is made again."""
+        return {
+            "epoch": self.epoch,
+            "staged_epoch": self._staged_epoch,
+            "standing": self.standing,
+        }
+
+    def restore(self, *, epoch: int, staged_epoch: int, standing: bool) -> None:
+        """Goes on from facts."""
+        self.epoch, self._staged_epoch, self.standing = epoch, staged_epoch, standing
 
     def stand_without(self) -> None:
         """Makes a parameter ready that needs no first weights."""

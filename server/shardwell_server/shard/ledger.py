@@ -24,12 +24,10 @@ The caller holds the chunk's lock around `decide` and `record`, and the paramete
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Iterable, Sequence
 
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
+from shardwell_server.store import ChunkRecord
 
 
 class Decision(enum.Enum):
@@ -43,18 +41,25 @@ class Decision(enum.Enum):
 class Seat:
     """One worker's marks: the last step that it contributed, per chunk; -1 before the first."""
 
-    def __init__(self, worker_id: str, chunk_count: int) -> None:
+    def __init__(self, worker_id: str, index: int, last_step: list[int]) -> None:
         self.worker_id = worker_id
-        self.last_step: npt.NDArray[np.int64] = np.full(chunk_count, -1, np.int64)
+        self.index = index
+        """0-based, in the order in which seats were taken."""
+        self.last_step = last_step
+
+
+def _nothing() -> None:
+    pass
 
 
 class StepLedger:
     """The contributions to one parameter's slice. `worker_count` 0 means asynchronous."""
 
-    def __init__(self, *, chunk_count: int, worker_count: int, worker_count_max: int) -> None:
-        self.versions: npt.NDArray[np.int64] = np.zeros(chunk_count, np.int64)
-        self.contribution_counts: npt.NDArray[np.int64] = np.zeros(chunk_count, np.int64)
-        self.sample_totals: npt.NDArray[np.int64] = np.zeros(chunk_count, np.int64)
+    def __init__(
+        self, records: Sequence[ChunkRecord], *, worker_count: int, worker_count_max: int
+    ) -> None:
+        self.records = list(records)
+        """Where each chunk stands."""
         self._worker_count = worker_count
         self._worker_count_max = worker_count_max
         self._seats: dict[str, Seat] = {}
@@ -65,8 +70,10 @@ class StepLedger:
         """Whether steps need all workers."""
         return self._worker_count > 0
 
-    def remember(self, worker_id: str) -> None:
+    def remember(self, worker_id: str, on_new: Callable[[], None] = _nothing) -> None:
         """Notes that a worker opened the parameter, so that it can be named when it is missing.
+
+        `on_new` is called before a new one is taken in.
 
         Raises:
             LimitError: more workers than the limit allows.
@@ -78,10 +85,11 @@ class StepLedger:
                     "worker too many; reuse worker ids or raise the limit",
                     worker_id=worker_id,
                 )
+            on_new()
             self._known[worker_id] = None
 
-    def seat(self, worker_id: str) -> Seat:
-        """The seat of a worker, taken now if it has none.
+    def seat(self, worker_id: str, on_new: Callable[[], None] = _nothing) -> Seat:
+        """The seat of a worker, taken now if it has none; then `on_new` is called before.
 
         Raises:
             SeatsTakenError: worker_count others have contributed already.
@@ -97,8 +105,25 @@ class StepLedger:
                     worker_id=worker_id,
                 )
             self.remember(worker_id)
-            seat = self._seats[worker_id] = Seat(worker_id, len(self.versions))
+            on_new()
+            seat = self.restore_seat(worker_id, [-1] * len(self.records))
         return seat
+
+    def restore_seat(self, worker_id: str, last_step: list[int]) -> Seat:
+        """Gives a worker the next seat, with the marks that it has already."""
+        self._known[worker_id] = None
+        seat = self._seats[worker_id] = Seat(worker_id, len(self._seats), last_step)
+        return seat
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """All that are remembered."""
+        return list(self._known)
+
+    @property
+    def seated_worker_ids(self) -> list[str]:
+        """In the order of their seats."""
+        return list(self._seats)
 
     def decide(self, seat: Seat, chunk_index: int, step: int) -> Decision:
         """What to do with `seat`'s gradient of `step` for a chunk.
@@ -106,7 +131,7 @@ class StepLedger:
         Raises:
             StepOrderError: see the table above.
         """
-        last, version = int(seat.last_step[chunk_index]), int(self.versions[chunk_index])
+        last, version = seat.last_step[chunk_index], self.records[chunk_index].version
         if step <= last:
             return Decision.DUPLICATE
         expected = max(last + 1, version) if self.is_sync else last + 1
@@ -121,37 +146,49 @@ class StepLedger:
 
     def completes(self, chunk_index: int) -> bool:
         """Whether the next contribution to a chunk closes its step."""
-        return int(self.contribution_counts[chunk_index]) + 1 >= max(self._worker_count, 1)
+        return self.records[chunk_index].contribution_count + 1 >= max(self._worker_count, 1)
 
-    def record(self, seat: Seat, chunk_index: int, step: int, sample_count: int) -> None:
-        """Counts a contribution for which `decide` said COUNT; closes the step if it completes."""
-        closes = self.completes(chunk_index)
+    def following(
+        self, chunk_index: int, sample_count: int, *, total_factor: float = 0.0, shift: int = 0
+    ) -> ChunkRecord:
+        """Where a chunk will stand with one contribution more; the next version if it completes."""
+        now = self.records[chunk_index]
+        if self.completes(chunk_index):
+            return ChunkRecord(now.version + 1)
+        return ChunkRecord(
+            now.version,
+            now.contribution_count + 1,
+            now.sample_total + sample_count,
+            total_factor,
+            shift,
+        )
+
+    def record(self, seat: Seat, chunk_index: int, step: int, following: ChunkRecord) -> None:
+        """Counts a contribution for which `decide` said COUNT."""
         seat.last_step[chunk_index] = step
-        if closes:
-            self.contribution_counts[chunk_index] = 0
-            self.sample_totals[chunk_index] = 0
-            self.versions[chunk_index] += 1
-        else:
-            self.contribution_counts[chunk_index] += 1
-            self.sample_totals[chunk_index] += sample_count
+        self.records[chunk_index] = following
 
     def next_step(self, worker_id: str) -> int:
         """The first step that a worker has not contributed to every chunk, and still can."""
         seat = self._seats.get(worker_id)
         if seat is None:
             return self.version_min() if self.is_sync else 0
-        if not len(self.versions):
+        if not self.records:
             return 0
-        following = seat.last_step + 1
-        return int((np.maximum(following, self.versions) if self.is_sync else following).min())
+        if not self.is_sync:
+            return min(seat.last_step) + 1
+        return min(
+            max(last + 1, record.version)
+            for last, record in zip(seat.last_step, self.records, strict=True)
+        )
 
     def version_min(self) -> int:
         """The fewest updates that a chunk has seen; 0 for an empty slice."""
-        return int(self.versions.min(initial=np.iinfo(np.int64).max)) if len(self.versions) else 0
+        return min((record.version for record in self.records), default=0)
 
     def version_max(self) -> int:
         """The most updates that a chunk has seen."""
-        return int(self.versions.max(initial=0))
+        return max((record.version for record in self.records), default=0)
 
     def contributed(self, step: int, chunk_index: int | None = None) -> list[str]:
         """Workers that contributed `step`, to one chunk or to all."""
@@ -159,7 +196,7 @@ class StepLedger:
         return [
             seat.worker_id
             for seat in list(self._seats.values())  # others may join meanwhile
-            if (seat.last_step[chunks] >= step).all()
+            if all(last >= step for last in seat.last_step[chunks])
         ]
 
     def missing(self, step: int, chunk_index: int | None = None) -> tuple[list[str], int]:

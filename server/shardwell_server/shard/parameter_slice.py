@@ -1,29 +1,21 @@
 """One parameter's slice on this shard: chunks under their locks, steps that close, weights out.
 
-The ledger decides, averaging.py moves bytes; here threads meet. Locks: a chunk's condition guards
-its arrays and its entries of the ledger; the slice's lock guards seats, initialization and rates.
-Order: the slice's lock is never taken while a chunk's is held, except for reading names.
+The ledger decides, averaging.py moves bytes, the storage keeps them; here threads meet. Locks: a
+chunk's condition guards its arrays and its entries of the ledger; the register's lock guards what
+changes rarely. Order: the register's lock is never taken while a chunk's is held.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import OrderedDict
 
 import numpy as np
 
 from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import Bytes, Float32, NonFiniteValueError
-from shardwell.errors import (
-    ArgumentError,
-    LimitError,
-    NonFiniteError,
-    NotInitializedError,
-    StepOrderError,
-    WorkersMissingError,
-)
+from shardwell.errors import ArgumentError, NonFiniteError, WorkersMissingError
 from shardwell.partition import Slice
 from shardwell.scratch import thread_scratch
 from shardwell.specs import SAMPLE_COUNT_MAX, Average, ParameterSpec
@@ -37,15 +29,11 @@ from shardwell_server.shard.averaging import (
     close_step,
     shift_for,
 )
-from shardwell_server.shard.first_weights import FirstWeightsState
 from shardwell_server.shard.ledger import Decision, Seat, StepLedger
 from shardwell_server.shard.patience import Patience
-from shardwell_server.shard.update_rules import LearningRates, UpdateRule
-from shardwell_server.store import ParameterStorage
-
-
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000
+from shardwell_server.shard.register import Register
+from shardwell_server.shard.update_rules import UpdateRule
+from shardwell_server.store import ParameterStorage, Transition
 
 
 class _Chunk:
@@ -55,6 +43,10 @@ class _Chunk:
         part = slice(start, start + where.size)
         self.where = where
         self.changed = threading.Condition()
+        self.is_verified = False
+        """Whether what an earlier process left of it was checked."""
+        self.counted_count = 0
+        self.duplicate_count = 0
         self.state = ChunkState(
             weights=storage.weights[part],
             gradient_sum=None if storage.gradient_sum is None else storage.gradient_sum[part],
@@ -88,30 +80,20 @@ class ParameterSlice:
             for index in range(where.chunk_count(chunk_element_count))
         ]
         self._ledger = StepLedger(
-            chunk_count=len(self._chunks),
+            storage.records(),
             worker_count=spec.worker_count,
             worker_count_max=limits.worker_count_max,
         )
-        self._lock = threading.Lock()
-        self._rates = LearningRates(rule.learning_rate or 0.0)
-        self._init_changed = threading.Condition(self._lock)
-        self._first = FirstWeightsState(
-            spec.name, is_first_shard=is_first_shard, claim_s=limits.init_claim_s
+        self._register = Register(
+            spec,
+            storage,
+            self._ledger,
+            learning_rate=rule.learning_rate,
+            is_first_shard=is_first_shard,
+            limits=limits,
         )
-        if isinstance(spec.optimizer, Average):
-            self._first.stand_without()
         self._encoded: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self._encoded_lock = threading.Lock()
-        self._total_factors: np.ndarray[tuple[int], np.dtype[np.float64]] = np.zeros(
-            len(self._chunks)
-        )
-        self._shifts: np.ndarray[tuple[int], np.dtype[np.int64]] = np.zeros(
-            len(self._chunks), np.int64
-        )
-        self._counted_count: np.ndarray[tuple[int], np.dtype[np.int64]] = np.zeros(
-            len(self._chunks), np.int64
-        )
-        self._duplicate_count = self._counted_count.copy()
 
     # Opening and initializing.
 
@@ -121,36 +103,25 @@ class ParameterSlice:
         Raises:
             NotInitializedError, SeatsTakenError: it asked for a seat and can't have one.
             LimitError: too many workers.
+            StorageError: it can't be noted.
         """
-        with self._lock:
+        with self._register.lock:
             if take_seat:
-                self._check_initialized()
-                self._ledger.seat(worker_id)
-            self._ledger.remember(worker_id)
+                self._register.seat(worker_id)
+            self._register.remember(worker_id)
             return pb.CreateParameterResponse(
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
                 chunk_element_count=self.chunk_element_count,
                 version=self._ledger.version_min(),
                 next_step=self._ledger.next_step(worker_id),
-                initialized=self._first.standing,
-                init_epoch=self._first.standing_epoch,
+                initialized=self._register.is_standing,
+                init_epoch=self._register.standing_epoch,
             )
 
     def claim_init(self, worker_id: str, patience: Patience) -> pb.ClaimInitResponse:
         """Grants the right to set the first weights, or waits until another has set them."""
-        with self._lock:
-            while not self._first.standing:
-                epoch = self._first.claim(worker_id, now_s=time.monotonic(), wall_ms=_wall_ms())
-                if epoch is not None:
-                    return pb.ClaimInitResponse(granted=True, epoch=epoch)
-                if not patience.wait(self._init_changed):
-                    break
-            return pb.ClaimInitResponse(
-                initialized=self._first.standing,
-                epoch=self._first.standing_epoch,
-                version=self._ledger.version_min(),
-            )
+        return self._register.claim(worker_id, patience)
 
     def set_first_weights(self, epoch: int, where: Slice, values: Float32) -> None:
         """Writes one range of first weights.
@@ -167,8 +138,8 @@ class ParameterSlice:
                 f"first weights for elements {where.offset} to {where.stop - 1}; this shard owns "
                 f"{self.where.offset} to {self.where.stop - 1}"
             )
-        with self._lock:
-            if self._first.take(epoch, wall_ms=_wall_ms()):
+        with self._register.lock:
+            if self._register.take_first(epoch):
                 start = where.offset - self.where.offset
                 self.storage.weights[start : start + where.size] = values
 
@@ -180,10 +151,13 @@ class ParameterSlice:
         Raises:
             InitSupersededError, StepOrderError: see `set_first_weights`.
         """
-        with self._lock:
-            if self._first.take(epoch, wall_ms=_wall_ms()):
-                self._first.finish(epoch)
-                self._first_weights_changed()
+        with self._register.lock:
+            if self._register.take_first(epoch):
+                for index, chunk in enumerate(self._chunks):
+                    self.storage.settle(index)
+                    chunk.is_verified = True
+                self._forget_encoded()
+                self._register.finish_first(epoch)
             return self._ledger.version_min()
 
     def confirm_init(self, epoch: int) -> int:
@@ -192,28 +166,38 @@ class ParameterSlice:
         Raises:
             StepOrderError: this shard has no complete values of that epoch.
         """
-        with self._lock:
-            self._first.confirm(epoch)
-            self._first_weights_changed()
+        with self._register.lock:
+            self._forget_encoded()
+            self._register.confirm_first(epoch)
             return self._ledger.version_min()
 
-    def _first_weights_changed(self) -> None:
-        """Forgets encodings of other weights, and wakes those who wait; the lock is held."""
+    def _forget_encoded(self) -> None:
+        """Encodings of other weights are not to be answered."""
         with self._encoded_lock:
             self._encoded.clear()
-        self._init_changed.notify_all()
 
     # Gradients in.
 
     def _seat(self, worker_id: str) -> Seat:
-        """The worker's seat, taken now if it has none.
+        with self._register.lock:
+            return self._register.seat(worker_id)
+
+    def _verify(self, chunk: _Chunk, index: int) -> None:
+        """Checks a chunk that an earlier process left, once; its lock is held."""
+        if not chunk.is_verified:
+            self.storage.verify(index)
+            chunk.is_verified = True
+
+    def verify(self, chunk_index: int) -> None:
+        """Checks a chunk that an earlier process left, ahead of its first use.
 
         Raises:
-            NotInitializedError, SeatsTakenError, LimitError.
+            StorageError: it was damaged.
         """
-        with self._lock:
-            self._check_initialized()
-            return self._ledger.seat(worker_id)
+        if self._register.is_standing:
+            chunk = self._chunks[chunk_index]
+            with chunk.changed:
+                self._verify(chunk, chunk_index)
 
     def contribute(
         self, worker_id: str, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
@@ -249,47 +233,63 @@ class ParameterSlice:
                 if not patience.wait(chunk.changed):
                     raise self._workers_missing(index, step, patience)
             if decision is Decision.DUPLICATE:
-                self._duplicate_count[index] += 1
+                chunk.duplicate_count += 1
                 return False
+            self._verify(chunk, index)
             with np.errstate(all="ignore"):  # overflows are found where weights are encoded
-                self._count(chunk, index, contribution)
-            self._ledger.record(seat, index, step, contribution.sample_count)
-            self._counted_count[index] += 1
+                self._count(chunk, index, contribution, seat, step)
+            chunk.counted_count += 1
             chunk.changed.notify_all()
             return True
 
-    def _count(self, chunk: _Chunk, index: int, contribution: Contribution) -> None:
-        """Adds a contribution, and closes the step if it is the last."""
+    def _count(
+        self, chunk: _Chunk, index: int, contribution: Contribution, seat: Seat, step: int
+    ) -> None:
+        """Adds a contribution, closes the step if it is the last, and records both."""
         ledger, codec, scratch = self._ledger, self._codec.codec, thread_scratch()
-        total_factor, shift = float(self._total_factors[index]), int(self._shifts[index])
+        record = ledger.records[index]
+        total_factor, shift = record.total_factor, record.shift
         needed = shift_for(contribution.sample_count, self.spec.worker_count)
         if total_factor == 0.0:
             shift = needed
         elif needed > shift:
             total_factor, shift = math.ldexp(total_factor, shift - needed), needed
-        self._shifts[index] = shift
-        if not ledger.completes(index):
-            assert chunk.state.gradient_sum is not None
-            self._total_factors[index] = add_to_sum(
-                contribution, codec, chunk.state.gradient_sum, total_factor, scratch, shift=shift
+        closes = ledger.completes(index)
+        transition = Transition.FIRST if total_factor == 0.0 else Transition.ADD
+        with self.storage.change(index, Transition.CLOSE if closes else transition) as change:
+            if closes:
+                sample_total = record.sample_total + contribution.sample_count
+                close_step(
+                    contribution,
+                    codec,
+                    chunk.state,
+                    self._rule,
+                    scratch,
+                    change,
+                    total_factor=total_factor,
+                    shift=shift,
+                    # An asynchronous gradient is applied as it is: there is nothing to weigh it
+                    # against.
+                    sample_total=sample_total if ledger.is_sync else 1,
+                    update_count=record.version + 1,
+                    learning_rate=self._register.learning_rate(record.version),
+                )
+            else:
+                assert chunk.state.gradient_sum is not None
+                total_factor = add_to_sum(
+                    contribution,
+                    codec,
+                    chunk.state.gradient_sum,
+                    total_factor,
+                    scratch,
+                    change,
+                    shift=shift,
+                )
+            following = ledger.following(
+                index, contribution.sample_count, total_factor=total_factor, shift=shift
             )
-            return
-        version = int(ledger.versions[index])
-        sample_total = int(ledger.sample_totals[index]) + contribution.sample_count
-        close_step(
-            contribution,
-            codec,
-            chunk.state,
-            self._rule,
-            scratch,
-            total_factor=total_factor,
-            shift=shift,
-            # An asynchronous gradient is applied as it is: there is nothing to weigh it against.
-            sample_total=sample_total if ledger.is_sync else 1,
-            update_count=version + 1,
-            learning_rate=self._rates.at(version),
-        )
-        self._total_factors[index] = 0.0
+            change.commit(following, seat.index, step)
+        ledger.record(seat, index, step, following)
 
     # Weights out.
 
@@ -300,7 +300,7 @@ class ParameterSlice:
 
     def is_ready(self, chunk_index: int, min_version: int) -> bool:
         """Whether `weights_message` would not wait."""
-        return bool(self._ledger.versions[chunk_index] >= min_version)
+        return self._ledger.records[chunk_index].version >= min_version
 
     def weights_message(self, chunk_index: int, min_version: int, patience: Patience) -> bytes:
         """A chunk's weights as a sealed message, once it has seen `min_version` updates.
@@ -310,18 +310,20 @@ class ParameterSlice:
         Raises:
             NotInitializedError, WorkersMissingError.
             NonFiniteError: training diverged; the weights are not finite.
+            StorageError: an earlier process left a damaged chunk.
         """
-        self._check_initialized()
+        self._register.check_initialized()
         chunk = self._chunks[chunk_index]
         with chunk.changed:
             while not self.is_ready(chunk_index, min_version):
                 if not patience.wait(chunk.changed):
                     raise self._workers_missing(chunk_index, min_version, patience)
-            version = int(self._ledger.versions[chunk_index])
+            version = self._ledger.records[chunk_index].version
             with self._encoded_lock:
                 kept = self._encoded.get(chunk_index)
             if kept is not None and kept[0] == version:
                 return kept[1]
+            self._verify(chunk, chunk_index)
             message = self._encode(chunk, chunk_index, version)
             with self._encoded_lock:
                 self._encoded[chunk_index] = (version, message)
@@ -349,39 +351,12 @@ class ParameterSlice:
     # The rest.
 
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
-        """Sets the rate from a step on; None: from the first that no chunk has reached.
-
-        Raises:
-            ArgumentError: the optimizer has no rate.
-            StepOrderError: a chunk has passed `from_step`.
-            LimitError: too many changes are scheduled.
-        """
-        name = self.spec.name
-        if self._rule.learning_rate is None:
-            raise ArgumentError(f"parameter {name!r}: {self.spec.optimizer!r} has no learning rate")
-        with self._lock:
-            version_max = self._ledger.version_max()
-            first = version_max if from_step is None else from_step
-            if first < version_max:
-                raise StepOrderError(
-                    f"learning rate of {name!r} from step {from_step}: chunks have reached step "
-                    f"{version_max}; ask for a later step, or for none to have it now",
-                    parameter=name,
-                )
-            oldest = self._ledger.version_min() if self._chunks else first
-            self._rates.prune(oldest)
-            if len(self._rates) >= self._limits.learning_rate_change_count_max:
-                raise LimitError(
-                    f"limit learning_rate_change_count_max="
-                    f"{self._limits.learning_rate_change_count_max}: parameter {name!r} has as "
-                    "many changes scheduled; wait until some have taken effect",
-                    parameter=name,
-                )
-            self._rates.change(first, learning_rate)
+        """See `Register.change_learning_rate`."""
+        self._register.change_learning_rate(from_step, learning_rate)
 
     def describe(self, name_count_max: int) -> pb.ParameterStatus:
         """What GetStatus tells of it, with at most so many names of each kind."""
-        with self._lock:
+        with self._register.lock:
             ledger = self._ledger
             oldest = ledger.version_min()
             missing, unknown = ledger.missing(oldest)
@@ -390,7 +365,7 @@ class ParameterSlice:
                 spec=self.spec.to_proto(),
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
-                initialized=self._first.standing,
+                initialized=self._register.is_standing,
                 version_min=oldest,
                 version_max=ledger.version_max(),
                 contributed_worker_ids=contributed[:name_count_max],
@@ -398,9 +373,9 @@ class ParameterSlice:
                 missing_worker_ids=missing[:name_count_max],
                 missing_worker_count=len(missing),
                 unknown_worker_count=unknown,
-                counted_chunk_count=int(self._counted_count.sum()),
-                duplicate_chunk_count=int(self._duplicate_count.sum()),
-                learning_rate=self._rates.at(oldest) if self._rule.learning_rate is not None else 0,
+                counted_chunk_count=sum(chunk.counted_count for chunk in self._chunks),
+                duplicate_chunk_count=sum(chunk.duplicate_count for chunk in self._chunks),
+                learning_rate=self._register.learning_rate(oldest),
             )
 
     def _chunk(self, index: int) -> _Chunk:
@@ -411,13 +386,6 @@ class ParameterSlice:
                 parameter=self.spec.name,
             )
         return self._chunks[index]
-
-    def _check_initialized(self) -> None:
-        if not self._first.standing:
-            raise NotInitializedError(
-                f"parameter {self.spec.name!r} has no first weights; call init() in one worker",
-                parameter=self.spec.name,
-            )
 
     def non_finite(self, element_index: int, what: str) -> NonFiniteError:
         """The error for a value that is not finite, `what` saying whose."""
@@ -432,7 +400,7 @@ class ParameterSlice:
         self, chunk_index: int, version: int, patience: Patience
     ) -> WorkersMissingError:
         """Why a chunk has not reached `version`."""
-        step = int(self._ledger.versions[chunk_index])
+        step = self._ledger.records[chunk_index].version
         missing, unknown = self._ledger.missing(step, chunk_index)
         named = ", ".join(repr(worker_id) for worker_id in missing[:8])
         if len(missing) > 8:

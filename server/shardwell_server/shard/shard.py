@@ -5,15 +5,24 @@ from __future__ import annotations
 import threading
 import time
 
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+
 from shardwell.codec import CODECS
-from shardwell.errors import LimitError, SpecMismatchError, UnknownParameterError, WrongShardError
+from shardwell.errors import (
+    LimitError,
+    ShardwellError,
+    SpecMismatchError,
+    StorageError,
+    UnknownParameterError,
+    WrongShardError,
+)
 from shardwell.partition import slice_of
 from shardwell.specs import ParameterSpec
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.update_rules import UpdateRule
-from shardwell_server.store import Store
+from shardwell_server.store import Layout, ParameterStorage, Store
 
 
 class Traffic:
@@ -32,7 +41,13 @@ class Traffic:
 
 
 class Shard:
-    """What one server process owns. Any thread may call it."""
+    """What one server process owns. Any thread may call it.
+
+    Goes on with what the store kept.
+
+    Raises:
+        StorageError: what it kept can't be believed.
+    """
 
     def __init__(self, config: ShardConfig, store: Store) -> None:
         self.config = config
@@ -43,6 +58,8 @@ class Shard:
         self._parameters: dict[str, ParameterSlice] = {}
         self._stored_bytes = 0
         self._stopping = threading.Event()
+        for layout, storage in store.recover():
+            self._recover(layout, storage)
 
     def check_identity(self, meant: types_pb2.ShardIdentity) -> None:
         """Refuses a request that is meant for another shard.
@@ -67,6 +84,7 @@ class Shard:
         Raises:
             SpecMismatchError: it exists with another spec.
             LimitError: a limit would be exceeded.
+            StorageError: there is no room on the disk, or it can't be written to.
         """
         with self._lock:
             known = self._parameters.get(spec.name)
@@ -90,32 +108,64 @@ class Shard:
                 f"parameter {spec.name!r} does not fit",
                 parameter=spec.name,
             )
-        where = slice_of(spec.size, config.shard_index, config.shard_count)
-        rule = UpdateRule(spec.optimizer)
-        slot_count, with_sum = len(rule.initial_slots), spec.worker_count > 1
-        needed = 4 * where.size * (1 + with_sum + slot_count)
+        layout = self._layout(spec, config.chunk_size_bytes // CODECS[spec.codec_name].item_size)
+        needed = layout.size_bytes
         if self._stored_bytes + needed > limits.stored_bytes_max:
             raise LimitError(
                 f"limit stored_bytes_max={limits.stored_bytes_max}: parameter {spec.name!r} needs "
                 f"{needed} bytes here beside the {self._stored_bytes} in use; add shards",
                 parameter=spec.name,
             )
-        storage = self._store.create(
-            spec.name, where.size, slot_count=slot_count, with_sum=with_sum
-        )
-        for slot, value in zip(storage.slots, rule.initial_slots, strict=True):
-            if value:
-                slot[:] = value
+        storage = self._store.create(layout)
         self._stored_bytes += needed
+        return self._slice(spec, layout, storage)
+
+    def _layout(self, spec: ParameterSpec, chunk_element_count: int) -> Layout:
+        where = slice_of(spec.size, self.config.shard_index, self.config.shard_count)
+        return Layout(
+            name=spec.name,
+            slice_size=where.size,
+            chunk_element_count=chunk_element_count,
+            with_sum=spec.worker_count > 1,
+            initial_slots=UpdateRule(spec.optimizer).initial_slots,
+            description=MessageToDict(spec.to_proto()),
+        )
+
+    def _slice(
+        self, spec: ParameterSpec, layout: Layout, storage: ParameterStorage
+    ) -> ParameterSlice:
+        config = self.config
         return ParameterSlice(
             spec,
-            where,
+            slice_of(spec.size, config.shard_index, config.shard_count),
             storage,
-            rule,
-            chunk_element_count=config.chunk_size_bytes // CODECS[spec.codec_name].item_size,
+            UpdateRule(spec.optimizer),
+            chunk_element_count=layout.chunk_element_count,
             is_first_shard=config.shard_index == 0,
-            limits=limits,
+            limits=config.limits,
         )
+
+    def _recover(self, layout: Layout, storage: ParameterStorage) -> None:
+        """Goes on with a parameter that an earlier process left."""
+        try:
+            spec = ParameterSpec.from_proto(
+                ParseDict(layout.description, types_pb2.ParameterSpec())
+            )
+        except (ParseError, ShardwellError) as error:
+            raise StorageError(
+                f"parameter {layout.name!r} has a spec that this version can't read: {error}; run "
+                "the version that wrote it",
+                parameter=layout.name,
+            ) from None
+        expected = self._layout(spec, layout.chunk_element_count)
+        if layout != expected:
+            raise StorageError(
+                f"parameter {layout.name!r}: its files hold {layout}; this shard needs {expected}; "
+                "run the version that wrote it",
+                parameter=layout.name,
+            )
+        self._stored_bytes += layout.size_bytes
+        self._parameters[layout.name] = self._slice(spec, layout, storage)
 
     def parameter(self, name: str) -> ParameterSlice:
         """The slice of a parameter that was created.

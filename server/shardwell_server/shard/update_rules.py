@@ -64,6 +64,11 @@ class LearningRates:
     def __len__(self) -> int:
         return len(self._changes)
 
+    @property
+    def changes(self) -> list[tuple[int, float]]:
+        """(first version, rate), in order."""
+        return list(self._changes)
+
     def at(self, version: int) -> float:
         """The rate of the update that follows `version` updates."""
         for from_step, rate in reversed(self._changes):

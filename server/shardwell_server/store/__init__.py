@@ -1,6 +1,23 @@
 """Where a shard keeps weights, sums and optimizer state. One contract, several kinds."""
 
 from shardwell_server.store.memory import MemoryStore
-from shardwell_server.store.store import ParameterStorage, Store
+from shardwell_server.store.store import (
+    ChunkChange,
+    ChunkRecord,
+    Event,
+    Layout,
+    ParameterStorage,
+    Store,
+    Transition,
+)
 
-__all__ = ["MemoryStore", "ParameterStorage", "Store"]
+__all__ = [
+    "ChunkChange",
+    "ChunkRecord",
+    "Event",
+    "Layout",
+    "MemoryStore",
+    "ParameterStorage",
+    "Store",
+    "Transition",
+]

@@ -2,43 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from shardwell.codec import Float32
 from shardwell.errors import LimitError
-from shardwell_server.store.store import ParameterStorage
+from shardwell_server.store.store import (
+    ChunkRecord,
+    Event,
+    Layout,
+    ParameterStorage,
+    Transition,
+)
+
+
+class _MemoryChange:
+    """Nothing to do: what is written stands."""
+
+    def before(self, start: int, stop: int) -> None:
+        """See ChunkChange."""
+
+    def after(self, start: int, stop: int) -> None:
+        """See ChunkChange."""
+
+    def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
+        """See ChunkChange."""
+
+    def __enter__(self) -> _MemoryChange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class MemoryParameter:
+    """See ParameterStorage. Pages are touched when first written; an unused array costs nothing."""
+
+    def __init__(self, layout: Layout) -> None:
+        def zeros() -> Float32:
+            return np.zeros(layout.slice_size, np.float32)
+
+        self.weights = zeros()
+        self.gradient_sum = zeros() if layout.with_sum else None
+        self.slots = tuple(zeros() for _ in layout.initial_slots)
+        for slot, value in zip(self.slots, layout.initial_slots, strict=True):
+            if value:
+                slot[:] = value
+        self._chunk_count = layout.chunk_count
+        self._change = _MemoryChange()
+
+    def records(self) -> list[ChunkRecord]:
+        """See ParameterStorage."""
+        return [ChunkRecord()] * self._chunk_count
+
+    def last_steps(self) -> list[list[int]]:
+        """See ParameterStorage."""
+        return []
+
+    def events(self) -> Sequence[Event]:
+        """See ParameterStorage."""
+        return ()
+
+    def log(self, event: Event) -> None:
+        """See ParameterStorage."""
+
+    def compact(self, events: Sequence[Event]) -> None:
+        """See ParameterStorage."""
+
+    def add_seat(self) -> None:
+        """See ParameterStorage."""
+
+    def change(self, chunk_index: int, transition: Transition) -> _MemoryChange:
+        """See ParameterStorage."""
+        return self._change
+
+    def settle(self, chunk_index: int) -> None:
+        """See ParameterStorage."""
+
+    def verify(self, chunk_index: int) -> None:
+        """See ParameterStorage."""
 
 
 class MemoryStore:
-    """See Store. Pages are touched when first written, so an unused array costs nothing."""
+    """See Store."""
 
     def __init__(self) -> None:
-        self._parameters: dict[str, ParameterStorage] = {}
+        self._parameters: dict[str, MemoryParameter] = {}
 
-    def create(
-        self, name: str, slice_size: int, *, slot_count: int, with_sum: bool
-    ) -> ParameterStorage:
+    def recover(self) -> list[tuple[Layout, ParameterStorage]]:
+        """See Store: nothing ever is."""
+        return []
+
+    def create(self, layout: Layout) -> MemoryParameter:
         """See Store."""
-        if name in self._parameters:
-            raise ValueError(f"storage of {name!r} exists")
-
-        def zeros() -> Float32:
-            return np.zeros(slice_size, np.float32)
-
+        if layout.name in self._parameters:
+            raise ValueError(f"storage of {layout.name!r} exists")
         try:
-            storage = ParameterStorage(
-                weights=zeros(),
-                gradient_sum=zeros() if with_sum else None,
-                slots=tuple(zeros() for _ in range(slot_count)),
-            )
+            made = MemoryParameter(layout)
         except MemoryError:
             raise LimitError(
-                f"no memory for {slice_size} elements of {name!r} with {slot_count} slots of "
-                "optimizer state; add shards or memory",
-                parameter=name,
+                f"no memory for {layout.slice_size} elements of {layout.name!r} with "
+                f"{len(layout.initial_slots)} slots of optimizer state; add shards or memory",
+                parameter=layout.name,
             ) from None
-        self._parameters[name] = storage
-        return storage
+        self._parameters[layout.name] = made
+        return made
 
     def close(self) -> None:
         """See Store."""

@@ -1,0 +1,255 @@
+"""What changes rarely about a parameter's slice: who takes part, whose first weights stand, rates.
+
+Every change is logged in the storage before it takes effect, so that a shard that comes back goes
+on with it. Events, as JSON objects:
+
+    {"kind": "worker", "worker_id": W}                       W opened the parameter
+    {"kind": "seat", "worker_id": W}                         W takes the next seat
+    {"kind": "first_weights", "epoch": E, "staged_epoch": S, "standing": B}
+    {"kind": "learning_rate", "from_step": N, "learning_rate": R}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Iterator
+
+from shardwell.errors import (
+    ArgumentError,
+    LimitError,
+    NotInitializedError,
+    StepOrderError,
+    StorageError,
+)
+from shardwell.specs import Average, ParameterSpec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell_server.config import Limits
+from shardwell_server.shard.first_weights import FirstWeightsState
+from shardwell_server.shard.ledger import Seat, StepLedger
+from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.update_rules import LearningRates
+from shardwell_server.store import Event, ParameterStorage
+
+
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class Register:
+    """See the module. Any thread may call it; never with a chunk's lock held."""
+
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        storage: ParameterStorage,
+        ledger: StepLedger,
+        *,
+        learning_rate: float | None,
+        is_first_shard: bool,
+        limits: Limits,
+    ) -> None:
+        self.lock = threading.Lock()
+        """Guards all of it, and the seats of the ledger."""
+        self._spec = spec
+        self._storage = storage
+        self._ledger = ledger
+        self._limits = limits
+        self._has_rate = learning_rate is not None
+        self._rates = LearningRates(learning_rate or 0.0)
+        self._init_changed = threading.Condition(self.lock)
+        self._first = FirstWeightsState(
+            spec.name, is_first_shard=is_first_shard, claim_s=limits.init_claim_s
+        )
+        if isinstance(spec.optimizer, Average):
+            self._first.stand_without()
+        self._restore()
+
+    # Taking part.
+
+    def remember(self, worker_id: str) -> None:
+        """Notes that a worker opened the parameter; the lock is held.
+
+        Raises:
+            LimitError: too many workers.
+        """
+        self._ledger.remember(
+            worker_id, lambda: self._log({"kind": "worker", "worker_id": worker_id})
+        )
+
+    def seat(self, worker_id: str) -> Seat:
+        """The worker's seat, taken now if it has none; the lock is held.
+
+        Raises:
+            NotInitializedError, SeatsTakenError, LimitError: see `StepLedger.seat`.
+            StorageError: there is no room for it.
+        """
+
+        def make_room() -> None:
+            self._storage.add_seat()
+            self._log({"kind": "seat", "worker_id": worker_id})
+
+        self.check_initialized()
+        return self._ledger.seat(worker_id, make_room)
+
+    # First weights.
+
+    @property
+    def is_standing(self) -> bool:
+        """Whether first weights stand, so that gradients are taken."""
+        return self._first.standing
+
+    @property
+    def standing_epoch(self) -> int:
+        """See FirstWeightsState."""
+        return self._first.standing_epoch
+
+    def check_initialized(self) -> None:
+        """Refuses to go on without first weights.
+
+        Raises:
+            NotInitializedError: there are none.
+        """
+        if not self._first.standing:
+            raise NotInitializedError(
+                f"parameter {self._spec.name!r} has no first weights; call init() in one worker",
+                parameter=self._spec.name,
+            )
+
+    def claim(self, worker_id: str, patience: Patience) -> pb.ClaimInitResponse:
+        """Grants the right to set the first weights, or waits until another has set them."""
+        with self.lock:
+            while not self._first.standing:
+                with self._changing_first() as first:
+                    epoch = first.claim(worker_id, now_s=time.monotonic(), wall_ms=_wall_ms())
+                if epoch is not None:
+                    return pb.ClaimInitResponse(granted=True, epoch=epoch)
+                if not patience.wait(self._init_changed):
+                    break
+            return pb.ClaimInitResponse(
+                initialized=self._first.standing,
+                epoch=self._first.standing_epoch,
+                version=self._ledger.version_min(),
+            )
+
+    def take_first(self, epoch: int) -> bool:
+        """Whether first weights of an epoch are to be written; the lock is held.
+
+        Raises:
+            InitSupersededError, StepOrderError: see FirstWeightsState.take.
+        """
+        with self._changing_first() as first:
+            return first.take(epoch, wall_ms=_wall_ms())
+
+    def finish_first(self, epoch: int) -> None:
+        """All of them are written; the lock is held."""
+        with self._changing_first() as first:
+            first.finish(epoch)
+        self._init_changed.notify_all()
+
+    def confirm_first(self, epoch: int) -> None:
+        """Shard 0 stands with that epoch; the lock is held.
+
+        Raises:
+            StepOrderError: this shard has no complete values of that epoch.
+        """
+        with self._changing_first() as first:
+            first.confirm(epoch)
+        self._init_changed.notify_all()
+
+    @contextlib.contextmanager
+    def _changing_first(self) -> Iterator[FirstWeightsState]:
+        """A copy to change, which takes effect when it is logged."""
+        changed = copy.copy(self._first)
+        yield changed
+        if changed.facts() != self._first.facts():
+            self._log({"kind": "first_weights", **changed.facts()})
+        self._first = changed
+
+    # Learning rates.
+
+    def learning_rate(self, version: int) -> float:
+        """The rate of the update that follows `version` updates; 0 where there is none."""
+        return self._rates.at(version)
+
+    def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
+        """Sets the rate from a step on; None: from the first that no chunk has reached.
+
+        Raises:
+            ArgumentError: the optimizer has no rate.
+            StepOrderError: a chunk has passed `from_step`.
+            LimitError: too many changes are scheduled.
+        """
+        name = self._spec.name
+        if not self._has_rate:
+            raise ArgumentError(
+                f"parameter {name!r}: {self._spec.optimizer!r} has no learning rate"
+            )
+        with self.lock:
+            version_max = self._ledger.version_max()
+            first = version_max if from_step is None else from_step
+            if first < version_max:
+                raise StepOrderError(
+                    f"learning rate of {name!r} from step {from_step}: chunks have reached step "
+                    f"{version_max}; ask for a later step, or for none to have it now",
+                    parameter=name,
+                )
+            oldest = self._ledger.version_min() if self._ledger.records else first
+            self._rates.prune(oldest)
+            if len(self._rates) >= self._limits.learning_rate_change_count_max:
+                raise LimitError(
+                    f"limit learning_rate_change_count_max="
+                    f"{self._limits.learning_rate_change_count_max}: parameter {name!r} has as "
+                    "many changes scheduled; wait until some have taken effect",
+                    parameter=name,
+                )
+            self._log({"kind": "learning_rate", "from_step": first, "learning_rate": learning_rate})
+            self._rates.change(first, learning_rate)
+            self._storage.compact(self._events())
+
+    # Events.
+
+    def _log(self, event: Event) -> None:
+        self._storage.log(event)
+
+    def _events(self) -> list[Event]:
+        """The fewest events that lead to where the register stands; the lock is held."""
+        seated = self._ledger.seated_worker_ids
+        events: list[Event] = [{"kind": "seat", "worker_id": worker_id} for worker_id in seated]
+        events += [
+            {"kind": "worker", "worker_id": worker_id}
+            for worker_id in self._ledger.worker_ids
+            if worker_id not in set(seated)
+        ]
+        events.append({"kind": "first_weights", **self._first.facts()})
+        events += [
+            {"kind": "learning_rate", "from_step": from_step, "learning_rate": rate}
+            for from_step, rate in self._rates.changes
+        ]
+        return events
+
+    def _restore(self) -> None:
+        """Goes on from what was logged."""
+        marks = iter(self._storage.last_steps())
+        for event in self._storage.events():
+            try:
+                match event["kind"]:
+                    case "worker":
+                        self._ledger.remember(event["worker_id"])
+                    case "seat":
+                        self._ledger.restore_seat(event["worker_id"], next(marks))
+                    case "first_weights":
+                        facts = {key: value for key, value in event.items() if key != "kind"}
+                        self._first.restore(**facts)
+                    case "learning_rate":
+                        self._rates.change(event["from_step"], event["learning_rate"])
+                    case kind:
+                        raise KeyError(kind)
+            except (KeyError, TypeError, StopIteration) as error:
+                raise StorageError(
+                    f"parameter {self._spec.name!r}: its events hold {event!r}, which this version "
+                    f"can't read ({error!r}); run the version that wrote it, or restore a copy",
+                    parameter=self._spec.name,
+                ) from None
