@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -10,14 +11,15 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shardwell.errors import ShardUnavailableError
+from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.parameter_server import ParameterServerService
 from shardwell_server.services.streams import OpenStreams
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MemoryStore
+from shardwell_server.store import MemoryStore, MmapStore
+from shardwell_server.store.data_dir import DataDir
 
 _LOG = logging.getLogger("shardwell_server")
 _UNARY_THREAD_COUNT = 32
@@ -41,14 +43,20 @@ _OPTIONS = (
 class ShardServer:
     """One shard, listening. A context manager: started on entry, stopped on exit.
 
+    Args:
+        config: Its place and limits.
+        data_dir: Its files, which it goes on from; None: it keeps everything in memory.
+
     Raises:
+        StorageError: what the files hold can't be believed; names the file.
         ShardUnavailableError: the address can't be listened on.
     """
 
-    def __init__(self, config: ShardConfig) -> None:
+    def __init__(self, config: ShardConfig, data_dir: DataDir | None = None) -> None:
         limits = config.limits
         self.config = config
-        self.shard = Shard(config, MemoryStore())
+        self.shard = Shard(config, MmapStore(data_dir.path) if data_dir else MemoryStore())
+        self._verifier = threading.Thread(target=self._verify, name="shardwell-verify")
         self._streams = OpenStreams(limits.stream_count_max)
         thread_count = limits.stream_count_max + _UNARY_THREAD_COUNT
         self._threads = ThreadPoolExecutor(
@@ -80,8 +88,9 @@ class ShardServer:
         """HOST:PORT that it listens on; the port is the one that was taken when 0 was asked for."""
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Begins to answer; what an earlier process left is verified meanwhile."""
         self._server.start()
+        self._verifier.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         _LOG.info(
             "shard is serving",
@@ -105,9 +114,23 @@ class ShardServer:
         if not stopped.wait(max(grace_s - _LAST_ANSWERS_S, 0.0)):
             self.shard.stop()  # what still waits for other workers is told so, not cut off
         stopped.wait()
+        self.shard.stop()
         self._threads.shutdown()
+        if self._verifier.ident is not None:
+            self._verifier.join()
         self.shard.close()
         _LOG.info("shard has stopped", extra={"shard_index": self.config.shard_index})
+
+    def _verify(self) -> None:
+        """Reads all chunks once, so that damage is in the log before a worker meets it."""
+        for parameter in self.shard.parameters():
+            for index in range(parameter.chunk_count):
+                if self.shard.is_stopping():
+                    return
+                try:
+                    parameter.verify(index)
+                except ShardwellError as error:
+                    _LOG.error("a chunk is damaged", extra={"reason": error.message})
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         self._health.set("", status)

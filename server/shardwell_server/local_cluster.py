@@ -20,7 +20,7 @@ from shardwell.errors import ArgumentError, ShardUnavailableError
 from shardwell_server.app import ShardServer
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.processes import PARENT_FLAG, ChildProcess
-from shardwell_server.store.data_dir import DataDir
+from shardwell_server.store.data_dir import DataDir, kept_cluster_id
 
 SHARD_COUNT_MAX = 64
 _STOP_MARGIN_S = 5.0
@@ -33,9 +33,11 @@ class LocalCluster:
 
     Args:
         shard_count: Number of shards, 1 to 64.
-        data_dir: Where each shard gets a directory `shard-I`; None: none has one.
+        data_dir: Where each shard gets a directory `shard-I`, which it goes on from when there is
+            one; None: all is in memory.
         processes: Each shard in a process of its own, which can be killed; else in this one.
-        cluster_id: Default: a random one, so that no two clusters can be mixed up.
+        cluster_id: Default: that of data_dir, else a random one, so that no two clusters can be
+            mixed up.
         chunk_size_bytes: See ShardConfig.
         grace_s: See ShardConfig.
         limits: See Limits; shards in this process only.
@@ -44,6 +46,7 @@ class LocalCluster:
     Raises:
         ArgumentError: an argument can't be used.
         ShardUnavailableError: a shard did not start.
+        StorageError: a shard in this process can't go on from its directory.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class LocalCluster:
             raise ArgumentError("limits apply to shards in this process; use processes=False")
         self._data_dir = None if data_dir is None else Path(data_dir)
         self._log_level = log_level
-        self._cluster_id = cluster_id or f"local-{uuid.uuid4().hex[:12]}"
+        self._cluster_id = cluster_id or self._kept_cluster_id() or f"local-{uuid.uuid4().hex[:12]}"
         self._configs = [
             ShardConfig(
                 shard_index=index,
@@ -114,46 +117,78 @@ class LocalCluster:
 
     def _start_servers(self) -> None:
         for config in self._configs:
+            claimed = None
             if self._data_dir is not None:
-                path = self._data_dir / f"shard-{config.shard_index}"
-                self._stack.enter_context(DataDir(path, config))
-            server = ShardServer(config)
+                claimed = DataDir(self._shard_dir(self._data_dir, config.shard_index), config)
+                self._stack.enter_context(claimed)
+            server = ShardServer(config, claimed)
             self.servers.append(server)
             self._stack.callback(server.stop)
             server.start()
             self._addresses.append(server.address)
 
+    def start_again(self, shard_index: int) -> None:
+        """Starts a shard whose process has ended, on its address; blocks until it serves.
+
+        With processes and a data_dir, it goes on where it was.
+        """
+        old = self.children[shard_index]
+        if old.poll() is None:
+            raise ArgumentError(f"shard {shard_index} is running")
+        old.close(0)
+        self._start_child(self._configs[shard_index], listen=self._addresses[shard_index])
+        self._wait_for(shard_index)
+
     def _start_children(self) -> None:
         for config in self._configs:
-            arguments = [
-                "serve",
-                f"--shard-index={config.shard_index}",
-                f"--shard-count={config.shard_count}",
-                f"--cluster-id={config.cluster_id}",
-                "--listen=127.0.0.1:0",
-                f"--chunk-size-bytes={config.chunk_size_bytes}",
-                f"--grace-s={config.grace_s}",
-                f"--log-level={self._log_level}",
-                PARENT_FLAG,
-            ]
-            if self._data_dir is not None:
-                arguments.append(f"--data-dir={self._data_dir / f'shard-{config.shard_index}'}")
-            child = ChildProcess(arguments, environment=_plain_environment())
-            self.children.append(child)
-            self._stack.callback(child.close, config.grace_s + _STOP_MARGIN_S)
-        for index, child in enumerate(self.children):
-            line = child.read_first_line(_START_TIMEOUT_S)
-            if line is None or not line.startswith(SERVING_LINE):
-                end = (
-                    f"it was not ready within {_START_TIMEOUT_S:g} s"
-                    if line is None
-                    else f"exit code {child.wait(_STOP_MARGIN_S)}"
-                )
-                raise ShardUnavailableError(
-                    f"shard {index} did not start: {end}; its log is on stderr",
-                    shard_index=index,
-                )
-            self._addresses.append(line.removeprefix(SERVING_LINE))
+            self._start_child(config, listen=config.listen)
+        for index in range(len(self.children)):
+            self._addresses.append(self._wait_for(index))
+
+    def _start_child(self, config: ShardConfig, *, listen: str) -> None:
+        arguments = [
+            "serve",
+            f"--shard-index={config.shard_index}",
+            f"--shard-count={config.shard_count}",
+            f"--cluster-id={config.cluster_id}",
+            f"--listen={listen}",
+            f"--chunk-size-bytes={config.chunk_size_bytes}",
+            f"--grace-s={config.grace_s}",
+            f"--log-level={self._log_level}",
+            PARENT_FLAG,
+        ]
+        if self._data_dir is not None:
+            path = self._shard_dir(self._data_dir, config.shard_index)
+            arguments.append(f"--data-dir={path}")
+        child = ChildProcess(arguments, environment=_plain_environment())
+        self.children[config.shard_index : config.shard_index + 1] = [child]
+        self._stack.callback(child.close, config.grace_s + _STOP_MARGIN_S)
+
+    def _wait_for(self, index: int) -> str:
+        """The address of a shard, when it serves."""
+        child = self.children[index]
+        line = child.read_first_line(_START_TIMEOUT_S)
+        if line is None or not line.startswith(SERVING_LINE):
+            end = (
+                f"it was not ready within {_START_TIMEOUT_S:g} s"
+                if line is None
+                else f"exit code {child.wait(_STOP_MARGIN_S)}"
+            )
+            raise ShardUnavailableError(
+                f"shard {index} did not start: {end}; its log is on stderr",
+                shard_index=index,
+            )
+        return line.removeprefix(SERVING_LINE)
+
+    @staticmethod
+    def _shard_dir(data_dir: Path, shard_index: int) -> Path:
+        return data_dir / f"shard-{shard_index}"
+
+    def _kept_cluster_id(self) -> str | None:
+        """The cluster that data_dir belongs to, if there is one."""
+        if self._data_dir is None:
+            return None
+        return kept_cluster_id(self._shard_dir(self._data_dir, 0))
 
     def __enter__(self) -> LocalCluster:
         return self

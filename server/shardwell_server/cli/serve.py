@@ -88,7 +88,7 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--data-dir",
     type=click.Path(path_type=Path, file_okay=False),
     envvar="SHARDWELL_DATA_DIR",
-    help="Directory of this shard alone. Holds its identity and lock; weights are in memory.",
+    help="Directory of this shard alone, which it goes on from. Without: all is in memory.",
 )
 @click.option(
     "--cluster-id",
@@ -155,12 +155,11 @@ def serve(
     tune_malloc(arena_count_max=_ARENA_COUNT_MAX)
     stop = stop_requested(exit_with_parent=exit_with_parent)
     with contextlib.ExitStack() as stack:
-        if data_dir is not None:
-            stack.enter_context(DataDir(data_dir, config))
+        claimed = None if data_dir is None else stack.enter_context(DataDir(data_dir, config))
+        if claimed is None:
             _LOG.info(
-                "weights are kept in memory and end with this process",
-                extra={"data_dir": str(data_dir)},
+                "no data directory was given: weights are in memory and end with this process"
             )
-        server = stack.enter_context(ShardServer(config))
+        server = stack.enter_context(ShardServer(config, claimed))
         click.echo(f"{SERVING_LINE}{server.address}")
         stop.wait()

@@ -1,6 +1,7 @@
 """Where a shard keeps weights, sums and optimizer state. One contract, several kinds."""
 
 from shardwell_server.store.memory import MemoryStore
+from shardwell_server.store.mmap_store import MmapStore
 from shardwell_server.store.store import (
     ChunkChange,
     ChunkRecord,
@@ -17,6 +18,7 @@ __all__ = [
     "Event",
     "Layout",
     "MemoryStore",
+    "MmapStore",
     "ParameterStorage",
     "Store",
     "Transition",

@@ -8,14 +8,24 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from shardwell.errors import ShardwellError
+from shardwell.errors import StorageError
 from shardwell_server.config import ShardConfig
 
 _FORMAT_VERSION = 1
+_IDENTITY_NAME = "shard.json"
 
 
-class DataDirError(ShardwellError):
+class DataDirError(StorageError):
     """A data directory can't be used; the message says which file, and what to do."""
+
+
+def kept_cluster_id(path: Path) -> str | None:
+    """The cluster that a directory belongs to; None if it belongs to none, or can't be read."""
+    try:
+        found = json.loads((path / _IDENTITY_NAME).read_text())["cluster_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 class DataDir:
@@ -27,7 +37,7 @@ class DataDir:
 
     def __init__(self, path: Path, config: ShardConfig) -> None:
         self.path = path
-        identity_path = path / "shard.json"
+        identity_path = path / _IDENTITY_NAME
         identity = {
             "format_version": _FORMAT_VERSION,
             "cluster_id": config.cluster_id,

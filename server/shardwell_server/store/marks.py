@@ -1,0 +1,142 @@
+"""The last step that each seat gave to each chunk, on disk.
+
+A row a seat, an entry of 16 bytes a chunk: step + 1 (0: none) and a check that depends on
+its place. An entry is written after the chunk's record, which names seat and step; so what a
+killed process left half written is written again from the record, and every other entry must fit
+its check.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.errors import StorageError
+from shardwell_server.store.mapped_file import (
+    NO_WORDS,
+    PAGE_SIZE_BYTES,
+    MappedFile,
+    reserve,
+    storage_error,
+)
+
+_ENTRY_BYTES = 16
+_MASK = 2**64 - 1
+# Odd, so that a step and its check never change without the other.
+_STEP_FACTOR, _SEAT_FACTOR, _CHUNK_FACTOR = (
+    0x9E3779B97F4A7C15,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+)
+
+
+class Marks:
+    """A file that grows by a row a seat. Different chunks may be written at once."""
+
+    def __init__(
+        self, path: Path, chunk_count: int, salt: int, reached: Callable[[str], None]
+    ) -> None:
+        self._path = path
+        self._chunk_count = chunk_count
+        self._salt = salt
+        self._reached = reached
+        self._row_bytes = -(-chunk_count * _ENTRY_BYTES // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+        self._row_count = 0
+        self._words: memoryview[int] = NO_WORDS
+        self._row_capacity = 0
+
+    def open(self) -> None:
+        """Maps the rows that are there.
+
+        Raises:
+            StorageError: the file is missing or no number of rows.
+        """
+        try:
+            size = self._path.stat().st_size
+        except OSError as error:
+            raise storage_error(self._path, error, "opening it") from None
+        if self._row_bytes:
+            self._row_capacity, rest = divmod(size, self._row_bytes)
+            if rest:
+                raise StorageError(
+                    f"{self._path} has {size} bytes, which is no multiple of {self._row_bytes}: it "
+                    "was truncated; restore the directory from a copy or a checkpoint"
+                )
+        self._map()
+
+    @property
+    def row_capacity(self) -> int:
+        """Rows that there is room for."""
+        return self._row_capacity
+
+    def make_room(self, row_count: int) -> None:
+        """Makes room for so many seats.
+
+        Raises:
+            StorageError: there is no disk space; nothing changed.
+        """
+        if row_count <= self._row_capacity or not self._row_bytes:
+            return
+        capacity = max(row_count, min(2 * self._row_capacity, row_count + 64))
+        try:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                reserve(file, capacity * self._row_bytes)
+            except OSError:
+                os.ftruncate(file, self._row_capacity * self._row_bytes)
+                raise
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise storage_error(self._path, error, "making room for a worker") from None
+        self._row_capacity = capacity
+        self._map()  # a thread that still writes through the old mapping writes the same pages
+
+    def put(self, seat_index: int, chunk_index: int, step: int) -> None:
+        """Notes a step. To be called when the chunk's record stands."""
+        place = (seat_index * self._row_bytes + chunk_index * _ENTRY_BYTES) // 8
+        words = self._words
+        words[place] = step + 1
+        self._reached("mark")
+        words[place + 1] = self._check(seat_index, chunk_index, step + 1)
+        self._reached("mark's check")
+
+    def row(self, seat_index: int) -> list[int]:
+        """The last step of a seat for each chunk, -1 for none.
+
+        Raises:
+            StorageError: an entry was damaged.
+        """
+        entries = self._row(seat_index)
+        found, checks = entries[:, 0], entries[:, 1]
+        chunks = np.arange(self._chunk_count, dtype=np.uint64)
+        place = np.uint64((seat_index * _SEAT_FACTOR + self._salt) & _MASK)
+        expected = found * np.uint64(_STEP_FACTOR) + chunks * np.uint64(_CHUNK_FACTOR) + place
+        bad = np.flatnonzero(np.where(found == 0, checks != 0, checks != expected))
+        if bad.size:
+            raise StorageError(
+                f"{self._path}: the mark of seat {seat_index} for chunk {bad[0]} was damaged; "
+                "restore the directory from a copy or a checkpoint"
+            )
+        return [int(step) - 1 for step in found]
+
+    def is_blank(self, seat_index: int) -> bool:
+        """Whether a seat has given nothing."""
+        return not self._row(seat_index).any()
+
+    def _row(self, seat_index: int) -> npt.NDArray[np.uint64]:
+        first = seat_index * self._row_bytes // 8
+        words = np.frombuffer(self._words, np.uint64)[first : first + 2 * self._chunk_count]
+        return words.reshape(-1, 2)
+
+    def _check(self, seat_index: int, chunk_index: int, mark: int) -> int:
+        place = seat_index * _SEAT_FACTOR + chunk_index * _CHUNK_FACTOR + self._salt
+        return (mark * _STEP_FACTOR + place) & _MASK
+
+    def _map(self) -> None:
+        size = self._row_capacity * self._row_bytes
+        self._words = MappedFile.open(self._path, size).words(0, size // 8)

@@ -1,0 +1,364 @@
+"""A slice in mapped files: whatever instruction its process is killed at, each chunk is whole.
+
+Files of a parameter's directory; the arrays are plain little-endian float32:
+
+    parameter.json    what it is
+    weights, gradient_sum, slot-0, slot-1
+    records           where each chunk stands, and the CRCs of its arrays   (chunk_records.py)
+    marks             the last step of each worker for each chunk           (marks.py)
+    undo              what chunks were that are being changed               (undo.py)
+    events            seats, first weights, learning rates                  (event_log.py)
+
+A transition, in the order of its writes (docs/adr/0007-crash-safety.md has the proof):
+
+    FIRST        the sum, of no meaning so far      record    mark
+    ADD, CLOSE   undo: block, progress | the block  record    mark        for every block
+
+The record is the instant of change. Before it, an undo entry with the chunk's sequence number takes
+the blocks back; after it, the entry is void, and the mark is written again from the record.
+
+What is in the files is believed when its CRC fits: records, marks, events and undo at the start,
+arrays chunk by chunk (`verify`) before their first use.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from fastcrc import crc32
+
+from shardwell.codec import Float32, blocks
+from shardwell.errors import StorageError
+from shardwell_server.store import chunk_records, undo
+from shardwell_server.store.chunk_records import ChunkRecords, StoredRecord
+from shardwell_server.store.event_log import EventLog
+from shardwell_server.store.mapped_file import MappedFile, storage_error
+from shardwell_server.store.marks import Marks
+from shardwell_server.store.store import ChunkRecord, Event, Layout, Transition
+from shardwell_server.store.undo import Arrays, UndoArea
+
+_FORMAT_VERSION = 1
+
+
+def write_layout(path: Path, layout: Layout, salt: int) -> None:
+    """Writes parameter.json.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    text = json.dumps(
+        {
+            "format_version": _FORMAT_VERSION,
+            "byte_order": sys.byteorder,
+            "salt": salt,
+            "name": layout.name,
+            "slice_size": layout.slice_size,
+            "chunk_element_count": layout.chunk_element_count,
+            "with_sum": layout.with_sum,
+            "initial_slots": layout.initial_slots,
+            "description": layout.description,
+        },
+        indent=2,
+    )
+    path.write_text(f"{text}\n{crc32.iscsi(text.encode()):08x}\n")
+
+
+def read_layout(path: Path) -> tuple[Layout, int]:
+    """The layout and salt in parameter.json.
+
+    Raises:
+        StorageError: it is damaged, or another version's.
+    """
+    try:
+        text, _, crc = path.read_text().strip().rpartition("\n")
+        found = json.loads(text)
+    except OSError as error:
+        raise storage_error(path, error, "reading it") from None
+    except ValueError as error:
+        raise StorageError(f"{path} is no JSON ({error}); restore it from a copy") from None
+    if crc != f"{crc32.iscsi(text.encode()):08x}":
+        raise StorageError(
+            f"{path} was damaged: its last line is no CRC32C of the rest; restore it"
+        )
+    version, order = found.pop("format_version"), found.pop("byte_order")
+    if (version, order) != (_FORMAT_VERSION, sys.byteorder):
+        raise StorageError(
+            f"{path} has format version {version}, {order}-endian; expected {_FORMAT_VERSION}, "
+            f"{sys.byteorder}-endian: run the version of shardwell that wrote it, on such a machine"
+        )
+    salt = found.pop("salt")
+    return Layout(**{**found, "initial_slots": tuple(found["initial_slots"])}), salt
+
+
+class MmapParameter:
+    """See ParameterStorage and the module."""
+
+    def __init__(
+        self,
+        directory: Path,
+        layout: Layout,
+        salt: int,
+        mapped: Callable[[Path, int], MappedFile],
+        reached: Callable[[str], None],
+    ) -> None:
+        """Maps the files with `mapped`, which makes or opens one of a name and size."""
+        self.directory = directory
+        self._layout = layout
+
+        def array(name: str) -> Float32:
+            values: Float32 = mapped(directory / name, 4 * layout.slice_size).data.view(np.float32)
+            return values
+
+        self.weights = array("weights")
+        self.gradient_sum = array("gradient_sum") if layout.with_sum else None
+        self.slots = tuple(array(f"slot-{i}") for i in range(len(layout.initial_slots)))
+        chunk_count = layout.chunk_count
+        size = chunk_records.file_size(chunk_count)
+        file = mapped(directory / "records", size)
+        self._records = ChunkRecords(file, chunk_count, salt, reached)
+        self._stored: list[StoredRecord] = []
+        self._undo = UndoArea(
+            mapped(directory / "undo", undo.file_size(layout)), layout, salt, reached
+        )
+        self._marks = Marks(directory / "marks", chunk_count, salt, reached)
+        self._events = EventLog(directory / "events", salt, reached)
+        self._seat_count = 0
+        self._reached = reached
+        self.rolled_back_count = 0
+        """Changes that were cut off, and taken back when the files were opened."""
+
+    @staticmethod
+    def create(
+        directory: Path, layout: Layout, salt: int, reached: Callable[[str], None]
+    ) -> MmapParameter:
+        """New files in an empty directory.
+
+        Raises:
+            OSError: they can't be made.
+        """
+        made = MmapParameter(directory, layout, salt, MappedFile.create, reached)
+        for slot, value in zip(made.slots, layout.initial_slots, strict=True):
+            if value:
+                slot[:] = value
+        crcs: dict[int, tuple[int, ...]] = {}
+        for index in range(layout.chunk_count):
+            size = made._chunk(made.weights, index).size
+            if size not in crcs:  # two sizes at most
+                crcs[size] = made._crcs(index)
+            made._put(index, StoredRecord(0, ChunkRecord(), -1, -1, crcs[size]))
+        (directory / "marks").touch()
+        made._marks.open()
+        made._events.create()
+        write_layout(directory / "parameter.json", layout, salt)
+        return made
+
+    @staticmethod
+    def recover(
+        directory: Path, layout: Layout, salt: int, reached: Callable[[str], None]
+    ) -> MmapParameter:
+        """What an earlier process left: takes back what it was in the middle of.
+
+        Raises:
+            StorageError: a file was damaged; it is named.
+        """
+        made = MmapParameter(directory, layout, salt, MappedFile.open, reached)
+        made._stored = [made._records.get(index) for index in range(layout.chunk_count)]
+        for entry in made._undo.entries:
+            pending = entry.pending(layout.chunk_count)
+            if pending is None:
+                continue
+            index, sequence, transition = pending
+            if sequence == made._stored[index].sequence:
+                entry.roll_back(made._changing(index, transition))
+                made.verify(index)
+                made.rolled_back_count += 1
+            entry.void()
+        made._recover_marks()
+        return made
+
+    def _recover_marks(self) -> None:
+        events, marks = self._events.read(), self._marks
+        self._seat_count = sum(event.get("kind") == "seat" for event in events)
+        marks.open()
+        if self._layout.chunk_count and self._seat_count > marks.row_capacity:
+            raise StorageError(
+                f"{self.directory / 'marks'} has {marks.row_capacity} rows for "
+                f"{self._seat_count} seats: it was truncated; restore the directory from a copy"
+            )
+        for index, stored in enumerate(self._stored):
+            if stored.seat_index >= self._seat_count:
+                raise StorageError(
+                    f"{self.directory / 'records'}: chunk {index} has a gradient of seat "
+                    f"{stored.seat_index}, and {self.directory / 'events'} {self._seat_count} "
+                    "seats: one of them was replaced; restore the directory from a copy"
+                )
+            if stored.seat_index >= 0:
+                marks.put(stored.seat_index, index, stored.step)
+        if self._layout.chunk_count:
+            for row in range(self._seat_count, marks.row_capacity):
+                if not marks.is_blank(row):
+                    raise StorageError(
+                        f"{self.directory / 'marks'} has steps of seat {row}, and "
+                        f"{self.directory / 'events'} {self._seat_count} seats: one of them was "
+                        "replaced; restore the directory from a copy"
+                    )
+
+    def records(self) -> list[ChunkRecord]:
+        """See ParameterStorage."""
+        return [stored.record for stored in self._stored]
+
+    def last_steps(self) -> list[list[int]]:
+        """See ParameterStorage."""
+        return [self._marks.row(seat) for seat in range(self._seat_count)]
+
+    def events(self) -> Sequence[Event]:
+        """See ParameterStorage."""
+        return self._events.read()
+
+    def log(self, event: Event) -> None:
+        """See ParameterStorage."""
+        self._events.append(event)
+
+    def compact(self, events: Sequence[Event]) -> None:
+        """See ParameterStorage."""
+        self._events.compact(events)
+
+    def add_seat(self) -> None:
+        """See ParameterStorage."""
+        self._marks.make_room(self._seat_count + 1)
+        self._seat_count += 1
+
+    def change(self, chunk_index: int, transition: Transition) -> _MmapChange:
+        """See ParameterStorage."""
+        return _MmapChange(self, chunk_index, transition)
+
+    def settle(self, chunk_index: int) -> None:
+        """See ParameterStorage."""
+        stored = self._stored[chunk_index]
+        self._put(
+            chunk_index,
+            stored._replace(sequence=stored.sequence + 1, crcs=self._crcs(chunk_index)),
+        )
+
+    def verify(self, chunk_index: int) -> None:
+        """See ParameterStorage."""
+        stored, found = self._stored[chunk_index], self._crcs(chunk_index)
+        names = ("weights", "gradient_sum", "slot-0", "slot-1")
+        for number, name in enumerate(names[: 2 + len(self.slots)]):
+            if number == 1 and stored.record.total_factor == 0.0:
+                continue
+            if found[number] != stored.crcs[number]:
+                raise StorageError(
+                    f"{self.directory / name}: chunk {chunk_index} of parameter "
+                    f"{self._layout.name!r} was damaged: CRC32C {found[number]:#010x}, expected "
+                    f"{stored.crcs[number]:#010x}; restore the directory from a copy or a "
+                    "checkpoint",
+                    parameter=self._layout.name,
+                )
+
+    def _chunk(self, array: Float32, chunk_index: int) -> Float32:
+        start = chunk_index * self._layout.chunk_element_count
+        return array[start : start + self._layout.chunk_element_count]
+
+    def _crcs(self, chunk_index: int) -> tuple[int, ...]:
+        """Of weights, sum (0 if there is none) and slots, as they lie."""
+        arrays = (self.weights, self.gradient_sum, *self.slots)
+        return tuple(
+            0 if array is None else _crc(self._chunk(array, chunk_index)) for array in arrays
+        )
+
+    def _changing(self, chunk_index: int, transition: Transition) -> Arrays:
+        """The arrays of a chunk that a transition writes."""
+        if transition is Transition.CLOSE:
+            return [self._chunk(array, chunk_index) for array in (self.weights, *self.slots)]
+        assert self.gradient_sum is not None
+        return [self._chunk(self.gradient_sum, chunk_index)]
+
+    def _put(self, chunk_index: int, stored: StoredRecord) -> None:
+        """Makes a record stand, on disk and then here."""
+        self._records.put(chunk_index, stored)
+        if chunk_index == len(self._stored):
+            self._stored.append(stored)
+        self._stored[chunk_index] = stored
+
+
+class _MmapChange:
+    """See ChunkChange."""
+
+    __slots__ = (
+        "_arrays",
+        "_chunk_index",
+        "_crcs",
+        "_entry",
+        "_is_committed",
+        "_of",
+        "_transition",
+    )
+
+    def __init__(self, of: MmapParameter, chunk_index: int, transition: Transition) -> None:
+        self._of = of
+        self._chunk_index = chunk_index
+        self._transition = transition
+        self._arrays = of._changing(chunk_index, transition)
+        self._crcs = [0] * len(self._arrays)
+        self._entry: undo.UndoEntry | None = None
+        self._is_committed = False
+
+    def __enter__(self) -> _MmapChange:
+        if self._transition is not Transition.FIRST:
+            self._entry = self._of._undo.take()
+            sequence = self._of._stored[self._chunk_index].sequence
+            self._entry.begin(self._chunk_index, sequence, self._transition)
+        return self
+
+    def before(self, start: int, stop: int) -> None:
+        """See ChunkChange."""
+        if self._entry is not None:
+            self._entry.save(self._arrays, start, stop)
+
+    def after(self, start: int, stop: int) -> None:
+        """See ChunkChange."""
+        self._of._reached("block")
+        crcs = self._crcs
+        for number, array in enumerate(self._arrays):
+            crcs[number] = crc32.iscsi(array[start:stop].view(np.uint8).data, crcs[number])
+
+    def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
+        """See ChunkChange."""
+        old = self._of._stored[self._chunk_index]
+        if self._transition is Transition.CLOSE:
+            crcs = (self._crcs[0], 0, *self._crcs[1:])
+        else:
+            crcs = (old.crcs[0], self._crcs[0], *old.crcs[2:])
+        stored = StoredRecord(old.sequence + 1, record, seat_index, step, crcs)
+        self._of._put(self._chunk_index, stored)
+        self._is_committed = True
+        self._of._marks.put(seat_index, self._chunk_index, step)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            try:
+                if not self._is_committed:
+                    entry.roll_back(self._arrays)
+            finally:
+                self._of._undo.give_back(entry)
+
+
+def _crc(values: Float32) -> int:
+    """CRC32C of an array's bytes."""
+    crc = 0
+    for start in blocks(values.size):
+        block = values[start : start + blocks(values.size).step]
+        crc = crc32.iscsi(block.view(np.uint8).data, crc)
+    return crc
