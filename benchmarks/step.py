@@ -1,12 +1,13 @@
 """One synchronous step beside bare gRPC, in one run.
 
     python benchmarks/step.py [--workers 2] [--shards 2] [--megabytes 64] [--codec fp16]
-                              [--chunk-kib 1024] [--steps 15] [--json FILE]
+                              [--chunk-kib 1024] [--steps 15] [--data-dir DIR] [--json FILE]
 
 W workers each push an N MB float32 gradient and get N MB of weights back from S shards, SGD. Beside
 it, the floor: the same encoded bytes, in messages of the same size, both ways between as many
-processes, through bare grpcio streams that return what they get. All rows take turns step by step,
-so that the machine's moods hit all alike; ratios are of medians.
+processes, through bare grpcio streams that return what they get. The last rows are a
+second cluster, whose shards keep everything in mapped files, in a directory made in DIR. All rows
+take turns step by step, so that the machine's moods hit all alike; ratios are of medians.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ ROWS = {
     "bare_tuned": "bare gRPC, malloc tuned",
     "exchange": "exchange",
     "put_get": "put_gradient, get_weights",
+    "exchange_mmap": "exchange, mmap store",
+    "put_get_mmap": "put, get, mmap store",
 }
 
 
@@ -186,14 +190,22 @@ def main() -> None:
     parser.add_argument("--codec", default="fp16")
     parser.add_argument("--chunk-kib", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--data-dir", type=Path, help="default: the directory for temporary files")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     times: dict[str, list[float]] = {row: [] for row in ROWS}
     chunk_size_bytes = args.chunk_kib * 1024
-    with LocalCluster(args.shards, processes=True, chunk_size_bytes=chunk_size_bytes) as cluster:
+    with (
+        tempfile.TemporaryDirectory(dir=args.data_dir) as data_dir,
+        LocalCluster(args.shards, processes=True, chunk_size_bytes=chunk_size_bytes) as cluster,
+        LocalCluster(
+            args.shards, data_dir, processes=True, chunk_size_bytes=chunk_size_bytes
+        ) as kept,
+    ):
         pid = cluster.children[0].pid
         empty_mb = resident_mb(pid, "VmRSS")
         plain, tuned = Crew(args, ""), Crew(args, cluster.target)
+        mapped = Crew(args, kept.target)
         try:
             for number in range(args.steps + 2):
                 for row, crew, order in (
@@ -201,15 +213,19 @@ def main() -> None:
                     ("bare_tuned", tuned, "bare"),
                     ("exchange", tuned, "exchange"),
                     ("put_get", tuned, "put_get"),
+                    ("exchange_mmap", mapped, "exchange"),
+                    ("put_get_mmap", mapped, "put_get"),
                 ):
                     seconds = crew.step(order)
                     if number >= 2:  # the first steps open streams and touch memory
                         times[row].append(seconds)
-            latency = tuned.latency()
+            latency, mapped_latency = tuned.latency(), mapped.latency()
+            latency["tiny mmap"] = mapped_latency["tiny exchange"]
             peak_mb = resident_mb(pid, "VmHWM")
         finally:
             plain.close()
             tuned.close()
+            mapped.close()
     medians = {row: statistics.median(values) * 1e3 for row, values in times.items()}
     report(args, times, medians, latency, empty_mb, peak_mb)
 
@@ -243,6 +259,8 @@ def report(
         )
     tiny, bare = latency["tiny exchange"] * 1e3, latency["tiny bare"] * 1e3
     table.add_row("10 elements, 1 worker", f"{tiny:.3f}", "", f"{tiny / bare:.2f}", "", "")
+    tiny_mmap = latency["tiny mmap"] * 1e3
+    table.add_row("  ..., mmap store", f"{tiny_mmap:.3f}", "", f"{tiny_mmap / bare:.2f}", "", "")
     table.add_row("  a bare message, as large", f"{bare:.3f}", "", "1.00", "", "")
     console.print(table)
     slice_mb = args.megabytes / args.shards
@@ -262,6 +280,9 @@ def report(
         "exchange_over_bare_tuned": round(medians["exchange"] / medians["bare_tuned"], 3),
         "put_get_over_bare": round(medians["put_get"] / medians["bare"], 3),
         "put_get_over_bare_tuned": round(medians["put_get"] / medians["bare_tuned"], 3),
+        "exchange_mmap_over_memory": round(medians["exchange_mmap"] / medians["exchange"], 3),
+        "put_get_mmap_over_memory": round(medians["put_get_mmap"] / medians["put_get"], 3),
+        "tiny_mmap_over_memory": round(tiny_mmap / tiny, 3),
         "tiny_exchange_ms": round(tiny, 4),
         "tiny_exchange_over_bare": round(tiny / bare, 3),
         "shard_empty_mb": round(empty_mb, 1),
