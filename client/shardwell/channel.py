@@ -86,6 +86,10 @@ class ShardChannel:
             f"/{_SERVICE}/GetWeights",
             request_serializer=pb.GetWeightsRequest.SerializeToString,
         )
+        self.snapshot: Any = channel.unary_stream(
+            f"/{_SERVICE}/Snapshot",
+            request_serializer=pb.SnapshotRequest.SerializeToString,
+        )
         self.exchange: Any = channel.stream_stream(f"/{_SERVICE}/Exchange")
 
     def call(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
@@ -28,13 +28,43 @@ _PAUSE_S_MAX = 0.5
 _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
 
+class FirstValues(Protocol):
+    """What is to stand, read piece by piece."""
+
+    size: int
+    """Elements of the parameter."""
+    array_count: int
+    """1: the weights; more: the arrays of optimizer state too."""
+    version: int
+    """Updates that they have seen."""
+    learning_rate: float | None
+    """From that version on; None: the spec's."""
+
+    def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
+        """A range of an array, (where.size,) of floating point numbers."""
+
+
+class GivenWeights:
+    """Weights that the caller passed. See FirstValues."""
+
+    array_count, version, learning_rate = 1, 0, None
+
+    def __init__(self, weights: npt.NDArray[Any]) -> None:
+        self.size = weights.size
+        self._weights = weights
+
+    def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
+        """See FirstValues: a view."""
+        return self._weights[where.offset : where.stop]
+
+
 class FirstWeights:
     """One client's attempt for one parameter."""
 
     def __init__(
         self,
         name: str,
-        values: npt.NDArray[Any],
+        values: FirstValues,
         channels: list[ShardChannel],
         *,
         worker_id: str,
@@ -47,6 +77,9 @@ class FirstWeights:
         self._worker_id = worker_id
         self._traffic = traffic
         self._deadline_s = time.monotonic() + timeout_s
+        self._epoch = 0
+        self.is_own = False
+        """Once settled: whether it is this client's values that stand."""
 
     def settle(self) -> int:
         """Blocks until this client's values or another's stand; returns the version.
@@ -59,11 +92,14 @@ class FirstWeights:
             claim = self._claim()
             if claim.initialized:
                 confirm(self._name, self._channels, claim.epoch, timeout_s=self._rest_s())
+                self.is_own = claim.epoch != 0 and claim.epoch == self._epoch
                 return claim.version
             if claim.granted:
+                self._epoch = claim.epoch
                 try:
                     version = self._send(claim.epoch)
                     confirm(self._name, self._channels, claim.epoch, timeout_s=self._rest_s())
+                    self.is_own = True
                     return version
                 except InitSupersededError:
                     pass  # somebody was granted a later claim: see how that goes
@@ -110,15 +146,21 @@ class FirstWeights:
         opening = types_pb2.StreamOpen(
             shard=channel.identity, parameter=self._name, worker_id=self._worker_id
         )
-        yield pb.InitWeightsRequest(open=opening, epoch=epoch).SerializeToString()
+        yield pb.InitWeightsRequest(
+            open=opening,
+            epoch=epoch,
+            version=self._values.version,
+            learning_rate=self._values.learning_rate,
+        ).SerializeToString()
         scratch = Scratch()
-        for index in range(where.chunk_count(_RANGE_ELEMENT_COUNT)):
-            part = where.chunk(index, _RANGE_ELEMENT_COUNT)
-            header = pb.InitWeightsRequest()
-            values = self._values[part.offset : part.stop]
-            message = _CODEC.encode(header, header.chunk, part, index, values, scratch)
-            self._traffic.add_sent(len(message), part.size)
-            yield message
+        for array_index in range(self._values.array_count):
+            for index in range(where.chunk_count(_RANGE_ELEMENT_COUNT)):
+                part = where.chunk(index, _RANGE_ELEMENT_COUNT)
+                header = pb.InitWeightsRequest(array_index=array_index)
+                values = self._values.read(array_index, part)
+                message = _CODEC.encode(header, header.chunk, part, index, values, scratch)
+                self._traffic.add_sent(len(message), part.size)
+                yield message
 
     def _remaining_s(self) -> float:
         return self._deadline_s - time.monotonic()

@@ -27,7 +27,7 @@ from shardwell.errors import (
     DeadlineError,
     ShardUnavailableError,
 )
-from shardwell.first_weights import FirstWeights
+from shardwell.first_weights import FirstWeights, GivenWeights
 from shardwell.lane import Lane
 from shardwell.opening import Opening
 from shardwell.siblings import Siblings
@@ -114,14 +114,17 @@ class Parameter:
             finite_peak(what, values, self.name)
         wait_s = self._bounded(timeout_s)
         with self._turn(wait_s):
-            return FirstWeights(
+            version = FirstWeights(
                 self.name,
-                values,
+                GivenWeights(values),
                 self._channels,
                 worker_id=self._worker_id,
                 traffic=self._traffic,
                 timeout_s=wait_s,
             ).settle()
+            if self.spec.mode == "sync" and self.next_step < version:  # a checkpoint was restored
+                self._parts, self.next_step = self._opening.open(wait_s)
+            return version
 
     def get_weights(
         self, *, out: Float32 | None = None, min_version: int = 0, timeout_s: float | None = None

@@ -67,6 +67,11 @@ class Optimizer:
     def _name(self, field: str) -> str:
         return f"{type(self).__name__}.{field}"
 
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """Arrays of state, in the order of the shards', named as torch.optim names them."""
+        return ()
+
     def to_proto(self) -> types_pb2.Optimizer:
         """The wire's form."""
         rule = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -121,6 +126,11 @@ class SGD(Optimizer):
 
     field_name: ClassVar[str] = "sgd"
 
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("momentum_buffer",) if self.momentum else ()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dampening > 1.0:
@@ -147,6 +157,11 @@ class Adagrad(Optimizer):
 
     field_name: ClassVar[str] = "adagrad"
 
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("sum",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RMSProp(Optimizer):
@@ -164,6 +179,11 @@ class RMSProp(Optimizer):
     """L2 factor."""
 
     field_name: ClassVar[str] = "rms_prop"
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("square_avg", "momentum_buffer") if self.momentum else ("square_avg",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +203,11 @@ class Adam(Optimizer):
 
     field_name: ClassVar[str] = "adam"
 
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer):
@@ -200,6 +225,11 @@ class AdamW(Optimizer):
     """Decoupled decay factor; the paper's (and torch's) default."""
 
     field_name: ClassVar[str] = "adam_w"
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("exp_avg", "exp_avg_sq")
 
 
 _CODECS = {

@@ -55,7 +55,9 @@ class ShardServer:
     def __init__(self, config: ShardConfig, data_dir: DataDir | None = None) -> None:
         limits = config.limits
         self.config = config
-        self.shard = Shard(config, MmapStore(data_dir.path) if data_dir else MemoryStore())
+        spool_dir = None if data_dir is None else data_dir.path
+        store = MemoryStore() if data_dir is None else MmapStore(data_dir.path)
+        self.shard = Shard(config, store, spool_dir)
         self._verifier = threading.Thread(target=self._verify, name="shardwell-verify")
         self._streams = OpenStreams(limits.stream_count_max)
         thread_count = limits.stream_count_max + _UNARY_THREAD_COUNT

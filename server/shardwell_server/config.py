@@ -27,6 +27,8 @@ class Limits:
     """The longest that a call may wait for other workers, whatever timeout it asks for."""
     init_claim_s: float = 60.0
     """How long a client may take to send first weights before another may take over."""
+    snapshot_count_max: int = 4
+    """Snapshots of one parameter under way at once; each may copy the slice to the disk."""
     learning_rate_change_count_max: int = 64
     """Changes of a learning rate that are scheduled for steps to come."""
 

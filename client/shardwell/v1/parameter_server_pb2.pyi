@@ -64,18 +64,24 @@ class ClaimInitResponse(_message.Message):
     def __init__(self, initialized: bool = ..., granted: bool = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class InitWeightsRequest(_message.Message):
-    __slots__ = ("open", "epoch", "chunk", "padding", "payload")
+    __slots__ = ("open", "epoch", "chunk", "version", "array_index", "learning_rate", "padding", "payload")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARRAY_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     open: _types_pb2.StreamOpen
     epoch: int
     chunk: _types_pb2.Chunk
+    version: int
+    array_index: int
+    learning_rate: float
     padding: bytes
     payload: bytes
-    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., epoch: _Optional[int] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., epoch: _Optional[int] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., learning_rate: _Optional[float] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class InitWeightsResponse(_message.Message):
     __slots__ = ("version",)
@@ -168,6 +174,36 @@ class ExchangeResponse(_message.Message):
     padding: bytes
     payload: bytes
     def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ("shard", "parameter", "version", "wait_timeout_ms")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    parameter: str
+    version: int
+    wait_timeout_ms: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ...) -> None: ...
+
+class SnapshotResponse(_message.Message):
+    __slots__ = ("chunk", "version", "array_index", "array_count", "learning_rate", "padding", "payload")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARRAY_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ARRAY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    chunk: _types_pb2.Chunk
+    version: int
+    array_index: int
+    array_count: int
+    learning_rate: float
+    padding: bytes
+    payload: bytes
+    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., array_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class SetLearningRateRequest(_message.Message):
     __slots__ = ("shard", "parameter", "learning_rate", "from_step")

@@ -70,6 +70,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.ExchangeRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.ExchangeResponse.FromString,
                 _registered_method=True)
+        self.Snapshot = channel.unary_stream(
+                '/shardwell.v1.ParameterServerService/Snapshot',
+                request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.SnapshotResponse.FromString,
+                _registered_method=True)
         self.SetLearningRate = channel.unary_unary(
                 '/shardwell.v1.ParameterServerService/SetLearningRate',
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.SetLearningRateRequest.SerializeToString,
@@ -111,11 +116,14 @@ class ParameterServerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def InitWeights(self, request_iterator, context):
-        """Sets the first weights of this shard's slice, in CODEC_FP32, whatever the spec's codec.
+        """Sets the first weights of this shard's slice, in CODEC_FP32, whatever the spec's codec; with
+        optimizer state, a version and a learning rate, which is how a checkpoint is restored.
 
         The first message has `open` and `epoch`; every message has a range of at most 262144
         elements; the ranges follow one another from the start of the slice to its end (an empty slice
-        sends `open` alone). Shard 0 must be the last to be sent: its success decides whose weights
+        sends `open` alone). With optimizer state, the ranges of each of its arrays follow those of the
+        weights, array by array; all of it is needed where `version` is not 0. Without, the state is
+        what the optimizer begins with. Shard 0 must be the last to be sent: its success decides whose weights
         stand; the others use theirs after ConfirmInit. What stands is never written again; a repeat
         of its epoch is acknowledged. Errors: ABORTED (a higher epoch came), FAILED_PRECONDITION (the
         epoch was not granted, or other weights stand), DATA_LOSS (CRC), INVALID_ARGUMENT.
@@ -161,6 +169,28 @@ class ParameterServerServiceServicer(object):
 
         Read while you write: the shard stops reading while answers are not taken. Idempotency key and
         errors as for PutGradient.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Snapshot(self, request, context):
+        """Streams weights and optimizer state of the slice, each chunk as it was at one version, while
+        training goes on: what a checkpoint is made of.
+
+        The first message says that the shard has begun, and has no chunk. From then on a chunk that
+        leaves the version is copied before, so that reading may take its time; nobody waits for the
+        reader. Then, for each chunk in order, come the ranges of its weights, then those of each array
+        of optimizer state; a chunk that has not reached the version is waited for. MODE_ASYNC: each
+        chunk as it is when its turn comes.
+
+        For one version on all shards: take V = the largest version_max of all shards (GetStatus), call
+        all shards at once with V, and read a first message from each. Where one answers with
+        ERROR_CODE_STEP_ORDER, it is past V: end all calls and take a later V. V + 1, V + 2, V + 4 ... are in time for any speed of
+        training, if it goes on; if it does not, V itself is. Safe to repeat. Errors:
+        FAILED_PRECONDITION (a chunk is past the version, not initialized, no room for copies),
+        DEADLINE_EXCEEDED (names who is missing from a step before the version), RESOURCE_EXHAUSTED
+        (too many snapshots of the parameter at once), INVALID_ARGUMENT (weights that are not finite).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,6 +249,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.Exchange,
                     request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.ExchangeRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.ExchangeResponse.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.SnapshotRequest.FromString,
+                    response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.SnapshotResponse.SerializeToString,
             ),
             'SetLearningRate': grpc.unary_unary_rpc_method_handler(
                     servicer.SetLearningRate,
@@ -421,6 +456,33 @@ class ParameterServerService(object):
             '/shardwell.v1.ParameterServerService/Exchange',
             shardwell_dot_v1_dot_parameter__server__pb2.ExchangeRequest.SerializeToString,
             shardwell_dot_v1_dot_parameter__server__pb2.ExchangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shardwell.v1.ParameterServerService/Snapshot',
+            shardwell_dot_v1_dot_parameter__server__pb2.SnapshotRequest.SerializeToString,
+            shardwell_dot_v1_dot_parameter__server__pb2.SnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,20 +14,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
-import numpy as np
 from google.protobuf.message import DecodeError
 
 import shardwell
 from shardwell import framing
-from shardwell.chunk_codec import ChunkCodec
-from shardwell.codec import CODECS, Bytes
+from shardwell.codec import Bytes
 from shardwell.errors import ArgumentError, InternalError, ShardwellError, WrongShardError
 from shardwell.names import check_name
-from shardwell.partition import Slice
 from shardwell.specs import ParameterSpec, check_learning_rate
 from shardwell.status import to_status
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
+from shardwell_server.services.first_weights import receive_first_weights
+from shardwell_server.services.snapshots import snapshot_messages
 from shardwell_server.services.streams import OpenStreams
 from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.patience import CallerGoneError, Patience
@@ -52,7 +51,6 @@ class ParameterServerService:
         self._streams = streams
         self._limits = shard.config.limits
         self._claim_waits = threading.BoundedSemaphore(_CLAIM_WAIT_COUNT_MAX)
-        self._first_weights = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """All methods, for grpc.Server."""
@@ -74,6 +72,9 @@ class ParameterServerService:
             "GetWeights": grpc.unary_stream_rpc_method_handler(
                 self._streaming(_parsed(self.get_weights, pb.GetWeightsRequest))
             ),
+            "Snapshot": grpc.unary_stream_rpc_method_handler(
+                self._streaming(_parsed(self.snapshot, pb.SnapshotRequest))
+            ),
             "Exchange": grpc.stream_stream_rpc_method_handler(self._streaming(self.exchange)),
         }
         assert set(handlers) == {method.name for method in _SERVICE.methods}
@@ -86,7 +87,8 @@ class ParameterServerService:
     ) -> pb.CreateParameterResponse:
         """See the .proto."""
         self._shard.check_identity(request.shard)
-        worker_id = check_name("worker_id", request.worker_id)
+        named = request.worker_id or request.take_seat
+        worker_id = check_name("worker_id", request.worker_id) if named else ""
         spec = ParameterSpec.from_proto(request.spec)
         if request.take_seat:
             self._shard.parameter(spec.name)  # whoever takes a seat has opened it before
@@ -120,42 +122,10 @@ class ParameterServerService:
     ) -> pb.InitWeightsResponse:
         """See the .proto."""
         with self._streams.opened():
-            return pb.InitWeightsResponse(version=self._receive_first_weights(messages))
-
-    def _receive_first_weights(self, messages: Iterator[bytes]) -> int:
-        """Takes the whole slice, range by range; returns the version."""
-        parameter, epoch, expected = None, 0, 0
-        for message in messages:
-            request, payload = framing.parse(pb.InitWeightsRequest, message)
-            if parameter is None:
-                parameter = self._opened(request)
-                epoch, expected = request.epoch, parameter.where.offset
-            if not request.HasField("chunk"):
-                continue
-            chunk = request.chunk
-            where = Slice(chunk.element_offset, chunk.element_count)
-            if where.offset != expected:
-                raise ArgumentError(
-                    f"first weights must follow one another: expected element {expected}, "
-                    f"got {where.offset}"
-                )
-            values = self._first_weights.open(chunk, where, payload).view(np.float32)
-            if not parameter.spec.allow_non_finite:
-                finite = np.isfinite(values)
-                if not finite.all():
-                    index = where.offset + int(np.argmin(finite))
-                    raise parameter.non_finite(index, "first weights")
-            parameter.set_first_weights(epoch, where, values)
-            self._shard.traffic.add(received=payload.size)
-            expected = where.stop
-        if parameter is None:
-            raise ArgumentError("an InitWeights stream must begin with `open`; it was empty")
-        if expected != parameter.where.stop:
-            raise ArgumentError(
-                f"first weights ended before element {expected}; this slice ends before "
-                f"{parameter.where.stop}; send all of it"
+            version = receive_first_weights(
+                messages, self._opened, lambda size: self._shard.traffic.add(received=size)
             )
-        return parameter.finish_init(epoch)
+            return pb.InitWeightsResponse(version=version)
 
     def confirm_init(
         self, request: pb.ConfirmInitRequest, context: grpc.ServicerContext
@@ -195,6 +165,22 @@ class ParameterServerService:
         with self._streams.opened():
             for index in range(parameter.chunk_count):
                 message = parameter.weights_message(index, request.min_version, patience)
+                self._shard.traffic.add(sent=len(message))
+                yield message
+
+    def snapshot(
+        self, request: pb.SnapshotRequest, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        parameter = self._shard.parameter(request.parameter)
+        with self._streams.opened():
+            for message in snapshot_messages(
+                parameter,
+                request.version,
+                self._patience(context, request.wait_timeout_ms / 1000),
+                self._wanted(context),
+            ):
                 self._shard.traffic.add(sent=len(message))
                 yield message
 
@@ -307,6 +293,13 @@ class ParameterServerService:
             is_active=context.is_active,
             is_stopping=self._shard.is_stopping,
         )
+
+    def _wanted(self, context: grpc.ServicerContext) -> Callable[[], bool]:
+        """Whether somebody still reads an answer that may take as long as the call; any thread."""
+        remaining_s = context.time_remaining()
+        bound_s = self._limits.wait_max_s
+        deadline_s = time.monotonic() + (bound_s if remaining_s is None else remaining_s)
+        return lambda: context.is_active() and time.monotonic() < deadline_s
 
     def _unary(self, call: Callable[..., Any], request_type: Any) -> Any:
         return grpc.unary_unary_rpc_method_handler(

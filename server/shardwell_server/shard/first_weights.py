@@ -29,6 +29,8 @@ class FirstWeightsState:
         """Whether first weights stand, so that gradients are taken."""
         self.epoch = 0
         """The newest that was granted or seen; when standing, that of the weights."""
+        self.learning_rate: float | None = None
+        """The rate that came with the values that are staged; it is theirs when they stand."""
         self._parameter = parameter
         self._is_first_shard = is_first_shard
         self._claim_s = claim_s
@@ -46,11 +48,20 @@ class FirstWeightsState:
             "epoch": self.epoch,
             "staged_epoch": self._staged_epoch,
             "standing": self.standing,
+            "learning_rate": self.learning_rate,
         }
 
-    def restore(self, *, epoch: int, staged_epoch: int, standing: bool) -> None:
+    def restore(
+        self,
+        *,
+        epoch: int,
+        staged_epoch: int,
+        standing: bool,
+        learning_rate: float | None = None,
+    ) -> None:
         """Goes on from facts."""
         self.epoch, self._staged_epoch, self.standing = epoch, staged_epoch, standing
+        self.learning_rate = learning_rate
 
     def stand_without(self) -> None:
         """Makes a parameter ready that needs no first weights."""
@@ -91,9 +102,10 @@ class FirstWeightsState:
         self._staged_epoch = 0
         return True
 
-    def finish(self, epoch: int) -> None:
+    def finish(self, epoch: int, learning_rate: float | None) -> None:
         """All values of an epoch are here, `take` having said that they are to be written."""
         self._staged_epoch = epoch
+        self.learning_rate = learning_rate
         self.standing = self._is_first_shard
 
     def confirm(self, epoch: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 
@@ -18,40 +19,18 @@ from shardwell.codec import Bytes, Float32, NonFiniteValueError
 from shardwell.errors import ArgumentError, NonFiniteError, WorkersMissingError
 from shardwell.partition import Slice
 from shardwell.scratch import thread_scratch
-from shardwell.specs import SAMPLE_COUNT_MAX, Average, ParameterSpec
+from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, Average, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.config import Limits
-from shardwell_server.shard.averaging import (
-    ChunkState,
-    Contribution,
-    add_to_sum,
-    close_step,
-    shift_for,
-)
+from shardwell_server.shard.averaging import Contribution, add_to_sum, close_step, shift_for
+from shardwell_server.shard.chunk import Chunk
 from shardwell_server.shard.ledger import Decision, Seat, StepLedger
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.register import Register
+from shardwell_server.shard.snapshot import Snapshots
 from shardwell_server.shard.update_rules import UpdateRule
-from shardwell_server.store import ParameterStorage, Transition
-
-
-class _Chunk:
-    """A chunk's place, its arrays and the condition that guards them."""
-
-    def __init__(self, where: Slice, start: int, storage: ParameterStorage) -> None:
-        part = slice(start, start + where.size)
-        self.where = where
-        self.changed = threading.Condition()
-        self.is_verified = False
-        """Whether what an earlier process left of it was checked."""
-        self.counted_count = 0
-        self.duplicate_count = 0
-        self.state = ChunkState(
-            weights=storage.weights[part],
-            gradient_sum=None if storage.gradient_sum is None else storage.gradient_sum[part],
-            slots=tuple(slot[part] for slot in storage.slots),
-        )
+from shardwell_server.store import ChunkRecord, ParameterStorage, Transition
 
 
 class ParameterSlice:
@@ -67,6 +46,7 @@ class ParameterSlice:
         chunk_element_count: int,
         is_first_shard: bool,
         limits: Limits,
+        spool_dir: Path | None = None,
     ) -> None:
         self.spec = spec
         self.where = where
@@ -76,7 +56,7 @@ class ParameterSlice:
         self._rule = rule
         self._codec = ChunkCodec.of(spec)
         self._chunks = [
-            _Chunk(where.chunk(index, chunk_element_count), index * chunk_element_count, storage)
+            Chunk(where.chunk(index, chunk_element_count), index * chunk_element_count, storage)
             for index in range(where.chunk_count(chunk_element_count))
         ]
         self._ledger = StepLedger(
@@ -92,13 +72,24 @@ class ParameterSlice:
             is_first_shard=is_first_shard,
             limits=limits,
         )
+        self.snapshots = Snapshots(
+            spec.name,
+            self._chunks,
+            self._ledger,
+            self._register,
+            verify=self._verify,
+            missing=self._workers_missing,
+            spool_dir=spool_dir,
+            count_max=limits.snapshot_count_max,
+        )
+        """Of this slice, under way."""
         self._encoded: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self._encoded_lock = threading.Lock()
 
     # Opening and initializing.
 
     def join(self, worker_id: str, *, take_seat: bool = False) -> pb.CreateParameterResponse:
-        """Notes that a worker opened the parameter; tells it where it stands.
+        """Notes that a worker opened the parameter, if it has a name; tells it where it stands.
 
         Raises:
             NotInitializedError, SeatsTakenError: it asked for a seat and can't have one.
@@ -108,14 +99,16 @@ class ParameterSlice:
         with self._register.lock:
             if take_seat:
                 self._register.seat(worker_id)
-            self._register.remember(worker_id)
+            if worker_id:
+                self._register.remember(worker_id)
+            standing = self._register.is_standing  # what is only staged may have any version
             return pb.CreateParameterResponse(
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
                 chunk_element_count=self.chunk_element_count,
-                version=self._ledger.version_min(),
-                next_step=self._ledger.next_step(worker_id),
-                initialized=self._register.is_standing,
+                version=self._ledger.version_min() if standing else 0,
+                next_step=self._ledger.next_step(worker_id) if standing else 0,
+                initialized=standing,
                 init_epoch=self._register.standing_epoch,
             )
 
@@ -123,8 +116,15 @@ class ParameterSlice:
         """Grants the right to set the first weights, or waits until another has set them."""
         return self._register.claim(worker_id, patience)
 
-    def set_first_weights(self, epoch: int, where: Slice, values: Float32) -> None:
-        """Writes one range of first weights.
+    @property
+    def array_count(self) -> int:
+        """Weights and the arrays of optimizer state."""
+        return 1 + len(self.storage.slots)
+
+    def set_first_weights(
+        self, epoch: int, where: Slice, values: Float32, *, array_index: int = 0
+    ) -> None:
+        """Writes one range of first weights, or of the optimizer's array `array_index` - 1.
 
         Raises:
             ArgumentError: the range is not in the slice, or the optimizer has no weights.
@@ -141,24 +141,58 @@ class ParameterSlice:
         with self._register.lock:
             if self._register.take_first(epoch):
                 start = where.offset - self.where.offset
-                self.storage.weights[start : start + where.size] = values
+                array = (self.storage.weights, *self.storage.slots)[array_index]
+                array[start : start + where.size] = values
 
-    def finish_init(self, epoch: int) -> int:
+    def finish_init(
+        self,
+        epoch: int,
+        *,
+        version: int = 0,
+        learning_rate: float | None = None,
+        with_slots: bool = False,
+    ) -> int:
         """Notes that all first weights of an epoch are here; on shard 0 they stand now.
 
-        Returns the version.
+        Args:
+            epoch: Of the claim.
+            version: Updates that they have seen.
+            learning_rate: From that version on; None: the spec's.
+            with_slots: Whether optimizer state came too; else it begins anew.
+
+        Returns:
+            The version.
 
         Raises:
+            ArgumentError: the version is none, or is without its optimizer state; or there is a
+                rate for an optimizer without one.
             InitSupersededError, StepOrderError: see `set_first_weights`.
         """
+        if not 0 <= version <= STEP_MAX or (version and self.storage.slots and not with_slots):
+            raise ArgumentError(
+                f"first weights of {self.spec.name!r} at version {version}: versions are 0 to "
+                f"{STEP_MAX}, and above 0 come with {len(self.storage.slots)} arrays of state"
+            )
+        if learning_rate is not None and self._rule.learning_rate is None:
+            raise ArgumentError(f"parameter {self.spec.name!r} has no learning rate to be set")
         with self._register.lock:
             if self._register.take_first(epoch):
+                record = ChunkRecord(version)
                 for index, chunk in enumerate(self._chunks):
-                    self.storage.settle(index)
+                    if not with_slots:
+                        self._begin_slots(chunk)
+                    self.storage.settle(index, record)
+                    self._ledger.records[index] = record
                     chunk.is_verified = True
                 self._forget_encoded()
-                self._register.finish_first(epoch)
+                self._register.finish_first(epoch, learning_rate)
             return self._ledger.version_min()
+
+    def _begin_slots(self, chunk: Chunk) -> None:
+        """Takes away what a restore has left that did not come to its end."""
+        for slot, value in zip(chunk.state.slots, self._rule.initial_slots, strict=True):
+            if not (slot == value).all():
+                slot[:] = value
 
     def confirm_init(self, epoch: int) -> int:
         """Makes first weights stand that shard 0 has accepted; returns the version.
@@ -182,7 +216,7 @@ class ParameterSlice:
         with self._register.lock:
             return self._register.seat(worker_id)
 
-    def _verify(self, chunk: _Chunk, index: int) -> None:
+    def _verify(self, chunk: Chunk, index: int) -> None:
         """Checks a chunk that an earlier process left, once; its lock is held."""
         if not chunk.is_verified:
             self.storage.verify(index)
@@ -243,7 +277,7 @@ class ParameterSlice:
             return True
 
     def _count(
-        self, chunk: _Chunk, index: int, contribution: Contribution, seat: Seat, step: int
+        self, chunk: Chunk, index: int, contribution: Contribution, seat: Seat, step: int
     ) -> None:
         """Adds a contribution, closes the step if it is the last, and records both."""
         ledger, codec, scratch = self._ledger, self._codec.codec, thread_scratch()
@@ -255,6 +289,8 @@ class ParameterSlice:
         elif needed > shift:
             total_factor, shift = math.ldexp(total_factor, shift - needed), needed
         closes = ledger.completes(index)
+        if closes and self.snapshots.pending:
+            self.snapshots.before_close(index)
         transition = Transition.FIRST if total_factor == 0.0 else Transition.ADD
         with self.storage.change(index, Transition.CLOSE if closes else transition) as change:
             if closes:
@@ -332,7 +368,7 @@ class ParameterSlice:
                     self._encoded.popitem(last=False)
             return message
 
-    def _encode(self, chunk: _Chunk, chunk_index: int, version: int) -> bytes:
+    def _encode(self, chunk: Chunk, chunk_index: int, version: int) -> bytes:
         header = pb.ExchangeResponse(version=version)
         try:
             return self._codec.encode(
@@ -358,16 +394,17 @@ class ParameterSlice:
         """What GetStatus tells of it, with at most so many names of each kind."""
         with self._register.lock:
             ledger = self._ledger
-            oldest = ledger.version_min()
+            standing = self._register.is_standing
+            oldest = ledger.version_min() if standing else 0
             missing, unknown = ledger.missing(oldest)
             contributed = ledger.contributed(oldest) if ledger.is_sync else []
             return pb.ParameterStatus(
                 spec=self.spec.to_proto(),
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
-                initialized=self._register.is_standing,
+                initialized=standing,
                 version_min=oldest,
-                version_max=ledger.version_max(),
+                version_max=ledger.version_max() if standing else 0,
                 contributed_worker_ids=contributed[:name_count_max],
                 contributed_worker_count=len(contributed),
                 missing_worker_ids=missing[:name_count_max],
@@ -378,7 +415,7 @@ class ParameterSlice:
                 learning_rate=self._register.learning_rate(oldest),
             )
 
-    def _chunk(self, index: int) -> _Chunk:
+    def _chunk(self, index: int) -> Chunk:
         if index >= len(self._chunks):
             raise ArgumentError(
                 f"chunk {index} of parameter {self.spec.name!r}: this shard's slice of "

@@ -5,7 +5,8 @@ on with it. Events, as JSON objects:
 
     {"kind": "worker", "worker_id": W}                       W opened the parameter
     {"kind": "seat", "worker_id": W}                         W takes the next seat
-    {"kind": "first_weights", "epoch": E, "staged_epoch": S, "standing": B}
+    {"kind": "first_weights", "epoch": E, "staged_epoch": S, "standing": B,
+     "learning_rate": R or null}                             R begins when they stand
     {"kind": "learning_rate", "from_step": N, "learning_rate": R}
 """
 
@@ -143,10 +144,11 @@ class Register:
         with self._changing_first() as first:
             return first.take(epoch, wall_ms=_wall_ms())
 
-    def finish_first(self, epoch: int) -> None:
-        """All of them are written; the lock is held."""
+    def finish_first(self, epoch: int, learning_rate: float | None) -> None:
+        """All of them are written, and the ledger has their version; the lock is held."""
         with self._changing_first() as first:
-            first.finish(epoch)
+            first.finish(epoch, learning_rate)
+            self._begin_rate(first)
         self._init_changed.notify_all()
 
     def confirm_first(self, epoch: int) -> None:
@@ -157,7 +159,16 @@ class Register:
         """
         with self._changing_first() as first:
             first.confirm(epoch)
+            self._begin_rate(first)
         self._init_changed.notify_all()
+
+    def _begin_rate(self, first: FirstWeightsState) -> None:
+        """Sets the rate that came with first weights, if they are about to stand."""
+        rate = first.learning_rate
+        if rate is not None and first.standing and not self._first.standing:
+            version = self._ledger.version_max()
+            self._log({"kind": "learning_rate", "from_step": version, "learning_rate": rate})
+            self._rates.change(version, rate)
 
     @contextlib.contextmanager
     def _changing_first(self) -> Iterator[FirstWeightsState]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
@@ -45,12 +46,18 @@ class Shard:
 
     Goes on with what the store kept.
 
+    Args:
+        config: Its place and limits.
+        store: Where it keeps everything.
+        spool_dir: Where snapshots keep copies meanwhile; None: the system's temporary directory.
+
     Raises:
         StorageError: what it kept can't be believed.
     """
 
-    def __init__(self, config: ShardConfig, store: Store) -> None:
+    def __init__(self, config: ShardConfig, store: Store, spool_dir: Path | None = None) -> None:
         self.config = config
+        self._spool_dir = spool_dir
         self.traffic = Traffic()
         self.started_s = time.monotonic()
         self._store = store
@@ -143,6 +150,7 @@ class Shard:
             chunk_element_count=layout.chunk_element_count,
             is_first_shard=config.shard_index == 0,
             limits=config.limits,
+            spool_dir=self._spool_dir,
         )
 
     def _recover(self, layout: Layout, storage: ParameterStorage) -> None:

@@ -77,7 +77,7 @@ class MemoryParameter:
         """See ParameterStorage."""
         return self._change
 
-    def settle(self, chunk_index: int) -> None:
+    def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """See ParameterStorage."""
 
     def verify(self, chunk_index: int) -> None:

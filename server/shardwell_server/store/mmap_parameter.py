@@ -237,12 +237,14 @@ class MmapParameter:
         """See ParameterStorage."""
         return _MmapChange(self, chunk_index, transition)
 
-    def settle(self, chunk_index: int) -> None:
+    def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """See ParameterStorage."""
         stored = self._stored[chunk_index]
         self._put(
             chunk_index,
-            stored._replace(sequence=stored.sequence + 1, crcs=self._crcs(chunk_index)),
+            stored._replace(
+                sequence=stored.sequence + 1, record=record, crcs=self._crcs(chunk_index)
+            ),
         )
 
     def verify(self, chunk_index: int) -> None:

@@ -130,8 +130,8 @@ class ParameterStorage(Protocol):
     ) -> AbstractContextManager[ChunkChange]:
         """Begins a transition; when the block ends without `commit`, it never began."""
 
-    def settle(self, chunk_index: int) -> None:
-        """Makes the weights of a chunk stand as they lie: first weights."""
+    def settle(self, chunk_index: int, record: ChunkRecord) -> None:
+        """Makes weights and optimizer state of a chunk stand as they lie: first weights."""
 
     def verify(self, chunk_index: int) -> None:
         """Checks what an earlier process has left of a chunk, before it is believed.

@@ -1,0 +1,80 @@
+"""InitWeights: a stream of ranges to the first weights of a slice, checked as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from shardwell import framing
+from shardwell.chunk_codec import ChunkCodec
+from shardwell.codec import CODECS
+from shardwell.errors import ArgumentError
+from shardwell.partition import Slice
+from shardwell.specs import check_learning_rate
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell_server.shard.parameter_slice import ParameterSlice
+
+_CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
+
+
+def receive_first_weights(
+    messages: Iterator[bytes],
+    opened: Callable[[pb.InitWeightsRequest], ParameterSlice],
+    count: Callable[[int], None],
+) -> int:
+    """Takes the whole slice, array by array and range by range; returns the version.
+
+    Args:
+        messages: Of type InitWeightsRequest.
+        opened: The parameter that the first message names, or an error.
+        count: Told of the bytes of each payload.
+
+    Raises:
+        ArgumentError: the ranges do not follow one another, or do not cover the slice.
+        ShardwellError: see `ParameterSlice.set_first_weights` and `finish_init`.
+    """
+    parameter, opening, array_index, expected = None, pb.InitWeightsRequest(), 0, 0
+    for message in messages:
+        request, payload = framing.parse(pb.InitWeightsRequest, message)
+        if parameter is None:
+            parameter, opening = opened(request), request
+            expected = parameter.where.offset
+        if not request.HasField("chunk"):
+            continue
+        chunk = request.chunk
+        where = Slice(chunk.element_offset, chunk.element_count)
+        is_next_array = array_index + 1 == request.array_index < parameter.array_count
+        if expected == parameter.where.stop and is_next_array:
+            array_index, expected = request.array_index, parameter.where.offset
+        if (request.array_index, where.offset) != (array_index, expected):
+            raise ArgumentError(
+                f"first weights must follow one another: expected element {expected} of array "
+                f"{array_index}, got {where.offset} of {request.array_index}"
+            )
+        values = _CODEC.open(chunk, where, payload).view(np.float32)
+        # Optimizer state may be infinite where no weight is: squares overflow.
+        if array_index == 0 and not parameter.spec.allow_non_finite:
+            finite = np.isfinite(values)
+            if not finite.all():
+                index = where.offset + int(np.argmin(finite))
+                raise parameter.non_finite(index, "first weights")
+        parameter.set_first_weights(opening.epoch, where, values, array_index=array_index)
+        count(payload.size)
+        expected = where.stop
+    if parameter is None:
+        raise ArgumentError("an InitWeights stream must begin with `open`; it was empty")
+    last_array_index = 0 if parameter.where.size == 0 else parameter.array_count - 1
+    if expected != parameter.where.stop or array_index not in (0, last_array_index):
+        raise ArgumentError(
+            f"first weights ended before element {expected} of array {array_index}; this slice "
+            f"ends before {parameter.where.stop}, and has {parameter.array_count} arrays; send "
+            "all of it"
+        )
+    rate = opening.learning_rate if opening.HasField("learning_rate") else None
+    return parameter.finish_init(
+        opening.epoch,
+        version=opening.version,
+        learning_rate=None if rate is None else check_learning_rate("learning_rate", rate),
+        with_slots=array_index == last_array_index,
+    )

@@ -1,0 +1,76 @@
+"""Snapshot: the chunks of a slice at one version as a stream of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
+from shardwell.codec import CODECS, Float32, NonFiniteValueError
+from shardwell.partition import Slice
+from shardwell.scratch import thread_scratch
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell_server.shard.parameter_slice import ParameterSlice
+from shardwell_server.shard.patience import Patience
+
+_RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
+# Optimizer state may be infinite where no weight is: squares overflow.
+_AS_IT_IS = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
+
+
+def snapshot_messages(
+    parameter: ParameterSlice, version: int, patience: Patience, is_wanted: Callable[[], bool]
+) -> Iterator[bytes]:
+    """A first message when every chunk is sure to be had, then all chunks in order.
+
+    Holds one chunk's arrays at a time.
+
+    Args:
+        parameter: The slice.
+        version: Of every chunk; asynchronous mode has no use for it.
+        patience: Bounds the waits for other workers.
+        is_wanted: Whether the stream is still read; any thread calls it.
+
+    Raises:
+        NonFiniteError: training diverged; the weights are not finite.
+        ShardwellError: see `Snapshots.under_way` and `capture`.
+    """
+    snapshots = parameter.snapshots
+    codec = ChunkCodec(CODECS["fp32"], allow_non_finite=parameter.spec.allow_non_finite)
+    element_count = min(parameter.chunk_element_count, parameter.where.size)
+    buffers = [np.empty(element_count, np.float32) for _ in range(parameter.array_count)]
+    with snapshots.under_way(version, is_wanted) as snapshot:
+        yield pb.SnapshotResponse(
+            version=version, array_count=parameter.array_count
+        ).SerializeToString()
+        for index in range(parameter.chunk_count):
+            where = parameter.where.chunk(index, parameter.chunk_element_count)
+            arrays = [buffer[: where.size] for buffer in buffers]
+            found, rate = snapshots.capture(index, snapshot, patience, arrays)
+            for array_index, array in enumerate(arrays):
+                header = pb.SnapshotResponse(
+                    version=found, array_index=array_index, learning_rate=rate
+                )
+                try:
+                    yield from _ranges(
+                        _AS_IT_IS if array_index else codec, header, where, index, array
+                    )
+                except NonFiniteValueError as error:
+                    raise parameter.non_finite(
+                        where.offset + error.index, f"weights at version {found}"
+                    ) from None
+
+
+def _ranges(
+    codec: ChunkCodec, header: pb.SnapshotResponse, where: Slice, index: int, array: Float32
+) -> Iterator[bytes]:
+    """The messages of one array of a chunk."""
+    for number in range(where.chunk_count(_RANGE_ELEMENT_COUNT)):
+        part = where.chunk(number, _RANGE_ELEMENT_COUNT)
+        start = part.offset - where.offset
+        values = array[start : start + part.size]
+        try:
+            yield codec.encode(header, header.chunk, part, index, values, thread_scratch())
+        except NonFiniteValueError as error:
+            raise NonFiniteValueError(start + error.index, error.value) from None

@@ -1,0 +1,33 @@
+"""A chunk of a slice in memory: its place, its arrays and the condition that guards them."""
+
+from __future__ import annotations
+
+import threading
+
+from shardwell.codec import Float32
+from shardwell.partition import Slice
+from shardwell_server.shard.averaging import ChunkState
+from shardwell_server.store import ParameterStorage
+
+
+class Chunk:
+    """One chunk; whoever touches its arrays, counters or entries of the ledger holds `changed`."""
+
+    def __init__(self, where: Slice, start: int, storage: ParameterStorage) -> None:
+        part = slice(start, start + where.size)
+        self.where = where
+        self.changed = threading.Condition()
+        self.is_verified = False
+        """Whether what an earlier process left of it was checked."""
+        self.counted_count = 0
+        self.duplicate_count = 0
+        self.state = ChunkState(
+            weights=storage.weights[part],
+            gradient_sum=None if storage.gradient_sum is None else storage.gradient_sum[part],
+            slots=tuple(slot[part] for slot in storage.slots),
+        )
+
+    @property
+    def arrays(self) -> tuple[Float32, ...]:
+        """What lasts: weights and optimizer state."""
+        return (self.state.weights, *self.state.slots)
