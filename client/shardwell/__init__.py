@@ -6,6 +6,7 @@ with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as clien
     weights = model.exchange(gradient)
 """
 
+from shardwell.checkpoint import Checkpoint, CheckpointParameter
 from shardwell.client import Client, connect
 from shardwell.errors import (
     ArgumentError,
@@ -28,6 +29,7 @@ from shardwell.errors import (
     WrongShardError,
 )
 from shardwell.malloc import tune_malloc
+from shardwell.manifest import inspect_checkpoint
 from shardwell.parameter import Parameter
 from shardwell.specs import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
 from shardwell.traffic import Traffic
@@ -41,6 +43,8 @@ __all__ = [
     "AdamW",
     "ArgumentError",
     "Average",
+    "Checkpoint",
+    "CheckpointParameter",
     "Client",
     "ClosedError",
     "CorruptChunkError",
@@ -66,5 +70,6 @@ __all__ = [
     "WrongShardError",
     "__version__",
     "connect",
+    "inspect_checkpoint",
     "tune_malloc",
 ]

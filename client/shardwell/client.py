@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from shardwell.channel import connect_shards
+from shardwell.checkpoint import Checkpoint
+from shardwell.checkpointing import Checkpointing
 from shardwell.errors import ArgumentError, ClosedError
 from shardwell.malloc import tune_malloc
 from shardwell.names import check_name
@@ -176,6 +179,68 @@ class Client:
         if self._closed:
             parameter.close()
         return parameter
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        parameters: Sequence[str] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Checkpoint:
+        """Writes parameters with their optimizer state to a directory, while training goes on.
+
+        Each parameter is taken at one version: what all chunks on all shards were after the same
+        step. Gradients of an open step are no part of it. Asynchronous parameters have no such
+        moment; their chunks are taken one after another.
+
+        Args:
+            path: The directory, which must not exist; it appears when it is complete.
+            parameters: Names; default: all that have first weights.
+            timeout_s: Bound of all of it; default: the client's.
+
+        Raises:
+            ArgumentError: `path` exists.
+            UnknownParameterError, NotInitializedError: a parameter can't be saved.
+            WorkersMissingError: chunks stay behind others, because workers are missing.
+            DeadlineError, ShardUnavailableError, StorageError: it can't be read or written.
+        """
+        return self._checkpointing(timeout_s).save(path, parameters)
+
+    def restore_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        parameters: Sequence[str] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Checkpoint:
+        """Creates parameters as a checkpoint has them; the cluster may have any number of shards.
+
+        To be called before workers open the parameters. They use the same specs as before, and go
+        on at `next_step`. The whole checkpoint is verified first; then each parameter stands whole
+        on all shards, or not at all. One with the optimizer Average has nothing that a next step
+        could use; it begins anew.
+
+        Args:
+            path: The checkpoint's directory.
+            parameters: Names; default: all.
+            timeout_s: Bound of all of it; default: the client's.
+
+        Raises:
+            StorageError: the checkpoint is damaged or incomplete; nothing was sent.
+            ArgumentError: a parameter has first weights already, or is not in the checkpoint.
+            SpecMismatchError: a parameter exists with another spec.
+            LimitError, DeadlineError, ShardUnavailableError: a shard can't take it.
+        """
+        return self._checkpointing(timeout_s).restore(path, parameters)
+
+    def _checkpointing(self, timeout_s: float | None) -> Checkpointing:
+        self._check_open()
+        return Checkpointing(
+            self._channels,
+            worker_id=self.worker_id,
+            traffic=self.traffic,
+            timeout_s=check_timeout(self._timeout_s if timeout_s is None else timeout_s),
+        )
 
     def status(self, *, timeout_s: float = 5.0) -> list[pb.GetStatusResponse]:
         """What each shard says of itself, in order.

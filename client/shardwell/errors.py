@@ -12,7 +12,7 @@
     ├── CorruptChunkError                 a chunk whose CRC, length or place does not fit
     ├── WrongShardError                   an address leads to another shard or cluster
     ├── LimitError                        a named limit of a shard
-    ├── StorageError                      a shard's files: full disk, not permitted, damaged
+    ├── StorageError                      files of a shard or a checkpoint: full disk, damaged
     ├── DeadlineError (TimeoutError)      no answer within the caller's deadline
     │   └── WorkersMissingError           ... because of other workers, which it names
     ├── ShardUnavailableError (ConnectionError)   a shard can't be reached, or went away
@@ -112,7 +112,10 @@ class LimitError(ShardwellError):
 
 
 class StorageError(ShardwellError):
-    """A shard's files can't be written (disk full, not permitted) or believed (damaged)."""
+    """Files can't be written (disk full, not permitted) or believed (damaged).
+
+    A shard's, or those of a checkpoint.
+    """
 
 
 class DeadlineError(ShardwellError, TimeoutError):

@@ -47,7 +47,9 @@ class FirstValues(Protocol):
 class GivenWeights:
     """Weights that the caller passed. See FirstValues."""
 
-    array_count, version, learning_rate = 1, 0, None
+    array_count = 1
+    version = 0
+    learning_rate: float | None = None
 
     def __init__(self, weights: npt.NDArray[Any]) -> None:
         self.size = weights.size

@@ -138,7 +138,7 @@ class SliceReader:
         self._path = path
         self._names = names
         try:
-            self._open = safe_open(path, framework="numpy")
+            self._open: Any = safe_open(path, framework="numpy")
         except OSError as error:
             raise file_error(path, error, "opening it") from None
         except SafetensorError as error:

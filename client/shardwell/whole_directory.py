@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.slice_file import file_error
 
 _SUFFIX = ".partial"
@@ -20,8 +20,8 @@ _SUFFIX = ".partial"
 def whole_directory(path: Path) -> Iterator[Path]:
     """Gives a directory to fill, which becomes `path` when the block ends without an error.
 
-    Files are the caller's to bring to the disk. What a process that was killed left beside `path` is
-    removed.
+    Files are the caller's to bring to the disk. Parents are made; what a process that was killed
+    left beside `path` is removed.
 
     Raises:
         ArgumentError: `path` exists, or another process is making it.
@@ -30,6 +30,7 @@ def whole_directory(path: Path) -> Iterator[Path]:
     partial = path.with_name(path.name + _SUFFIX)
     _check_free(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with _claimed(partial):
             try:
                 _clear(partial)
@@ -43,6 +44,8 @@ def whole_directory(path: Path) -> Iterator[Path]:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
     except OSError as error:
+        if isinstance(error, ShardwellError):
+            raise
         raise file_error(path, error, "making the directory") from None
 
 

@@ -17,7 +17,10 @@ from shardwell import errors
 PROMISED = {
     "__version__",
     "connect",
+    "inspect_checkpoint",
     "tune_malloc",
+    "Checkpoint",
+    "CheckpointParameter",
     "Client",
     "Parameter",
     "ParameterSpec",

@@ -8,6 +8,7 @@ import sys
 import click
 
 _COMMANDS = {
+    "checkpoint": ("checkpoint", "checkpoint"),
     "cluster": ("cluster", "cluster"),
     "demo": ("demo", "demo"),
     "demo-worker": ("demo", "demo_worker"),

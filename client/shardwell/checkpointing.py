@@ -1,0 +1,242 @@
+"""Saves a cluster's parameters to a checkpoint, and restores them into a cluster, of any size."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from shardwell.channel import ShardChannel
+from shardwell.checkpoint import Checkpoint, CheckpointParameter
+from shardwell.codec import Float32
+from shardwell.errors import (
+    ArgumentError,
+    DeadlineError,
+    NotInitializedError,
+    SpecMismatchError,
+    UnknownParameterError,
+    WrongShardError,
+)
+from shardwell.first_weights import FirstWeights
+from shardwell.manifest import inspect_checkpoint, write_manifest
+from shardwell.partition import Slice
+from shardwell.slice_file import SliceReader
+from shardwell.snapshots import ParameterSnapshot
+from shardwell.specs import Average, ParameterSpec
+from shardwell.traffic import Traffic
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.whole_directory import whole_directory
+
+_STATUS_TIMEOUT_S = 10.0
+
+
+class Checkpointing:
+    """One call of one client. It blocks until `timeout_s` at the most."""
+
+    def __init__(
+        self,
+        channels: Sequence[ShardChannel],
+        *,
+        worker_id: str,
+        traffic: Traffic,
+        timeout_s: float,
+    ) -> None:
+        self._channels = list(channels)
+        self._worker_id = worker_id
+        self._traffic = traffic
+        self._deadline_s = time.monotonic() + timeout_s
+
+    # Saving.
+
+    def save(
+        self, path: str | os.PathLike[str], parameters: Sequence[str] | None = None
+    ) -> Checkpoint:
+        """See `Client.save_checkpoint`."""
+        target = Path(os.path.abspath(path))
+        with whole_directory(target) as partial:
+            status = self._status(self._channels[0])
+            entries = []
+            for number, spec in enumerate(_specs(status, parameters), 1):
+                (partial / f"{number:06d}-{spec.name}").mkdir()
+                entries.append(self._snapshot(spec, partial, number))
+            checkpoint = Checkpoint(
+                path=target,
+                cluster_id=self._channels[0].identity.cluster_id,
+                shard_count=len(self._channels),
+                software_version=status.software_version,
+                parameters=tuple(entries),
+            )
+            write_manifest(partial, checkpoint)
+        return checkpoint
+
+    def _snapshot(self, spec: ParameterSpec, partial: Path, number: int) -> CheckpointParameter:
+        def newest_version() -> int:
+            statuses = [self._status(channel, spec.name) for channel in self._channels]
+            return max(
+                (entry.version_max for status in statuses for entry in status.parameters), default=0
+            )
+
+        return ParameterSnapshot(
+            spec,
+            self._channels,
+            newest_version,
+            partial,
+            number=number,
+            traffic=self._traffic,
+            deadline_s=self._deadline_s,
+        ).take()
+
+    # Restoring.
+
+    def restore(
+        self, path: str | os.PathLike[str], parameters: Sequence[str] | None = None
+    ) -> Checkpoint:
+        """See `Client.restore_checkpoint`."""
+        checkpoint = inspect_checkpoint(path, verify=True)
+        selected = checkpoint.select(parameters)
+        for channel in self._channels:
+            self._check_free(selected, self._status(channel))
+        for entry in selected:
+            for channel in self._channels:
+                channel.call(
+                    "CreateParameter",
+                    pb.CreateParameterRequest(shard=channel.identity, spec=entry.spec.to_proto()),
+                    pb.CreateParameterResponse,
+                    timeout_s=self._remaining_s(),
+                    parameter=entry.name,
+                )
+        for entry in selected:
+            if not isinstance(entry.spec.optimizer, Average):
+                self._restore(checkpoint.path, entry)
+        return checkpoint
+
+    def _check_free(
+        self, entries: Sequence[CheckpointParameter], status: pb.GetStatusResponse
+    ) -> None:
+        """Refuses parameters that a shard has already, with values or another spec."""
+        found = {entry.spec.name: entry for entry in status.parameters}
+        for entry in entries:
+            here = found.get(entry.name)
+            if here is None:
+                continue
+            is_average = isinstance(entry.spec.optimizer, Average)
+            if here.version_max if is_average else here.initialized:
+                raise self._taken(entry.name)
+            differences = ParameterSpec.from_proto(here.spec).differences(entry.spec)
+            if differences:
+                raise SpecMismatchError(
+                    f"parameter {entry.name!r} exists with another spec than the checkpoint's: "
+                    f"{'; '.join(differences)}; restore into a cluster without it",
+                    shard_index=status.shard.shard_index,
+                    parameter=entry.name,
+                )
+
+    def _restore(self, path: Path, entry: CheckpointParameter) -> None:
+        with _CheckpointValues(path, entry) as values:
+            first = FirstWeights(
+                entry.name,
+                values,
+                self._channels,
+                worker_id=self._worker_id,
+                traffic=self._traffic,
+                timeout_s=self._remaining_s(),
+            )
+            first.settle()
+        if not first.is_own:
+            raise self._taken(entry.name)
+
+    def _taken(self, name: str) -> ArgumentError:
+        return ArgumentError(
+            f"parameter {name!r} has first weights already; restore into a cluster without it, "
+            "before workers start",
+            parameter=name,
+        )
+
+    # What they share.
+
+    def _status(self, channel: ShardChannel, parameter: str = "") -> pb.GetStatusResponse:
+        status = channel.call(
+            "GetStatus",
+            pb.GetStatusRequest(parameter=parameter),
+            pb.GetStatusResponse,
+            timeout_s=min(self._remaining_s(), _STATUS_TIMEOUT_S),
+        )
+        if status.shard != channel.identity:
+            raise WrongShardError(
+                f"{channel.address} is shard {status.shard.shard_index} of cluster "
+                f"{status.shard.cluster_id!r} now; connect again",
+                shard_index=channel.shard_index,
+            )
+        return status
+
+    def _remaining_s(self) -> float:
+        remaining_s = self._deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineError("the checkpoint was not done in time; raise timeout_s")
+        return remaining_s
+
+
+def _specs(status: pb.GetStatusResponse, names: Sequence[str] | None) -> list[ParameterSpec]:
+    """What is to be saved: by default all that shard 0 has first weights of, by name."""
+    entries = {entry.spec.name: entry for entry in status.parameters}
+    if names is None:
+        names = [name for name, entry in entries.items() if entry.initialized]
+    for name in names:
+        if name not in entries:
+            raise UnknownParameterError(
+                f"shard 0 has no parameter {name!r:.140}; it has {sorted(entries)}",
+                shard_index=0,
+                parameter=str(name)[:140],
+            )
+        if not entries[name].initialized:
+            raise NotInitializedError(
+                f"parameter {name!r} has no first weights; there is nothing to save",
+                parameter=name,
+            )
+    return [ParameterSpec.from_proto(entries[name].spec) for name in dict.fromkeys(names)]
+
+
+class _CheckpointValues:
+    """A parameter's values in files. See FirstValues; a context manager. One file is open."""
+
+    def __init__(self, path: Path, entry: CheckpointParameter) -> None:
+        rate = entry.learning_rate
+        self.size = entry.size
+        self.array_count = len(entry.tensor_names)
+        self.version = entry.version
+        specified = getattr(entry.spec.optimizer, "learning_rate", None)
+        self.learning_rate = None if rate == specified else rate
+        self._path = path
+        self._entry = entry
+        self._number = -1
+        self._reader: SliceReader | None = None
+        self._stack = ExitStack()
+
+    def read(self, array_index: int, where: Slice) -> Float32:
+        """See FirstValues: a copy."""
+        values = np.empty(where.size, np.float32)
+        for number, file in enumerate(self._entry.files):
+            start, stop = max(where.offset, file.offset), min(where.stop, file.offset + file.size)
+            if start < stop:
+                values[start - where.offset : stop - where.offset] = self._opened(number).read(
+                    array_index, start - file.offset, stop - file.offset
+                )
+        return values
+
+    def _opened(self, number: int) -> SliceReader:
+        if self._reader is None or number != self._number:
+            self._stack.close()
+            file = self._entry.files[number]
+            reader = SliceReader(self._path / file.path, self._entry.tensor_names, file.size)
+            self._reader, self._number = self._stack.enter_context(reader), number
+        return self._reader
+
+    def __enter__(self) -> _CheckpointValues:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

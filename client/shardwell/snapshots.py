@@ -1,0 +1,260 @@
+"""Takes a checkpoint of a cluster: every parameter at one version, while training goes on.
+
+For each parameter: ask all shards for the newest version V; have all of them begin a snapshot at V;
+when one is past it, begin again a little later (V + 1, V + 2, V + 4, ...); when a later version was
+not reached soon, because training paused, take the newest again. What has begun everywhere can be
+read at leisure, slice by slice, in pieces of 1 MiB.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+
+from shardwell import framing
+from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell.checkpoint import CheckpointParameter, SliceFile, slice_path
+from shardwell.chunk_codec import ChunkCodec
+from shardwell.codec import CODECS
+from shardwell.errors import (
+    CorruptChunkError,
+    DeadlineError,
+    LimitError,
+    ShardwellError,
+    StepOrderError,
+    WorkersMissingError,
+)
+from shardwell.partition import Slice, slice_of
+from shardwell.siblings import Siblings
+from shardwell.slice_file import WEIGHTS_NAME, SliceWriter
+from shardwell.specs import STEP_MAX, ParameterSpec
+from shardwell.traffic import Traffic
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.values import milliseconds
+
+_READER_COUNT_MAX = 8
+"""Threads; further shards keep what they have to until it is their turn."""
+_FIRST_WAIT_S = 1.0
+"""How long a version that nobody may ever reach is waited for; doubled each time."""
+_LIMIT_PAUSE_S = 0.25
+_AHEAD_MAX = 2**20
+# The shards refuse weights that the spec refuses.
+_CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
+
+
+class _Taken(NamedTuple):
+    """What came of one shard."""
+
+    file: SliceFile
+    version_min: int
+    version_max: int
+    learning_rate: float
+
+
+class ParameterSnapshot:
+    """One parameter's, from all shards into files."""
+
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        channels: Sequence[ShardChannel],
+        newest_version: Callable[[], int],
+        directory: Path,
+        *,
+        number: int,
+        traffic: Traffic,
+        deadline_s: float,
+    ) -> None:
+        self._spec = spec
+        self._parts = [
+            (channel, where)
+            for channel in channels
+            if (where := slice_of(spec.size, channel.shard_index, len(channels))).size
+        ]
+        self._newest_version = newest_version
+        self._directory = directory
+        self._number = number
+        self._traffic = traffic
+        self._deadline_s = deadline_s
+        self._names = (WEIGHTS_NAME, *spec.optimizer.slot_names)
+
+    def take(self) -> CheckpointParameter:
+        """Blocks until all files are on the disk.
+
+        Raises:
+            WorkersMissingError: some chunks wait for workers; names them.
+            DeadlineError: training was too fast, or the deadline too near.
+            ShardwellError: a shard refuses, or a file can't be written.
+        """
+        ahead, later, wait_s = 0, 1, _FIRST_WAIT_S
+        while True:
+            version = self._newest_version() + ahead
+            remaining_s = self._remaining_s()
+            try:
+                return self._attempt(version, min(wait_s, remaining_s) if ahead else remaining_s)
+            except StepOrderError:  # too late
+                ahead, later = later, min(2 * later, _AHEAD_MAX)
+            except WorkersMissingError:  # perhaps too early: nobody trains any more
+                if not ahead or self._remaining_s() <= wait_s:
+                    raise
+                ahead, wait_s = 0, 2 * wait_s
+            except LimitError:  # perhaps of attempts that the shards have not seen the end of yet
+                if self._remaining_s() <= _LIMIT_PAUSE_S:
+                    raise
+                time.sleep(_LIMIT_PAUSE_S)
+
+    def _attempt(self, version: int, wait_s: float) -> CheckpointParameter:
+        siblings = Siblings()
+        try:
+            calls = [
+                siblings.add(
+                    channel,
+                    channel.snapshot(
+                        pb.SnapshotRequest(
+                            shard=channel.identity,
+                            parameter=self._spec.name,
+                            version=version,
+                            wait_timeout_ms=milliseconds(wait_s),
+                        ),
+                        timeout=self._remaining_s() + ANSWER_MARGIN_S,
+                    ),
+                )
+                for channel, _ in self._parts
+            ]
+            for (channel, _), call in zip(self._parts, calls, strict=True):
+                self._begin(channel, call, siblings)
+            taken = self._receive_all(version, calls, siblings)
+        finally:
+            siblings.cancel()
+        rate = getattr(self._spec.optimizer, "learning_rate", None)
+        return CheckpointParameter(
+            spec=self._spec,
+            version=min(each.version_min for each in taken),
+            version_max=max(each.version_max for each in taken),
+            learning_rate=None if rate is None else taken[0].learning_rate,
+            files=tuple(each.file for each in taken),
+        )
+
+    def _begin(self, channel: ShardChannel, call: Any, siblings: Siblings) -> None:
+        """Reads the message that says that a shard has begun."""
+        header, _ = framing.parse(pb.SnapshotResponse, self._next(channel, call, siblings))
+        if header.array_count != len(self._names) or header.HasField("chunk"):
+            raise self._corrupt(
+                channel, f"{header.array_count} arrays, expected {len(self._names)}"
+            )
+
+    def _receive_all(self, version: int, calls: list[Any], siblings: Siblings) -> list[_Taken]:
+        """Reads all shards, several at once; when one fails, the others are given up."""
+        failures: list[BaseException] = []
+        lock = threading.Lock()
+
+        def receive(channel: ShardChannel, where: Slice, call: Any) -> _Taken:
+            try:
+                return self._receive(channel, where, version, call, siblings)
+            except BaseException as error:
+                with lock:
+                    failures.append(error)
+                siblings.cancel()
+                raise
+
+        count = min(len(self._parts), _READER_COUNT_MAX)
+        with ThreadPoolExecutor(count, thread_name_prefix="shardwell-checkpoint") as pool:
+            try:
+                futures = [
+                    pool.submit(receive, channel, where, call)
+                    for (channel, where), call in zip(self._parts, calls, strict=True)
+                ]
+                wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException:  # the user's Ctrl-C
+                siblings.cancel()
+                raise
+        if failures:
+            raise failures[0]
+        return [future.result() for future in futures]
+
+    def _receive(
+        self, channel: ShardChannel, where: Slice, version: int, call: Any, siblings: Siblings
+    ) -> _Taken:
+        """Writes what one shard sends to its file."""
+        name = slice_path(self._number, self._spec.name, channel.shard_index)
+        path = self._directory / name
+        path.unlink(missing_ok=True)  # of an attempt before
+        metadata = {
+            "format": "shardwell-slice",
+            "parameter": self._spec.name,
+            "offset": str(where.offset),
+            "parameter_size": str(self._spec.size),
+        }
+        expected = [where.offset] * len(self._names)
+        version_min, version_max, rate = STEP_MAX, 0, 0.0
+        with SliceWriter(path, self._names, where.size, metadata) as writer:
+            while min(expected) < where.stop:
+                message = self._next(channel, call, siblings)
+                header, payload = framing.parse(pb.SnapshotResponse, message)
+                index, chunk = header.array_index, header.chunk
+                part = Slice(chunk.element_offset, chunk.element_count)
+                late = self._spec.mode == "sync" and header.version != version
+                fits = index < len(expected) and part.offset == expected[index]
+                if late or not fits or not part.size or part.stop > where.stop:
+                    raise self._corrupt(
+                        channel,
+                        f"elements {part.offset} to {part.stop - 1} of array {index} at version "
+                        f"{header.version}; expected those from {expected} on at {version}",
+                    )
+                try:
+                    stored = _CODEC.open(chunk, part, payload)
+                except ShardwellError as error:
+                    raise self._corrupt(channel, error.message) from None
+                writer.write(index, part.offset - where.offset, stored.view(np.float32))
+                self._traffic.add_received(len(message), part.size)
+                expected[index] = part.stop
+                version_min = min(version_min, header.version)
+                version_max = max(version_max, header.version)
+                rate = header.learning_rate
+            size_bytes, crc = writer.finish()
+        return _Taken(
+            SliceFile(
+                path=name,
+                offset=where.offset,
+                size=where.size,
+                size_bytes=size_bytes,
+                crc32c=crc,
+            ),
+            version_min,
+            version_max,
+            rate,
+        )
+
+    def _next(self, channel: ShardChannel, call: Any, siblings: Siblings) -> bytes:
+        """The next message; an answer that ends early is an error too."""
+        try:
+            message: bytes | None = next(call, None)
+        except grpc.RpcError as error:
+            first_channel, first = siblings.failure(channel, error)
+            raise first_channel.translate(first, self._spec.name) from None
+        if message is None:
+            raise self._corrupt(channel, "the end of its answer, too early")
+        return message
+
+    def _corrupt(self, channel: ShardChannel, what: str) -> CorruptChunkError:
+        return CorruptChunkError(
+            f"shard {channel.shard_index} answered a snapshot of {self._spec.name!r} with {what}",
+            shard_index=channel.shard_index,
+            parameter=self._spec.name,
+        )
+
+    def _remaining_s(self) -> float:
+        remaining_s = self._deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineError(
+                f"no snapshot of {self._spec.name!r} in time; raise timeout_s",
+                parameter=self._spec.name,
+            )
+        return remaining_s
