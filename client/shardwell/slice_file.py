@@ -23,6 +23,7 @@ from shardwell.errors import StorageError
 
 WEIGHTS_NAME = "weights"
 """The first tensor of a file; the others are the optimizer's `slot_names`."""
+_open: Any = safe_open
 _BLOCK_SIZE_BYTES = 2**20
 _HEADER_ALIGNMENT_BYTES = 8
 
@@ -138,14 +139,14 @@ class SliceReader:
         self._path = path
         self._names = names
         try:
-            self._open: Any = safe_open(path, framework="numpy")
+            self._open = _open(path, framework="numpy")
         except OSError as error:
             raise file_error(path, error, "opening it") from None
         except SafetensorError as error:
             raise StorageError(f"{path} is no safetensors file: {error}; take another copy") from (
                 None
             )
-        self._file = self._open.__enter__()
+        self._file: Any = self._open.__enter__()
         found = {
             name: (slice_.get_dtype(), slice_.get_shape())
             for name in self._file.keys()  # noqa: SIM118 (it is no mapping)
