@@ -56,6 +56,7 @@ class Checkpointing:
         self, path: str | os.PathLike[str], parameters: Sequence[str] | None = None
     ) -> Checkpoint:
         """See `Client.save_checkpoint`."""
+        _check_names(parameters)
         target = Path(os.path.abspath(path))
         with whole_directory(target) as partial:
             status = self._status(self._channels[0])
@@ -96,6 +97,7 @@ class Checkpointing:
         self, path: str | os.PathLike[str], parameters: Sequence[str] | None = None
     ) -> Checkpoint:
         """See `Client.restore_checkpoint`."""
+        _check_names(parameters)
         checkpoint = inspect_checkpoint(path, verify=True)
         selected = checkpoint.select(parameters)
         for channel in self._channels:
@@ -198,6 +200,11 @@ def _specs(status: pb.GetStatusResponse, names: Sequence[str] | None) -> list[Pa
                 parameter=name,
             )
     return [ParameterSpec.from_proto(entries[name].spec) for name in dict.fromkeys(names)]
+
+
+def _check_names(parameters: Sequence[str] | None) -> None:
+    if isinstance(parameters, str):
+        raise ArgumentError(f"parameters must be a list of names; got {parameters!r:.140}")
 
 
 class _CheckpointValues:

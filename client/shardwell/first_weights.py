@@ -16,7 +16,7 @@ import numpy.typing as npt
 from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
 from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
 from shardwell.codec import CODECS, Scratch
-from shardwell.errors import DeadlineError, InitSupersededError
+from shardwell.errors import DeadlineError, InitSupersededError, ShardwellError
 from shardwell.partition import Slice, slice_of
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -80,6 +80,7 @@ class FirstWeights:
         self._traffic = traffic
         self._deadline_s = time.monotonic() + timeout_s
         self._epoch = 0
+        self._failure: ShardwellError | None = None
         self.is_own = False
         """Once settled: whether it is this client's values that stand."""
 
@@ -138,11 +139,23 @@ class FirstWeights:
         size = self._values.size
         for channel in reversed(self._channels):
             where = slice_of(size, channel.shard_index, len(self._channels))
-            with channel.translated(self._name):
-                version = channel.init_weights(
-                    self._messages(channel, where, epoch), timeout=self._rest_s()
-                ).version
+            try:
+                with channel.translated(self._name):
+                    version = channel.init_weights(
+                        self._ended_by_failure(self._messages(channel, where, epoch)),
+                        timeout=self._rest_s(),
+                    ).version
+            finally:
+                if self._failure is not None:
+                    raise self._failure from None
         return version
+
+    def _ended_by_failure(self, messages: Iterator[bytes]) -> Iterator[bytes]:
+        """The same; values that can't be read end the stream, which no shard then believes."""
+        try:
+            yield from messages
+        except ShardwellError as error:
+            self._failure = error
 
     def _messages(self, channel: ShardChannel, where: Slice, epoch: int) -> Iterator[bytes]:
         opening = types_pb2.StreamOpen(

@@ -123,6 +123,7 @@ class Parameter:
                 timeout_s=wait_s,
             ).settle()
             if self.spec.mode == "sync" and self.next_step < version:  # a checkpoint was restored
+                self._close_lanes()
                 self._parts, self.next_step = self._opening.open(wait_s)
             return version
 

@@ -98,11 +98,13 @@ class ParameterSnapshot:
             version = self._newest_version() + ahead
             remaining_s = self._remaining_s()
             try:
-                return self._attempt(version, min(wait_s, remaining_s) if ahead else remaining_s)
+                return self._attempt(
+                    version, min(wait_s, remaining_s / 2) if ahead else remaining_s
+                )
             except StepOrderError:  # too late
                 ahead, later = later, min(2 * later, _AHEAD_MAX)
             except WorkersMissingError:  # perhaps too early: nobody trains any more
-                if not ahead or self._remaining_s() <= wait_s:
+                if not ahead:
                     raise
                 ahead, wait_s = 0, 2 * wait_s
             except LimitError:  # perhaps of attempts that the shards have not seen the end of yet

@@ -1,0 +1,107 @@
+"""Goal: whatever training does, a version is found that all shards can give.
+
+Method: a snapshot whose attempts are answered by a model of training: its version at each moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwell import SGD, ParameterSpec, Traffic
+from shardwell.checkpoint import CheckpointParameter
+from shardwell.errors import DeadlineError, LimitError, StepOrderError, WorkersMissingError
+from shardwell.snapshots import ParameterSnapshot
+
+SPEC = ParameterSpec(name="p", size=1, optimizer=SGD(learning_rate=1.0), worker_count=1)
+DONE = CheckpointParameter(spec=SPEC, version=0, version_max=0, learning_rate=1.0, files=())
+
+
+class Modelled(ParameterSnapshot):
+    """Asks a model instead of shards."""
+
+    def __init__(
+        self, newest: Callable[[], int], answer: Callable[[int], None], timeout_s: float = 20.0
+    ) -> None:
+        super().__init__(
+            SPEC,
+            [],
+            newest,
+            Path(),
+            number=1,
+            traffic=Traffic(),
+            deadline_s=time.monotonic() + timeout_s,
+        )
+        self.asked: list[int] = []
+        self._answer = answer
+
+    def _attempt(self, version: int, wait_s: float) -> CheckpointParameter:
+        self.asked.append(version)
+        self._answer(version)
+        return DONE
+
+
+def test_an_idle_cluster_gives_its_newest_version() -> None:
+    snapshot = Modelled(lambda: 7, lambda version: None)
+    assert snapshot.take() is DONE
+    assert snapshot.asked == [7]
+
+
+@pytest.mark.parametrize("speed", [1, 3, 100])
+def test_training_that_runs_is_caught_up_with(speed) -> None:
+    """By the time that a request arrives, `speed` steps have been taken."""
+    now = [0]
+
+    def newest() -> int:
+        return now[0]
+
+    def answer(version: int) -> None:
+        now[0] += speed
+        if now[0] > version:
+            raise StepOrderError("too late")
+
+    snapshot = Modelled(newest, answer)
+    assert snapshot.take() is DONE
+    assert len(snapshot.asked) <= 2 + speed.bit_length()
+
+
+def test_training_that_ends_meanwhile_is_taken_where_it_ended() -> None:
+    now = [3]
+
+    def answer(version: int) -> None:
+        if len(snapshot.asked) < 3:
+            now[0] += 10
+            raise StepOrderError("too late")
+        if version > now[0]:
+            raise WorkersMissingError("nobody trains")
+
+    snapshot = Modelled(lambda: now[0], answer)
+    assert snapshot.take() is DONE
+    assert snapshot.asked == [3, 14, 25, 23]
+
+
+def test_a_chunk_that_stays_behind_the_newest_is_an_error() -> None:
+    def answer(version: int) -> None:
+        raise WorkersMissingError("w1 is missing", missing_worker_ids=("w1",))
+
+    snapshot = Modelled(lambda: 7, answer)
+    with pytest.raises(WorkersMissingError, match="w1"):
+        snapshot.take()
+    assert snapshot.asked == [7]
+
+
+def test_it_ends_at_the_deadline() -> None:
+    def answer(version: int) -> None:
+        raise StepOrderError("too late")
+
+    with pytest.raises(DeadlineError, match="raise timeout_s"):
+        Modelled(lambda: 7, answer, timeout_s=0.05).take()
+    with pytest.raises(LimitError):
+        Modelled(lambda: 7, lambda version: _limit(), timeout_s=0.05).take()
+
+
+def _limit() -> None:
+    raise LimitError("as many are under way")
