@@ -24,6 +24,7 @@ from shardwell_server.store.data_dir import DataDir
 _LOG = logging.getLogger("shardwell_server")
 _UNARY_THREAD_COUNT = 32
 """Threads beyond those of streams, so that status and health are answered when all streams are."""
+_TEND_INTERVAL_S = 1.0
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
@@ -55,7 +56,11 @@ class ShardServer:
     def __init__(self, config: ShardConfig, data_dir: DataDir | None = None) -> None:
         limits = config.limits
         self.config = config
-        self.shard = Shard(config, MmapStore(data_dir.path) if data_dir else MemoryStore())
+        store = (
+            MmapStore(data_dir.path, durability=config.durability) if data_dir else MemoryStore()
+        )
+        self.shard = Shard(config, store)
+        self._tender = threading.Thread(target=self._tend, name="shardwell-tend")
         self._verifier = threading.Thread(target=self._verify, name="shardwell-verify")
         self._streams = OpenStreams(limits.stream_count_max)
         thread_count = limits.stream_count_max + _UNARY_THREAD_COUNT
@@ -91,6 +96,8 @@ class ShardServer:
         """Begins to answer; what an earlier process left is verified meanwhile."""
         self._server.start()
         self._verifier.start()
+        if not self.config.durability.is_process:
+            self._tender.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         _LOG.info(
             "shard is serving",
@@ -116,8 +123,9 @@ class ShardServer:
         stopped.wait()
         self.shard.stop()
         self._threads.shutdown()
-        if self._verifier.ident is not None:
-            self._verifier.join()
+        for thread in (self._verifier, self._tender):
+            if thread.ident is not None:
+                thread.join()
         self.shard.close()
         _LOG.info("shard has stopped", extra={"shard_index": self.config.shard_index})
 
@@ -131,6 +139,15 @@ class ShardServer:
                     parameter.verify(index)
                 except ShardwellError as error:
                     _LOG.error("a chunk is damaged", extra={"reason": error.message})
+
+    def _tend(self) -> None:
+        """Keeps the promise of `--durability SECONDS`, and journals short."""
+        interval_s = self.config.durability.interval_s or _TEND_INTERVAL_S
+        while not self.shard.wait_for_stop(interval_s):
+            try:
+                self.shard.tend()
+            except ShardwellError as error:
+                _LOG.error("could not write to disk", extra={"reason": error.message})
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         self._health.set("", status)
