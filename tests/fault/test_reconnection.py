@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.commands import Program
+from harness.commands import Program, ServingShard
 from harness.model import integer_gradient
 from harness.polling import Stopwatch, eventually
 from harness.proxy import Direction, Proxy
@@ -133,7 +133,6 @@ def test_every_verb_goes_on_when_the_shard_is_back(running, proxies, join, verb,
 @pytest.mark.parametrize(
     ("direction", "byte_count"),
     [
-        (Direction.TO_SHARD, 1),
         (Direction.TO_SHARD, 20_000),
         (Direction.TO_CLIENT, 1),
         (Direction.TO_CLIENT, 20_000),
@@ -335,3 +334,31 @@ def test_calls_of_a_parameter_take_turns_while_one_waits(proxies, join) -> None:
     proxies[1].accept()
     assert (first.result(SOON_S), second.result(SOON_S)) == (1, 2)
     np.testing.assert_array_equal(model.get_weights(min_version=3), _after(3))
+
+
+def test_a_shard_killed_in_the_middle_comes_back_from_its_files(connect, tmp_path) -> None:
+    """Two workers train on; a process is killed twice, and started again on its port."""
+    step_count, flags = 30, (f"--data-dir={tmp_path}", f"--chunk-size-bytes={CHUNK_SIZE_BYTES}")
+    models: list[shardwell.Parameter] = []
+
+    def train(index: int) -> np.ndarray:
+        for step in range(step_count):
+            weights = models[index].exchange(_gradient(step, index))
+        return weights
+
+    with contextlib.ExitStack() as stack:
+        shard = stack.enter_context(ServingShard(*flags))
+        address = shard.address()
+        port = int(address.rpartition(":")[2])
+        for index in (0, 1):
+            client = connect(address, f"w{index}", timeout_s=30.0)
+            models.append(client.parameter("model", size=SIZE, optimizer=SGD, worker_count=2))
+        together([lambda m=m: m.init(np.zeros(SIZE, np.float32)) for m in models])
+        training = [in_background(partial(train, index)) for index in (0, 1)]
+        for kill_count in (1, 2):
+            eventually("it trains", lambda n=kill_count: models[0].next_step >= 8 * n)
+            shard.close()
+            shard = stack.enter_context(ServingShard(*flags, port=port))
+            assert shard.address() == address
+        for each in training:
+            np.testing.assert_array_equal(each.result(30), _after(step_count, 2))
