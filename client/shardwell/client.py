@@ -8,11 +8,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
-from shardwell.channel import connect_shards
 from shardwell.errors import ArgumentError, ClosedError
 from shardwell.malloc import tune_malloc
 from shardwell.names import check_name
 from shardwell.parameter import Parameter
+from shardwell.shards import connect_shards
 from shardwell.specs import (
     SIZE_MAX,
     WORKER_COUNT_MAX,
@@ -48,8 +48,9 @@ def connect(
             gradients are told apart by it. Default: $SHARDWELL_WORKER_ID, else made of host name
             and process id, which will do for a worker that is never restarted.
         cluster_id: What the cluster must be called; default: what its shards say, if they agree.
-        timeout_s: Bound of each later call, waiting for other workers included. 120 s tolerates a
-            slow worker and still ends.
+        timeout_s: Bound of each later call, waiting for other workers included, and for a shard
+            that died or is out of reach: until then the call goes on by itself when the shard is
+            back. 120 s tolerates a slow worker and a shard's restart, and still ends.
         connect_timeout_s: How long shards are waited for, in all.
         keep_freed_memory: Tune glibc's allocator in this process, so that it keeps up to 64 MiB of
             freed memory; a third faster. See shardwell.malloc.
@@ -95,7 +96,7 @@ class Client:
         if keep_freed_memory:
             tune_malloc()
         self._timeout_s = timeout_s
-        self._channels = connect_shards(target, cluster_id=cluster_id, timeout_s=connect_timeout_s)
+        self._shards = connect_shards(target, cluster_id=cluster_id, timeout_s=connect_timeout_s)
         self._watchdog = Watchdog()
         self._executor = ThreadPoolExecutor(
             _ASYNC_THREAD_COUNT, thread_name_prefix="shardwell-client"
@@ -107,12 +108,12 @@ class Client:
     @property
     def shard_count(self) -> int:
         """Shards of the cluster."""
-        return len(self._channels)
+        return len(self._shards.channels)
 
     @property
     def cluster_id(self) -> str:
         """Name of the cluster."""
-        return self._channels[0].identity.cluster_id
+        return self._shards.channels[0].identity.cluster_id
 
     def parameter(
         self,
@@ -141,6 +142,7 @@ class Client:
 
         Raises:
             SpecMismatchError: it exists with another spec; the message lists the differences.
+            ShardUnavailableError: a shard did not come back within the client's `timeout_s`.
             ArgumentError, LimitError: it can't be made.
         """
         self._check_open()
@@ -164,7 +166,7 @@ class Client:
             return known
         made = Parameter(
             spec,
-            self._channels,
+            self._shards,
             worker_id=self.worker_id,
             timeout_s=self._timeout_s,
             watchdog=self._watchdog,
@@ -178,7 +180,7 @@ class Client:
         return parameter
 
     def status(self, *, timeout_s: float = 5.0) -> list[pb.GetStatusResponse]:
-        """What each shard says of itself, in order.
+        """What each shard says of itself, in order; one that is away is not waited for.
 
         Raises:
             ShardUnavailableError, DeadlineError: a shard does not answer; it is named.
@@ -188,11 +190,14 @@ class Client:
             channel.call(
                 "GetStatus", pb.GetStatusRequest(), pb.GetStatusResponse, timeout_s=timeout_s
             )
-            for channel in self._channels
+            for channel in self._shards.channels
         ]
 
     def close(self) -> None:
-        """Ends all streams and connections. Safe to repeat."""
+        """Ends all streams and connections; calls of other threads end with ClosedError.
+
+        From any thread; safe to repeat.
+        """
         if self._closed:
             return
         self._closed = True
@@ -200,8 +205,7 @@ class Client:
             parameters = list(self._parameters.values())
         for parameter in parameters:
             parameter.close()
-        for channel in self._channels:
-            channel.close()
+        self._shards.close()
         self._executor.shutdown()
         self._watchdog.close()
 

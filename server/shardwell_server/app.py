@@ -36,6 +36,7 @@ _OPTIONS = (
     # A worker whose machine vanished is noticed within half a minute, and its streams end.
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.http2.ping_timeout_ms", 15_000),  # gRPC's own pings, in whose place no keepalive goes
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
