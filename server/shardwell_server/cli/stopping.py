@@ -10,7 +10,6 @@ from types import FrameType
 
 from shardwell_server.processes import stop_when_parent_ends
 
-
 _LOOK_INTERVAL_S = 0.5
 """A signal that comes just before the thread sleeps does not wake it; its handler runs after so
 long."""
