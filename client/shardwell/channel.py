@@ -1,19 +1,18 @@
-"""Connections to the shards of a cluster: addresses, who answers there, calls with deadlines.
+"""The connection to one shard: its address, its calls and their deadlines.
 
-Every call ends in a result or a ShardwellError.
+Every call ends in a result or a ShardwellError; whether it is made again is for others to decide.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import grpc
 
-from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, WrongShardError
+from shardwell.errors import ArgumentError, ClosedError
 from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
 from shardwell.status import from_rpc_error
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -31,12 +30,25 @@ _OPTIONS = (
     # A shard whose machine vanished is noticed within half a minute, although no call ends.
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 15_000),
+    # While a ping of gRPC's own is unanswered it sends no other; its default is a minute.
+    ("grpc.http2.ping_timeout_ms", 15_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Shards come back quickly, so look often.
+    # A shard that comes back is noticed within about half a second, however long it was away; a
+    # refused connection costs well under a millisecond.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # How long one try to connect may take: a machine that vanished answers nothing at all.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # A shard may come back under its name with another address.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # Each client its own connection, so that several in one process do not share one TCP stream.
     ("grpc.use_local_subchannel_pool", 1),
+)
+
+_ABSENT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
 )
 
 ResponseT = TypeVar("ResponseT")
@@ -112,6 +124,33 @@ class ShardChannel:
             response: ResponseT = stub(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
             return response
 
+    def answers(self, timeout_s: float) -> bool:
+        """Waits until the shard answers; False if it has not, or the connection broke again.
+
+        Blocks up to `timeout_s`, sending nothing before there is a connection, which gRPC tries to
+        make all the while.
+
+        Raises:
+            ClosedError: the channel was closed, before or meanwhile.
+        """
+        stub: Any = self._channel.unary_unary(
+            f"/{_SERVICE}/GetStatus",
+            request_serializer=pb.GetStatusRequest.SerializeToString,
+        )
+        question = pb.GetStatusRequest(identity_only=True)
+        with self.translated():
+            call = stub.future(question, timeout=timeout_s, wait_for_ready=True)
+        try:
+            error = call.exception()
+        except grpc.FutureCancelledError as cancelled:
+            error = cancelled
+        finally:
+            call.cancel()  # after Ctrl-C, nobody waits for it
+        if self._closed:
+            raise ClosedError("the client was closed; connect again")
+        # Any other status is an answer, and says more when the call itself is made again.
+        return error is None or call.code() not in _ABSENT
+
     @contextlib.contextmanager
     def translated(self, parameter: str | None = None) -> Iterator[None]:
         """Turns gRPC's errors in the block into Shardwell's."""
@@ -134,62 +173,3 @@ class ShardChannel:
         """Ends the connection and every call on it."""
         self._closed = True
         self._channel.close()
-
-
-def connect_shards(target: str, *, cluster_id: str | None, timeout_s: float) -> list[ShardChannel]:
-    """Connects to all shards and checks who answers.
-
-    Args:
-        target: See `parse_target`.
-        cluster_id: What the cluster must be called; None takes what the shards agree on.
-        timeout_s: How long shards that are not there yet are waited for, all together.
-
-    Raises:
-        ShardUnavailableError: a shard did not answer in time; it is named.
-        WrongShardError: an address leads to another shard, count or cluster.
-    """
-    channels = [ShardChannel(i, address) for i, address in enumerate(parse_target(target))]
-    try:
-        deadline_s = time.monotonic() + timeout_s
-        for channel in channels:
-            _check(channel, channels, cluster_id, deadline_s, timeout_s)
-    except BaseException:
-        for channel in channels:
-            channel.close()
-        raise
-    return channels
-
-
-def _check(
-    channel: ShardChannel,
-    channels: list[ShardChannel],
-    cluster_id: str | None,
-    deadline_s: float,
-    timeout_s: float,
-) -> None:
-    """Asks a shard who it is; the first one's cluster id stands where none is expected."""
-    try:
-        status = channel.call(
-            "GetStatus",
-            pb.GetStatusRequest(identity_only=True),
-            pb.GetStatusResponse,
-            timeout_s=max(deadline_s - time.monotonic(), 0.05),
-            wait_for_ready=True,
-        )
-    except TimeoutError:
-        raise ShardUnavailableError(
-            f"shard {channel.shard_index} of {len(channels)} at {channel.address} did not answer "
-            f"within {timeout_s:g} s; check that it runs and can be reached from here",
-            shard_index=channel.shard_index,
-        ) from None
-    expected_id = cluster_id or channels[0].identity.cluster_id or status.shard.cluster_id
-    expected = (channel.shard_index, len(channels), expected_id)
-    found = (status.shard.shard_index, status.shard.shard_count, status.shard.cluster_id)
-    if found != expected:
-        raise WrongShardError(
-            f"{channel.address} should be shard {expected[0]} of {expected[1]} of cluster "
-            f"{expected[2]!r}; it is shard {found[0]} of {found[1]} of cluster {found[2]!r}; "
-            "give all addresses, in the order of the shards",
-            shard_index=channel.shard_index,
-        )
-    channel.identity.CopyFrom(status.shard)

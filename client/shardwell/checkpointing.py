@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,6 @@ from shardwell.checkpoint import Checkpoint, CheckpointParameter
 from shardwell.codec import Float32
 from shardwell.errors import (
     ArgumentError,
-    DeadlineError,
     NotInitializedError,
     SpecMismatchError,
     UnknownParameterError,
@@ -24,6 +23,7 @@ from shardwell.errors import (
 from shardwell.first_weights import FirstWeights
 from shardwell.manifest import inspect_checkpoint, write_manifest
 from shardwell.partition import Slice
+from shardwell.shards import Shards
 from shardwell.slice_file import SliceReader
 from shardwell.snapshots import ParameterSnapshot
 from shardwell.specs import Average, ParameterSpec
@@ -31,24 +31,22 @@ from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.whole_directory import whole_directory
 
-_STATUS_TIMEOUT_S = 10.0
-
 
 class Checkpointing:
     """One call of one client. It blocks until `timeout_s` at the most."""
 
     def __init__(
         self,
-        channels: Sequence[ShardChannel],
+        shards: Shards,
         *,
         worker_id: str,
         traffic: Traffic,
         timeout_s: float,
     ) -> None:
-        self._channels = list(channels)
+        self._channels = shards.channels
         self._worker_id = worker_id
         self._traffic = traffic
-        self._deadline_s = time.monotonic() + timeout_s
+        self._attempts = shards.attempts(timeout_s)
 
     # Saving.
 
@@ -76,20 +74,21 @@ class Checkpointing:
 
     def _snapshot(self, spec: ParameterSpec, partial: Path, number: int) -> CheckpointParameter:
         def newest_version() -> int:
-            statuses = [self._status(channel, spec.name) for channel in self._channels]
+            statuses = [self._ask(channel, spec.name) for channel in self._channels]
             return max(
                 (entry.version_max for status in statuses for entry in status.parameters), default=0
             )
 
-        return ParameterSnapshot(
+        snapshot = ParameterSnapshot(
             spec,
             self._channels,
             newest_version,
             partial,
             number=number,
             traffic=self._traffic,
-            deadline_s=self._deadline_s,
-        ).take()
+            attempts=self._attempts,
+        )
+        return self._attempts.run(snapshot.take)
 
     # Restoring.
 
@@ -104,13 +103,7 @@ class Checkpointing:
             self._check_free(selected, self._status(channel))
         for entry in selected:
             for channel in self._channels:
-                channel.call(
-                    "CreateParameter",
-                    pb.CreateParameterRequest(shard=channel.identity, spec=entry.spec.to_proto()),
-                    pb.CreateParameterResponse,
-                    timeout_s=self._remaining_s(),
-                    parameter=entry.name,
-                )
+                self._attempts.run(partial(self._create, channel, entry.spec))
         for entry in selected:
             if not isinstance(entry.spec.optimizer, Average):
                 self._restore(checkpoint.path, entry)
@@ -145,9 +138,9 @@ class Checkpointing:
                 self._channels,
                 worker_id=self._worker_id,
                 traffic=self._traffic,
-                timeout_s=self._remaining_s(),
+                attempts=self._attempts,
             )
-            first.settle()
+            self._attempts.run(first.settle)
         if not first.is_own:
             raise self._taken(entry.name)
 
@@ -160,12 +153,24 @@ class Checkpointing:
 
     # What they share.
 
-    def _status(self, channel: ShardChannel, parameter: str = "") -> pb.GetStatusResponse:
+    def _create(self, channel: ShardChannel, spec: ParameterSpec) -> None:
+        channel.call(
+            "CreateParameter",
+            pb.CreateParameterRequest(shard=channel.identity, spec=spec.to_proto()),
+            pb.CreateParameterResponse,
+            timeout_s=self._attempts.rest_s,
+            parameter=spec.name,
+        )
+
+    def _status(self, channel: ShardChannel) -> pb.GetStatusResponse:
+        return self._attempts.run(partial(self._ask, channel))
+
+    def _ask(self, channel: ShardChannel, parameter: str = "") -> pb.GetStatusResponse:
         status = channel.call(
             "GetStatus",
             pb.GetStatusRequest(parameter=parameter),
             pb.GetStatusResponse,
-            timeout_s=min(self._remaining_s(), _STATUS_TIMEOUT_S),
+            timeout_s=self._attempts.rest_s,
         )
         if status.shard != channel.identity:
             raise WrongShardError(
@@ -174,12 +179,6 @@ class Checkpointing:
                 shard_index=channel.shard_index,
             )
         return status
-
-    def _remaining_s(self) -> float:
-        remaining_s = self._deadline_s - time.monotonic()
-        if remaining_s <= 0:
-            raise DeadlineError("the checkpoint was not done in time; raise timeout_s")
-        return remaining_s
 
 
 def _specs(status: pb.GetStatusResponse, names: Sequence[str] | None) -> list[ParameterSpec]:

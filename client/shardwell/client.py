@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
-from shardwell.channel import connect_shards
 from shardwell.checkpoint import Checkpoint
 from shardwell.checkpointing import Checkpointing
 from shardwell.errors import ArgumentError, ClosedError
 from shardwell.malloc import tune_malloc
 from shardwell.names import check_name
 from shardwell.parameter import Parameter
+from shardwell.shards import connect_shards
 from shardwell.specs import (
     SIZE_MAX,
     WORKER_COUNT_MAX,
@@ -51,8 +51,9 @@ def connect(
             gradients are told apart by it. Default: $SHARDWELL_WORKER_ID, else made of host name
             and process id, which will do for a worker that is never restarted.
         cluster_id: What the cluster must be called; default: what its shards say, if they agree.
-        timeout_s: Bound of each later call, waiting for other workers included. 120 s tolerates a
-            slow worker and still ends.
+        timeout_s: Bound of each later call, waiting for other workers included, and for a shard
+            that died or is out of reach: until then the call goes on by itself when the shard is
+            back. 120 s tolerates a slow worker and a shard's restart, and still ends.
         connect_timeout_s: How long shards are waited for, in all.
         keep_freed_memory: Tune glibc's allocator in this process, so that it keeps up to 64 MiB of
             freed memory; a third faster. See shardwell.malloc.
@@ -98,7 +99,7 @@ class Client:
         if keep_freed_memory:
             tune_malloc()
         self._timeout_s = timeout_s
-        self._channels = connect_shards(target, cluster_id=cluster_id, timeout_s=connect_timeout_s)
+        self._shards = connect_shards(target, cluster_id=cluster_id, timeout_s=connect_timeout_s)
         self._watchdog = Watchdog()
         self._executor = ThreadPoolExecutor(
             _ASYNC_THREAD_COUNT, thread_name_prefix="shardwell-client"
@@ -110,12 +111,12 @@ class Client:
     @property
     def shard_count(self) -> int:
         """Shards of the cluster."""
-        return len(self._channels)
+        return len(self._shards.channels)
 
     @property
     def cluster_id(self) -> str:
         """Name of the cluster."""
-        return self._channels[0].identity.cluster_id
+        return self._shards.channels[0].identity.cluster_id
 
     def parameter(
         self,
@@ -144,6 +145,7 @@ class Client:
 
         Raises:
             SpecMismatchError: it exists with another spec; the message lists the differences.
+            ShardUnavailableError: a shard did not come back within the client's `timeout_s`.
             ArgumentError, LimitError: it can't be made.
         """
         self._check_open()
@@ -167,7 +169,7 @@ class Client:
             return known
         made = Parameter(
             spec,
-            self._channels,
+            self._shards,
             worker_id=self.worker_id,
             timeout_s=self._timeout_s,
             watchdog=self._watchdog,
@@ -236,14 +238,14 @@ class Client:
     def _checkpointing(self, timeout_s: float | None) -> Checkpointing:
         self._check_open()
         return Checkpointing(
-            self._channels,
+            self._shards,
             worker_id=self.worker_id,
             traffic=self.traffic,
             timeout_s=check_timeout(self._timeout_s if timeout_s is None else timeout_s),
         )
 
     def status(self, *, timeout_s: float = 5.0) -> list[pb.GetStatusResponse]:
-        """What each shard says of itself, in order.
+        """What each shard says of itself, in order; one that is away is not waited for.
 
         Raises:
             ShardUnavailableError, DeadlineError: a shard does not answer; it is named.
@@ -253,11 +255,14 @@ class Client:
             channel.call(
                 "GetStatus", pb.GetStatusRequest(), pb.GetStatusResponse, timeout_s=timeout_s
             )
-            for channel in self._channels
+            for channel in self._shards.channels
         ]
 
     def close(self) -> None:
-        """Ends all streams and connections. Safe to repeat."""
+        """Ends all streams and connections; calls of other threads end with ClosedError.
+
+        From any thread; safe to repeat.
+        """
         if self._closed:
             return
         self._closed = True
@@ -265,8 +270,7 @@ class Client:
             parameters = list(self._parameters.values())
         for parameter in parameters:
             parameter.close()
-        for channel in self._channels:
-            channel.close()
+        self._shards.close()
         self._executor.shutdown()
         self._watchdog.close()
 

@@ -15,7 +15,7 @@
     ├── StorageError                      files of a shard or a checkpoint: full disk, damaged
     ├── DeadlineError (TimeoutError)      no answer within the caller's deadline
     │   └── WorkersMissingError           ... because of other workers, which it names
-    ├── ShardUnavailableError (ConnectionError)   a shard can't be reached, or went away
+    ├── ShardUnavailableError (ConnectionError)   a shard can't be reached, or did not come back
     ├── ClosedError                       the client was closed
     └── InternalError                     a defect of Shardwell
 
@@ -138,7 +138,11 @@ class WorkersMissingError(DeadlineError):
 
 
 class ShardUnavailableError(ShardwellError, ConnectionError):
-    """A shard can't be reached, is stopping, or went away in the middle of a call."""
+    """A shard can't be reached, is stopping, or went away in the middle of a call.
+
+    Calls wait for it; this comes when it was not back at their deadline. The same call may then be
+    made again, with the same client.
+    """
 
     retryable = True
 

@@ -7,7 +7,6 @@ success decides that they stand, then tells the others so (docs/adr/0005-steps.m
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
 from shardwell.codec import CODECS, Scratch
 from shardwell.errors import DeadlineError, InitSupersededError, ShardwellError
 from shardwell.partition import Slice, slice_of
+from shardwell.retry import Attempts
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -61,7 +61,7 @@ class GivenWeights:
 
 
 class FirstWeights:
-    """One client's attempt for one parameter."""
+    """One client's values for one parameter."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class FirstWeights:
         *,
         worker_id: str,
         traffic: Traffic,
-        timeout_s: float,
+        attempts: Attempts,
     ) -> None:
         self._name = name
         self._values = values
         self._channels = channels
         self._worker_id = worker_id
         self._traffic = traffic
-        self._deadline_s = time.monotonic() + timeout_s
+        self._attempts = attempts
         self._epoch = 0
         self._failure: ShardwellError | None = None
         self.is_own = False
@@ -87,6 +87,8 @@ class FirstWeights:
     def settle(self) -> int:
         """Blocks until this client's values or another's stand; returns the version.
 
+        Safe to repeat: another claim is granted to the worker that has the last one.
+
         Raises:
             DeadlineError: another client claimed to set them and did not finish in time.
         """
@@ -94,24 +96,24 @@ class FirstWeights:
         while True:
             claim = self._claim()
             if claim.initialized:
-                confirm(self._name, self._channels, claim.epoch, timeout_s=self._rest_s())
+                confirm(self._name, self._channels, claim.epoch, self._attempts)
                 self.is_own = claim.epoch != 0 and claim.epoch == self._epoch
                 return claim.version
             if claim.granted:
                 self._epoch = claim.epoch
                 try:
                     version = self._send(claim.epoch)
-                    confirm(self._name, self._channels, claim.epoch, timeout_s=self._rest_s())
+                    confirm(self._name, self._channels, claim.epoch, self._attempts)
                     self.is_own = True
                     return version
                 except InitSupersededError:
                     pass  # somebody was granted a later claim: see how that goes
             # Not all at once: those who take turns in claiming would take it from one another.
-            time.sleep(min(random.uniform(0.5, 1.5) * pause_s, max(self._remaining_s(), 0.0)))
+            self._attempts.pause(random.uniform(0.5, 1.5) * pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _claim(self) -> pb.ClaimInitResponse:
-        remaining_s = self._remaining_s()
+        remaining_s = self._attempts.remaining_s
         if remaining_s <= 0:
             raise DeadlineError(
                 f"first weights of {self._name!r}: another client claimed to set them and has not "
@@ -143,7 +145,7 @@ class FirstWeights:
                 with channel.translated(self._name):
                     version = channel.init_weights(
                         self._ended_by_failure(self._messages(channel, where, epoch)),
-                        timeout=self._rest_s(),
+                        timeout=self._attempts.rest_s,
                     ).version
             finally:
                 if self._failure is not None:
@@ -177,15 +179,8 @@ class FirstWeights:
                 self._traffic.add_sent(len(message), part.size)
                 yield message
 
-    def _remaining_s(self) -> float:
-        return self._deadline_s - time.monotonic()
 
-    def _rest_s(self) -> float:
-        """For a call that may as well be tried."""
-        return max(self._remaining_s(), 0.05)
-
-
-def confirm(name: str, channels: list[ShardChannel], epoch: int, *, timeout_s: float) -> None:
+def confirm(name: str, channels: list[ShardChannel], epoch: int, attempts: Attempts) -> None:
     """Tells all shards but shard 0 that its first weights, of that epoch, stand.
 
     Safe to repeat, by any client: the one that set them may have died before it could.
@@ -197,6 +192,6 @@ def confirm(name: str, channels: list[ShardChannel], epoch: int, *, timeout_s: f
             "ConfirmInit",
             pb.ConfirmInitRequest(shard=channel.identity, parameter=name, epoch=epoch),
             pb.ConfirmInitResponse,
-            timeout_s=timeout_s,
+            timeout_s=attempts.rest_s,
             parameter=name,
         )

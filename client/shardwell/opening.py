@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from shardwell.channel import ShardChannel
 from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES
 from shardwell.codec import CODECS
@@ -13,20 +15,21 @@ from shardwell.errors import (
 )
 from shardwell.first_weights import confirm
 from shardwell.partition import Slice, slice_of
+from shardwell.retry import Attempts
 from shardwell.specs import ParameterSpec
 from shardwell.transfer import Part
 from shardwell.v1 import parameter_server_pb2 as pb
 
 
 class Opening:
-    """One worker's calls about one parameter as a whole."""
+    """One worker's calls about one parameter as a whole; all are safe to repeat, and repeated."""
 
     def __init__(self, spec: ParameterSpec, channels: list[ShardChannel], worker_id: str) -> None:
         self._spec = spec
         self._channels = channels
         self._worker_id = worker_id
 
-    def open(self, timeout_s: float) -> tuple[list[Part], int]:
+    def open(self, attempts: Attempts) -> tuple[list[Part], int]:
         """Creates or joins the parameter on all shards.
 
         Returns:
@@ -38,7 +41,8 @@ class Opening:
             StepOrderError: the shards do not have the same past.
             CorruptChunkError: a shard cuts the parameter in another way.
         """
-        answers = [self._join(channel, timeout_s) for channel in self._channels]
+        # While one shard is waited for the others go on, so all are asked again.
+        answers = attempts.run(lambda: [self._join(c, attempts) for c in self._channels])
         parts: list[Part] = []
         for channel, answer in zip(self._channels, answers, strict=True):
             if answer.slice_size:
@@ -54,19 +58,19 @@ class Opening:
             )
         if answers[0].initialized and not all(answer.initialized for answer in answers):
             epoch = answers[0].init_epoch
-            confirm(self._spec.name, self._channels, epoch, timeout_s=timeout_s)
+            attempts.run(lambda: confirm(self._spec.name, self._channels, epoch, attempts))
         return parts, min(next_steps)
 
-    def take_seat(self, timeout_s: float) -> None:
+    def take_seat(self, attempts: Attempts) -> None:
         """Takes this worker's place among worker_count, shard by shard: shard 0 decides.
 
         Raises:
             SeatsTakenError, NotInitializedError: see the errors.
         """
         for channel in self._channels:
-            self._join(channel, timeout_s, take_seat=True)
+            attempts.run(partial(self._join, channel, attempts, take_seat=True))
 
-    def first_step_ahead(self, next_step: int, timeout_s: float) -> int:
+    def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
         """The first step from now on that no chunk of any shard has passed.
 
         That is this worker's next step, or, when that was interrupted and some chunks closed it,
@@ -74,12 +78,7 @@ class Opening:
         """
         newest = 0
         for channel in self._channels:
-            status = channel.call(
-                "GetStatus",
-                pb.GetStatusRequest(parameter=self._spec.name),
-                pb.GetStatusResponse,
-                timeout_s=timeout_s,
-            )
+            status = attempts.run(partial(self._status, channel, attempts))
             if status.shard != channel.identity:
                 raise WrongShardError(
                     f"{channel.address} is shard {status.shard.shard_index} of cluster "
@@ -104,6 +103,14 @@ class Opening:
             )
         return max(newest, next_step)
 
+    def _status(self, channel: ShardChannel, attempts: Attempts) -> pb.GetStatusResponse:
+        return channel.call(
+            "GetStatus",
+            pb.GetStatusRequest(parameter=self._spec.name),
+            pb.GetStatusResponse,
+            timeout_s=attempts.rest_s,
+        )
+
     def _part(
         self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int
     ) -> Part:
@@ -121,7 +128,7 @@ class Opening:
         return Part(channel, where, answer.chunk_element_count, first_chunk)
 
     def _join(
-        self, channel: ShardChannel, timeout_s: float, *, take_seat: bool = False
+        self, channel: ShardChannel, attempts: Attempts, *, take_seat: bool = False
     ) -> pb.CreateParameterResponse:
         """Creates or joins the parameter on one shard."""
         return channel.call(
@@ -133,6 +140,6 @@ class Opening:
                 take_seat=take_seat,
             ),
             pb.CreateParameterResponse,
-            timeout_s=timeout_s,
+            timeout_s=attempts.rest_s,
             parameter=self._spec.name,
         )

@@ -1,49 +1,38 @@
 """A dense parameter in a worker: first weights, gradients out, weights in.
 
-The three verbs block until they are done or their deadline has passed; a Parameter may be used by
-several threads, whose calls then take turns. Its buffers are the caller's: nothing is kept of a
-gradient after the call returns.
+Calls block until they are done or their deadline has passed; meanwhile a shard that went away is
+waited for, and what it has not acknowledged is sent again. A Parameter may be used by several
+threads, whose calls then take turns. Its buffers are the caller's: nothing is kept of a gradient
+after the call returns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-import grpc
 import numpy as np
 
-from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell.channel import ShardChannel
 from shardwell.codec import Float32
-from shardwell.errors import (
-    ArgumentError,
-    ClosedError,
-    CorruptChunkError,
-    DeadlineError,
-    ShardUnavailableError,
-)
+from shardwell.errors import ArgumentError, ClosedError, DeadlineError, ShardUnavailableError
 from shardwell.first_weights import FirstWeights, GivenWeights
-from shardwell.lane import Lane
 from shardwell.opening import Opening
-from shardwell.siblings import Siblings
+from shardwell.retry import Attempts
+from shardwell.shards import Shards
 from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec, check_learning_rate
+from shardwell.streams import Streams
 from shardwell.traffic import Traffic
-from shardwell.transfer import Gradient, Transfer
+from shardwell.transfer import Gradient, Progress, Transfer
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.values import (
-    as_flat,
-    as_output,
-    check_integer,
-    check_timeout,
-    finite_peak,
-    milliseconds,
-)
+from shardwell.values import as_flat, as_output, check_integer, check_timeout, finite_peak
 from shardwell.watchdog import Watchdog
+
+ResultT = TypeVar("ResultT")
 
 
 class Parameter:
@@ -52,7 +41,7 @@ class Parameter:
     def __init__(
         self,
         spec: ParameterSpec,
-        channels: list[ShardChannel],
+        shards: Shards,
         *,
         worker_id: str,
         timeout_s: float,
@@ -66,7 +55,7 @@ class Parameter:
         """The step that this worker's next gradient joins; a restarted worker goes on here."""
         self.version = 0
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""
-        self._channels = channels
+        self._shards = shards
         self._worker_id = worker_id
         self._timeout_s = timeout_s
         self._watchdog = watchdog
@@ -74,12 +63,10 @@ class Parameter:
         self._traffic = traffic
         self._lock = threading.RLock()
         self._closed = False
-        self._lanes_used = False
         self._has_seat = False
-        self._siblings = Siblings()
-        self._opening = Opening(spec, channels, worker_id)
+        self._opening = Opening(spec, shards.channels, worker_id)
         self._transfer = Transfer(spec, worker_id=worker_id, traffic=traffic)
-        self._parts, self.next_step = self._opening.open(timeout_s)
+        self._streams = self._opened(self._attempts(None))
 
     @property
     def name(self) -> str:
@@ -112,19 +99,20 @@ class Parameter:
         values = as_flat(what, weights, self.size)
         if not self.spec.allow_non_finite:
             finite_peak(what, values, self.name)
-        wait_s = self._bounded(timeout_s)
-        with self._turn(wait_s):
-            version = FirstWeights(
+        attempts = self._attempts(timeout_s)
+        with self._turn(attempts):
+            first_weights = FirstWeights(
                 self.name,
                 GivenWeights(values),
-                self._channels,
+                self._shards.channels,
                 worker_id=self._worker_id,
                 traffic=self._traffic,
-                timeout_s=wait_s,
-            ).settle()
+                attempts=attempts,
+            )
+            version = self._run(attempts, first_weights.settle)
             if self.spec.mode == "sync" and self.next_step < version:  # a checkpoint was restored
-                self._close_lanes()
-                self._parts, self.next_step = self._opening.open(wait_s)
+                self._streams.close()
+                self._streams = self._opened(attempts)
             return version
 
     def get_weights(
@@ -142,39 +130,16 @@ class Parameter:
         Raises:
             NotInitializedError: nobody has called `init` yet.
             WorkersMissingError: `min_version` was not reached in time; names who is missing.
-            DeadlineError, ShardUnavailableError: a shard did not answer.
+            DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
         min_version = check_integer("min_version", min_version, 0, STEP_MAX)
         weights = np.empty(self.size, np.float32) if out is None else out
         flat = weights if out is None else as_output(out, self.size)
-        wait_s = self._bounded(timeout_s)
-        self._check_open()
-        siblings, parts = Siblings(), self._parts
-        try:
-            calls = [
-                siblings.add(
-                    part.channel,
-                    part.channel.get_weights(
-                        pb.GetWeightsRequest(
-                            shard=part.channel.identity,
-                            parameter=self.name,
-                            worker_id=self._worker_id,
-                            min_version=min_version,
-                            wait_timeout_ms=milliseconds(wait_s),
-                        ),
-                        timeout=wait_s + ANSWER_MARGIN_S,
-                    ),
-                )
-                for part in parts
-            ]
-            self.version = self._transfer.receive(
-                parts, flat, lambda number: next(calls[number], b""), min_version, siblings
-            )
-        except (ShardUnavailableError, ValueError) as error:
-            self._check_open(error)
-            raise
-        finally:
-            siblings.cancel()
+        attempts = self._attempts(timeout_s)
+        streams = self._streams
+        self.version = self._run(
+            attempts, lambda: streams.get_weights(flat, min_version, attempts.rest_s)
+        )
         return weights
 
     def get_weights_async(
@@ -211,50 +176,13 @@ class Parameter:
             ArgumentError, NonFiniteError: the gradient can't be used; nothing was sent.
             NotInitializedError, StepOrderError, SeatsTakenError: see the errors.
             WorkersMissingError: an earlier step did not close in time.
-            DeadlineError, ShardUnavailableError: a shard did not answer.
+            DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
-        with self._turn(self._bounded(timeout_s)):
-            work = self._gradient(gradient, sample_count, timeout_s)
-            failures: list[BaseException] = []
-            siblings = Siblings()
-            try:
-                calls = [
-                    siblings.add(
-                        part.channel,
-                        part.channel.put_gradient.future(
-                            _guarded(
-                                self._transfer.messages(
-                                    pb.PutGradientRequest, part, work, opens=True
-                                ),
-                                failures,
-                            ),
-                            timeout=work.wait_timeout_ms / 1000 + ANSWER_MARGIN_S,
-                        ),
-                    )
-                    for part in self._parts
-                ]
-                for part, call in zip(self._parts, calls, strict=True):
-                    try:
-                        call.result()
-                    except (grpc.RpcError, grpc.FutureCancelledError):
-                        channel, error = siblings.failure(part.channel, call)
-                        raise channel.translate(error, self.name) from None
-                    if failures:
-                        raise failures[0]
-                    answer = call.result()
-                    counted = answer.counted_chunk_count + answer.duplicate_chunk_count
-                    if counted != len(part.chunks):
-                        raise CorruptChunkError(
-                            f"shard {part.channel.shard_index} counted {counted} of "
-                            f"{len(part.chunks)} chunks of {self.name!r}; call again",
-                            shard_index=part.channel.shard_index,
-                            parameter=self.name,
-                        )
-            except (ShardUnavailableError, ValueError) as error:
-                self._check_open(error)
-                raise
-            finally:
-                siblings.cancel()
+        attempts = self._attempts(timeout_s)
+        with self._turn(attempts):
+            work = self._gradient(gradient, sample_count, attempts)
+            streams, progress = self._streams, Progress()
+            self._run(attempts, lambda: streams.put_gradient(work, attempts.rest_s, progress))
             self.next_step = work.step + 1
             return work.step
 
@@ -284,25 +212,18 @@ class Parameter:
             As `put_gradient` and `get_weights`. After an error the step is still this worker's
             next: call again.
         """
-        with self._turn(self._bounded(timeout_s)):
-            work = self._gradient(gradient, sample_count, timeout_s)
+        attempts = self._attempts(timeout_s)
+        with self._turn(attempts):
+            work = self._gradient(gradient, sample_count, attempts)
             flat = weights = np.empty(self.size, np.float32) if out is None else out
             if out is not None:
                 flat = as_output(out, self.size)
                 if np.may_share_memory(flat, work.values):
                     raise ArgumentError("out must not overlap the gradient; pass another array")
-            may_be_stale = self._lanes_used
-            deadline_s = time.monotonic() + work.wait_timeout_ms / 1000
-            try:
-                self._exchange_once(work, flat)
-            except (ShardUnavailableError, ValueError) as error:
-                self._check_open(error)
-                if not may_be_stale or not isinstance(error, ShardUnavailableError):
-                    raise
-                # The streams of earlier steps were gone; a step is safe to repeat on new ones.
-                rest_s = max(deadline_s - time.monotonic(), 0.05)
-                self._exchange_once(replace(work, wait_timeout_ms=milliseconds(rest_s)), flat)
-            self._lanes_used = True
+            streams, progress = self._streams, Progress()
+            self.version = self._run(
+                attempts, lambda: streams.exchange(work, flat, attempts.rest_s, progress)
+            )
             self.next_step = work.step + 1
             return weights
 
@@ -320,41 +241,42 @@ class Parameter:
             StepOrderError: chunks are past this worker's next step; use `now`.
         """
         rate = check_learning_rate("learning_rate", learning_rate)
-        wait_s = self._bounded(timeout_s)
-        with self._turn(wait_s):
+        attempts = self._attempts(timeout_s)
+        with self._turn(attempts):
             is_now = now or self.spec.mode == "async"
-            from_step = None if is_now else self._opening.first_step_ahead(self.next_step, wait_s)
-            for channel in self._channels:
+            from_step = None if is_now else self._opening.first_step_ahead(self.next_step, attempts)
+            for channel in self._shards.channels:
                 request = pb.SetLearningRateRequest(
                     shard=channel.identity,
                     parameter=self.name,
                     learning_rate=rate,
                     from_step=from_step,
                 )
-                channel.call(
-                    "SetLearningRate",
-                    request,
-                    pb.SetLearningRateResponse,
-                    timeout_s=wait_s,
-                    parameter=self.name,
-                )
+                self._run(attempts, partial(self._tell, channel, request, attempts))
 
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
-        with self._turn(self._timeout_s):
-            self._close_lanes()
-            self._parts, self.next_step = self._opening.open(self._timeout_s)
+        attempts = self._attempts(None)
+        with self._turn(attempts):
+            self._streams.close()
+            self._streams = self._opened(attempts)
 
     def close(self) -> None:
         """Ends this worker's streams; the parameter lives on in the cluster. Safe to repeat."""
         self._closed = True
-        self._close_lanes()
+        self._streams.close()
 
-    # Gradients out.
+    # What the verbs share.
 
-    def _gradient(self, gradient: Any, sample_count: int, timeout_s: float | None) -> Gradient:
+    def _opened(self, attempts: Attempts) -> Streams:
+        """Opens the parameter on all shards; sets `next_step`."""
+        parts, self.next_step = self._opening.open(attempts)
+        return Streams(
+            self.spec, parts, self._transfer, worker_id=self._worker_id, watchdog=self._watchdog
+        )
+
+    def _gradient(self, gradient: Any, sample_count: int, attempts: Attempts) -> Gradient:
         """Checks everything that can be checked before anything is sent; takes a seat, once."""
-        self._check_open()
         what = f"gradient of {self.name!r}"
         values = as_flat(what, gradient, self.size)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
@@ -362,74 +284,51 @@ class Parameter:
         if not self.spec.allow_non_finite:
             peaks = [
                 finite_peak(what, values, self.name, where.offset, where.stop)
-                for part in self._parts
+                for part in self._streams.parts
                 for where in part.chunks
             ]
-        wait_s = self._bounded(timeout_s)
         if not self._has_seat:
-            self._opening.take_seat(wait_s)
+            self._opening.take_seat(attempts)
             self._has_seat = True
-        return Gradient(values, self.next_step, count, milliseconds(wait_s), peaks)
+        return Gradient(values, self.next_step, count, peaks)
 
-    def _exchange_once(self, work: Gradient, weights: Float32) -> None:
-        """One attempt; on failure all lanes are closed, so that no late answer can be mistaken."""
-        timeout_s = work.wait_timeout_ms / 1000 + ANSWER_MARGIN_S
-        min_version = work.step + 1 if self.spec.mode == "sync" else 0
-        lanes: list[Lane] = []
+    def _tell(
+        self, channel: ShardChannel, request: pb.SetLearningRateRequest, attempts: Attempts
+    ) -> None:
+        channel.call(
+            "SetLearningRate",
+            request,
+            pb.SetLearningRateResponse,
+            timeout_s=attempts.rest_s,
+            parameter=self.name,
+        )
 
-        def give_up() -> None:
-            for lane in lanes:
-                lane.close()
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        """Those of a call that begins now."""
+        return self._shards.attempts(
+            check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+        )
 
-        with self._watchdog.watch(timeout_s, give_up) as watch:
+    def _run(self, attempts: Attempts, attempt: Callable[[], ResultT]) -> ResultT:
+        """Attempts until one succeeds; once this is closed, that is the reason of any failure."""
+
+        def checked() -> ResultT:
+            self._check_open()
             try:
-                opens = not all(part.lane is not None and part.lane.is_open for part in self._parts)
-                if opens:
-                    self._close_lanes()
-                    self._siblings = Siblings()
-                siblings = self._siblings
-                for part in self._parts:
-                    lane = Lane(part.channel, siblings) if opens else part.lane
-                    if lane is None or self._closed:
-                        raise self._closed_error()
-                    part.lane = lane
-                    lanes.append(lane)
-                    lane.submit(
-                        self._transfer.messages(pb.ExchangeRequest, part, work, opens=opens)
-                    )
-                self.version = self._transfer.receive(
-                    self._parts,
-                    weights,
-                    lambda number: lanes[number].read(),
-                    min_version,
-                    siblings,
-                    watch,
-                )
-            except BaseException:
-                self._close_lanes()
-                for lane in lanes:
-                    lane.close()
-                    if lane.failure is not None:
-                        raise lane.failure from None
+                return attempt()
+            except (ShardUnavailableError, ValueError) as error:  # ValueError: gRPC's, when closed
+                self._check_open(error)
                 raise
 
-    def _close_lanes(self) -> None:
-        """Ends all lanes. From any thread: the watchdog's, or one that closes the client."""
-        self._lanes_used = False
-        for part in self._parts:
-            lane, part.lane = part.lane, None
-            if lane is not None:
-                lane.close()
-
-    def _bounded(self, timeout_s: float | None) -> float:
-        return check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+        return attempts.run(checked)
 
     @contextlib.contextmanager
-    def _turn(self, timeout_s: float) -> Iterator[None]:
+    def _turn(self, attempts: Attempts) -> Iterator[None]:
         """Calls that use the worker's next step take turns; waiting for one's turn is bounded."""
-        if not self._lock.acquire(timeout=timeout_s):
+        if not self._lock.acquire(timeout=attempts.rest_s):
             raise DeadlineError(
-                f"another thread's call on {self.name!r} took longer than {timeout_s:g} s; "
+                f"another thread's call on {self.name!r} took longer than "
+                f"{attempts.timeout_s:g} s; "
                 "raise timeout_s, or use one thread a parameter",
                 parameter=self.name,
             )
@@ -449,11 +348,3 @@ class Parameter:
             f"parameter {self.name!r} was closed with its client; connect again",
             parameter=self.name,
         )
-
-
-def _guarded(messages: Iterator[bytes], failures: list[BaseException]) -> Iterator[bytes]:
-    """Ends a stream early when a message can't be made, and keeps the reason for the caller."""
-    try:
-        yield from messages
-    except Exception as error:
-        failures.append(error)

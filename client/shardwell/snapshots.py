@@ -9,7 +9,6 @@ read at leisure, slice by slice, in pieces of 1 MiB.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -32,6 +31,7 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.partition import Slice, slice_of
+from shardwell.retry import Attempts
 from shardwell.siblings import Siblings
 from shardwell.slice_file import WEIGHTS_NAME, SliceWriter
 from shardwell.specs import STEP_MAX, ParameterSpec
@@ -70,7 +70,7 @@ class ParameterSnapshot:
         *,
         number: int,
         traffic: Traffic,
-        deadline_s: float,
+        attempts: Attempts,
     ) -> None:
         self._spec = spec
         self._parts = [
@@ -82,7 +82,7 @@ class ParameterSnapshot:
         self._directory = directory
         self._number = number
         self._traffic = traffic
-        self._deadline_s = deadline_s
+        self._attempts = attempts
         self._names = (WEIGHTS_NAME, *spec.optimizer.slot_names)
 
     def take(self) -> CheckpointParameter:
@@ -110,7 +110,7 @@ class ParameterSnapshot:
             except LimitError:  # perhaps of attempts that the shards have not seen the end of yet
                 if self._remaining_s() <= _LIMIT_PAUSE_S:
                     raise
-                time.sleep(_LIMIT_PAUSE_S)
+                self._attempts.pause(_LIMIT_PAUSE_S)
 
     def _attempt(self, version: int, wait_s: float) -> CheckpointParameter:
         siblings = Siblings()
@@ -253,7 +253,7 @@ class ParameterSnapshot:
         )
 
     def _remaining_s(self) -> float:
-        remaining_s = self._deadline_s - time.monotonic()
+        remaining_s = self._attempts.remaining_s
         if remaining_s <= 0:
             raise DeadlineError(
                 f"no snapshot of {self._spec.name!r} in time; raise timeout_s",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -15,7 +15,6 @@ from shardwell.channel import ShardChannel
 from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import Float32, NonFiniteValueError
 from shardwell.errors import CorruptChunkError, DeadlineError, NonFiniteError, ShardwellError
-from shardwell.lane import Lane
 from shardwell.partition import Slice
 from shardwell.scratch import thread_scratch
 from shardwell.siblings import Siblings
@@ -33,7 +32,6 @@ class Gradient:
     values: npt.NDArray[Any]
     step: int
     sample_count: int
-    wait_timeout_ms: int
     peaks: list[float] | None
     """Largest magnitude of each chunk, in the order of parts and chunks; None if not known."""
 
@@ -51,7 +49,18 @@ class Part:
             where.chunk(index, chunk_element_count)
             for index in range(where.chunk_count(chunk_element_count))
         ]
-        self.lane: Lane | None = None
+
+
+@dataclass
+class Progress:
+    """How far one call has come, whatever becomes of its connections: its attempts go on there."""
+
+    row: int = 0
+    """Every shard has answered its chunks before this one."""
+    version: float = math.inf
+    """The fewest updates that a chunk among them has seen."""
+    counted_shards: set[int] = field(default_factory=set)
+    """Shards that have told that they counted the whole gradient."""
 
 
 class Transfer:
@@ -64,19 +73,27 @@ class Transfer:
         self._codec = ChunkCodec.of(spec)
 
     def messages(
-        self, header_type: Any, part: Part, work: Gradient, *, opens: bool
+        self,
+        header_type: Any,
+        part: Part,
+        work: Gradient,
+        wait_timeout_ms: int,
+        *,
+        opens: bool,
+        first: int = 0,
     ) -> Iterator[bytes]:
-        """The stream of one gradient to one shard; runs on a thread of gRPC's."""
+        """One gradient for one shard, from chunk `first` on; runs on a thread of gRPC's."""
         scratch = thread_scratch()
         last = len(part.chunks) - 1
-        for index, where in enumerate(part.chunks):
+        for index in range(first, last + 1):
+            where = part.chunks[index]
             header = header_type()
-            if opens and index == 0:
+            if opens and index == first:
                 header.open.CopyFrom(self._opening(part.channel))
             gradient = header.gradient
             gradient.step = work.step
             gradient.sample_count = work.sample_count
-            gradient.wait_timeout_ms = work.wait_timeout_ms
+            gradient.wait_timeout_ms = wait_timeout_ms
             gradient.end_of_step = index == last
             try:
                 message = self._codec.encode(
@@ -98,6 +115,10 @@ class Transfer:
             self._traffic.add_sent(len(message), where.size)
             yield message
 
+    def first_row(self, parts: Sequence[Part], progress: Progress) -> int:
+        """The chunk at which every shard is to go on: it has one, so that each has an answer."""
+        return progress.row and min(progress.row, *(len(part.chunks) - 1 for part in parts))
+
     def receive(
         self,
         parts: Sequence[Part],
@@ -105,6 +126,7 @@ class Transfer:
         read: Callable[[int], bytes],
         min_version: int,
         siblings: Siblings,
+        progress: Progress,
         watch: Watch | None = None,
     ) -> int:
         """Reads every chunk of every part, in turns, so that no shard's stream stands still.
@@ -118,6 +140,7 @@ class Transfer:
             read: The next message of a part, by its place in `parts`; blocks.
             min_version: The version that is waited for.
             siblings: The calls that are read from.
+            progress: Where to begin; after an error, how far it came.
             watch: With an exchange: its deadline. Then versions must be `min_version` exactly.
 
         Returns:
@@ -126,33 +149,44 @@ class Transfer:
         Raises:
             ShardwellError: see `Parameter.get_weights`.
         """
-        version = math.inf
-        for index in range(max(len(part.chunks) for part in parts)):
-            for number, part in enumerate(parts):
-                if index < len(part.chunks):
-                    try:
-                        message = read(number)
-                    except grpc.RpcError as error:
-                        if watch is not None and watch.expired:
-                            raise DeadlineError(
-                                f"shard {part.channel.shard_index} at {part.channel.address} did "
-                                f"not answer an exchange of {self._spec.name!r} in time; "
-                                "check the network, or raise timeout_s",
-                                shard_index=part.channel.shard_index,
-                                parameter=self._spec.name,
-                            ) from None
-                        channel, first = siblings.failure(part.channel, error)
-                        raise channel.translate(first, self._spec.name) from None
-                    found = self._decode(
-                        part,
-                        index,
-                        message,
-                        weights,
-                        min_version,
-                        is_exchange=watch is not None,
-                    )
-                    version = min(version, found)
+        is_exchange = watch is not None
+        version = progress.version
+        index = first = self.first_row(parts, progress)
+        try:
+            for index in range(first, max(len(part.chunks) for part in parts)):
+                for number, part in enumerate(parts):
+                    if index < len(part.chunks):
+                        try:
+                            message = read(number)
+                        except grpc.RpcError as error:
+                            raise self._failed(part.channel, error, siblings, watch) from None
+                        found = self._decode(
+                            part, index, message, weights, min_version, is_exchange=is_exchange
+                        )
+                        version = min(version, found)
+        except BaseException:
+            progress.row, progress.version = index, version
+            raise
         return int(version)
+
+    def _failed(
+        self,
+        channel: ShardChannel,
+        error: grpc.RpcError,
+        siblings: Siblings,
+        watch: Watch | None,
+    ) -> Exception:
+        """The Shardwell error of a stream that failed while this shard's was read."""
+        if watch is not None and watch.expired:
+            return DeadlineError(
+                f"shard {channel.shard_index} at {channel.address} did "
+                f"not answer an exchange of {self._spec.name!r} in time; "
+                "check the network, or raise timeout_s",
+                shard_index=channel.shard_index,
+                parameter=self._spec.name,
+            )
+        first_channel, first = siblings.failure(channel, error)
+        return first_channel.translate(first, self._spec.name)
 
     def _decode(
         self,

@@ -24,6 +24,7 @@ from shardwell_server.store.data_dir import DataDir
 _LOG = logging.getLogger("shardwell_server")
 _UNARY_THREAD_COUNT = 32
 """Threads beyond those of streams, so that status and health are answered when all streams are."""
+_TEND_INTERVAL_S = 1.0
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
@@ -35,6 +36,7 @@ _OPTIONS = (
     # A worker whose machine vanished is noticed within half a minute, and its streams end.
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.http2.ping_timeout_ms", 15_000),  # gRPC's own pings, in whose place no keepalive goes
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -55,9 +57,11 @@ class ShardServer:
     def __init__(self, config: ShardConfig, data_dir: DataDir | None = None) -> None:
         limits = config.limits
         self.config = config
-        spool_dir = None if data_dir is None else data_dir.path
-        store = MemoryStore() if data_dir is None else MmapStore(data_dir.path)
-        self.shard = Shard(config, store, spool_dir)
+        store = (
+            MmapStore(data_dir.path, durability=config.durability) if data_dir else MemoryStore()
+        )
+        self.shard = Shard(config, store, None if data_dir is None else data_dir.path)
+        self._tender = threading.Thread(target=self._tend, name="shardwell-tend")
         self._verifier = threading.Thread(target=self._verify, name="shardwell-verify")
         self._streams = OpenStreams(limits.stream_count_max)
         thread_count = limits.stream_count_max + _UNARY_THREAD_COUNT
@@ -93,6 +97,8 @@ class ShardServer:
         """Begins to answer; what an earlier process left is verified meanwhile."""
         self._server.start()
         self._verifier.start()
+        if not self.config.durability.is_process:
+            self._tender.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         _LOG.info(
             "shard is serving",
@@ -118,8 +124,9 @@ class ShardServer:
         stopped.wait()
         self.shard.stop()
         self._threads.shutdown()
-        if self._verifier.ident is not None:
-            self._verifier.join()
+        for thread in (self._verifier, self._tender):
+            if thread.ident is not None:
+                thread.join()
         self.shard.close()
         _LOG.info("shard has stopped", extra={"shard_index": self.config.shard_index})
 
@@ -133,6 +140,15 @@ class ShardServer:
                     parameter.verify(index)
                 except ShardwellError as error:
                     _LOG.error("a chunk is damaged", extra={"reason": error.message})
+
+    def _tend(self) -> None:
+        """Keeps the promise of `--durability SECONDS`, and journals short."""
+        interval_s = self.config.durability.interval_s or _TEND_INTERVAL_S
+        while not self.shard.wait_for_stop(interval_s):
+            try:
+                self.shard.tend()
+            except ShardwellError as error:
+                _LOG.error("could not write to disk", extra={"reason": error.message})
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         self._health.set("", status)

@@ -39,6 +39,44 @@ class Limits:
                 raise ArgumentError(f"limit {entry.name} must be above 0; got {value!r}")
 
 
+@dataclass(frozen=True)
+class Durability:
+    """What an acknowledged gradient survives, where there is a data directory.
+
+    "process" (default): the death of the shard's process. "step": also a loss of power, because it
+    is acknowledged when it is on disk. A number of seconds: also a loss of power, but for the last
+    so many seconds.
+    """
+
+    setting: str = "process"
+
+    def __post_init__(self) -> None:
+        if self.setting not in ("process", "step") and self.interval_s is None:
+            raise ArgumentError(
+                'durability must be "process", "step" or a number of seconds from 0.01 to 86400; '
+                f"got {self.setting!r}"
+            )
+
+    @property
+    def is_process(self) -> bool:
+        """Whether nothing need be written to disk at any time."""
+        return self.setting == "process"
+
+    @property
+    def is_step(self) -> bool:
+        """Whether acknowledgements wait for the disk."""
+        return self.setting == "step"
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds between writes to disk; None where that is not what is asked for."""
+        try:
+            seconds = float(self.setting)
+        except ValueError:
+            return None
+        return seconds if 0.01 <= seconds <= 86400 else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig:
     """One shard's place in its cluster, and how it serves."""
@@ -55,6 +93,8 @@ class ShardConfig:
     """Encoded size of a chunk: a multiple of 64, at most 1 MiB."""
     grace_s: float = 5.0
     """How long streams may go on after SIGTERM."""
+    durability: Durability = Durability()
+    """See Durability."""
     reflection: bool = False
     """Answer gRPC reflection, for tools such as grpcurl."""
     limits: Limits = field(default_factory=Limits)

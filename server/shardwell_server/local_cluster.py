@@ -18,7 +18,7 @@ from types import TracebackType
 
 from shardwell.errors import ArgumentError, ShardUnavailableError
 from shardwell_server.app import ShardServer
-from shardwell_server.config import Limits, ShardConfig
+from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.processes import PARENT_FLAG, ChildProcess
 from shardwell_server.store.data_dir import DataDir, kept_cluster_id
 
@@ -38,6 +38,7 @@ class LocalCluster:
         processes: Each shard in a process of its own, which can be killed; else in this one.
         cluster_id: Default: that of data_dir, else a random one, so that no two clusters can be
             mixed up.
+        durability: "process", "step" or a number of seconds; see Durability.
         chunk_size_bytes: See ShardConfig.
         grace_s: See ShardConfig.
         limits: See Limits; shards in this process only.
@@ -56,6 +57,7 @@ class LocalCluster:
         *,
         processes: bool = False,
         cluster_id: str | None = None,
+        durability: str = "process",
         chunk_size_bytes: int = 2**20,
         grace_s: float = 2.0,
         limits: Limits | None = None,
@@ -75,6 +77,7 @@ class LocalCluster:
                 cluster_id=self._cluster_id,
                 chunk_size_bytes=chunk_size_bytes,
                 grace_s=grace_s,
+                durability=Durability(durability),
                 limits=limits or Limits(),
             )
             for index in range(shard_count)
@@ -154,6 +157,7 @@ class LocalCluster:
             f"--listen={listen}",
             f"--chunk-size-bytes={config.chunk_size_bytes}",
             f"--grace-s={config.grace_s}",
+            f"--durability={config.durability.setting}",
             f"--log-level={self._log_level}",
             PARENT_FLAG,
         ]

@@ -41,7 +41,7 @@ def test_an_idle_shard_stops_at_once(cluster, connect) -> None:
     running.close()
     assert watch.elapsed_s < 5
     with pytest.raises(shardwell.ShardUnavailableError):
-        model.exchange(np.ones(SIZE, np.float32))
+        model.exchange(np.ones(SIZE, np.float32), timeout_s=0.3)
 
 
 @pytest.mark.parametrize("method", ["Exchange", "PutGradient"])
@@ -113,7 +113,7 @@ def test_waits_for_others_end_with_unavailable(cluster, connect) -> None:
         else:
             model.put_gradient(np.ones(SIZE, np.float32))
             call = partial(model.put_gradient, np.ones(SIZE, np.float32))
-        waiting[verb] = in_background(call)
+        waiting[verb] = in_background(partial(call, timeout_s=5.0))
     eventually("all wait", lambda: all(s.open_stream_count == 3 for s in observer.status()))
     watch = Stopwatch()
     running.close()
@@ -146,7 +146,7 @@ def test_a_serving_process_ends_with_code_0(connect, number) -> None:
             "m", size=SIZE, optimizer=SGD, worker_count=2
         )
         model.init(np.zeros(SIZE, np.float32))
-        waiting = in_background(lambda: model.exchange(np.ones(SIZE, np.float32)))
+        waiting = in_background(lambda: model.exchange(np.ones(SIZE, np.float32), timeout_s=5.0))
         with pytest.raises(TimeoutError):
             waiting.result(0.3)
         shard.send(number)

@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts, stalls and corrupts what passes between a client and a shard.
+"""A TCP proxy that cuts, stalls, slows and corrupts what passes between a client and a shard.
 
     with Proxy(shard_address) as proxy:
         client = shardwell.connect(proxy.address, ...)
@@ -38,6 +38,10 @@ class Proxy:
         """What a client connects to."""
         self.connection_count = 0
         """Connections that were forwarded so far."""
+        self.refused_count = 0
+        """Connections that were refused so far."""
+        self.cut_count = 0
+        """Times that `cut_after` has cut."""
         self.corrupted_count = 0
         """Bytes that were changed."""
         self.passed_bytes = dict.fromkeys(Direction, 0)
@@ -47,10 +51,17 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._refusing = False
         self._closed = False
+        self._ended = threading.Event()
+        self._delay_s = 0.0
+        self._bytes_per_s = 0.0
         self._flowing = threading.Event()
         self._flowing.set()
         self._mark: tuple[Direction, bytes] | None = None
+        self._corruption_count_left = 0
         self._cut_after: tuple[Direction, int] | None = None
+        self._cut_interval_bytes = 0
+        self._cut_count_left = 0
+        self._refuses_after_cut = False
         self._start(self._accept)
 
     def cut(self, *, refuse: bool = False) -> None:
@@ -73,20 +84,34 @@ class Proxy:
         """Lets bytes go on, from where they were held."""
         self._flowing.set()
 
-    def corrupt_after(self, direction: Direction, mark: bytes) -> None:
-        """Flips a bit of the byte that follows the next `mark`, once.
+    def slow_down(self, *, delay_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
+        """Holds every read back for `delay_s`, and passes no more than so many bytes a second."""
+        self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
+
+    def corrupt_after(self, direction: Direction, mark: bytes, *, count: int = 1) -> None:
+        """Flips a bit of the byte that follows the next `mark`, so many times.
 
         `mark` must lie with its successor in one read: choose it short and its place early.
         """
+        self._corruption_count_left = count
         self._mark = (direction, mark)
 
-    def cut_after(self, direction: Direction, byte_count: int) -> None:
-        """Cuts all connections, once, after so many more bytes that way; then refuses new ones."""
-        self._cut_after = (direction, self.passed_bytes[direction] + byte_count)
+    def cut_after(
+        self, direction: Direction, byte_count: int, *, refuse: bool = True, count: int = 1
+    ) -> None:
+        """Cuts all connections after so many more bytes that way, then refuses new ones.
+
+        Without `refuse`, it lets new ones through, and does the same again, `count` times in all.
+        """
+        with self._lock:
+            self._cut_interval_bytes, self._cut_count_left = byte_count, count
+            self._refuses_after_cut = refuse
+            self._cut_after = (direction, self.passed_bytes[direction] + byte_count)
 
     def close(self) -> None:
         """Ends everything and waits for the threads."""
         self._closed = True
+        self._ended.set()
         self._flowing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -127,6 +152,7 @@ class Proxy:
                     self._sockets |= {client, shard}
                     self.connection_count += 1
             if refused:
+                self.refused_count += 1
                 _reset(client)
                 client.close()
                 shard.close()
@@ -141,10 +167,13 @@ class Proxy:
         try:
             while data := source.recv(_READ_SIZE_BYTES):
                 self._flowing.wait()
+                if self._delay_s or self._bytes_per_s:
+                    rate = self._bytes_per_s
+                    self._ended.wait(self._delay_s + (len(data) / rate if rate else 0.0))
                 passed, is_over = self._admitted(data, direction)
                 sink.sendall(self._tampered(passed, direction))
                 if is_over:
-                    self.cut(refuse=True)
+                    self.cut(refuse=self._refuses_after_cut)
             with contextlib.suppress(OSError):
                 sink.shutdown(socket.SHUT_WR)
         except OSError:
@@ -165,7 +194,9 @@ class Proxy:
             place += len(self._mark[1])
             if place < len(self._mark[1]) or place >= len(data):
                 return data
-            self._mark = None
+            self._corruption_count_left -= 1
+            if not self._corruption_count_left:
+                self._mark = None
             self.corrupted_count += 1
         return data[:place] + bytes((data[place] ^ 0x40,)) + data[place + 1 :]
 
@@ -177,10 +208,13 @@ class Proxy:
             if limit is not None and limit[0] is direction:
                 room = limit[1] - self.passed_bytes[direction]
             is_over = room < len(data)
-            if is_over:
-                self._cut_after = None
             passed = data[:room]
             self.passed_bytes[direction] += len(passed)
+            if is_over:
+                self.cut_count += 1
+                self._cut_count_left -= 1
+                mark = self.passed_bytes[direction] + self._cut_interval_bytes
+                self._cut_after = (direction, mark) if self._cut_count_left else None
         return passed, is_over
 
 

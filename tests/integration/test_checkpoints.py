@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 import shardwell
 from harness.model import integer_gradient
 from harness.together import in_background, together
+from harness.wire_worker import WireWorker
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server import Limits, LocalCluster
 
@@ -182,18 +183,18 @@ def test_a_restored_shard_keeps_what_it_was_given(cluster, connect, tmp_path) ->
 
 def test_a_snapshot_that_is_read_late_holds_what_was(cluster, connect) -> None:
     """The stream has begun; three steps later its chunks are still those of the version."""
-    client = connect(cluster(1), "w0")
-    model = open_model(client)
+    running = cluster(1)
+    model = open_model(connect(running, "w0"))
     model.init(np.zeros(SIZE, np.float32))
     model.exchange(np.ones(SIZE, np.float32))
-    (channel,) = client._channels
-    request = pb.SnapshotRequest(shard=channel.identity, parameter="model", version=1)
-    call = channel.snapshot(request, timeout=20)
-    first = pb.SnapshotResponse.FromString(next(call))
-    assert (first.version, first.array_count, first.HasField("chunk")) == (1, 2, False)
-    for _ in range(3):
-        model.exchange(np.ones(SIZE, np.float32))
-    messages = [pb.SnapshotResponse.FromString(message) for message in call]
+    with WireWorker(running.target, "reader") as reader:
+        request = pb.SnapshotRequest(shard=reader.identities[0], parameter="model", version=1)
+        call = reader.stubs[0].Snapshot(request, timeout=20)
+        first = next(call)
+        assert (first.version, first.array_count, first.HasField("chunk")) == (1, 2, False)
+        for _ in range(3):
+            model.exchange(np.ones(SIZE, np.float32))
+        messages = list(call)
     for array_index, expected in enumerate(momentum_at(1)):
         parts = [m.payload for m in messages if m.array_index == array_index]
         values = np.frombuffer(b"".join(parts), np.float32)
@@ -302,20 +303,19 @@ def test_whoever_restores_is_no_worker_that_is_missed(cluster, connect, tmp_path
 def test_a_step_that_is_stuck_half_way_names_who_is_missing(cluster, connect, tmp_path) -> None:
     """One shard has closed a step that the other has not: there is no version to take."""
     running = cluster(2)
-    models = [open_model(connect(running, name), worker_count=2) for name in ("w0", "late")]
-    models[0].init(np.zeros(SIZE, np.float32))
-    models[0].put_gradient(np.ones(SIZE, np.float32))
-    late = models[1]
-    parts = late._parts
-    late._parts = parts[:1]  # its gradient reaches the first shard alone
-    late.put_gradient(np.ones(SIZE, np.float32))
+    model = open_model(connect(running, "w0"), worker_count=2)
+    model.init(np.zeros(SIZE, np.float32))
+    model.put_gradient(np.ones(SIZE, np.float32))
     saver = connect(running, "saver")
-    with pytest.raises(shardwell.WorkersMissingError, match="late") as caught:
-        saver.save_checkpoint(tmp_path / "c", timeout_s=0.7)
-    assert caught.value.missing_worker_ids == ("late",)
-    assert list(tmp_path.iterdir()) == []
-    late._parts, late.next_step = parts, 0
-    late.put_gradient(np.ones(SIZE, np.float32))
+    with WireWorker(running.target, "late") as worker:
+        late = worker.create(model.spec.to_proto())
+        first = late.gradient_messages(pb.PutGradientRequest, 0, np.ones(SIZE))
+        worker.stubs[0].PutGradient(iter(first), timeout=20)
+        with pytest.raises(shardwell.WorkersMissingError, match="late") as caught:
+            saver.save_checkpoint(tmp_path / "c", timeout_s=0.7)
+        assert caught.value.missing_worker_ids == ("late",)
+        assert list(tmp_path.iterdir()) == []
+        late.push(np.ones(SIZE))
     (entry,) = saver.save_checkpoint(tmp_path / "c").parameters
     assert entry.version == 1
     np.testing.assert_array_equal(read_whole(tmp_path / "c", "model")[0]["weights"], -1)

@@ -204,6 +204,39 @@ class TestCluster:
             assert any("shard" in line and "exit code -9" in line for line in program.log)
             eventually("the other has ended", lambda: not is_running(children[0]))
 
+    def test_with_a_data_dir_a_shard_that_dies_goes_on(self, tmp_path) -> None:
+        arguments = ["-m", "shardwell_server", "cluster", "--shards=2", f"--data-dir={tmp_path}"]
+        with Program(*arguments) as program:
+            target = program.read_line().removeprefix("export SHARDWELL_SHARDS=")
+            with shardwell.connect(target, worker_id="w0", timeout_s=30) as client:
+                model = client.parameter("m", size=100, optimizer=SGD)
+                model.init(np.zeros(100, np.float32))
+                for step in range(4):
+                    for pid in child_pids(program.pid):
+                        os.kill(pid, signal.SIGKILL)
+                    weights = model.exchange(np.ones(100, np.float32))
+                    np.testing.assert_array_equal(weights, -0.5 * (step + 1))
+                assert sum("goes on from" in line for line in program.log) >= 4
+            program.send(signal.SIGTERM)
+            assert program.end() == 0
+        with Program(*arguments) as program:  # another day
+            target = program.read_line().removeprefix("export SHARDWELL_SHARDS=")
+            with shardwell.connect(target, worker_id="w0") as client:
+                model = client.parameter("m", size=100, optimizer=SGD)
+                assert model.next_step == 4
+                np.testing.assert_array_equal(model.get_weights(), -2.0)
+            program.send(signal.SIGTERM)
+            assert program.end() == 0
+
+    @pytest.mark.parametrize("durability", ["", "disk", "0", "-1", "nan", "1e9"])
+    def test_a_durability_that_is_none(self, durability) -> None:
+        code, _, log = run_command(
+            "serve", "--shard-index=0", "--shard-count=1", f"--durability={durability}"
+        )
+        assert code == 1
+        assert "durability must be" in log
+        assert "Traceback" not in log
+
     @pytest.mark.parametrize("count", ["0", "65", "x"])
     def test_counts_that_are_none(self, count) -> None:
         code, _, log = run_command("cluster", f"--shards={count}")

@@ -88,17 +88,7 @@ def test_a_shard_that_changed_behind_an_address(cluster, connect) -> None:
                 lambda: model.set_learning_rate(0.1),
             ):
                 with pytest.raises(shardwell.WrongShardError, match=r"'two'.*'one'"):
-                    _patiently(call)
-
-
-def _patiently(call) -> None:
-    """Again while the connection to the old shard is noticed to be gone."""
-    for _ in range(50):
-        try:
-            return call()
-        except shardwell.ShardUnavailableError:
-            continue
-    return call()
+                    call()
 
 
 def test_a_closed_port_is_named_in_time() -> None:

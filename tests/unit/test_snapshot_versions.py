@@ -1,11 +1,11 @@
 """Goal: whatever training does, a version is found that all shards can give.
 
 Method: a snapshot whose attempts are answered by a model of training: its version at each moment.
+Each attempt takes 10 ms of a clock that is the test's.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +14,33 @@ import pytest
 from shardwell import SGD, ParameterSpec, Traffic
 from shardwell.checkpoint import CheckpointParameter
 from shardwell.errors import DeadlineError, LimitError, StepOrderError, WorkersMissingError
+from shardwell.retry import Attempts
 from shardwell.snapshots import ParameterSnapshot
 
 SPEC = ParameterSpec(name="p", size=1, optimizer=SGD(learning_rate=1.0), worker_count=1)
 DONE = CheckpointParameter(spec=SPEC, version=0, version_max=0, learning_rate=1.0, files=())
+
+
+class Clock:
+    """See Surroundings: no shard is ever away."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def jitter(self) -> float:
+        return 0.5
+
+    def pause(self, duration_s: float) -> None:
+        self.time_s += duration_s
+
+    def await_shard(self, shard_index: int, timeout_s: float) -> bool:
+        return True
+
+    def describe(self, shard_index: int) -> str:
+        return f"shard {shard_index}"
 
 
 class Modelled(ParameterSnapshot):
@@ -26,6 +49,7 @@ class Modelled(ParameterSnapshot):
     def __init__(
         self, newest: Callable[[], int], answer: Callable[[int], None], timeout_s: float = 20.0
     ) -> None:
+        self._clock = Clock()
         super().__init__(
             SPEC,
             [],
@@ -33,13 +57,14 @@ class Modelled(ParameterSnapshot):
             Path(),
             number=1,
             traffic=Traffic(),
-            deadline_s=time.monotonic() + timeout_s,
+            attempts=Attempts(timeout_s, self._clock),
         )
         self.asked: list[int] = []
         self._answer = answer
 
     def _attempt(self, version: int, wait_s: float) -> CheckpointParameter:
         self.asked.append(version)
+        self._clock.time_s += 0.01
         self._answer(version)
         return DONE
 
@@ -99,9 +124,13 @@ def test_it_ends_at_the_deadline() -> None:
 
     with pytest.raises(DeadlineError, match="raise timeout_s"):
         Modelled(lambda: 7, answer, timeout_s=0.05).take()
+
+
+def test_others_that_take_snapshots_are_waited_for_a_while() -> None:
+    def answer(version: int) -> None:
+        raise LimitError("as many are under way")
+
+    snapshot = Modelled(lambda: 7, answer, timeout_s=2.0)
     with pytest.raises(LimitError):
-        Modelled(lambda: 7, lambda version: _limit(), timeout_s=0.05).take()
-
-
-def _limit() -> None:
-    raise LimitError("as many are under way")
+        snapshot.take()
+    assert 5 <= len(snapshot.asked) <= 10

@@ -14,7 +14,7 @@ import click
 from shardwell.malloc import tune_malloc
 from shardwell_server.app import ShardServer
 from shardwell_server.cli.stopping import stop_requested
-from shardwell_server.config import Limits, ShardConfig
+from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.local_cluster import SERVING_LINE
 from shardwell_server.logs import configure_logs
 from shardwell_server.store.data_dir import DataDir
@@ -91,6 +91,14 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Directory of this shard alone, which it goes on from. Without: all is in memory.",
 )
 @click.option(
+    "--durability",
+    default="process",
+    show_default=True,
+    envvar="SHARDWELL_DURABILITY",
+    metavar="process|step|SECONDS",
+    help="What acknowledged gradients survive: kill -9; a loss of power; that, but for SECONDS.",
+)
+@click.option(
     "--cluster-id",
     default="shardwell",
     show_default=True,
@@ -125,6 +133,7 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def serve(
     *,
     data_dir: Path | None,
+    durability: str,
     exit_with_parent: bool,
     log_level: str,
     log_format: Any,
@@ -150,6 +159,7 @@ def serve(
         chunk_size_bytes=chunk_size_bytes,
         grace_s=grace_s,
         reflection=reflection,
+        durability=Durability(durability),
         limits=Limits(**limits),
     )
     tune_malloc(arena_count_max=_ARENA_COUNT_MAX)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import signal
+import time
 from types import FrameType
 
 from shardwell_server.processes import stop_when_parent_ends
+
+_LOOK_INTERVAL_S = 0.5
+"""A signal that comes just before the thread sleeps does not wake it; its handler runs after so
+long."""
 
 
 class StopSignal:
@@ -25,12 +31,17 @@ class StopSignal:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Blocks until it is set, or the time is over; whether it is set."""
-        try:
-            self._requests.get(timeout=timeout_s)
-        except queue.Empty:
-            return False
-        self._requests.put(None)
-        return True
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            rest_s = max(deadline_s - time.monotonic(), 0.0)
+            try:
+                self._requests.get(timeout=min(rest_s, _LOOK_INTERVAL_S))
+            except queue.Empty:
+                if rest_s <= _LOOK_INTERVAL_S:
+                    return False
+                continue
+            self._requests.put(None)
+            return True
 
 
 def stop_requested(*, exit_with_parent: bool = False) -> StopSignal:

@@ -153,6 +153,8 @@ class ParameterServerService:
                         response.counted_chunk_count += 1
                     else:
                         response.duplicate_chunk_count += 1
+            if source is not None:
+                source.parameter.make_durable()
         return response
 
     def get_weights(
@@ -279,6 +281,7 @@ class ParameterServerService:
             if not all_ and not parameter.is_ready(index, version):
                 return
             message = parameter.weights_message(index, version, patience)
+            parameter.make_durable()  # it acknowledges a gradient
             pending.popleft()
             self._shard.traffic.add(sent=len(message))
             yield message

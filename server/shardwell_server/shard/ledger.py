@@ -121,6 +121,11 @@ class StepLedger:
         return list(self._known)
 
     @property
+    def seats(self) -> list[Seat]:
+        """By index."""
+        return list(self._seats.values())
+
+    @property
     def seated_worker_ids(self) -> list[str]:
         """In the order of their seats."""
         return list(self._seats)

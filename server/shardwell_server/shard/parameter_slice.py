@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import Bytes, Float32, NonFiniteValueError
-from shardwell.errors import ArgumentError, NonFiniteError, WorkersMissingError
+from shardwell.errors import ArgumentError, NonFiniteError, StorageError, WorkersMissingError
 from shardwell.partition import Slice
 from shardwell.scratch import thread_scratch
 from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, Average, ParameterSpec
@@ -85,6 +85,7 @@ class ParameterSlice:
         """Of this slice, under way."""
         self._encoded: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self._encoded_lock = threading.Lock()
+        self._replay()
 
     # Opening and initializing.
 
@@ -184,6 +185,7 @@ class ParameterSlice:
                     self.storage.settle(index, record)
                     self._ledger.records[index] = record
                     chunk.is_verified = True
+                self._make_image()  # before anybody is told that they are here
                 self._forget_encoded()
                 self._register.finish_first(epoch, learning_rate)
             return self._ledger.version_min()
@@ -209,6 +211,58 @@ class ParameterSlice:
         """Encodings of other weights are not to be answered."""
         with self._encoded_lock:
             self._encoded.clear()
+
+    # Keeping.
+
+    def _replay(self) -> None:
+        """Counts again what the storage lacks, having lost it with the machine's power."""
+        seats = self._ledger.seats
+        for entry in self.storage.replay():
+            chunk, index = self._chunks[entry.chunk_index], entry.chunk_index
+            contribution = Contribution(entry.payload, entry.exponent, entry.sample_count)
+            if (
+                entry.seat_index >= len(seats)
+                or entry.payload.size != chunk.where.size * self._codec.codec.item_size
+                or self._ledger.decide(seats[entry.seat_index], index, entry.step)
+                is not Decision.COUNT
+            ):
+                raise StorageError(
+                    f"parameter {self.spec.name!r}: its journal has step {entry.step} of seat "
+                    f"{entry.seat_index} for chunk {index}, which does not go on from its image; "
+                    "restore a checkpoint",
+                    parameter=self.spec.name,
+                )
+            self._verify(chunk, index)
+            with np.errstate(all="ignore"):
+                self._count(chunk, index, contribution, seats[entry.seat_index], entry.step)
+        if self.storage.is_torn:
+            for index in range(self.chunk_count):
+                self.verify(index)
+
+    def make_durable(self) -> None:
+        """Returns when what was counted may be acknowledged.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        self.storage.make_durable()
+
+    def tend(self) -> None:
+        """Writes the journal to disk, and an image when it is time; to be called now and then.
+
+        Raises:
+            StorageError: the disk failed, or is full.
+        """
+        self.storage.sync()
+        if self.storage.wants_image and self._register.is_standing:
+            self._make_image()
+
+    def _make_image(self) -> None:
+        with self.storage.imaging() as add:
+            for index, chunk in enumerate(self._chunks):
+                with chunk.changed:
+                    self._verify(chunk, index)
+                    add(index)
 
     # Gradients in.
 
@@ -270,6 +324,14 @@ class ParameterSlice:
                 chunk.duplicate_count += 1
                 return False
             self._verify(chunk, index)
+            self.storage.journal(
+                index,
+                seat.index,
+                step,
+                contribution.sample_count,
+                contribution.exponent,
+                contribution.payload,
+            )
             with np.errstate(all="ignore"):  # overflows are found where weights are encoded
                 self._count(chunk, index, contribution, seat, step)
             chunk.counted_count += 1

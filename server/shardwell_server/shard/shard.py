@@ -67,6 +67,8 @@ class Shard:
         self._stopping = threading.Event()
         for layout, storage in store.recover():
             self._recover(layout, storage)
+        store.recovered()
+        self.tend()
 
     def check_identity(self, meant: types_pb2.ShardIdentity) -> None:
         """Refuses a request that is meant for another shard.
@@ -96,7 +98,9 @@ class Shard:
         with self._lock:
             known = self._parameters.get(spec.name)
             if known is None:
-                known = self._parameters[spec.name] = self._make(spec)
+                known = self._make(spec)
+                known.tend()
+                self._parameters[spec.name] = known
                 return known, True
         differences = known.spec.differences(spec)
         if differences:
@@ -200,9 +204,22 @@ class Shard:
         """Bytes of all arrays."""
         return self._stored_bytes
 
+    def tend(self) -> None:
+        """See ParameterSlice.tend, for all.
+
+        Raises:
+            StorageError: the disk failed, or is full.
+        """
+        for parameter in self.parameters():
+            parameter.tend()
+
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""
         return self._stopping.is_set()
+
+    def wait_for_stop(self, timeout_s: float) -> bool:
+        """Waits for `stop`; False if it was not called in that time."""
+        return self._stopping.wait(timeout_s)
 
     def stop(self) -> None:
         """Ends waits for other workers; running additions finish."""

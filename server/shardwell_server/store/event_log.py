@@ -31,7 +31,11 @@ _GROWTH_BYTES = 4096
 class EventLog:
     """One parameter's. Any thread may append."""
 
-    def __init__(self, path: Path, salt: int, reached: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: Path, salt: int, reached: Callable[[str], None], *, is_synced: bool = False
+    ) -> None:
+        """`is_synced`: events are on disk when a call returns, not only with the kernel."""
+        self.is_synced = is_synced
         self._path = path
         self._salt = salt
         self._reached = reached
@@ -53,6 +57,8 @@ class EventLog:
             reserve(file, end + _GROWTH_BYTES)
             os.pwrite(file, lines, _HEAD_BYTES)
             os.pwrite(file, self._head(end), 0)
+            if self.is_synced:
+                os.fsync(file)
         finally:
             os.close(file)
         self._end, self._reserved = end, end + _GROWTH_BYTES
@@ -102,8 +108,12 @@ class EventLog:
                         self._reserved = end + _GROWTH_BYTES
                     os.pwrite(file, line, self._end)
                     self._reached("event")
+                    if self.is_synced:
+                        os.fdatasync(file)
                     os.pwrite(file, self._head(end), 0)
                     self._reached("event's end")
+                    if self.is_synced:
+                        os.fdatasync(file)
                 finally:
                     os.close(file)
             except OSError as error:
@@ -116,6 +126,7 @@ class EventLog:
             if self._end < self._compact_at:
                 return
             following = EventLog(self._path.with_suffix(".new"), self._salt, self._reached)
+            following.is_synced = self.is_synced
             try:
                 following.create(events)
                 self._reached("compacted events")

@@ -52,9 +52,10 @@ class MappedFile:
         data: (size,) uint8, writable.
     """
 
-    def __init__(self, path: Path, data: Bytes) -> None:
+    def __init__(self, path: Path, file: int, size_bytes: int) -> None:
         self.path = path
-        self.data = data
+        self._mapping = mmap.mmap(file, size_bytes) if size_bytes else None
+        self.data: Bytes = np.frombuffer(self._mapping or b"", np.uint8)
 
     @staticmethod
     def create(path: Path, size_bytes: int) -> MappedFile:
@@ -66,7 +67,7 @@ class MappedFile:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             reserve(file, size_bytes)
-            return MappedFile(path, _mapped(file, size_bytes))
+            return MappedFile(path, file, size_bytes)
         finally:
             os.close(file)
 
@@ -88,7 +89,7 @@ class MappedFile:
                     f"{path} has {found} bytes; expected {size_bytes}: it was truncated or "
                     "replaced; restore the directory from a copy or a checkpoint"
                 )
-            return MappedFile(path, _mapped(file, size_bytes))
+            return MappedFile(path, file, size_bytes)
         except OSError as error:
             raise storage_error(path, error, "mapping it") from None
         finally:
@@ -104,8 +105,11 @@ class MappedFile:
         part: memoryview[int] = self.data[offset : offset + 8 * count].data.cast("Q")
         return part
 
+    def sync(self) -> None:
+        """Returns when all that was written is on disk.
 
-def _mapped(file: int, size_bytes: int) -> Bytes:
-    if size_bytes == 0:
-        return np.empty(0, np.uint8)
-    return np.frombuffer(mmap.mmap(file, size_bytes), np.uint8)
+        Raises:
+            OSError: the disk failed.
+        """
+        if self._mapping is not None:
+            self._mapping.flush()

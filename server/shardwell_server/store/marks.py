@@ -48,6 +48,7 @@ class Marks:
         self._row_count = 0
         self._words: memoryview[int] = NO_WORDS
         self._row_capacity = 0
+        self._file: MappedFile | None = None
 
     def open(self) -> None:
         """Maps the rows that are there.
@@ -105,6 +106,10 @@ class Marks:
         words[place + 1] = self._check(seat_index, chunk_index, step + 1)
         self._reached("mark's check")
 
+    def get(self, seat_index: int, chunk_index: int) -> int:
+        """The last step of a seat for a chunk, -1 for none."""
+        return self._words[(seat_index * self._row_bytes + chunk_index * _ENTRY_BYTES) // 8] - 1
+
     def row(self, seat_index: int) -> list[int]:
         """The last step of a seat for each chunk, -1 for none.
 
@@ -128,6 +133,11 @@ class Marks:
         """Whether a seat has given nothing."""
         return not self._row(seat_index).any()
 
+    def sync(self) -> None:
+        """Returns when all marks are on disk."""
+        if self._file is not None:
+            self._file.sync()
+
     def _row(self, seat_index: int) -> npt.NDArray[np.uint64]:
         first = seat_index * self._row_bytes // 8
         words = np.frombuffer(self._words, np.uint64)[first : first + 2 * self._chunk_count]
@@ -139,4 +149,5 @@ class Marks:
 
     def _map(self) -> None:
         size = self._row_capacity * self._row_bytes
-        self._words = MappedFile.open(self._path, size).words(0, size // 8)
+        self._file = MappedFile.open(self._path, size)
+        self._words = self._file.words(0, size // 8)

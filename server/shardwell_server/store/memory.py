@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from shardwell.codec import Float32
+from shardwell.codec import Bytes, Float32
 from shardwell.errors import LimitError
 from shardwell_server.store.store import (
     ChunkRecord,
     Event,
+    JournalEntry,
     Layout,
     ParameterStorage,
     Transition,
@@ -77,6 +79,37 @@ class MemoryParameter:
         """See ParameterStorage."""
         return self._change
 
+    is_torn = False
+    """See ParameterStorage."""
+    wants_image = False
+    """See ParameterStorage."""
+
+    def journal(
+        self,
+        chunk_index: int,
+        seat_index: int,
+        step: int,
+        sample_count: int,
+        exponent: int,
+        payload: Bytes,
+    ) -> None:
+        """See ParameterStorage."""
+
+    def make_durable(self) -> None:
+        """See ParameterStorage."""
+
+    def sync(self) -> None:
+        """See ParameterStorage."""
+
+    def replay(self) -> Sequence[JournalEntry]:
+        """See ParameterStorage."""
+        return ()
+
+    @contextlib.contextmanager
+    def imaging(self) -> Iterator[Callable[[int], None]]:
+        """See ParameterStorage."""
+        yield lambda chunk_index: None
+
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """See ParameterStorage."""
 
@@ -93,6 +126,9 @@ class MemoryStore:
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
         """See Store: nothing ever is."""
         return []
+
+    def recovered(self) -> None:
+        """See Store."""
 
     def create(self, layout: Layout) -> MemoryParameter:
         """See Store."""

@@ -23,23 +23,25 @@ arrays chunk by chunk (`verify`) before their first use.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 from fastcrc import crc32
 
-from shardwell.codec import Float32, blocks
+from shardwell.codec import Bytes, Float32, blocks
 from shardwell.errors import StorageError
 from shardwell_server.store import chunk_records, undo
 from shardwell_server.store.chunk_records import ChunkRecords, StoredRecord
 from shardwell_server.store.event_log import EventLog
 from shardwell_server.store.mapped_file import MappedFile, storage_error
 from shardwell_server.store.marks import Marks
-from shardwell_server.store.store import ChunkRecord, Event, Layout, Transition
+from shardwell_server.store.store import ChunkRecord, Event, JournalEntry, Layout, Transition
 from shardwell_server.store.undo import Arrays, UndoArea
 
 _FORMAT_VERSION = 1
@@ -108,23 +110,31 @@ class MmapParameter:
     ) -> None:
         """Maps the files with `mapped`, which makes or opens one of a name and size."""
         self.directory = directory
+        self.is_torn = False
+        """See ParameterStorage."""
+        self.wants_image = False
+        """See ParameterStorage."""
         self._layout = layout
+        self._salt = salt
+        self._files: list[MappedFile] = []
+
+        def opened(name: str, size_bytes: int) -> MappedFile:
+            self._files.append(mapped(directory / name, size_bytes))
+            return self._files[-1]
 
         def array(name: str) -> Float32:
-            values: Float32 = mapped(directory / name, 4 * layout.slice_size).data.view(np.float32)
+            values: Float32 = opened(name, 4 * layout.slice_size).data.view(np.float32)
             return values
 
         self.weights = array("weights")
         self.gradient_sum = array("gradient_sum") if layout.with_sum else None
         self.slots = tuple(array(f"slot-{i}") for i in range(len(layout.initial_slots)))
         chunk_count = layout.chunk_count
-        size = chunk_records.file_size(chunk_count)
-        file = mapped(directory / "records", size)
+        file = opened("records", chunk_records.file_size(chunk_count))
         self._records = ChunkRecords(file, chunk_count, salt, reached)
         self._stored: list[StoredRecord] = []
-        self._undo = UndoArea(
-            mapped(directory / "undo", undo.file_size(layout)), layout, salt, reached
-        )
+        file = opened("undo", undo.file_size(layout))
+        self._undo = UndoArea(file, layout, salt, reached)
         self._marks = Marks(directory / "marks", chunk_count, salt, reached)
         self._events = EventLog(directory / "events", salt, reached)
         self._seat_count = 0
@@ -132,16 +142,16 @@ class MmapParameter:
         self.rolled_back_count = 0
         """Changes that were cut off, and taken back when the files were opened."""
 
-    @staticmethod
+    @classmethod
     def create(
-        directory: Path, layout: Layout, salt: int, reached: Callable[[str], None]
-    ) -> MmapParameter:
+        cls, directory: Path, layout: Layout, salt: int, reached: Callable[[str], None]
+    ) -> Self:
         """New files in an empty directory.
 
         Raises:
             OSError: they can't be made.
         """
-        made = MmapParameter(directory, layout, salt, MappedFile.create, reached)
+        made = cls(directory, layout, salt, MappedFile.create, reached)
         for slot, value in zip(made.slots, layout.initial_slots, strict=True):
             if value:
                 slot[:] = value
@@ -157,16 +167,23 @@ class MmapParameter:
         write_layout(directory / "parameter.json", layout, salt)
         return made
 
-    @staticmethod
+    @classmethod
     def recover(
-        directory: Path, layout: Layout, salt: int, reached: Callable[[str], None]
-    ) -> MmapParameter:
+        cls,
+        directory: Path,
+        layout: Layout,
+        salt: int,
+        reached: Callable[[str], None],
+        *,
+        is_torn: bool = False,
+    ) -> Self:
         """What an earlier process left: takes back what it was in the middle of.
 
         Raises:
             StorageError: a file was damaged; it is named.
         """
-        made = MmapParameter(directory, layout, salt, MappedFile.open, reached)
+        made = cls(directory, layout, salt, MappedFile.open, reached)
+        made.is_torn = is_torn
         made._stored = [made._records.get(index) for index in range(layout.chunk_count)]
         for entry in made._undo.entries:
             pending = entry.pending(layout.chunk_count)
@@ -185,6 +202,8 @@ class MmapParameter:
         events, marks = self._events.read(), self._marks
         self._seat_count = sum(event.get("kind") == "seat" for event in events)
         marks.open()
+        if self.is_torn:  # seats that were taken after an image
+            marks.make_room(self._seat_count)
         if self._layout.chunk_count and self._seat_count > marks.row_capacity:
             raise StorageError(
                 f"{self.directory / 'marks'} has {marks.row_capacity} rows for "
@@ -236,6 +255,61 @@ class MmapParameter:
     def change(self, chunk_index: int, transition: Transition) -> _MmapChange:
         """See ParameterStorage."""
         return _MmapChange(self, chunk_index, transition)
+
+    def journal(
+        self,
+        chunk_index: int,
+        seat_index: int,
+        step: int,
+        sample_count: int,
+        exponent: int,
+        payload: Bytes,
+    ) -> None:
+        """See ParameterStorage. What survives the process needs none."""
+
+    def make_durable(self) -> None:
+        """See ParameterStorage."""
+
+    def sync(self) -> None:
+        """See ParameterStorage."""
+
+    def replay(self) -> Iterable[JournalEntry]:
+        """See ParameterStorage."""
+        return ()
+
+    @contextlib.contextmanager
+    def imaging(self) -> Iterator[Callable[[int], None]]:
+        """See ParameterStorage."""
+        yield lambda chunk_index: None
+
+    def copy_chunk(self, source: MmapParameter, chunk_index: int) -> None:
+        """Makes a chunk what it is in another storage of the same layout.
+
+        Raises:
+            StorageError: there is no room for the marks.
+        """
+        for into, array in zip(self._arrays(), source._arrays(), strict=True):
+            np.copyto(self._chunk(into, chunk_index), source._chunk(array, chunk_index))
+        self._put(chunk_index, source._stored[chunk_index])
+        self._marks.make_room(source._seat_count)
+        for seat_index in range(source._seat_count):
+            step = source._marks.get(seat_index, chunk_index)
+            if step >= 0:
+                self._marks.put(seat_index, chunk_index, step)
+
+    def _arrays(self) -> Arrays:
+        total = () if self.gradient_sum is None else (self.gradient_sum,)
+        return (self.weights, *total, *self.slots)
+
+    def close(self) -> None:
+        """Writes everything to disk.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        for file in self._files:
+            file.sync()
+        self._marks.sync()
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """See ParameterStorage."""

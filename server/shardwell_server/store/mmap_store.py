@@ -14,6 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwell.errors import StorageError
+from shardwell_server.config import Durability
+from shardwell_server.store.boot import Boot
+from shardwell_server.store.journal import sync_directory
+from shardwell_server.store.journaled_parameter import (
+    JournaledParameter,
+    forget_images,
+    restore_image,
+)
 from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.mmap_parameter import MmapParameter, read_layout
 from shardwell_server.store.store import Layout, ParameterStorage
@@ -30,12 +38,24 @@ class MmapStore:
 
     Args:
         path: A directory that belongs to this process (see data_dir.py).
+        durability: What an acknowledged gradient survives beside the process.
+        boot: Whether the machine lost power; default: as the directory and the kernel say.
         reached: Called after every write with its name, for tests that stop there.
     """
 
-    def __init__(self, path: Path, *, reached: Callable[[str], None] = _nothing) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        durability: Durability | None = None,
+        boot: Boot | None = None,
+        reached: Callable[[str], None] = _nothing,
+    ) -> None:
         self._path = path / "parameters"
+        self._durability = durability or Durability()
+        self._boot = boot or Boot(path)
         self._reached = reached
+        self._open: list[JournaledParameter] = []
         self._names: set[str] = set()
         self._next_number = 1
 
@@ -45,6 +65,8 @@ class MmapStore:
         try:
             self._path.mkdir(exist_ok=True)
             entries = sorted(self._path.iterdir())
+            is_torn = self._boot.is_torn()
+            self._boot.mark("recovering" if is_torn else "running")
         except OSError as error:
             raise storage_error(self._path, error, "reading it") from None
         for entry in entries:
@@ -61,9 +83,21 @@ class MmapStore:
                     f"{entry} holds parameter {layout.name!r}, as another directory does; move the "
                     "one that was copied there away"
                 )
-            storage = MmapParameter.recover(entry, layout, salt, self._reached)
+            has_image = is_torn and restore_image(entry)
+            storage = JournaledParameter.recover(
+                entry, layout, salt, self._reached, is_torn=is_torn
+            )
             self._names.add(layout.name)
+            self._open.append(storage)
             found.append((layout, storage))
+            if is_torn:
+                _LOG.warning(
+                    "the machine lost power: the parameter goes on from its image and journal"
+                    if has_image
+                    else "the machine lost power: what was acknowledged in the last seconds may "
+                    "be missing; all chunks are verified",
+                    extra={"parameter": layout.name},
+                )
             _LOG.info(
                 "parameter recovered",
                 extra={
@@ -76,7 +110,19 @@ class MmapStore:
             )
         return found
 
-    def create(self, layout: Layout) -> MmapParameter:
+    def recovered(self) -> None:
+        """See Store."""
+        for storage in self._open:
+            self._begin(storage)
+        self._boot.mark("running")
+
+    def _begin(self, storage: JournaledParameter) -> None:
+        if self._durability.is_process:
+            forget_images(storage.directory)  # they would be older than the files from now on
+        else:
+            storage.begin(syncs_each=self._durability.is_step)
+
+    def create(self, layout: Layout) -> JournaledParameter:
         """See Store."""
         if layout.name in self._names:
             raise ValueError(f"storage of {layout.name!r} exists")
@@ -85,9 +131,14 @@ class MmapStore:
         try:
             self._path.mkdir(exist_ok=True)
             making.mkdir()
-            MmapParameter.create(making, layout, secrets.randbits(32), self._reached)
+            made = MmapParameter.create(making, layout, secrets.randbits(32), self._reached)
             self._reached("files")
+            if not self._durability.is_process:
+                made.close()
+                sync_directory(making)
             os.replace(making, directory)
+            if not self._durability.is_process:
+                sync_directory(self._path)
             self._reached("files' name")
         except OSError as error:
             shutil.rmtree(making, ignore_errors=True)
@@ -97,7 +148,23 @@ class MmapStore:
         self._next_number += 1
         self._names.add(layout.name)
         _, salt = read_layout(directory / "parameter.json")
-        return MmapParameter.recover(directory, layout, salt, self._reached)
+        storage = JournaledParameter.recover(directory, layout, salt, self._reached)
+        self._begin(storage)
+        self._open.append(storage)
+        return storage
 
     def close(self) -> None:
-        """See Store. The files stay; they are unmapped when nobody uses the arrays any more."""
+        """See Store. The files stay; they are unmapped when nobody uses the arrays any more.
+
+        Raises:
+            StorageError: the disk failed; what it lacks is on it only if the machine stays up.
+        """
+        opened, self._open = self._open, []
+        if not opened:
+            return
+        try:
+            for storage in opened:
+                storage.close()
+        except OSError as error:
+            raise storage_error(self._path, error, "writing everything to disk") from None
+        self._boot.mark("clean")

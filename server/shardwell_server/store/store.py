@@ -8,12 +8,12 @@ of them happen whole or not at all.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from shardwell.codec import Float32
+from shardwell.codec import Bytes, Float32
 
 Event: TypeAlias = dict[str, Any]
 """A rare change of a parameter as a JSON object: see shard/standing.py for its kinds."""
@@ -73,6 +73,20 @@ class Layout:
         return 4 * self.slice_size * (1 + self.with_sum + len(self.initial_slots))
 
 
+class JournalEntry(NamedTuple):
+    """One contribution to one chunk, as a journal keeps it."""
+
+    chunk_index: int
+    seat_index: int
+    sequence: int
+    """Of the chunk's transition that it was."""
+    step: int
+    sample_count: int
+    exponent: int
+    payload: Bytes
+    """The codec's bytes."""
+
+
 class ChunkChange(Protocol):
     """One transition of one chunk under way. The caller holds the chunk's lock."""
 
@@ -130,6 +144,55 @@ class ParameterStorage(Protocol):
     ) -> AbstractContextManager[ChunkChange]:
         """Begins a transition; when the block ends without `commit`, it never began."""
 
+    def journal(
+        self,
+        chunk_index: int,
+        seat_index: int,
+        step: int,
+        sample_count: int,
+        exponent: int,
+        payload: Bytes,
+    ) -> None:
+        """Notes a contribution that is about to be counted; the chunk's lock is held.
+
+        Raises:
+            StorageError: it can't be written; the contribution must not be counted.
+        """
+
+    def make_durable(self) -> None:
+        """Returns when all that was journaled may be acknowledged.
+
+        Raises:
+            StorageError: the disk failed; it must not be acknowledged.
+        """
+
+    def sync(self) -> None:
+        """Writes to disk what was journaled.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+
+    def replay(self) -> Iterable[JournalEntry]:
+        """Contributions that the arrays lack, in order, to be counted before anything else is."""
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the machine lost power, and only `verify` can tell what the arrays hold."""
+
+    @property
+    def wants_image(self) -> bool:
+        """Whether it is time for an image."""
+
+    def imaging(self) -> AbstractContextManager[Callable[[int], None]]:
+        """Makes an image on disk of every chunk that the block calls the result with, all of them.
+
+        The chunk's lock is held at that call. When the block ends, the image stands.
+
+        Raises:
+            StorageError: it can't be written; the one before stands.
+        """
+
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """Makes weights and optimizer state of a chunk stand as they lie: first weights."""
 
@@ -150,6 +213,9 @@ class Store(Protocol):
         Raises:
             StorageError: something can't be believed; names the file, and what to do.
         """
+
+    def recovered(self) -> None:
+        """To be called when all that `recover` gave was taken over."""
 
     def create(self, layout: Layout) -> ParameterStorage:
         """Makes the storage of a new parameter, whose name is unique in the store.

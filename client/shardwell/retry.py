@@ -1,0 +1,156 @@
+"""The attempts of one call: again after a shard went away, until the call's deadline has passed.
+
+Pure: clock, randomness and waiting are passed in. It decides when another attempt is made and what
+the caller is told at the end; it knows neither shards nor messages. What an attempt repeats must be
+safe to repeat, which everything that a client asks of a shard is.
+
+Between two attempts it pauses and then waits until the shard that failed answers again, so that the
+other shards are not troubled meanwhile. Pauses are drawn from 0 to a bound that doubles ("full
+jitter": Brooker, Exponential Backoff and Jitter, 2015): many workers lose a shard at one moment,
+and must not all come back at one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from shardwell.errors import CorruptChunkError, DeadlineError, ShardUnavailableError
+
+PAUSE_S_FIRST = 0.05
+"""The bound of the first pause; a shard that dropped one stream is there at once."""
+PAUSE_S_MAX = 2.0
+"""The bound of later ones; only a shard that answers and fails again is paused for so long."""
+CORRUPT_RETRY_COUNT_MAX = 2
+"""Attempts after damaged chunks; a wire that damages more of one call needs its owner."""
+_REST_S_MIN = 0.05
+"""An attempt that is made at all is given so long."""
+
+ResultT = TypeVar("ResultT")
+
+
+class Surroundings(Protocol):
+    """What attempts need of the world."""
+
+    def now_s(self) -> float:
+        """A clock that never goes back."""
+
+    def jitter(self) -> float:
+        """A random number from 0 to 1."""
+
+    def pause(self, duration_s: float) -> None:
+        """Waits.
+
+        Raises:
+            ClosedError: the client was closed, before or meanwhile.
+        """
+
+    def await_shard(self, shard_index: int, timeout_s: float) -> bool:
+        """Waits until a shard answers; False if it has not, or went away again.
+
+        Raises:
+            ClosedError: the client was closed.
+        """
+
+    def describe(self, shard_index: int) -> str:
+        """Which shard that is, and where, for messages."""
+
+
+class Attempts:
+    """The attempts of one call, which begins now. For one thread."""
+
+    def __init__(self, timeout_s: float, surroundings: Surroundings) -> None:
+        self.timeout_s = timeout_s
+        """What the caller gave the call, all attempts together."""
+        self._surroundings = surroundings
+        self._began_s = surroundings.now_s()
+        self._attempt_began_s = self._began_s
+        self._pause_bound_s = PAUSE_S_FIRST
+        self._corrupt_count = 0
+
+    @property
+    def remaining_s(self) -> float:
+        """Until the deadline; not above 0 once it has passed."""
+        return self._began_s + self.timeout_s - self._surroundings.now_s()
+
+    @property
+    def rest_s(self) -> float:
+        """For something that is tried whatever the time: what remains, or a moment."""
+        return max(self.remaining_s, _REST_S_MIN)
+
+    def run(self, attempt: Callable[[], ResultT]) -> ResultT:
+        """The result of the first attempt that has one; may be used for parts of a call in turn.
+
+        Args:
+            attempt: Is to end within `rest_s`.
+
+        Raises:
+            ShardUnavailableError: a shard went away and did not come back before the deadline.
+            DeadlineError: it is there, and did not answer.
+            CorruptChunkError: chunks were damaged, again and again.
+            ClosedError: the client was closed meanwhile.
+            ShardwellError: whatever else an attempt raises, at once.
+        """
+        while True:
+            self._attempt_began_s = self._surroundings.now_s()
+            try:
+                return attempt()
+            except ShardUnavailableError as error:
+                lost = error
+            except CorruptChunkError:
+                self._corrupt_count += 1
+                if self._corrupt_count > CORRUPT_RETRY_COUNT_MAX or self.remaining_s <= 0:
+                    raise
+                self.pause(self._next_pause_s())
+                continue
+            except DeadlineError as error:
+                if type(error) is DeadlineError and error.shard_index is not None:
+                    raise self._told(error) from None
+                raise  # because of other workers, which it names
+            self._await(lost)
+
+    def pause(self, duration_s: float) -> None:
+        """Waits, though not beyond the deadline.
+
+        Raises:
+            ClosedError: the client was closed.
+        """
+        self._surroundings.pause(max(min(duration_s, self.remaining_s), 0.0))
+
+    def _await(self, lost: ShardUnavailableError) -> None:
+        """Returns when the shard answers again."""
+        if self._surroundings.now_s() - self._attempt_began_s > PAUSE_S_MAX:
+            self._pause_bound_s = PAUSE_S_FIRST  # it was there for a while: this is another failure
+        while self.remaining_s > 0:
+            self.pause(self._next_pause_s())
+            timeout_s = self.remaining_s
+            if timeout_s <= 0:
+                break
+            if lost.shard_index is None:
+                return
+            if self._surroundings.await_shard(lost.shard_index, timeout_s):
+                return
+        self._surroundings.pause(0.0)  # an end because of `close` is told as that
+        raise self._told(lost) from None
+
+    def _next_pause_s(self) -> float:
+        bound_s = self._pause_bound_s
+        self._pause_bound_s = min(2 * bound_s, PAUSE_S_MAX)
+        return self._surroundings.jitter() * bound_s
+
+    def _told(self, error: ShardUnavailableError | DeadlineError) -> Exception:
+        """The same error, with how long was waited for what."""
+        message = error.message
+        if error.shard_index is not None:
+            where = self._surroundings.describe(error.shard_index)
+            if where not in message:
+                message = f"{where}: {message}"
+        waited_s = self._surroundings.now_s() - self._began_s
+        advice = "" if "timeout_s" in message else "; raise timeout_s to wait longer"
+        return type(error)(
+            f"waited {waited_s:.3g} s: {message}{advice}",
+            shard_index=error.shard_index,
+            worker_id=error.worker_id,
+            parameter=error.parameter,
+            rank=error.rank,
+        )

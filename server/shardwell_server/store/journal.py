@@ -1,0 +1,178 @@
+"""Contributions in the order in which they were counted, in files that are synced to disk.
+
+The image of a parameter (journaled_parameter.py) and the journal since make it again after its
+machine lost power, by the same code that counted them. Segments are numbered; an image of number k
+needs the segments from k on. An entry:
+
+    magic, payload length, chunk, seat, sequence, step, samples, exponent, CRC of the payload,
+    CRC of all these  |  the codec's bytes
+
+An entry is appended before the chunk's record stands. So the last of several entries with the same
+chunk and sequence is the one that counted: the shard was killed before the others' records stood.
+What follows the last whole entry of a segment was never synced, or was damaged.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from fastcrc import crc32
+
+from shardwell_server.store.mapped_file import storage_error
+from shardwell_server.store.store import JournalEntry
+
+_MAGIC = 0x314A5753  # "SWJ1"
+_HEAD = struct.Struct("<IIIIQqqiI")
+_CRC = struct.Struct("<I")
+_HEAD_BYTES = _HEAD.size + _CRC.size
+_PREFIX = "journal-"
+
+
+def sync_directory(path: Path) -> None:
+    """Makes names in a directory survive a loss of power."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def segments(directory: Path) -> dict[int, Path]:
+    """The segments of a parameter by number, in order."""
+    found = {int(path.name.removeprefix(_PREFIX)): path for path in directory.glob(f"{_PREFIX}*")}
+    return dict(sorted(found.items()))
+
+
+def read_entries(path: Path, salt: int) -> Iterator[tuple[JournalEntry, int]]:
+    """The whole entries of a segment, and where each ends."""
+    data = np.fromfile(path, np.uint8)
+    start = 0
+    while start + _HEAD_BYTES <= data.size:
+        head = data[start : start + _HEAD.size].tobytes()
+        magic, length, chunk, seat, sequence, step, samples, exponent, crc = _HEAD.unpack(head)
+        (head_crc,) = _CRC.unpack(data[start + _HEAD.size : start + _HEAD_BYTES].tobytes())
+        end = start + _HEAD_BYTES + length
+        if magic != _MAGIC or head_crc != crc32.iscsi(head, salt) or end > data.size:
+            return
+        payload = data[start + _HEAD_BYTES : end].copy()  # aligned for the codecs
+        if crc != crc32.iscsi(payload.data):
+            return
+        yield JournalEntry(chunk, seat, sequence, step, samples, exponent, payload), end
+        start = end
+
+
+class Journal:
+    """The segment that is written. Any thread may append; chunks' locks order their entries."""
+
+    def __init__(self, directory: Path, salt: int) -> None:
+        self._directory = directory
+        self._salt = salt
+        self._append_lock = threading.Lock()
+        self._sync_lock = threading.Lock()
+        self._file = -1
+        self._size = 0
+        self._written = 0
+        self._synced = 0
+        self._failed = False
+        self.number = 0
+        """Of the segment that is written."""
+
+    def begin_segment(self) -> int:
+        """Goes on in a new segment; returns its number.
+
+        Raises:
+            StorageError: it can't be made.
+        """
+        number = max([self.number, *segments(self._directory)], default=0) + 1
+        path = self._directory / f"{_PREFIX}{number:06d}"
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            sync_directory(self._directory)
+        except OSError as error:
+            raise storage_error(path, error, "beginning it") from None
+        self.sync()
+        with self._sync_lock, self._append_lock:
+            if self._file >= 0:
+                os.fdatasync(self._file)  # what came since
+                os.close(self._file)
+            self._synced = self._written
+            self._file, self._size, self.number = file, 0, number
+        return number
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the segment that is written."""
+        return self._size
+
+    def append(self, entry: JournalEntry) -> None:
+        """Adds an entry; it is durable after the next `sync`.
+
+        Raises:
+            StorageError: it can't be written; nothing changed.
+        """
+        head = _HEAD.pack(
+            _MAGIC,
+            entry.payload.size,
+            entry.chunk_index,
+            entry.seat_index,
+            entry.sequence,
+            entry.step,
+            entry.sample_count,
+            entry.exponent,
+            crc32.iscsi(entry.payload.data),
+        )
+        parts: list[bytes | memoryview[int]] = [
+            head,
+            _CRC.pack(crc32.iscsi(head, self._salt)),
+            entry.payload.data,
+        ]
+        size = _HEAD_BYTES + entry.payload.size
+        with self._append_lock:
+            try:
+                written = os.pwritev(self._file, parts, self._size)
+                while written < size:  # a signal, or a disk that is nearly full
+                    rest = b"".join(bytes(part) for part in parts)[written:]
+                    written += os.pwrite(self._file, rest, self._size + written)
+            except OSError as error:
+                os.ftruncate(self._file, self._size)
+                path = self._directory / f"{_PREFIX}{self.number:06d}"
+                raise storage_error(path, error, "writing a gradient") from None
+            self._size += size
+            self._written += 1
+
+    def sync(self) -> None:
+        """Returns when everything appended before is on disk; threads share the disk's work.
+
+        Raises:
+            StorageError: the disk failed; what was not synced must not be acknowledged.
+        """
+        wanted = self._written
+        if self._synced >= wanted:
+            return
+        with self._sync_lock:
+            if self._synced >= wanted:
+                return
+            wanted = self._written
+            try:
+                if self._failed:  # the kernel tells of a lost page once
+                    raise OSError(errno.EIO, "an earlier sync failed")
+                os.fdatasync(self._file)
+            except OSError as error:
+                self._failed = True
+                path = self._directory / f"{_PREFIX}{self.number:06d}"
+                raise storage_error(path, error, "syncing it") from None
+            self._synced = wanted
+
+    def close(self) -> None:
+        """Syncs and closes."""
+        with self._sync_lock, self._append_lock:
+            if self._file >= 0:
+                os.fdatasync(self._file)
+                os.close(self._file)
+                self._file = -1

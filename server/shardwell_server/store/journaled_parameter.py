@@ -1,0 +1,182 @@
+"""A slice in mapped files that survives its machine: an image on disk, and a journal since.
+
+Beside the files of mmap_parameter.py, which serve and survive the process:
+
+    image-000003/      the same files as they were at one moment of each chunk, all of it on disk
+    journal-000003     contributions since image 3 was begun (journal.py)
+    journal-000004     and so on; image 5, when it stands, makes these superfluous
+
+After a loss of power the newest image replaces the files and the journal is counted again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shardwell.codec import Bytes
+from shardwell.errors import StorageError
+from shardwell_server.store.journal import Journal, read_entries, segments, sync_directory
+from shardwell_server.store.mapped_file import storage_error
+from shardwell_server.store.mmap_parameter import MmapParameter
+from shardwell_server.store.store import JournalEntry
+
+_PREFIX = "image-"
+_IMAGE_AT_BYTES_MIN = 64 << 20
+"""A journal smaller than that is not worth an image, however small the parameter."""
+
+
+def images(directory: Path) -> dict[int, Path]:
+    """The images of a parameter that stand, by number, in order."""
+    found = {
+        int(path.name.removeprefix(_PREFIX)): path
+        for path in directory.glob(f"{_PREFIX}*")
+        if path.suffix != ".new"
+    }
+    return dict(sorted(found.items()))
+
+
+def forget_images(directory: Path, before: int | None = None) -> None:
+    """Removes images and journal segments of lower numbers; None: all.
+
+    Raises:
+        StorageError: they can't be removed.
+    """
+    try:
+        for number, path in segments(directory).items():
+            if before is None or number < before:
+                path.unlink()
+        for number, path in images(directory).items():
+            if before is None or number < before:
+                shutil.rmtree(path)
+        for path in directory.glob(f"{_PREFIX}*.new"):
+            shutil.rmtree(path)
+    except OSError as error:
+        raise storage_error(directory, error, "removing what is superfluous") from None
+
+
+def restore_image(directory: Path) -> bool:
+    """Puts the newest image in the place of the files; False if there is none.
+
+    Raises:
+        StorageError: it can't be done.
+    """
+    newest = list(images(directory).values())[-1:]
+    try:
+        for image in newest:
+            for path in image.iterdir():
+                if path.name not in ("events", "parameter.json"):
+                    shutil.copyfile(path, directory / path.name)
+    except OSError as error:
+        raise storage_error(directory, error, "going back to its image") from None
+    return bool(newest)
+
+
+class JournaledParameter(MmapParameter):
+    """See the module."""
+
+    _journal: Journal | None = None
+    _syncs_each = False
+
+    def begin(self, *, syncs_each: bool) -> None:
+        """Begins to journal; to be called once, when replay is over.
+
+        Args:
+            syncs_each: Whether `make_durable` waits for the disk.
+
+        Raises:
+            StorageError: the journal can't be written.
+        """
+        self._syncs_each = syncs_each
+        self._events.is_synced = True
+        self._journal = Journal(self.directory, self._salt)
+        self._journal.begin_segment()
+        self.wants_image = not images(self.directory)
+
+    def journal(
+        self,
+        chunk_index: int,
+        seat_index: int,
+        step: int,
+        sample_count: int,
+        exponent: int,
+        payload: Bytes,
+    ) -> None:
+        """See ParameterStorage."""
+        if self._journal is None:
+            return
+        sequence = self._stored[chunk_index].sequence + 1
+        self._journal.append(
+            JournalEntry(chunk_index, seat_index, sequence, step, sample_count, exponent, payload)
+        )
+        if self._journal.size_bytes > max(2 * self._layout.size_bytes, _IMAGE_AT_BYTES_MIN):
+            self.wants_image = True
+
+    def make_durable(self) -> None:
+        """See ParameterStorage."""
+        if self._syncs_each and self._journal is not None:
+            self._journal.sync()
+
+    def sync(self) -> None:
+        """See ParameterStorage."""
+        if self._journal is not None:
+            self._journal.sync()
+
+    def replay(self) -> Iterator[JournalEntry]:
+        """See ParameterStorage."""
+        if not self.is_torn:
+            return
+        paths = segments(self.directory)
+        counted = {
+            (entry.chunk_index, entry.sequence): (number, end)
+            for number, path in paths.items()
+            for entry, end in read_entries(path, self._salt)
+        }
+        for number, path in paths.items():
+            for entry, end in read_entries(path, self._salt):
+                if entry.chunk_index >= self._layout.chunk_count:
+                    raise StorageError(f"{path} has an entry of chunk {entry.chunk_index}")
+                expected = self._stored[entry.chunk_index].sequence + 1
+                if counted[entry.chunk_index, entry.sequence] != (number, end):
+                    continue  # the shard was killed before it counted
+                if entry.sequence > expected:
+                    raise StorageError(
+                        f"{path}: chunk {entry.chunk_index} goes on with transition "
+                        f"{entry.sequence}; expected {expected}: a part of the journal is gone; "
+                        "restore a checkpoint",
+                        parameter=self._layout.name,
+                    )
+                if entry.sequence == expected:
+                    yield entry
+
+    @contextlib.contextmanager
+    def imaging(self) -> Iterator[Callable[[int], None]]:
+        """See ParameterStorage."""
+        if self._journal is None:
+            yield lambda chunk_index: None
+            return
+        number = self._journal.begin_segment()
+        standing = self.directory / f"{_PREFIX}{number:06d}"
+        making = standing.with_suffix(".new")
+        try:
+            making.mkdir()
+            image = MmapParameter.create(making, self._layout, self._salt, self._reached)
+            yield lambda chunk_index: image.copy_chunk(self, chunk_index)
+            image.close()
+            sync_directory(making)
+            making.rename(standing)
+            sync_directory(self.directory)
+        except OSError as error:
+            raise storage_error(standing, error, "making an image") from None
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+        self.wants_image = False
+        forget_images(self.directory, before=number)
+
+    def close(self) -> None:
+        """See MmapParameter."""
+        if self._journal is not None:
+            self._journal.close()
+        super().close()

@@ -1,0 +1,264 @@
+"""Goal: after a loss of power a shard has what its `--durability` promises, no half of anything.
+
+Method: real servers on a data directory, while every sync to disk is recorded; then the directory
+is copied as a disk would have it that wrote nothing else: files cut back to what was last synced,
+mapped files scrambled, and another start of the machine in boot.json. A server goes on from that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.polling import eventually
+from shardwell.errors import StorageError
+from shardwell_server.app import ShardServer
+from shardwell_server.config import Durability, ShardConfig
+from shardwell_server.store.data_dir import DataDir
+
+SIZE = 1000
+MAPPED = ("weights", "gradient_sum", "slot-0", "records", "marks", "undo")
+
+
+class Disk:
+    """What a directory's files would be without what was never synced."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._synced: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self._recording(getattr(os, name)))
+
+    def _recording(self, sync: Callable[[int], None]) -> Callable[[int], None]:
+        def record(file: int) -> None:
+            path = os.readlink(f"/proc/self/fd/{file}")
+            if os.path.isfile(path):
+                with self._lock:
+                    self._synced[path] = Path(path).read_bytes()
+            sync(file)
+
+        return record
+
+    def holds(self, directory: Path) -> None:
+        """Takes what is there for synced: it was on disk when the machine started."""
+        for path in directory.rglob("*"):
+            if path.is_file():
+                self._synced[str(path)] = path.read_bytes()
+
+    def lose_power(self, directory: Path, to: Path) -> None:
+        """Copies what would be left."""
+        with self._lock:
+            shutil.copytree(directory, to)
+            for path in to.rglob("*"):
+                original = str(directory / path.relative_to(to))
+                is_live = path.parent.parent.name == "parameters"
+                if path.name.startswith("journal-") or path.name == "events":
+                    if is_live:
+                        path.write_bytes(self._synced.get(original, b""))
+                elif is_live and path.name in MAPPED:
+                    path.write_bytes(b"\x5a" * path.stat().st_size)
+        boot = json.loads((to / "boot.json").read_text())
+        (to / "boot.json").write_text(json.dumps({**boot, "boot_id": "another start"}))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@contextlib.contextmanager
+def served(path: Path, durability: str) -> Iterator[str]:
+    config = ShardConfig(
+        shard_index=0, shard_count=1, chunk_size_bytes=256, durability=Durability(durability)
+    )
+    with DataDir(path, config) as claimed, ShardServer(config, claimed) as server:
+        yield server.address
+
+
+class Run:
+    """Two workers of one synchronous parameter, with whole numbers that add up exactly."""
+
+    def __init__(self, target: str, optimizer: shardwell.Optimizer, worker_count: int = 2) -> None:
+        self.clients = [
+            shardwell.connect(target, worker_id=f"w{i}", timeout_s=30) for i in range(worker_count)
+        ]
+        self.models = [
+            client.parameter("m", size=SIZE, optimizer=optimizer, worker_count=worker_count)
+            for client in self.clients
+        ]
+        self.models[0].init(np.zeros(SIZE, np.float32))
+
+    def step(self, step: int) -> np.ndarray:
+        """One step of all workers; the weights after it."""
+        results: list[np.ndarray | None] = [None] * len(self.models)
+
+        def work(index: int) -> None:
+            results[index] = self.models[index].exchange(gradient(step, index))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(1, len(self.models))]
+        for thread in threads:
+            thread.start()
+        work(0)
+        for thread in threads:
+            thread.join()
+        assert results[0] is not None
+        return results[0]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+def gradient(step: int, worker: int) -> np.ndarray:
+    return (np.arange(SIZE) % 5 + step + worker).astype(np.float32)
+
+
+def trained(tmp_path: Path, steps: int, optimizer: shardwell.Optimizer) -> list[np.ndarray]:
+    """The weights after each step of an undisturbed run."""
+    with served(tmp_path / "undisturbed", "process") as target:
+        run = Run(target, optimizer)
+        weights = [run.step(step).copy() for step in range(steps)]
+        run.close()
+        return weights
+
+
+OPTIMIZERS = [
+    shardwell.SGD(learning_rate=0.5),
+    shardwell.SGD(learning_rate=0.5, momentum=0.5),
+    shardwell.Average(),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["SGD", "momentum", "Average"])
+@pytest.mark.parametrize("lost_after", [0, 1, 7])
+def test_what_step_acknowledged_survives(
+    tmp_path: Path, disk: Disk, optimizer: shardwell.Optimizer, lost_after: int
+) -> None:
+    expected = trained(tmp_path, 10, optimizer)
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, optimizer)
+        for step in range(lost_after):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        # One worker is ahead: what it was told must survive in the open step's sum.
+        assert run.models[0].put_gradient(gradient(lost_after, 0)) == lost_after
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, optimizer)
+        assert [model.next_step for model in run.models] == [lost_after + 1, lost_after]
+        run.models[1].put_gradient(gradient(lost_after, 1))
+        weights = run.models[0].get_weights(min_version=lost_after + 1)
+        np.testing.assert_array_equal(weights, expected[lost_after])
+        for step in range(lost_after + 1, 10):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        run.close()
+
+
+def test_power_may_be_lost_again_and_again(tmp_path: Path, disk: Disk) -> None:
+    expected = trained(tmp_path, 8, OPTIMIZERS[1])
+    for number in range(8):
+        disk.holds(tmp_path / f"{number}")
+        with served(tmp_path / f"{number}", "step") as target:
+            run = Run(target, OPTIMIZERS[1])
+            assert {model.next_step for model in run.models} == {number}
+            np.testing.assert_array_equal(run.step(number), expected[number])
+            disk.lose_power(tmp_path / f"{number}", tmp_path / f"{number + 1}")
+            run.close()
+
+
+def test_seconds_keep_what_was_synced(tmp_path: Path, disk: Disk) -> None:
+    expected = trained(tmp_path, 6, OPTIMIZERS[1])
+    with served(tmp_path / "first", "0.05") as target:
+        run = Run(target, OPTIMIZERS[1])
+        for step in range(4):
+            run.step(step)
+
+        def synced() -> bool:
+            to = tmp_path / "second"
+            shutil.rmtree(to, ignore_errors=True)
+            disk.lose_power(tmp_path / "first", to)
+            journal = [p.stat().st_size for p in to.rglob("journal-*")]
+            live = [p.stat().st_size for p in (tmp_path / "first").rglob("journal-*")]
+            return journal == live and sum(journal) > 0
+
+        eventually("everything is synced", synced)
+        run.close()
+    with served(tmp_path / "second", "0.05") as target:
+        run = Run(target, OPTIMIZERS[1])
+        assert {model.next_step for model in run.models} == {4}
+        for step in range(4, 6):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        run.close()
+
+
+def test_a_journal_cut_anywhere_leaves_a_state_that_was(tmp_path: Path, disk: Disk) -> None:
+    expected = trained(tmp_path, 5, OPTIMIZERS[0])
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        for step in range(4):
+            run.step(step)
+        disk.lose_power(tmp_path / "first", tmp_path / "whole")
+        run.close()
+    (journal,) = (tmp_path / "whole").rglob("journal-*")
+    size = journal.stat().st_size
+    for number, cut in enumerate(range(0, size, size // 7 + 3)):
+        copy = tmp_path / f"cut-{number}"
+        shutil.copytree(tmp_path / "whole", copy)
+        os.truncate(copy / journal.relative_to(tmp_path / "whole"), cut)
+        with served(copy, "step") as target:
+            run = Run(target, OPTIMIZERS[0])
+            first = min(model.next_step for model in run.models)
+            for step in range(first, 5):  # both send what is missing; what counted is a duplicate
+                for index, model in enumerate(run.models):
+                    if model.next_step <= step:
+                        model.put_gradient(gradient(step, index))
+            np.testing.assert_array_equal(run.models[0].get_weights(min_version=5), expected[4])
+            run.close()
+
+
+def test_a_gap_in_the_journal_is_refused(tmp_path: Path, disk: Disk) -> None:
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        for step in range(3):
+            run.step(step)
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    (journal,) = (tmp_path / "second").rglob("journal-*")
+    data = journal.read_bytes()
+    second = data.index(data[:4], 4)  # an entry's first bytes are always the same
+    journal.write_bytes(data[second:])
+    with pytest.raises(StorageError, match=r"journal-\d+: chunk \d+ goes on with transition"):
+        served(tmp_path / "second", "step").__enter__()
+
+
+def test_without_image_damage_after_a_loss_of_power_is_refused(tmp_path: Path, disk: Disk) -> None:
+    with served(tmp_path / "first", "process") as target:
+        run = Run(target, OPTIMIZERS[0])
+        run.step(0)
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    with pytest.raises(StorageError, match="was damaged"):
+        served(tmp_path / "second", "process").__enter__()
+
+
+def test_a_clean_stop_needs_no_journal(tmp_path: Path) -> None:
+    expected = trained(tmp_path, 3, OPTIMIZERS[1])
+    for durability in ("process", "step", "process", "0.5"):
+        with served(tmp_path / "undisturbed", durability) as target:
+            run = Run(target, OPTIMIZERS[1])
+            assert {model.next_step for model in run.models} == {3}
+            np.testing.assert_array_equal(run.models[0].get_weights(), expected[-1])
+            run.close()
+        boot_path = tmp_path / "undisturbed" / "boot.json"
+        boot = json.loads(boot_path.read_text())
+        assert boot["state"] == "clean"
+        boot_path.write_text(json.dumps({**boot, "boot_id": "another start"}))
