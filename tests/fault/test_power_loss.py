@@ -163,6 +163,33 @@ def test_what_step_acknowledged_survives(
         run.close()
 
 
+@pytest.mark.parametrize("step_count", [0, 2])
+def test_what_was_restored_survives(tmp_path: Path, disk: Disk, step_count: int) -> None:
+    """Optimizer state, version and rate of a checkpoint are on the disk as soon as they stand."""
+    optimizer = OPTIMIZERS[1]
+    expected = trained(tmp_path, 8, optimizer)
+    with served(tmp_path / "source", "process") as target:
+        run = Run(target, optimizer)
+        for step in range(4):
+            run.step(step)
+        run.clients[0].save_checkpoint(tmp_path / "checkpoint")
+        run.close()
+    with served(tmp_path / "first", "step") as target:
+        with shardwell.connect(target, worker_id="restorer") as client:
+            client.restore_checkpoint(tmp_path / "checkpoint")
+        run = Run(target, optimizer)
+        for step in range(4, 4 + step_count):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, optimizer)
+        assert {model.next_step for model in run.models} == {4 + step_count}
+        for step in range(4 + step_count, 8):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        run.close()
+
+
 def test_power_may_be_lost_again_and_again(tmp_path: Path, disk: Disk) -> None:
     expected = trained(tmp_path, 8, OPTIMIZERS[1])
     for number in range(8):
