@@ -118,7 +118,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) ->
         StorageError: it is no checkpoint, was damaged, or was written by a later version; the
             message names the file.
     """
-    directory = Path(path)
+    directory = Path(os.path.abspath(path))
     checkpoint = _read(directory / _NAME)
     checkpoint.check_files()
     if verify:

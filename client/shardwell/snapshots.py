@@ -116,18 +116,7 @@ class ParameterSnapshot:
         siblings = Siblings()
         try:
             calls = [
-                siblings.add(
-                    channel,
-                    channel.snapshot(
-                        pb.SnapshotRequest(
-                            shard=channel.identity,
-                            parameter=self._spec.name,
-                            version=version,
-                            wait_timeout_ms=milliseconds(wait_s),
-                        ),
-                        timeout=self._remaining_s() + ANSWER_MARGIN_S,
-                    ),
-                )
+                siblings.add(channel, self._call(channel, version, wait_s))
                 for channel, _ in self._parts
             ]
             for (channel, _), call in zip(self._parts, calls, strict=True):
@@ -143,6 +132,18 @@ class ParameterSnapshot:
             learning_rate=None if rate is None else taken[0].learning_rate,
             files=tuple(each.file for each in taken),
         )
+
+    def _call(self, channel: ShardChannel, version: int, wait_s: float) -> Any:
+        with channel.translated(self._spec.name):
+            return channel.snapshot(
+                pb.SnapshotRequest(
+                    shard=channel.identity,
+                    parameter=self._spec.name,
+                    version=version,
+                    wait_timeout_ms=milliseconds(wait_s),
+                ),
+                timeout=self._remaining_s() + ANSWER_MARGIN_S,
+            )
 
     def _begin(self, channel: ShardChannel, call: Any, siblings: Siblings) -> None:
         """Reads the message that says that a shard has begun."""

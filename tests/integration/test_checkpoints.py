@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 import shardwell
 from harness.model import integer_gradient
+from harness.polling import eventually
 from harness.together import in_background, together
 from harness.wire_worker import WireWorker
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -330,6 +331,37 @@ def test_a_save_that_dies_leaves_nothing_in_the_way(cluster, connect, tmp_path) 
     client.save_checkpoint(tmp_path / "c")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     shardwell.inspect_checkpoint(tmp_path / "c", verify=True)
+
+
+def test_a_client_that_was_closed(cluster, tmp_path) -> None:
+    """Before a save, and while one waits for a step that never closes."""
+    running = cluster(1)
+    with shardwell.connect(running.target, worker_id="w0") as client:
+        model = open_model(client, worker_count=2)
+        model.init(np.zeros(SIZE, np.float32))
+        with WireWorker(running.target, "w1") as worker:  # one chunk of step 0 closes
+            model.put_gradient(np.ones(SIZE, np.float32))
+            wire = worker.create(model.spec.to_proto())
+            first = wire.gradient_messages(pb.PutGradientRequest, 0, np.ones(SIZE))[:1]
+            worker.stubs[0].PutGradient(iter(first), timeout=20)
+        snapshots = running.servers[0].shard.parameter("model").snapshots
+        saving = in_background(lambda: client.save_checkpoint(tmp_path / "c"))
+        eventually("it waits", lambda: snapshots.pending)
+        client.close()
+        assert isinstance(saving.exception(10), shardwell.ClosedError)
+        for call in (client.save_checkpoint, client.restore_checkpoint):
+            with pytest.raises(shardwell.ClosedError):
+                call(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("names", ["model", ["model", "nobody"]])
+def test_names_that_are_none(cluster, connect, tmp_path, names) -> None:
+    client = connect(cluster(1), "w0")
+    open_model(client).init(np.zeros(SIZE, np.float32))
+    with pytest.raises((shardwell.ArgumentError, shardwell.UnknownParameterError)):
+        client.save_checkpoint(tmp_path / "c", names)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_that_are_not_finite_are_not_saved(cluster, connect, tmp_path) -> None:
