@@ -55,8 +55,11 @@ class EventLog:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             reserve(file, end + _GROWTH_BYTES)
+            self._reached("room for events")
             os.pwrite(file, lines, _HEAD_BYTES)
+            self._reached("all events")
             os.pwrite(file, self._head(end), 0)
+            self._reached("all events' end")
             if self.is_synced:
                 os.fsync(file)
         finally:
@@ -106,6 +109,7 @@ class EventLog:
                     if end > self._reserved:
                         reserve(file, end + _GROWTH_BYTES)
                         self._reserved = end + _GROWTH_BYTES
+                        self._reached("room for events")
                     os.pwrite(file, line, self._end)
                     self._reached("event")
                     if self.is_synced:
@@ -129,7 +133,6 @@ class EventLog:
             following.is_synced = self.is_synced
             try:
                 following.create(events)
-                self._reached("compacted events")
                 os.replace(following._path, self._path)
                 self._reached("compacted events' name")
             except OSError as error:

@@ -87,6 +87,7 @@ class Marks:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 reserve(file, capacity * self._row_bytes)
+                self._reached("room for marks")
             except OSError:
                 os.ftruncate(file, self._row_capacity * self._row_bytes)
                 raise

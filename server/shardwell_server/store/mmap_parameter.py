@@ -151,10 +151,17 @@ class MmapParameter:
         Raises:
             OSError: they can't be made.
         """
-        made = cls(directory, layout, salt, MappedFile.create, reached)
+
+        def new(path: Path, size_bytes: int) -> MappedFile:
+            file = MappedFile.create(path, size_bytes)
+            reached("file")
+            return file
+
+        made = cls(directory, layout, salt, new, reached)
         for slot, value in zip(made.slots, layout.initial_slots, strict=True):
             if value:
                 slot[:] = value
+                reached("slot")
         crcs: dict[int, tuple[int, ...]] = {}
         for index in range(layout.chunk_count):
             size = made._chunk(made.weights, index).size
@@ -162,6 +169,7 @@ class MmapParameter:
                 crcs[size] = made._crcs(index)
             made._put(index, StoredRecord(0, ChunkRecord(), -1, -1, crcs[size]))
         (directory / "marks").touch()
+        reached("file")
         made._marks.open()
         made._events.create()
         write_layout(directory / "parameter.json", layout, salt)

@@ -108,6 +108,7 @@ class UndoEntry:
     def void(self) -> None:
         """Nothing is to be taken back."""
         self._words[0] = 0
+        self._reached("undo voided")
 
     def pending(self, chunk_count: int) -> tuple[int, int, Transition] | None:
         """Chunk, sequence number and kind of a change that may have been cut off.
