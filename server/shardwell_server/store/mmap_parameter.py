@@ -321,22 +321,23 @@ class MmapParameter:
 
     def settle(self, chunk_index: int) -> None:
         """See ParameterStorage."""
-        stored = self._stored[chunk_index]
-        self._put(
-            chunk_index,
-            stored._replace(sequence=stored.sequence + 1, crcs=self._crcs(chunk_index)),
-        )
+        stored, found = self._stored[chunk_index], self._crcs(chunk_index)
+        self._check(chunk_index, found, range(2, len(found)))
+        self._put(chunk_index, stored._replace(sequence=stored.sequence + 1, crcs=found))
 
     def verify(self, chunk_index: int) -> None:
         """See ParameterStorage."""
-        stored, found = self._stored[chunk_index], self._crcs(chunk_index)
-        names = ("weights", "gradient_sum", "slot-0", "slot-1")
-        for number, name in enumerate(names[: 2 + len(self.slots)]):
-            if number == 1 and stored.record.total_factor == 0.0:
-                continue
+        found = self._crcs(chunk_index)
+        has_sum = self._stored[chunk_index].record.total_factor != 0.0
+        self._check(chunk_index, found, [n for n in range(len(found)) if n != 1 or has_sum])
+
+    def _check(self, chunk_index: int, found: tuple[int, ...], numbers: Iterable[int]) -> None:
+        """Compares CRCs of a chunk's arrays with those that stand."""
+        stored, names = self._stored[chunk_index], ("weights", "gradient_sum", "slot-0", "slot-1")
+        for number in numbers:
             if found[number] != stored.crcs[number]:
                 raise StorageError(
-                    f"{self.directory / name}: chunk {chunk_index} of parameter "
+                    f"{self.directory / names[number]}: chunk {chunk_index} of parameter "
                     f"{self._layout.name!r} was damaged: CRC32C {found[number]:#010x}, expected "
                     f"{stored.crcs[number]:#010x}; restore the directory from a copy or a "
                     "checkpoint",

@@ -194,7 +194,11 @@ class ParameterStorage(Protocol):
         """
 
     def settle(self, chunk_index: int) -> None:
-        """Makes the weights of a chunk stand as they lie: first weights."""
+        """Makes the weights of a chunk stand as they lie: first weights.
+
+        Raises:
+            StorageError: its optimizer state was damaged; names the file.
+        """
 
     def verify(self, chunk_index: int) -> None:
         """Checks what an earlier process has left of a chunk, before it is believed.
