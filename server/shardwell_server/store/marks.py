@@ -1,9 +1,9 @@
 """The last step that each seat gave to each chunk, on disk.
 
 A row a seat, an entry of 16 bytes a chunk: step + 1 (0: none) and a check that depends on
-its place. An entry is written after the chunk's record, which names seat and step; so what a
-killed process left half written is written again from the record, and every other entry must fit
-its check.
+its place; a seat's row has checks from its first day, so that zeros are no entries. An entry is
+written after the chunk's record, which names seat and step; so what a killed process left half
+written is written again from the record, and every other entry must fit its check.
 """
 
 from __future__ import annotations
@@ -98,6 +98,14 @@ class Marks:
         self._row_capacity = capacity
         self._map()  # a thread that still writes through the old mapping writes the same pages
 
+    def begin(self, seat_index: int) -> None:
+        """Makes the row of a new seat; there is room for it."""
+        if self._row_bytes:
+            entries = self._row(seat_index)
+            entries[:, 0] = 0
+            entries[:, 1] = self._checks(seat_index, entries[:, 0])
+            self._reached("row of marks")
+
     def put(self, seat_index: int, chunk_index: int, step: int) -> None:
         """Notes a step. To be called when the chunk's record stands."""
         place = (seat_index * self._row_bytes + chunk_index * _ENTRY_BYTES) // 8
@@ -119,10 +127,7 @@ class Marks:
         """
         entries = self._row(seat_index)
         found, checks = entries[:, 0], entries[:, 1]
-        chunks = np.arange(self._chunk_count, dtype=np.uint64)
-        place = np.uint64((seat_index * _SEAT_FACTOR + self._salt) & _MASK)
-        expected = found * np.uint64(_STEP_FACTOR) + chunks * np.uint64(_CHUNK_FACTOR) + place
-        bad = np.flatnonzero(np.where(found == 0, checks != 0, checks != expected))
+        bad = np.flatnonzero(checks != self._checks(seat_index, found))
         if bad.size:
             raise StorageError(
                 f"{self._path}: the mark of seat {seat_index} for chunk {bad[0]} was damaged; "
@@ -131,8 +136,8 @@ class Marks:
         return [int(step) - 1 for step in found]
 
     def is_blank(self, seat_index: int) -> bool:
-        """Whether a seat has given nothing."""
-        return not self._row(seat_index).any()
+        """Whether a seat has given nothing, or is none yet."""
+        return not self._row(seat_index)[:, 0].any()
 
     def sync(self) -> None:
         """Returns when all marks are on disk."""
@@ -143,6 +148,12 @@ class Marks:
         first = seat_index * self._row_bytes // 8
         words = np.frombuffer(self._words, np.uint64)[first : first + 2 * self._chunk_count]
         return words.reshape(-1, 2)
+
+    def _checks(self, seat_index: int, marks: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """`_check` of a whole row."""
+        chunks = np.arange(self._chunk_count, dtype=np.uint64)
+        place = np.uint64((seat_index * _SEAT_FACTOR + self._salt) & _MASK)
+        return marks * np.uint64(_STEP_FACTOR) + chunks * np.uint64(_CHUNK_FACTOR) + place
 
     def _check(self, seat_index: int, chunk_index: int, mark: int) -> int:
         place = seat_index * _SEAT_FACTOR + chunk_index * _CHUNK_FACTOR + self._salt

@@ -250,6 +250,7 @@ class MmapParameter:
     def log(self, event: Event) -> None:
         """See ParameterStorage."""
         self._events.append(event)
+        self._seat_count += event.get("kind") == "seat"
 
     def compact(self, events: Sequence[Event]) -> None:
         """See ParameterStorage."""
@@ -258,7 +259,7 @@ class MmapParameter:
     def add_seat(self) -> None:
         """See ParameterStorage."""
         self._marks.make_room(self._seat_count + 1)
-        self._seat_count += 1
+        self._marks.begin(self._seat_count)
 
     def change(self, chunk_index: int, transition: Transition) -> _MmapChange:
         """See ParameterStorage."""
