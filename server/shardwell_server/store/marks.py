@@ -54,20 +54,20 @@ class Marks:
         """Maps the rows that are there.
 
         Raises:
-            StorageError: the file is missing or no number of rows.
+            StorageError: the file is missing or can't be mapped.
         """
         try:
             size = self._path.stat().st_size
         except OSError as error:
             raise storage_error(self._path, error, "opening it") from None
         if self._row_bytes:
-            self._row_capacity, rest = divmod(size, self._row_bytes)
-            if rest:
-                raise StorageError(
-                    f"{self._path} has {size} bytes, which is no multiple of {self._row_bytes}: it "
-                    "was truncated; restore the directory from a copy or a checkpoint"
-                )
-        self._map()
+            capacity, rest = divmod(size, self._row_bytes)
+            if rest:  # a kill may cut off the growth of a file
+                try:
+                    os.truncate(self._path, size - rest)
+                except OSError as error:
+                    raise storage_error(self._path, error, "cutting off a part of a row") from None
+            self._map(capacity)
 
     @property
     def row_capacity(self) -> int:
@@ -95,8 +95,9 @@ class Marks:
                 os.close(file)
         except OSError as error:
             raise storage_error(self._path, error, "making room for a worker") from None
-        self._row_capacity = capacity
-        self._map()  # a thread that still writes through the old mapping writes the same pages
+        self._map(
+            capacity
+        )  # a thread that still writes through the old mapping writes the same pages
 
     def begin(self, seat_index: int) -> None:
         """Makes the row of a new seat; there is room for it."""
@@ -159,7 +160,8 @@ class Marks:
         place = seat_index * _SEAT_FACTOR + chunk_index * _CHUNK_FACTOR + self._salt
         return (mark * _STEP_FACTOR + place) & _MASK
 
-    def _map(self) -> None:
-        size = self._row_capacity * self._row_bytes
+    def _map(self, capacity: int) -> None:
+        size = capacity * self._row_bytes
         self._file = MappedFile.open(self._path, size)
         self._words = self._file.words(0, size // 8)
+        self._row_capacity = capacity
