@@ -9,7 +9,9 @@ kill can't divide. What lies behind was never acknowledged.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from shardwell.errors import StorageError
 from shardwell_server.store.mapped_file import reserve, storage_error
 from shardwell_server.store.store import Event
 
+_LOG = logging.getLogger("shardwell_server")
 _MAGIC = "shardwell events 1"
 _HEAD_BYTES = len(f"{_MAGIC} {0:020d} {0:08x}\n")
 _COMPACT_BYTES = 1 << 20
@@ -125,7 +128,7 @@ class EventLog:
             self._end = end
 
     def compact(self, events: Sequence[Event]) -> None:
-        """Replaces a large file by one with fewer events that say the same."""
+        """Replaces a large file by one with fewer events that say the same, where there is room."""
         with self._lock:
             if self._end < self._compact_at:
                 return
@@ -135,8 +138,15 @@ class EventLog:
                 following.create(events)
                 os.replace(following._path, self._path)
                 self._reached("compacted events' name")
-            except OSError as error:
-                raise storage_error(self._path, error, "compacting it") from None
+            except OSError as error:  # the events stand where they are
+                _LOG.warning(
+                    "events were not compacted",
+                    extra={"reason": storage_error(self._path, error, "compacting it").message},
+                )
+                with contextlib.suppress(OSError):
+                    following._path.unlink()
+                self._compact_at = 2 * self._end
+                return
             self._end, self._reserved = following._end, following._reserved
             self._compact_at = max(_COMPACT_BYTES, 2 * self._end)
 
