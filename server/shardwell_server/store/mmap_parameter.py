@@ -87,7 +87,7 @@ def read_layout(path: Path) -> tuple[Layout, int]:
         raise StorageError(
             f"{path} was damaged: its last line is no CRC32C of the rest; restore it"
         )
-    version, order = found.pop("format_version"), found.pop("byte_order")
+    version, order = found.pop("format_version", None), found.pop("byte_order", sys.byteorder)
     if (version, order) != (_FORMAT_VERSION, sys.byteorder):
         raise StorageError(
             f"{path} has format version {version}, {order}-endian; expected {_FORMAT_VERSION}, "
