@@ -1,0 +1,56 @@
+"""Files of a directory as bytes: what a kill at this instant would leave, and what it could tear.
+
+A kill leaves mapped files as they are, and so does reading them: an image taken between two
+instructions of a process is what its death there would leave.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+Image = dict[str, bytes | None]
+"""Contents by relative path; None is a directory."""
+_WORD_BYTES = 8
+"""Aligned words are written by one instruction, so no kill divides them."""
+
+
+def image_of(path: Path) -> Image:
+    """All that is below `path`."""
+    return {
+        str(entry.relative_to(path)): entry.read_bytes() if entry.is_file() else None
+        for entry in sorted(path.rglob("*"))
+    }
+
+
+def restore(image: Image, path: Path) -> Path:
+    """Makes `path` hold that, and nothing else; returns it."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    for name, contents in image.items():
+        if contents is None:
+            (path / name).mkdir()
+        else:
+            (path / name).write_bytes(contents)
+    return path
+
+
+def torn(before: Image, after: Image, name: str) -> Iterator[bytes]:
+    """Contents of a file when a write of several words was cut off: some are there, others not."""
+    old, new = before.get(name), after[name]
+    if not old or not new or len(old) != len(new):
+        return
+    padding = bytes(-len(old) % _WORD_BYTES)
+    old_words = np.frombuffer(old + padding, np.uint64)
+    new_words = np.frombuffer(new + padding, np.uint64)
+    changed = np.flatnonzero(old_words != new_words)
+    if changed.size < 2:
+        return
+    half = changed.size // 2
+    for kept in (changed[:half], changed[half:], changed[::2]):
+        words = old_words.copy()
+        words[kept] = new_words[kept]
+        yield words.tobytes()[: len(old)]
