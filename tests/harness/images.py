@@ -6,7 +6,6 @@ instructions of a process is what its death there would leave.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,11 +27,13 @@ def image_of(path: Path) -> Image:
 
 def restore(image: Image, path: Path) -> Path:
     """Makes `path` hold that, and nothing else; returns it."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
+    for entry in sorted(path.rglob("*"), reverse=True):
+        if str(entry.relative_to(path)) not in image:
+            entry.rmdir() if entry.is_dir() else entry.unlink()
     for name, contents in image.items():
         if contents is None:
-            (path / name).mkdir()
+            (path / name).mkdir(exist_ok=True)
         else:
             (path / name).write_bytes(contents)
     return path
