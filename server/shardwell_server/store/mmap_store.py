@@ -6,6 +6,7 @@ parameters/000002.new/    one whose making was cut off; removed at the next star
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -134,6 +135,7 @@ class MmapStore:
         salt = secrets.randbits(32)
         try:
             self._path.mkdir(exist_ok=True)
+            shutil.rmtree(making, ignore_errors=True)  # removing one may have failed before
             making.mkdir()
             made = MmapParameter.create(making, layout, salt, self._reached)
             self._reached("files")
@@ -148,7 +150,10 @@ class MmapStore:
             storage = JournaledParameter.recover(directory, layout, salt, self._reached)
             self._begin(storage)
         except (OSError, StorageError) as error:
-            shutil.rmtree(at, ignore_errors=True)
+            if at is directory:
+                with contextlib.suppress(OSError):
+                    os.replace(directory, making)
+            shutil.rmtree(making, ignore_errors=True)
             if isinstance(error, StorageError):
                 raise
             raise storage_error(
