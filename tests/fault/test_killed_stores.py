@@ -8,6 +8,7 @@ the files in which a write is there in part. Oracle: the same training, undistur
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -31,6 +32,8 @@ from harness.telling import (
     undisturbed_story,
     writes_of_story,
 )
+from shardwell_server.store import ChunkRecord, Layout, MmapStore, Transition
+from shardwell_server.store.undo import ENTRY_COUNT_MAX
 
 STORY = story()
 KILLS_TIMEOUT_S = 60.0
@@ -122,6 +125,52 @@ def test_killed_again_after_each_write_of_a_recovery(
                 assert state_at(restore(image, tmp_path / "second")) == state, written.point
     assert {"taken back", "undo done", "undo voided", "mark", "mark's check"} <= points
     assert len(seen) > 20
+
+
+def test_several_chunks_were_being_changed(tmp_path: Path) -> None:
+    """By as many threads as may at once: each chunk is taken back, or stands, by itself."""
+    size, chunk_size = 80, 16
+    path, images = tmp_path / "store", []
+    store = MmapStore(path, reached=lambda _: images.append((set(committed), image_of(path))))
+    committed: set[int] = set()
+    path.mkdir()
+    with contextlib.closing(store), contextlib.ExitStack() as changes:
+        store.recover()
+        asked = Layout(name="p", slice_size=size, chunk_element_count=chunk_size, with_sum=True)
+        storage = store.create(asked)
+        storage.add_seat()
+        storage.log({"kind": "seat", "worker_id": "w0"})
+        images.clear()
+        begun = {
+            index: changes.enter_context(storage.change(index, Transition.CLOSE))
+            for index in range(ENTRY_COUNT_MAX)
+        }
+        for start in range(0, chunk_size, 8):
+            for index, change in begun.items():
+                change.before(start, start + 8)
+                at = index * chunk_size + start
+                storage.weights[at : at + 8] = index + 1
+                change.after(start, start + 8)
+        for index in (2, 0):
+            begun[index].commit(ChunkRecord(version=1), 0, 0)
+            committed.add(index)
+        images.append((set(committed), image_of(path)))
+    taken_back_count = 0
+    for done, image in images:
+        again = MmapStore(restore(image, tmp_path / "again"))
+        with contextlib.closing(again):
+            ((_, found),) = again.recover()
+            standing = {index for index, record in enumerate(found.records()) if record.version}
+            assert standing >= done
+            assert len(standing - done) <= 1
+            for index in range(5):
+                found.verify(index)
+                value = index + 1 if index in standing else 0
+                part = slice(index * chunk_size, (index + 1) * chunk_size)
+                assert (found.weights[part] == value).all()
+            assert found.last_steps() == [[0 if i in standing else -1 for i in range(5)]]
+            taken_back_count = max(taken_back_count, found.rolled_back_count)
+    assert taken_back_count == ENTRY_COUNT_MAX
 
 
 def test_the_story_reaches_every_point_of_the_store(writes: list[Written]) -> None:
