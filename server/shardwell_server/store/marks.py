@@ -100,11 +100,11 @@ class Marks:
         )  # a thread that still writes through the old mapping writes the same pages
 
     def begin(self, seat_index: int) -> None:
-        """Makes the row of a new seat; there is room for it."""
+        """Makes the row of a seat where it has none yet; there is room for it."""
         if self._row_bytes:
             entries = self._row(seat_index)
-            entries[:, 0] = 0
-            entries[:, 1] = self._checks(seat_index, entries[:, 0])
+            blank = np.flatnonzero(~entries.any(axis=1))
+            entries[blank, 1] = self._checks(seat_index, entries[:, 0])[blank]
             self._reached("row of marks")
 
     def put(self, seat_index: int, chunk_index: int, step: int) -> None:

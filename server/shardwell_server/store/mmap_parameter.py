@@ -212,6 +212,8 @@ class MmapParameter:
         marks.open()
         if self.is_torn:  # seats that were taken after an image
             marks.make_room(self._seat_count)
+            for seat_index in range(self._seat_count):
+                marks.begin(seat_index)
         if self._layout.chunk_count and self._seat_count > marks.row_capacity:
             raise StorageError(
                 f"{self.directory / 'marks'} has {marks.row_capacity} rows for "
@@ -303,8 +305,7 @@ class MmapParameter:
         self._marks.make_room(source._seat_count)
         for seat_index in range(source._seat_count):
             step = source._marks.get(seat_index, chunk_index)
-            if step >= 0:
-                self._marks.put(seat_index, chunk_index, step)
+            self._marks.put(seat_index, chunk_index, step)
 
     def _arrays(self) -> Arrays:
         total = () if self.gradient_sum is None else (self.gradient_sum,)
