@@ -67,7 +67,7 @@ class FailingSystem:
         self.error_number = errno.ENOSPC
         for name in self.NAMES:
             monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
-        monkeypatch.setattr(mapped_file, "_mapped", self._wrapped(mapped_file._mapped))
+        monkeypatch.setattr(mapped_file.mmap, "mmap", self._wrapped(mapped_file.mmap.mmap))
 
     def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:

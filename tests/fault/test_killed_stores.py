@@ -24,6 +24,7 @@ from harness import killed_story
 from harness.images import Image, image_of, restore, torn
 from harness.story import short_blocks, state_of, story
 from harness.telling import (
+    SameMachine,
     Undisturbed,
     Written,
     go_on,
@@ -131,7 +132,11 @@ def test_several_chunks_were_being_changed(tmp_path: Path) -> None:
     """By as many threads as may at once: each chunk is taken back, or stands, by itself."""
     size, chunk_size = 80, 16
     path, images = tmp_path / "store", []
-    store = MmapStore(path, reached=lambda _: images.append((set(committed), image_of(path))))
+    store = MmapStore(
+        path,
+        boot=SameMachine(path),
+        reached=lambda _: images.append((set(committed), image_of(path))),
+    )
     committed: set[int] = set()
     path.mkdir()
     with contextlib.closing(store), contextlib.ExitStack() as changes:
@@ -157,7 +162,7 @@ def test_several_chunks_were_being_changed(tmp_path: Path) -> None:
         images.append((set(committed), image_of(path)))
     taken_back_count = 0
     for done, image in images:
-        again = MmapStore(restore(image, tmp_path / "again"))
+        again = MmapStore(restore(image, tmp_path / "again"), boot=SameMachine(path))
         with contextlib.closing(again):
             ((_, found),) = again.recover()
             standing = {index for index, record in enumerate(found.records()) if record.version}

@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 
 from harness.story import CONFIG, short_blocks, story
+from harness.telling import SameMachine
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store import MmapStore
 
@@ -32,7 +33,7 @@ def tell(path: Path, killed_after: int) -> None:
     (path / "store").mkdir(parents=True)
     answered = os.open(path / "answered", os.O_WRONLY | os.O_CREAT)
     with short_blocks():
-        shard = Shard(CONFIG, MmapStore(path / "store", reached=reached))
+        shard = Shard(CONFIG, MmapStore(path / "store", boot=SameMachine(path), reached=reached))
         for call in story():
             call.make(shard)
             os.write(answered, b".")

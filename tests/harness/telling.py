@@ -12,6 +12,7 @@ from harness.images import Image, image_of
 from harness.story import CONFIG, State, short_blocks, state_of, story
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store import MemoryStore, MmapStore
+from shardwell_server.store.boot import Boot
 
 
 class Undisturbed(NamedTuple):
@@ -58,16 +59,24 @@ def writes_of_story(path: Path) -> list[Written]:
     return found
 
 
+class SameMachine(Boot):
+    """One that never lost power, and waits for no disk to say so."""
+
+    def is_torn(self) -> bool:
+        return False
+
+    def mark(self, state: str) -> None:
+        pass
+
+
 def _nothing(point: str) -> None:
     pass
 
 
 @contextlib.contextmanager
 def recovered(path: Path, reached: Callable[[str], None] = _nothing) -> Iterator[Shard]:
-    """A shard that goes on from files."""
-    store = MmapStore(path, reached=reached)
-    with contextlib.closing(store):
-        yield Shard(CONFIG, store)
+    """A shard that goes on from files; at the end it is as good as killed."""
+    yield Shard(CONFIG, MmapStore(path, boot=SameMachine(path), reached=reached))
 
 
 def state_at(path: Path, reached: Callable[[str], None] = _nothing) -> State:

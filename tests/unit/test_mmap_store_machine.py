@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from harness import story
 from harness.images import Image, image_of, restore
 from harness.story import CONFIG, contribute, short_blocks
+from harness.telling import SameMachine
 from shardwell import SGD, ParameterSpec
 from shardwell.errors import SeatsTakenError, StepOrderError
 from shardwell_server.shard.shard import Shard
@@ -85,12 +86,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.start()
 
     def teardown(self) -> None:
-        self.shard.close()
         self.open.close()
 
     def start(self) -> None:
         """A new process: nothing is left of the old one but its files."""
-        self.shard = Shard(CONFIG, MmapStore(self.path, reached=self.reached))
+        self.shard = Shard(
+            CONFIG, MmapStore(self.path, boot=SameMachine(self.path), reached=self.reached)
+        )
 
     def reached(self, point: str) -> None:
         if self.images is not None:
@@ -105,7 +107,6 @@ class StoreMachine(RuleBasedStateMachine):
         make()
         images, self.images = self.images, None
         if images:
-            self.shard.close()
             restore(images[int(kill * len(images))], self.path)
             self.start()
             make()
@@ -237,7 +238,6 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def come_back(self) -> None:
         """Killed while nothing is under way."""
-        self.shard.close()
         self.start()
 
     @invariant()
