@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from fastcrc import crc32
 
-from harness.images import Image, image_of, restore
+from harness.images import Image, image_of, in_memory, restore
 from harness.story import CONFIG, SYNC, State, contribute, initialize, short_blocks, state_of, story
 from harness.telling import (
     Undisturbed,
@@ -42,6 +42,12 @@ EVENTS_HEAD = 49
 def _short_blocks() -> Iterator[None]:
     with short_blocks():
         yield
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    with in_memory(tmp_path) as path:
+        yield path
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import pytest
 
 import shardwell_server.store
 from harness import killed_story
-from harness.images import Image, image_of, restore, torn
+from harness.images import Image, image_of, in_memory, restore, torn
 from harness.story import short_blocks, state_of, story
 from harness.telling import (
     SameMachine,
@@ -46,6 +46,12 @@ LOWEST_WRITE_COUNT = 300
 def _short_blocks() -> Iterator[None]:
     with short_blocks():
         yield
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    with in_memory(tmp_path) as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
