@@ -95,9 +95,8 @@ class Marks:
                 os.close(file)
         except OSError as error:
             raise storage_error(self._path, error, "making room for a worker") from None
-        self._map(
-            capacity
-        )  # a thread that still writes through the old mapping writes the same pages
+        # A thread that still writes through the old mapping writes the same pages.
+        self._map(capacity)
 
     def begin(self, seat_index: int) -> None:
         """Makes the row of a seat where it has none yet; there is room for it."""
