@@ -34,20 +34,19 @@ def snapshot_messages(
 
     Raises:
         NonFiniteError: training diverged; the weights are not finite.
-        ShardwellError: see `Snapshots.under_way` and `capture`.
+        ShardwellError: see `Snapshots.under_way` and `Snapshots.capture`.
     """
-    snapshots = parameter.snapshots
     codec = ChunkCodec(CODECS["fp32"], allow_non_finite=parameter.spec.allow_non_finite)
     element_count = min(parameter.chunk_element_count, parameter.where.size)
     buffers = [np.empty(element_count, np.float32) for _ in range(parameter.array_count)]
-    with snapshots.under_way(version, is_wanted) as snapshot:
+    with parameter.snapshots.under_way(version, is_wanted) as snapshot:
         yield pb.SnapshotResponse(
             version=version, array_count=parameter.array_count
         ).SerializeToString()
         for index in range(parameter.chunk_count):
             where = parameter.where.chunk(index, parameter.chunk_element_count)
             arrays = [buffer[: where.size] for buffer in buffers]
-            found, rate = snapshots.capture(index, snapshot, patience, arrays)
+            found, rate = parameter.capture(index, snapshot, patience, arrays)
             for array_index, array in enumerate(arrays):
                 header = pb.SnapshotResponse(
                     version=found, array_index=array_index, learning_rate=rate

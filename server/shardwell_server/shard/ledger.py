@@ -79,14 +79,17 @@ class StepLedger:
             LimitError: more workers than the limit allows.
         """
         if worker_id not in self._known:
-            if len(self._known) >= self._worker_count_max:
-                raise LimitError(
-                    f"limit worker_count_max={self._worker_count_max}: {worker_id!r} is one "
-                    "worker too many; reuse worker ids or raise the limit",
-                    worker_id=worker_id,
-                )
+            self._check_room(worker_id)
             on_new()
             self._known[worker_id] = None
+
+    def _check_room(self, worker_id: str) -> None:
+        if worker_id not in self._known and len(self._known) >= self._worker_count_max:
+            raise LimitError(
+                f"limit worker_count_max={self._worker_count_max}: {worker_id!r} is one "
+                "worker too many; reuse worker ids or raise the limit",
+                worker_id=worker_id,
+            )
 
     def seat(self, worker_id: str, on_new: Callable[[], None] = _nothing) -> Seat:
         """The seat of a worker, taken now if it has none; then `on_new` is called before.
@@ -104,7 +107,7 @@ class StepLedger:
                     "use the worker_id of the worker that it replaces",
                     worker_id=worker_id,
                 )
-            self.remember(worker_id)
+            self._check_room(worker_id)
             on_new()
             seat = self.restore_seat(worker_id, [-1] * len(self.records))
         return seat

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from shardwell_server.shard.chunk import Chunk
 from shardwell_server.shard.ledger import Decision, Seat, StepLedger
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.register import Register
-from shardwell_server.shard.snapshot import Snapshots
+from shardwell_server.shard.snapshot import Snapshot, Snapshots
 from shardwell_server.shard.update_rules import UpdateRule
 from shardwell_server.store import ChunkRecord, ParameterStorage, Transition
 
@@ -77,8 +78,6 @@ class ParameterSlice:
             self._chunks,
             self._ledger,
             self._register,
-            verify=self._verify,
-            missing=self._workers_missing,
             spool_dir=spool_dir,
             count_max=limits.snapshot_count_max,
         )
@@ -191,10 +190,15 @@ class ParameterSlice:
             return self._ledger.version_min()
 
     def _begin_slots(self, chunk: Chunk) -> None:
-        """Takes away what a restore has left that did not come to its end."""
+        """Makes it what the optimizer begins with, bit for bit, whatever is there.
+
+        A restore that did not come to its end may have left something, or a disk.
+        """
         for slot, value in zip(chunk.state.slots, self._rule.initial_slots, strict=True):
-            if not (slot == value).all():
-                slot[:] = value
+            bits = slot.view(np.uint32)
+            first = np.float32(value)
+            if (bits != first.view(np.uint32)).any():  # a page that is not written takes no memory
+                slot[:] = first
 
     def confirm_init(self, epoch: int) -> int:
         """Makes first weights stand that shard 0 has accepted; returns the version.
@@ -445,6 +449,23 @@ class ParameterSlice:
             raise self.non_finite(
                 chunk.where.offset + error.index, f"weights at version {version}"
             ) from None
+
+    def capture(
+        self,
+        chunk_index: int,
+        snapshot: Snapshot | None,
+        patience: Patience,
+        into: Sequence[Float32],
+    ) -> tuple[int, float]:
+        """See `Snapshots.capture`."""
+        return self.snapshots.capture(
+            chunk_index,
+            snapshot,
+            patience,
+            into,
+            verify=self._verify,
+            missing=self._workers_missing,
+        )
 
     # The rest.
 

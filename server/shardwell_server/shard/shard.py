@@ -139,7 +139,11 @@ class Shard:
             chunk_element_count=chunk_element_count,
             with_sum=spec.worker_count > 1,
             initial_slots=UpdateRule(spec.optimizer).initial_slots,
-            description=MessageToDict(spec.to_proto()),
+            description={
+                "spec": MessageToDict(spec.to_proto()),
+                "shard_index": self.config.shard_index,
+                "shard_count": self.config.shard_count,
+            },
         )
 
     def _slice(
@@ -161,7 +165,7 @@ class Shard:
         """Goes on with a parameter that an earlier process left."""
         try:
             spec = ParameterSpec.from_proto(
-                ParseDict(layout.description, types_pb2.ParameterSpec())
+                ParseDict(layout.description.get("spec", {}), types_pb2.ParameterSpec())
             )
         except (ParseError, ShardwellError) as error:
             raise StorageError(

@@ -152,8 +152,6 @@ class Snapshots:
         ledger: StepLedger,
         register: Register,
         *,
-        verify: Callable[[Chunk, int], None],
-        missing: Callable[[int, int, Patience], WorkersMissingError],
         spool_dir: Path | None,
         count_max: int,
     ) -> None:
@@ -163,8 +161,6 @@ class Snapshots:
         self._chunks = chunks
         self._ledger = ledger
         self._register = register
-        self._verify = verify
-        self._missing = missing
         self._spool_dir = spool_dir
         self._count_max = count_max
         self._lock = threading.Lock()
@@ -211,8 +207,19 @@ class Snapshots:
         snapshot: Snapshot | None,
         patience: Patience,
         into: Sequence[Float32],
+        *,
+        verify: Callable[[Chunk, int], None],
+        missing: Callable[[int, int, Patience], WorkersMissingError],
     ) -> tuple[int, float]:
         """Copies a chunk's arrays as the snapshot wants them, waiting until it is so far.
+
+        Args:
+            chunk_index: The chunk.
+            snapshot: What is under way.
+            patience: Bounds the wait.
+            into: One array for each of the chunk's, overwritten.
+            verify: Checks what an earlier process left of a chunk.
+            missing: Why a chunk has not reached a version.
 
         Returns:
             Its version, and the learning rate of the update that follows.
@@ -228,9 +235,9 @@ class Snapshots:
                 if records[chunk_index].version == snapshot.version:
                     break
                 if not patience.wait(chunk.changed):
-                    raise self._missing(chunk_index, snapshot.version, patience)
+                    raise missing(chunk_index, snapshot.version, patience)
             if snapshot is None or not snapshot.is_kept(chunk_index):
-                self._verify(chunk, chunk_index)
+                verify(chunk, chunk_index)
                 for source, target in zip(chunk.arrays, into, strict=True):
                     np.copyto(target, source)
                 version = records[chunk_index].version

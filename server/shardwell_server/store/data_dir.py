@@ -72,9 +72,7 @@ class DataDir:
         try:
             found = json.loads(path.read_text())
         except FileNotFoundError:
-            written = path.with_suffix(".json.new")
-            written.write_text(json.dumps(identity, indent=2) + "\n")
-            os.replace(written, path)
+            DataDir._write(path, identity)
             return
         except (OSError, ValueError) as error:
             raise DataDirError(
@@ -85,6 +83,23 @@ class DataDir:
                 f"{path} belongs to another shard: expected {identity}, found {found}; start the "
                 "shard that it belongs to, or give another directory"
             )
+
+    @staticmethod
+    def _write(path: Path, identity: dict[str, object]) -> None:
+        if (path.parent / "parameters").exists():
+            raise DataDirError(
+                f"{path} is missing, and beside it is the data of a shard, expected to be "
+                f"{identity}; restore it, or give another directory"
+            )
+        written = path.with_suffix(".json.new")
+        try:
+            written.write_text(json.dumps(identity, indent=2) + "\n")
+            os.replace(written, path)
+        except OSError as error:
+            raise DataDirError(
+                f"{path} can't be written: {error.strerror}; free space on that disk, or give a "
+                "directory that this user can write to"
+            ) from None
 
     def close(self) -> None:
         """Lets another process have it."""

@@ -9,7 +9,9 @@ kill can't divide. What lies behind was never acknowledged.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from shardwell.errors import StorageError
 from shardwell_server.store.mapped_file import reserve, storage_error
 from shardwell_server.store.store import Event
 
+_LOG = logging.getLogger("shardwell_server")
 _MAGIC = "shardwell events 1"
 _HEAD_BYTES = len(f"{_MAGIC} {0:020d} {0:08x}\n")
 _COMPACT_BYTES = 1 << 20
@@ -55,8 +58,11 @@ class EventLog:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             reserve(file, end + _GROWTH_BYTES)
+            self._reached("room for events")
             os.pwrite(file, lines, _HEAD_BYTES)
+            self._reached("all events")
             os.pwrite(file, self._head(end), 0)
+            self._reached("all events' end")
             if self.is_synced:
                 os.fsync(file)
         finally:
@@ -106,6 +112,7 @@ class EventLog:
                     if end > self._reserved:
                         reserve(file, end + _GROWTH_BYTES)
                         self._reserved = end + _GROWTH_BYTES
+                        self._reached("room for events")
                     os.pwrite(file, line, self._end)
                     self._reached("event")
                     if self.is_synced:
@@ -121,7 +128,7 @@ class EventLog:
             self._end = end
 
     def compact(self, events: Sequence[Event]) -> None:
-        """Replaces a large file by one with fewer events that say the same."""
+        """Replaces a large file by one with fewer events that say the same, where there is room."""
         with self._lock:
             if self._end < self._compact_at:
                 return
@@ -129,11 +136,17 @@ class EventLog:
             following.is_synced = self.is_synced
             try:
                 following.create(events)
-                self._reached("compacted events")
                 os.replace(following._path, self._path)
                 self._reached("compacted events' name")
-            except OSError as error:
-                raise storage_error(self._path, error, "compacting it") from None
+            except OSError as error:  # the events stand where they are
+                _LOG.warning(
+                    "events were not compacted",
+                    extra={"reason": storage_error(self._path, error, "compacting it").message},
+                )
+                with contextlib.suppress(OSError):
+                    following._path.unlink()
+                self._compact_at = 2 * self._end
+                return
             self._end, self._reserved = following._end, following._reserved
             self._compact_at = max(_COMPACT_BYTES, 2 * self._end)
 

@@ -55,7 +55,7 @@ class MappedFile:
     def __init__(self, path: Path, file: int, size_bytes: int) -> None:
         self.path = path
         self._mapping = mmap.mmap(file, size_bytes) if size_bytes else None
-        self.data: Bytes = np.frombuffer(self._mapping or b"", np.uint8)
+        self.data: Bytes = np.frombuffer(self._mapping or bytearray(), np.uint8)
 
     @staticmethod
     def create(path: Path, size_bytes: int) -> MappedFile:

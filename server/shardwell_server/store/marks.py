@@ -1,9 +1,9 @@
 """The last step that each seat gave to each chunk, on disk.
 
 A row a seat, an entry of 16 bytes a chunk: step + 1 (0: none) and a check that depends on
-its place. An entry is written after the chunk's record, which names seat and step; so what a
-killed process left half written is written again from the record, and every other entry must fit
-its check.
+its place; a seat's row has checks from its first day, so that zeros are no entries. An entry is
+written after the chunk's record, which names seat and step; so what a killed process left half
+written is written again from the record, and every other entry must fit its check.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class Marks:
         """Maps the rows that are there.
 
         Raises:
-            StorageError: the file is missing or no number of rows.
+            StorageError: the file is missing or can't be mapped.
         """
         try:
             size = self._path.stat().st_size
         except OSError as error:
             raise storage_error(self._path, error, "opening it") from None
         if self._row_bytes:
-            self._row_capacity, rest = divmod(size, self._row_bytes)
-            if rest:
-                raise StorageError(
-                    f"{self._path} has {size} bytes, which is no multiple of {self._row_bytes}: it "
-                    "was truncated; restore the directory from a copy or a checkpoint"
-                )
-        self._map()
+            capacity, rest = divmod(size, self._row_bytes)
+            if rest:  # a kill may cut off the growth of a file
+                try:
+                    os.truncate(self._path, size - rest)
+                except OSError as error:
+                    raise storage_error(self._path, error, "cutting off a part of a row") from None
+            self._map(capacity)
 
     @property
     def row_capacity(self) -> int:
@@ -87,6 +87,7 @@ class Marks:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 reserve(file, capacity * self._row_bytes)
+                self._reached("room for marks")
             except OSError:
                 os.ftruncate(file, self._row_capacity * self._row_bytes)
                 raise
@@ -94,8 +95,16 @@ class Marks:
                 os.close(file)
         except OSError as error:
             raise storage_error(self._path, error, "making room for a worker") from None
-        self._row_capacity = capacity
-        self._map()  # a thread that still writes through the old mapping writes the same pages
+        # A thread that still writes through the old mapping writes the same pages.
+        self._map(capacity)
+
+    def begin(self, seat_index: int) -> None:
+        """Makes the row of a seat where it has none yet; there is room for it."""
+        if self._row_bytes:
+            entries = self._row(seat_index)
+            blank = np.flatnonzero(~entries.any(axis=1))
+            entries[blank, 1] = self._checks(seat_index, entries[:, 0])[blank]
+            self._reached("row of marks")
 
     def put(self, seat_index: int, chunk_index: int, step: int) -> None:
         """Notes a step. To be called when the chunk's record stands."""
@@ -118,10 +127,7 @@ class Marks:
         """
         entries = self._row(seat_index)
         found, checks = entries[:, 0], entries[:, 1]
-        chunks = np.arange(self._chunk_count, dtype=np.uint64)
-        place = np.uint64((seat_index * _SEAT_FACTOR + self._salt) & _MASK)
-        expected = found * np.uint64(_STEP_FACTOR) + chunks * np.uint64(_CHUNK_FACTOR) + place
-        bad = np.flatnonzero(np.where(found == 0, checks != 0, checks != expected))
+        bad = np.flatnonzero(checks != self._checks(seat_index, found))
         if bad.size:
             raise StorageError(
                 f"{self._path}: the mark of seat {seat_index} for chunk {bad[0]} was damaged; "
@@ -130,8 +136,8 @@ class Marks:
         return [int(step) - 1 for step in found]
 
     def is_blank(self, seat_index: int) -> bool:
-        """Whether a seat has given nothing."""
-        return not self._row(seat_index).any()
+        """Whether a seat has given nothing, or is none yet."""
+        return not self._row(seat_index)[:, 0].any()
 
     def sync(self) -> None:
         """Returns when all marks are on disk."""
@@ -143,11 +149,18 @@ class Marks:
         words = np.frombuffer(self._words, np.uint64)[first : first + 2 * self._chunk_count]
         return words.reshape(-1, 2)
 
+    def _checks(self, seat_index: int, marks: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """`_check` of a whole row."""
+        chunks = np.arange(self._chunk_count, dtype=np.uint64)
+        place = np.uint64((seat_index * _SEAT_FACTOR + self._salt) & _MASK)
+        return marks * np.uint64(_STEP_FACTOR) + chunks * np.uint64(_CHUNK_FACTOR) + place
+
     def _check(self, seat_index: int, chunk_index: int, mark: int) -> int:
         place = seat_index * _SEAT_FACTOR + chunk_index * _CHUNK_FACTOR + self._salt
         return (mark * _STEP_FACTOR + place) & _MASK
 
-    def _map(self) -> None:
-        size = self._row_capacity * self._row_bytes
+    def _map(self, capacity: int) -> None:
+        size = capacity * self._row_bytes
         self._file = MappedFile.open(self._path, size)
         self._words = self._file.words(0, size // 8)
+        self._row_capacity = capacity

@@ -87,7 +87,7 @@ def read_layout(path: Path) -> tuple[Layout, int]:
         raise StorageError(
             f"{path} was damaged: its last line is no CRC32C of the rest; restore it"
         )
-    version, order = found.pop("format_version"), found.pop("byte_order")
+    version, order = found.pop("format_version", None), found.pop("byte_order", sys.byteorder)
     if (version, order) != (_FORMAT_VERSION, sys.byteorder):
         raise StorageError(
             f"{path} has format version {version}, {order}-endian; expected {_FORMAT_VERSION}, "
@@ -151,10 +151,17 @@ class MmapParameter:
         Raises:
             OSError: they can't be made.
         """
-        made = cls(directory, layout, salt, MappedFile.create, reached)
+
+        def new(path: Path, size_bytes: int) -> MappedFile:
+            file = MappedFile.create(path, size_bytes)
+            reached("file")
+            return file
+
+        made = cls(directory, layout, salt, new, reached)
         for slot, value in zip(made.slots, layout.initial_slots, strict=True):
             if value:
                 slot[:] = value
+                reached("slot")
         crcs: dict[int, tuple[int, ...]] = {}
         for index in range(layout.chunk_count):
             size = made._chunk(made.weights, index).size
@@ -162,6 +169,7 @@ class MmapParameter:
                 crcs[size] = made._crcs(index)
             made._put(index, StoredRecord(0, ChunkRecord(), -1, -1, crcs[size]))
         (directory / "marks").touch()
+        reached("file")
         made._marks.open()
         made._events.create()
         write_layout(directory / "parameter.json", layout, salt)
@@ -204,6 +212,8 @@ class MmapParameter:
         marks.open()
         if self.is_torn:  # seats that were taken after an image
             marks.make_room(self._seat_count)
+            for seat_index in range(self._seat_count):
+                marks.begin(seat_index)
         if self._layout.chunk_count and self._seat_count > marks.row_capacity:
             raise StorageError(
                 f"{self.directory / 'marks'} has {marks.row_capacity} rows for "
@@ -242,6 +252,7 @@ class MmapParameter:
     def log(self, event: Event) -> None:
         """See ParameterStorage."""
         self._events.append(event)
+        self._seat_count += event.get("kind") == "seat"
 
     def compact(self, events: Sequence[Event]) -> None:
         """See ParameterStorage."""
@@ -250,7 +261,7 @@ class MmapParameter:
     def add_seat(self) -> None:
         """See ParameterStorage."""
         self._marks.make_room(self._seat_count + 1)
-        self._seat_count += 1
+        self._marks.begin(self._seat_count)
 
     def change(self, chunk_index: int, transition: Transition) -> _MmapChange:
         """See ParameterStorage."""
@@ -294,8 +305,7 @@ class MmapParameter:
         self._marks.make_room(source._seat_count)
         for seat_index in range(source._seat_count):
             step = source._marks.get(seat_index, chunk_index)
-            if step >= 0:
-                self._marks.put(seat_index, chunk_index, step)
+            self._marks.put(seat_index, chunk_index, step)
 
     def _arrays(self) -> Arrays:
         total = () if self.gradient_sum is None else (self.gradient_sum,)
@@ -323,14 +333,17 @@ class MmapParameter:
 
     def verify(self, chunk_index: int) -> None:
         """See ParameterStorage."""
-        stored, found = self._stored[chunk_index], self._crcs(chunk_index)
-        names = ("weights", "gradient_sum", "slot-0", "slot-1")
-        for number, name in enumerate(names[: 2 + len(self.slots)]):
-            if number == 1 and stored.record.total_factor == 0.0:
-                continue
+        found = self._crcs(chunk_index)
+        has_sum = self._stored[chunk_index].record.total_factor != 0.0
+        self._check(chunk_index, found, [n for n in range(len(found)) if n != 1 or has_sum])
+
+    def _check(self, chunk_index: int, found: tuple[int, ...], numbers: Iterable[int]) -> None:
+        """Compares CRCs of a chunk's arrays with those that stand."""
+        stored, names = self._stored[chunk_index], ("weights", "gradient_sum", "slot-0", "slot-1")
+        for number in numbers:
             if found[number] != stored.crcs[number]:
                 raise StorageError(
-                    f"{self.directory / name}: chunk {chunk_index} of parameter "
+                    f"{self.directory / names[number]}: chunk {chunk_index} of parameter "
                     f"{self._layout.name!r} was damaged: CRC32C {found[number]:#010x}, expected "
                     f"{stored.crcs[number]:#010x}; restore the directory from a copy or a "
                     "checkpoint",

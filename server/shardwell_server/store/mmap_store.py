@@ -6,6 +6,7 @@ parameters/000002.new/    one whose making was cut off; removed at the next star
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -75,7 +76,10 @@ class MmapStore:
                 raise StorageError(f"{entry} is none of shardwell's files; move it away")
             self._next_number = max(self._next_number, int(number) + 1)
             if entry.name.endswith(".new"):
-                shutil.rmtree(entry)
+                try:
+                    shutil.rmtree(entry)
+                except OSError as error:
+                    raise storage_error(entry, error, "removing what was never made") from None
                 continue
             layout, salt = read_layout(entry / "parameter.json")
             if layout.name in self._names:
@@ -127,29 +131,36 @@ class MmapStore:
         if layout.name in self._names:
             raise ValueError(f"storage of {layout.name!r} exists")
         directory = self._path / f"{self._next_number:06d}"
-        making = directory.with_suffix(".new")
+        at = making = directory.with_suffix(".new")
+        salt = secrets.randbits(32)
         try:
             self._path.mkdir(exist_ok=True)
+            shutil.rmtree(making, ignore_errors=True)  # removing one may have failed before
             making.mkdir()
-            made = MmapParameter.create(making, layout, secrets.randbits(32), self._reached)
+            made = MmapParameter.create(making, layout, salt, self._reached)
             self._reached("files")
             if not self._durability.is_process:
                 made.close()
                 sync_directory(making)
             os.replace(making, directory)
+            at = directory
             if not self._durability.is_process:
                 sync_directory(self._path)
             self._reached("files' name")
-        except OSError as error:
+            storage = JournaledParameter.recover(directory, layout, salt, self._reached)
+            self._begin(storage)
+        except (OSError, StorageError) as error:
+            if at is directory:
+                with contextlib.suppress(OSError):
+                    os.replace(directory, making)
             shutil.rmtree(making, ignore_errors=True)
+            if isinstance(error, StorageError):
+                raise
             raise storage_error(
                 directory, error, f"making the {layout.size_bytes} bytes of {layout.name!r}"
             ) from None
         self._next_number += 1
         self._names.add(layout.name)
-        _, salt = read_layout(directory / "parameter.json")
-        storage = JournaledParameter.recover(directory, layout, salt, self._reached)
-        self._begin(storage)
         self._open.append(storage)
         return storage
 

@@ -194,7 +194,10 @@ class ParameterStorage(Protocol):
         """
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
-        """Makes weights and optimizer state of a chunk stand as they lie: first weights."""
+        """Makes weights and optimizer state of a chunk stand as they lie: first weights.
+
+        The caller has set all of them: what was damaged before can't be told from what is new.
+        """
 
     def verify(self, chunk_index: int) -> None:
         """Checks what an earlier process has left of a chunk, before it is believed.

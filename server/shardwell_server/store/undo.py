@@ -97,8 +97,14 @@ class UndoEntry:
         self._reached("undo's progress")
 
     def roll_back(self, arrays: Arrays) -> None:
-        """Takes back what was written, and is void then."""
+        """Takes back what was written, and is void then.
+
+        Raises:
+            StorageError: the entry was damaged.
+        """
         progress = self._words[0]
+        if progress > arrays[0].size:
+            raise self._damaged()
         for saved, array in zip(self._saved, arrays, strict=False):
             np.copyto(array[:progress], saved[:progress])
             self._reached("taken back")
@@ -108,6 +114,7 @@ class UndoEntry:
     def void(self) -> None:
         """Nothing is to be taken back."""
         self._words[0] = 0
+        self._reached("undo voided")
 
     def pending(self, chunk_count: int) -> tuple[int, int, Transition] | None:
         """Chunk, sequence number and kind of a change that may have been cut off.
@@ -123,11 +130,14 @@ class UndoEntry:
             or chunk_index >= chunk_count
             or progress > self._saved[0].size
         ):
-            raise StorageError(
-                f"{self._file.path}: entry {self.number} was damaged; restore the directory from a "
-                "copy or a checkpoint"
-            )
+            raise self._damaged()
         return chunk_index, sequence, Transition.ADD if kind == 1 else Transition.CLOSE
+
+    def _damaged(self) -> StorageError:
+        return StorageError(
+            f"{self._file.path}: entry {self.number} was damaged; restore the directory from a "
+            "copy or a checkpoint"
+        )
 
     def _check(self, chunk_index: int, sequence: int, kind: int) -> int:
         return crc32.iscsi(_HEAD.pack(chunk_index, sequence, kind), self._salt)

@@ -1,0 +1,62 @@
+"""A program that tells the story once for each write of the store, and is killed right after it.
+
+Usage: killed_story.py DIRECTORY
+
+Of the n-th telling it leaves DIRECTORY/n/store, and DIRECTORY/n/answered with a byte for each call
+that was answered. A process of its own, so that it can fork: nothing else runs in it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from harness.story import CONFIG, short_blocks, story
+from harness.telling import SameMachine
+from shardwell_server.shard.shard import Shard
+from shardwell_server.store import MmapStore
+
+
+def tell(path: Path, killed_after: int) -> None:
+    """Tells it in this process, which ends at the write of that number, 1 being the first."""
+    write_count = 0
+
+    def reached(point: str) -> None:
+        nonlocal write_count
+        write_count += 1
+        if write_count == killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    (path / "store").mkdir(parents=True)
+    answered = os.open(path / "answered", os.O_WRONLY | os.O_CREAT)
+    with short_blocks():
+        shard = Shard(CONFIG, MmapStore(path / "store", boot=SameMachine(path), reached=reached))
+        for call in story():
+            call.make(shard)
+            os.write(answered, b".")
+
+
+def main(directory: Path) -> int:
+    """Prints how many tellings were cut off."""
+    number = 1
+    while True:
+        child = os.fork()
+        if child == 0:
+            try:
+                tell(directory / str(number), number)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status != -signal.SIGKILL:
+            print(number - 1)
+            return status
+        number += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,207 @@
+"""A training as a list of calls to one shard, each safe to repeat, as clients repeat them.
+
+No sockets and no threads. Values are small integers and rates powers of two, so that float32 is
+exact; chunks and blocks are so short that every part of a chunk's way is walked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwell import SGD, Adagrad, ParameterSpec, codec, scratch
+from shardwell.chunk_codec import ChunkCodec
+from shardwell.codec import Scratch
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell_server.config import ShardConfig
+from shardwell_server.shard.parameter_slice import ParameterSlice
+from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.shard import Shard
+from shardwell_server.store import event_log
+
+CONFIG = ShardConfig(shard_index=0, shard_count=1, cluster_id="story", chunk_size_bytes=64)
+"""Chunks of 16 elements of fp32."""
+BLOCK_ELEMENT_COUNT = 8
+COMPACT_BYTES = 400
+
+SYNC = ParameterSpec(
+    name="sync",
+    size=37,
+    optimizer=SGD(learning_rate=1.0, momentum=0.5),
+    worker_count=3,
+    codec="fp32",
+)
+ASYNC = ParameterSpec(
+    name="async",
+    size=20,
+    optimizer=Adagrad(learning_rate=0.5, initial_accumulator=1.0),
+    worker_count=0,
+    mode="async",
+    codec="fp32",
+)
+State = dict[str, Any]
+
+
+@contextlib.contextmanager
+def short_blocks() -> Iterator[None]:
+    """Several blocks in each chunk, and event logs that are compacted early."""
+    old = codec.BLOCK_ELEMENT_COUNT, event_log._COMPACT_BYTES, vars(scratch._OF_THREAD).copy()
+    codec.BLOCK_ELEMENT_COUNT, event_log._COMPACT_BYTES = BLOCK_ELEMENT_COUNT, COMPACT_BYTES
+    vars(scratch._OF_THREAD).clear()
+    try:
+        yield
+    finally:
+        codec.BLOCK_ELEMENT_COUNT, event_log._COMPACT_BYTES = old[:2]
+        vars(scratch._OF_THREAD).clear()
+        vars(scratch._OF_THREAD).update(old[2])
+
+
+def patience() -> Patience:
+    return Patience(0.0, is_active=lambda: True, is_stopping=lambda: False)
+
+
+def contribute(
+    into: ParameterSlice,
+    worker_id: str,
+    chunk_index: int,
+    step: int,
+    gradient: np.ndarray,
+    sample_count: int = 1,
+) -> bool:
+    """Sends one chunk; whether it was counted now."""
+    where = into.where.chunk(chunk_index, into.chunk_element_count)
+    header = pb.ExchangeRequest()
+    header.gradient.step, header.gradient.sample_count = step, sample_count
+    sealed = ChunkCodec.of(into.spec).encode(
+        header, header.gradient.chunk, where, chunk_index, gradient, Scratch()
+    )
+    message = pb.ExchangeRequest.FromString(sealed)
+    payload = np.frombuffer(message.payload, np.uint8)
+    return into.contribute(worker_id, message.gradient, payload, patience())
+
+
+def initialize(into: ParameterSlice, worker_id: str, values: np.ndarray) -> bool:
+    """Sets first weights in two parts, unless some stand; whether it did."""
+    claim = into.claim_init(worker_id, patience())
+    if not claim.granted:
+        return False
+    half = values.size // 2
+    for start, stop in ((0, half), (half, values.size)):
+        where = type(into.where)(into.where.offset + start, stop - start)
+        into.set_first_weights(claim.epoch, where, values[start:stop])
+    into.finish_init(claim.epoch)
+    return True
+
+
+class Call(NamedTuple):
+    """One call of a client."""
+
+    name: str
+    make: Callable[[Shard], bool]
+    """Makes it; whether it changed anything. Called again, it changes nothing."""
+    is_repeated: bool = True
+    """Whether a client may send it again after it was answered."""
+
+
+def _create(spec: ParameterSpec, shard: Shard) -> bool:
+    return shard.create(spec)[1]
+
+
+def _initialize(name: str, shard: Shard) -> bool:
+    made = shard.parameter(name)
+    return initialize(made, "w0", np.arange(made.where.size, dtype=np.float32) - 7)
+
+
+def _join(name: str, worker_id: str, take_seat: bool, shard: Shard) -> bool:
+    shard.parameter(name).join(worker_id, take_seat=take_seat)
+    return False
+
+
+def _rate(name: str, from_step: int, rate: float, shard: Shard) -> bool:
+    shard.parameter(name).change_learning_rate(from_step, rate)
+    return True
+
+
+def _contribute(
+    name: str, worker: int, chunk_index: int, step: int, samples: int, shard: Shard
+) -> bool:
+    made = shard.parameter(name)
+    size = made.where.chunk(chunk_index, made.chunk_element_count).size
+    gradient = (np.arange(size, dtype=np.float32) % 5 - worker - step) * (chunk_index + 1)
+    return contribute(made, f"w{worker}", chunk_index, step, gradient, samples)
+
+
+def story() -> list[Call]:
+    """Everything that changes a store, in an order that real clients could have."""
+    calls: list[Call] = []
+
+    def add(action: Callable[..., bool], *given: Any, repeated: bool = True) -> None:
+        text = f"{action.__name__.strip('_')}{given}"
+        calls.append(Call(text, partial(action, *given), repeated))
+
+    def step(number: int, *shares: tuple[int, int], chunks: tuple[int, ...] = (0, 1, 2)) -> None:
+        for worker, samples in shares:
+            for chunk_index in chunks:
+                add(_contribute, "sync", worker, chunk_index, number, samples)
+
+    add(_create, SYNC)
+    add(_join, "sync", "looker", False)
+    add(_initialize, "sync")
+    add(_join, "sync", "w0", True)
+    add(_join, "sync", "w1", True)
+    step(0, (0, 2), (1, 2))
+    add(_join, "sync", "w2", True)
+    step(0, (2, 4))
+    add(_rate, "sync", 1, 0.5, repeated=False)
+    step(1, (2, 0), (0, 3), chunks=(2, 0, 1))  # a first contribution of no samples
+    add(_rate, "sync", 2, 2.0, repeated=False)
+    step(1, (1, 1))
+    add(_rate, "sync", 3, 0.25, repeated=False)
+    add(_create, ASYNC)
+    add(_initialize, "async")
+    add(_join, "async", "w0", True)
+    add(_join, "async", "w1", True)
+    for worker, number in ((0, 0), (1, 0), (0, 1), (0, 2)):
+        for chunk_index in (0, 1):
+            add(_contribute, "async", worker, chunk_index, number, 1)
+    step(2, (1, 2), chunks=(0, 1))  # stays open
+    step(2, (2, 2), chunks=(0,))
+    return calls
+
+
+def state_of(shard: Shard) -> State:
+    """All that a store must keep, in plain values; checked against damage on the way."""
+    return {
+        found.spec.name: _state_of(found)
+        for found in shard.parameters()  # by name
+    }
+
+
+def _state_of(found: ParameterSlice) -> State:
+    ledger, register = found._ledger, found._register
+    chunks = []
+    for index in range(found.chunk_count):
+        found.verify(index)
+        record, state = ledger.records[index], found._chunks[index].state
+        has_sum = record.total_factor != 0.0
+        chunks.append(
+            {
+                "record": record,
+                "marks": [seat.last_step[index] for seat in ledger._seats.values()],
+                "weights": state.weights.tobytes() if register.is_standing else None,
+                "sum": state.gradient_sum.tobytes() if has_sum else None,
+                "slots": [slot.tobytes() for slot in state.slots],
+            }
+        )
+    return {
+        "spec": found.spec,
+        "standing": register.is_standing,
+        "workers": sorted(ledger.worker_ids),
+        "seats": ledger.seated_worker_ids,
+        "rates": [register.learning_rate(ledger.version_min() + ahead) for ahead in range(5)],
+        "chunks": chunks,
+    }
