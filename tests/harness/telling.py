@@ -6,10 +6,11 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from harness.images import Image, image_of
 from harness.story import CONFIG, State, short_blocks, state_of, story
+from shardwell_server.config import Durability
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store import MemoryStore, MmapStore
 from shardwell_server.store.boot import Boot
@@ -44,7 +45,7 @@ def undisturbed_story() -> Undisturbed:
     return Undisturbed(results, states)
 
 
-def writes_of_story(path: Path) -> list[Written]:
+def writes_of_story(path: Path, *, durability: str = "process") -> list[Written]:
     """Tells it on files once: images of them after every write, and at the end."""
     found: list[Written] = []
     answered_count = 0
@@ -52,7 +53,7 @@ def writes_of_story(path: Path) -> list[Written]:
     def reached(point: str) -> None:
         found.append(Written(point, answered_count, image_of(path)))
 
-    with short_blocks(), recovered(path, reached) as shard:
+    with short_blocks(), recovered(path, reached, durability=durability) as shard:
         for call in story():
             call.make(shard)
             answered_count += 1
@@ -62,11 +63,19 @@ def writes_of_story(path: Path) -> list[Written]:
 class SameMachine(Boot):
     """One that never lost power, and waits for no disk to say so."""
 
+    lost_power = False
+
     def is_torn(self) -> bool:
-        return False
+        return self.lost_power
 
     def mark(self, state: str) -> None:
         pass
+
+
+class OtherStart(SameMachine):
+    """One that lost power since."""
+
+    lost_power = True
 
 
 def _nothing(point: str) -> None:
@@ -74,14 +83,21 @@ def _nothing(point: str) -> None:
 
 
 @contextlib.contextmanager
-def recovered(path: Path, reached: Callable[[str], None] = _nothing) -> Iterator[Shard]:
+def recovered(
+    path: Path,
+    reached: Callable[[str], None] = _nothing,
+    *,
+    durability: str = "process",
+    boot: type[Boot] = SameMachine,
+) -> Iterator[Shard]:
     """A shard that goes on from files; at the end it is as good as killed."""
-    yield Shard(CONFIG, MmapStore(path, boot=SameMachine(path), reached=reached))
+    kept = Durability(durability)
+    yield Shard(CONFIG, MmapStore(path, durability=kept, boot=boot(path), reached=reached))
 
 
-def state_at(path: Path, reached: Callable[[str], None] = _nothing) -> State:
-    """What a shard that goes on from files holds; they are recovered then."""
-    with recovered(path, reached) as shard:
+def state_at(path: Path, reached: Callable[[str], None] = _nothing, **kept: Any) -> State:
+    """What a shard that goes on from files holds; they are recovered then. See `recovered`."""
+    with recovered(path, reached, **kept) as shard:
         return state_of(shard)
 
 

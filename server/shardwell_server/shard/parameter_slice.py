@@ -238,7 +238,14 @@ class ParameterSlice:
                 )
             self._verify(chunk, index)
             with np.errstate(all="ignore"):
-                self._count(chunk, index, contribution, seats[entry.seat_index], entry.step)
+                self._count(
+                    chunk,
+                    index,
+                    contribution,
+                    seats[entry.seat_index],
+                    entry.step,
+                    entry.learning_rate,  # the register may have forgotten it
+                )
         if self.storage.is_torn:
             for index in range(self.chunk_count):
                 self.verify(index)
@@ -328,22 +335,30 @@ class ParameterSlice:
                 chunk.duplicate_count += 1
                 return False
             self._verify(chunk, index)
+            learning_rate = self._register.learning_rate(self._ledger.records[index].version)
             self.storage.journal(
                 index,
                 seat.index,
                 step,
                 contribution.sample_count,
                 contribution.exponent,
+                learning_rate,
                 contribution.payload,
             )
             with np.errstate(all="ignore"):  # overflows are found where weights are encoded
-                self._count(chunk, index, contribution, seat, step)
+                self._count(chunk, index, contribution, seat, step, learning_rate)
             chunk.counted_count += 1
             chunk.changed.notify_all()
             return True
 
     def _count(
-        self, chunk: Chunk, index: int, contribution: Contribution, seat: Seat, step: int
+        self,
+        chunk: Chunk,
+        index: int,
+        contribution: Contribution,
+        seat: Seat,
+        step: int,
+        learning_rate: float,
     ) -> None:
         """Adds a contribution, closes the step if it is the last, and records both."""
         ledger, codec, scratch = self._ledger, self._codec.codec, thread_scratch()
@@ -356,7 +371,7 @@ class ParameterSlice:
             total_factor, shift = math.ldexp(total_factor, shift - needed), needed
         closes = ledger.completes(index)
         if closes and self.snapshots.pending:
-            self.snapshots.before_close(index)
+            self.snapshots.before_close(index, learning_rate)
         transition = Transition.FIRST if total_factor == 0.0 else Transition.ADD
         with self.storage.change(index, Transition.CLOSE if closes else transition) as change:
             if closes:
@@ -374,7 +389,7 @@ class ParameterSlice:
                     # against.
                     sample_total=sample_total if ledger.is_sync else 1,
                     update_count=record.version + 1,
-                    learning_rate=self._register.learning_rate(record.version),
+                    learning_rate=learning_rate,
                 )
             else:
                 assert chunk.state.gradient_sum is not None

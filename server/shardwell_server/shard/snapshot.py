@@ -165,13 +165,15 @@ class Snapshots:
         self._count_max = count_max
         self._lock = threading.Lock()
 
-    def before_close(self, chunk_index: int) -> None:
-        """Keeps a chunk for whom it matters; its lock is held, and its open step about to close."""
+    def before_close(self, chunk_index: int, learning_rate: float) -> None:
+        """Keeps a chunk for whom it matters; its lock is held, and its open step about to close.
+
+        With that rate: see `Snapshot.learning_rate`.
+        """
         version = self._ledger.records[chunk_index].version
         for snapshot in self.pending:
             if snapshot.version == version:
-                rate = self._register.learning_rate(version)
-                snapshot.keep(chunk_index, self._chunks[chunk_index].arrays, rate)
+                snapshot.keep(chunk_index, self._chunks[chunk_index].arrays, learning_rate)
 
     @contextlib.contextmanager
     def under_way(self, version: int, is_wanted: Callable[[], bool]) -> Iterator[Snapshot | None]:

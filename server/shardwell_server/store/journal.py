@@ -4,8 +4,8 @@ The image of a parameter (journaled_parameter.py) and the journal since make it 
 machine lost power, by the same code that counted them. Segments are numbered; an image of number k
 needs the segments from k on. An entry:
 
-    magic, payload length, chunk, seat, sequence, step, samples, exponent, CRC of the payload,
-    CRC of all these  |  the codec's bytes
+    magic, payload length, chunk, seat, sequence, step, samples, exponent, learning
+    rate, CRC of the payload, CRC of all these  |  the codec's bytes
 
 An entry is appended before the chunk's record stands. So the last of several entries with the same
 chunk and sequence is the one that counted: the shard was killed before the others' records stood.
@@ -18,7 +18,7 @@ import errno
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.store import JournalEntry
 
 _MAGIC = 0x314A5753  # "SWJ1"
-_HEAD = struct.Struct("<IIIIQqqiI")
+_HEAD = struct.Struct("<IIIIQqqidI")
 _CRC = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CRC.size
 _PREFIX = "journal-"
@@ -55,7 +55,9 @@ def read_entries(path: Path, salt: int) -> Iterator[tuple[JournalEntry, int]]:
     start = 0
     while start + _HEAD_BYTES <= data.size:
         head = data[start : start + _HEAD.size].tobytes()
-        magic, length, chunk, seat, sequence, step, samples, exponent, crc = _HEAD.unpack(head)
+        magic, length, chunk, seat, sequence, step, samples, exponent, rate, crc = _HEAD.unpack(
+            head
+        )
         (head_crc,) = _CRC.unpack(data[start + _HEAD.size : start + _HEAD_BYTES].tobytes())
         end = start + _HEAD_BYTES + length
         if magic != _MAGIC or head_crc != crc32.iscsi(head, salt) or end > data.size:
@@ -63,14 +65,15 @@ def read_entries(path: Path, salt: int) -> Iterator[tuple[JournalEntry, int]]:
         payload = data[start + _HEAD_BYTES : end].copy()  # aligned for the codecs
         if crc != crc32.iscsi(payload.data):
             return
-        yield JournalEntry(chunk, seat, sequence, step, samples, exponent, payload), end
+        yield JournalEntry(chunk, seat, sequence, step, samples, exponent, rate, payload), end
         start = end
 
 
 class Journal:
     """The segment that is written. Any thread may append; chunks' locks order their entries."""
 
-    def __init__(self, directory: Path, salt: int) -> None:
+    def __init__(self, directory: Path, salt: int, reached: Callable[[str], None]) -> None:
+        self._reached = reached
         self._directory = directory
         self._salt = salt
         self._append_lock = threading.Lock()
@@ -93,6 +96,7 @@ class Journal:
         path = self._directory / f"{_PREFIX}{number:06d}"
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._reached("journal segment")
             sync_directory(self._directory)
         except OSError as error:
             raise storage_error(path, error, "beginning it") from None
@@ -125,6 +129,7 @@ class Journal:
             entry.step,
             entry.sample_count,
             entry.exponent,
+            entry.learning_rate,
             crc32.iscsi(entry.payload.data),
         )
         parts: list[bytes | memoryview[int]] = [
@@ -143,6 +148,7 @@ class Journal:
                 os.ftruncate(self._file, self._size)
                 path = self._directory / f"{_PREFIX}{self.number:06d}"
                 raise storage_error(path, error, "writing a gradient") from None
+            self._reached("journal entry")
             self._size += size
             self._written += 1
 

@@ -38,7 +38,9 @@ def images(directory: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def forget_images(directory: Path, before: int | None = None) -> None:
+def forget_images(
+    directory: Path, reached: Callable[[str], None], before: int | None = None
+) -> None:
     """Removes images and journal segments of lower numbers; None: all.
 
     Raises:
@@ -48,16 +50,18 @@ def forget_images(directory: Path, before: int | None = None) -> None:
         for number, path in segments(directory).items():
             if before is None or number < before:
                 path.unlink()
+                reached("segment forgotten")
         for number, path in images(directory).items():
             if before is None or number < before:
-                shutil.rmtree(path)
+                path.rename(path.with_suffix(".new"))  # a part of one is no image
+                reached("image forgotten")
         for path in directory.glob(f"{_PREFIX}*.new"):
             shutil.rmtree(path)
     except OSError as error:
         raise storage_error(directory, error, "removing what is superfluous") from None
 
 
-def restore_image(directory: Path) -> bool:
+def restore_image(directory: Path, reached: Callable[[str], None]) -> bool:
     """Puts the newest image in the place of the files; False if there is none.
 
     Raises:
@@ -69,6 +73,7 @@ def restore_image(directory: Path) -> bool:
             for path in image.iterdir():
                 if path.name not in ("events", "parameter.json"):
                     shutil.copyfile(path, directory / path.name)
+                    reached("file restored")
     except OSError as error:
         raise storage_error(directory, error, "going back to its image") from None
     return bool(newest)
@@ -91,7 +96,7 @@ class JournaledParameter(MmapParameter):
         """
         self._syncs_each = syncs_each
         self._events.is_synced = True
-        self._journal = Journal(self.directory, self._salt)
+        self._journal = Journal(self.directory, self._salt, self._reached)
         self._journal.begin_segment()
         self.wants_image = not images(self.directory)
 
@@ -102,6 +107,7 @@ class JournaledParameter(MmapParameter):
         step: int,
         sample_count: int,
         exponent: int,
+        learning_rate: float,
         payload: Bytes,
     ) -> None:
         """See ParameterStorage."""
@@ -109,7 +115,16 @@ class JournaledParameter(MmapParameter):
             return
         sequence = self._stored[chunk_index].sequence + 1
         self._journal.append(
-            JournalEntry(chunk_index, seat_index, sequence, step, sample_count, exponent, payload)
+            JournalEntry(
+                chunk_index,
+                seat_index,
+                sequence,
+                step,
+                sample_count,
+                exponent,
+                learning_rate,
+                payload,
+            )
         )
         if self._journal.size_bytes > max(2 * self._layout.size_bytes, _IMAGE_AT_BYTES_MIN):
             self.wants_image = True
@@ -162,18 +177,21 @@ class JournaledParameter(MmapParameter):
         making = standing.with_suffix(".new")
         try:
             making.mkdir()
+            self._reached("image begun")
             image = MmapParameter.create(making, self._layout, self._salt, self._reached)
             yield lambda chunk_index: image.copy_chunk(self, chunk_index)
             image.close()
             sync_directory(making)
+            self._reached("image written")
             making.rename(standing)
+            self._reached("image stands")
             sync_directory(self.directory)
         except OSError as error:
             raise storage_error(standing, error, "making an image") from None
         finally:
             shutil.rmtree(making, ignore_errors=True)
         self.wants_image = False
-        forget_images(self.directory, before=number)
+        forget_images(self.directory, self._reached, before=number)
 
     def close(self) -> None:
         """See MmapParameter."""

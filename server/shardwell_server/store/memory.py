@@ -91,6 +91,7 @@ class MemoryParameter:
         step: int,
         sample_count: int,
         exponent: int,
+        learning_rate: float,
         payload: Bytes,
     ) -> None:
         """See ParameterStorage."""

@@ -274,6 +274,7 @@ class MmapParameter:
         step: int,
         sample_count: int,
         exponent: int,
+        learning_rate: float,
         payload: Bytes,
     ) -> None:
         """See ParameterStorage. What survives the process needs none."""

@@ -87,7 +87,7 @@ class MmapStore:
                     f"{entry} holds parameter {layout.name!r}, as another directory does; move the "
                     "one that was copied there away"
                 )
-            has_image = is_torn and restore_image(entry)
+            has_image = is_torn and restore_image(entry, self._reached)
             storage = JournaledParameter.recover(
                 entry, layout, salt, self._reached, is_torn=is_torn
             )
@@ -122,7 +122,9 @@ class MmapStore:
 
     def _begin(self, storage: JournaledParameter) -> None:
         if self._durability.is_process:
-            forget_images(storage.directory)  # they would be older than the files from now on
+            forget_images(
+                storage.directory, self._reached
+            )  # they would be older than the files from now on
         else:
             storage.begin(syncs_each=self._durability.is_step)
 

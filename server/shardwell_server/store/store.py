@@ -83,6 +83,8 @@ class JournalEntry(NamedTuple):
     step: int
     sample_count: int
     exponent: int
+    learning_rate: float
+    """Of the update, should it close the step."""
     payload: Bytes
     """The codec's bytes."""
 
@@ -151,6 +153,7 @@ class ParameterStorage(Protocol):
         step: int,
         sample_count: int,
         exponent: int,
+        learning_rate: float,
         payload: Bytes,
     ) -> None:
         """Notes a contribution that is about to be counted; the chunk's lock is held.
