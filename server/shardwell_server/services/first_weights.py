@@ -14,6 +14,7 @@ from shardwell.partition import Slice
 from shardwell.specs import check_learning_rate
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.shard.parameter_slice import ParameterSlice
+from shardwell_server.shard.refusals import non_finite
 
 _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
@@ -58,7 +59,7 @@ def receive_first_weights(
             finite = np.isfinite(values)
             if not finite.all():
                 index = where.offset + int(np.argmin(finite))
-                raise parameter.non_finite(index, "first weights")
+                raise non_finite(parameter.spec, index, "first weights")
         parameter.set_first_weights(opening.epoch, where, values, array_index=array_index)
         count(payload.size)
         expected = where.stop

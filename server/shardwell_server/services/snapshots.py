@@ -13,6 +13,7 @@ from shardwell.scratch import thread_scratch
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.refusals import non_finite
 
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
 # Optimizer state may be infinite where no weight is: squares overflow.
@@ -56,8 +57,8 @@ def snapshot_messages(
                         _AS_IT_IS if array_index else codec, header, where, index, array
                     )
                 except NonFiniteValueError as error:
-                    raise parameter.non_finite(
-                        where.offset + error.index, f"weights at version {found}"
+                    raise non_finite(
+                        parameter.spec, where.offset + error.index, f"weights at version {found}"
                     ) from None
 
 

@@ -13,7 +13,9 @@ from shardwell_server.store import ParameterStorage
 class Chunk:
     """One chunk; whoever touches its arrays, counters or entries of the ledger holds `changed`."""
 
-    def __init__(self, where: Slice, start: int, storage: ParameterStorage) -> None:
+    def __init__(self, where: Slice, index: int, start: int, storage: ParameterStorage) -> None:
+        self._index = index
+        self._storage = storage
         part = slice(start, start + where.size)
         self.where = where
         self.changed = threading.Condition()
@@ -26,6 +28,16 @@ class Chunk:
             gradient_sum=None if storage.gradient_sum is None else storage.gradient_sum[part],
             slots=tuple(slot[part] for slot in storage.slots),
         )
+
+    def verify(self) -> None:
+        """Checks what an earlier process left of it, once; `changed` is held.
+
+        Raises:
+            StorageError: it was damaged.
+        """
+        if not self.is_verified:
+            self._storage.verify(self._index)
+            self.is_verified = True
 
     @property
     def arrays(self) -> tuple[Float32, ...]:

@@ -7,31 +7,29 @@ changes rarely. Order: the register's lock is never taken while a chunk's is hel
 
 from __future__ import annotations
 
-import math
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from shardwell.chunk_codec import ChunkCodec
-from shardwell.codec import Bytes, Float32, NonFiniteValueError
-from shardwell.errors import ArgumentError, NonFiniteError, StorageError, WorkersMissingError
+from shardwell.codec import Bytes, Float32
+from shardwell.errors import ArgumentError
 from shardwell.partition import Slice
-from shardwell.scratch import thread_scratch
-from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, Average, ParameterSpec
+from shardwell.specs import STEP_MAX, Average, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.config import Limits
-from shardwell_server.shard.averaging import Contribution, add_to_sum, close_step, shift_for
 from shardwell_server.shard.chunk import Chunk
-from shardwell_server.shard.ledger import Decision, Seat, StepLedger
+from shardwell_server.shard.contributions import Contributions
+from shardwell_server.shard.encoded_weights import EncodedWeights
+from shardwell_server.shard.ledger import StepLedger
 from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.refusals import workers_missing
 from shardwell_server.shard.register import Register
 from shardwell_server.shard.snapshot import Snapshot, Snapshots
 from shardwell_server.shard.update_rules import UpdateRule
-from shardwell_server.store import ChunkRecord, ParameterStorage, Transition
+from shardwell_server.store import ChunkRecord, ParameterStorage
 
 
 class ParameterSlice:
@@ -57,7 +55,9 @@ class ParameterSlice:
         self._rule = rule
         self._codec = ChunkCodec.of(spec)
         self._chunks = [
-            Chunk(where.chunk(index, chunk_element_count), index * chunk_element_count, storage)
+            Chunk(
+                where.chunk(index, chunk_element_count), index, index * chunk_element_count, storage
+            )
             for index in range(where.chunk_count(chunk_element_count))
         ]
         self._ledger = StepLedger(
@@ -74,7 +74,7 @@ class ParameterSlice:
             limits=limits,
         )
         self.snapshots = Snapshots(
-            spec.name,
+            spec,
             self._chunks,
             self._ledger,
             self._register,
@@ -82,9 +82,14 @@ class ParameterSlice:
             count_max=limits.snapshot_count_max,
         )
         """Of this slice, under way."""
-        self._encoded: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
-        self._encoded_lock = threading.Lock()
-        self._replay()
+        self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
+        self._contributions = Contributions(
+            spec, self._chunks, self._ledger, self._register, storage, rule, self.snapshots
+        )
+        self._contributions.replay()
+        if storage.is_torn:
+            for index in range(self.chunk_count):
+                self.verify(index)
 
     # Opening and initializing.
 
@@ -185,7 +190,7 @@ class ParameterSlice:
                     self._ledger.records[index] = record
                     chunk.is_verified = True
                 self._make_image()  # before anybody is told that they are here
-                self._forget_encoded()
+                self._encoded.forget()
                 self._register.finish_first(epoch, learning_rate)
             return self._ledger.version_min()
 
@@ -207,48 +212,11 @@ class ParameterSlice:
             StepOrderError: this shard has no complete values of that epoch.
         """
         with self._register.lock:
-            self._forget_encoded()
+            self._encoded.forget()
             self._register.confirm_first(epoch)
             return self._ledger.version_min()
 
-    def _forget_encoded(self) -> None:
-        """Encodings of other weights are not to be answered."""
-        with self._encoded_lock:
-            self._encoded.clear()
-
     # Keeping.
-
-    def _replay(self) -> None:
-        """Counts again what the storage lacks, having lost it with the machine's power."""
-        seats = self._ledger.seats
-        for entry in self.storage.replay():
-            chunk, index = self._chunks[entry.chunk_index], entry.chunk_index
-            contribution = Contribution(entry.payload, entry.exponent, entry.sample_count)
-            if (
-                entry.seat_index >= len(seats)
-                or entry.payload.size != chunk.where.size * self._codec.codec.item_size
-                or self._ledger.decide(seats[entry.seat_index], index, entry.step)
-                is not Decision.COUNT
-            ):
-                raise StorageError(
-                    f"parameter {self.spec.name!r}: its journal has step {entry.step} of seat "
-                    f"{entry.seat_index} for chunk {index}, which does not go on from its image; "
-                    "restore a checkpoint",
-                    parameter=self.spec.name,
-                )
-            self._verify(chunk, index)
-            with np.errstate(all="ignore"):
-                self._count(
-                    chunk,
-                    index,
-                    contribution,
-                    seats[entry.seat_index],
-                    entry.step,
-                    entry.learning_rate,  # the register may have forgotten it
-                )
-        if self.storage.is_torn:
-            for index in range(self.chunk_count):
-                self.verify(index)
 
     def make_durable(self) -> None:
         """Returns when what was counted may be acknowledged.
@@ -272,20 +240,8 @@ class ParameterSlice:
         with self.storage.imaging() as add:
             for index, chunk in enumerate(self._chunks):
                 with chunk.changed:
-                    self._verify(chunk, index)
+                    chunk.verify()
                     add(index)
-
-    # Gradients in.
-
-    def _seat(self, worker_id: str) -> Seat:
-        with self._register.lock:
-            return self._register.seat(worker_id)
-
-    def _verify(self, chunk: Chunk, index: int) -> None:
-        """Checks a chunk that an earlier process left, once; its lock is held."""
-        if not chunk.is_verified:
-            self.storage.verify(index)
-            chunk.is_verified = True
 
     def verify(self, chunk_index: int) -> None:
         """Checks a chunk that an earlier process left, ahead of its first use.
@@ -296,7 +252,9 @@ class ParameterSlice:
         if self._register.is_standing:
             chunk = self._chunks[chunk_index]
             with chunk.changed:
-                self._verify(chunk, chunk_index)
+                chunk.verify()
+
+    # Gradients in.
 
     def contribute(
         self, worker_id: str, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
@@ -314,99 +272,7 @@ class ParameterSlice:
             StepOrderError: see the ledger.
             WorkersMissingError: the earlier step did not close in time.
         """
-        header = gradient.chunk
-        index, step = header.chunk_index, gradient.step
-        chunk = self._chunk(index)
-        if gradient.sample_count > SAMPLE_COUNT_MAX:
-            raise ArgumentError(
-                f"sample_count must be at most {SAMPLE_COUNT_MAX}; got {gradient.sample_count}"
-            )
-        values = self._codec.open(header, chunk.where, payload)
-        bad = self._codec.first_non_finite(header, values)
-        if bad is not None:
-            raise self.non_finite(chunk.where.offset + bad, f"gradient of {worker_id!r}")
-        contribution = Contribution(values, header.scale_exponent, gradient.sample_count)
-        seat = self._seat(worker_id)
-        with chunk.changed:
-            while (decision := self._ledger.decide(seat, index, step)) is Decision.WAIT:
-                if not patience.wait(chunk.changed):
-                    raise self._workers_missing(index, step, patience)
-            if decision is Decision.DUPLICATE:
-                chunk.duplicate_count += 1
-                return False
-            self._verify(chunk, index)
-            learning_rate = self._register.learning_rate(self._ledger.records[index].version)
-            self.storage.journal(
-                index,
-                seat.index,
-                step,
-                contribution.sample_count,
-                contribution.exponent,
-                learning_rate,
-                contribution.payload,
-            )
-            with np.errstate(all="ignore"):  # overflows are found where weights are encoded
-                self._count(chunk, index, contribution, seat, step, learning_rate)
-            chunk.counted_count += 1
-            chunk.changed.notify_all()
-            return True
-
-    def _count(
-        self,
-        chunk: Chunk,
-        index: int,
-        contribution: Contribution,
-        seat: Seat,
-        step: int,
-        learning_rate: float,
-    ) -> None:
-        """Adds a contribution, closes the step if it is the last, and records both."""
-        ledger, codec, scratch = self._ledger, self._codec.codec, thread_scratch()
-        record = ledger.records[index]
-        total_factor, shift = record.total_factor, record.shift
-        needed = shift_for(contribution.sample_count, self.spec.worker_count)
-        if total_factor == 0.0:
-            shift = needed
-        elif needed > shift:
-            total_factor, shift = math.ldexp(total_factor, shift - needed), needed
-        closes = ledger.completes(index)
-        if closes and self.snapshots.pending:
-            self.snapshots.before_close(index, learning_rate)
-        transition = Transition.FIRST if total_factor == 0.0 else Transition.ADD
-        with self.storage.change(index, Transition.CLOSE if closes else transition) as change:
-            if closes:
-                sample_total = record.sample_total + contribution.sample_count
-                close_step(
-                    contribution,
-                    codec,
-                    chunk.state,
-                    self._rule,
-                    scratch,
-                    change,
-                    total_factor=total_factor,
-                    shift=shift,
-                    # An asynchronous gradient is applied as it is: there is nothing to weigh it
-                    # against.
-                    sample_total=sample_total if ledger.is_sync else 1,
-                    update_count=record.version + 1,
-                    learning_rate=learning_rate,
-                )
-            else:
-                assert chunk.state.gradient_sum is not None
-                total_factor = add_to_sum(
-                    contribution,
-                    codec,
-                    chunk.state.gradient_sum,
-                    total_factor,
-                    scratch,
-                    change,
-                    shift=shift,
-                )
-            following = ledger.following(
-                index, contribution.sample_count, total_factor=total_factor, shift=shift
-            )
-            change.commit(following, seat.index, step)
-        ledger.record(seat, index, step, following)
+        return self._contributions.take(worker_id, gradient, payload, patience)
 
     # Weights out.
 
@@ -434,36 +300,15 @@ class ParameterSlice:
         with chunk.changed:
             while not self.is_ready(chunk_index, min_version):
                 if not patience.wait(chunk.changed):
-                    raise self._workers_missing(chunk_index, min_version, patience)
+                    raise workers_missing(
+                        self.spec, self._ledger, chunk_index, min_version, patience
+                    )
             version = self._ledger.records[chunk_index].version
-            with self._encoded_lock:
-                kept = self._encoded.get(chunk_index)
-            if kept is not None and kept[0] == version:
-                return kept[1]
-            self._verify(chunk, chunk_index)
-            message = self._encode(chunk, chunk_index, version)
-            with self._encoded_lock:
-                self._encoded[chunk_index] = (version, message)
-                self._encoded.move_to_end(chunk_index)
-                if len(self._encoded) > self._limits.encoded_chunk_count_max:
-                    self._encoded.popitem(last=False)
+            message = self._encoded.get(chunk_index, version)
+            if message is None:
+                chunk.verify()
+                message = self._encoded.make(chunk, chunk_index, version)
             return message
-
-    def _encode(self, chunk: Chunk, chunk_index: int, version: int) -> bytes:
-        header = pb.ExchangeResponse(version=version)
-        try:
-            return self._codec.encode(
-                header,
-                header.chunk,
-                chunk.where,
-                chunk_index,
-                chunk.state.weights,
-                thread_scratch(),
-            )
-        except NonFiniteValueError as error:
-            raise self.non_finite(
-                chunk.where.offset + error.index, f"weights at version {version}"
-            ) from None
 
     def capture(
         self,
@@ -478,8 +323,6 @@ class ParameterSlice:
             snapshot,
             patience,
             into,
-            verify=self._verify,
-            missing=self._workers_missing,
         )
 
     # The rest.
@@ -512,41 +355,3 @@ class ParameterSlice:
                 duplicate_chunk_count=sum(chunk.duplicate_count for chunk in self._chunks),
                 learning_rate=self._register.learning_rate(oldest),
             )
-
-    def _chunk(self, index: int) -> Chunk:
-        if index >= len(self._chunks):
-            raise ArgumentError(
-                f"chunk {index} of parameter {self.spec.name!r}: this shard's slice of "
-                f"{self.where.size} elements has {len(self._chunks)} chunks",
-                parameter=self.spec.name,
-            )
-        return self._chunks[index]
-
-    def non_finite(self, element_index: int, what: str) -> NonFiniteError:
-        """The error for a value that is not finite, `what` saying whose."""
-        return NonFiniteError(
-            f"{what}, parameter {self.spec.name!r}: element {element_index} is not finite; "
-            "lower the learning rate or clip, or open with allow_non_finite=True",
-            element_index=element_index,
-            parameter=self.spec.name,
-        )
-
-    def _workers_missing(
-        self, chunk_index: int, version: int, patience: Patience
-    ) -> WorkersMissingError:
-        """Why a chunk has not reached `version`."""
-        step = self._ledger.records[chunk_index].version
-        missing, unknown = self._ledger.missing(step, chunk_index)
-        named = ", ".join(repr(worker_id) for worker_id in missing[:8])
-        if len(missing) > 8:
-            named += f" and {len(missing) - 8} more"
-        if unknown:
-            named += (" and " if named else "") + f"{unknown} that never opened the parameter"
-        return WorkersMissingError(
-            f"parameter {self.spec.name!r}: waited {patience.timeout_s:g} s for version {version} "
-            f"of chunk {chunk_index}, which is at {step}; missing of "
-            f"{self.spec.worker_count} workers: {named or 'none (asynchronous)'}; "
-            "start them, or raise timeout_s",
-            missing_worker_ids=tuple(missing),
-            parameter=self.spec.name,
-        )

@@ -30,11 +30,12 @@ from shardwell.errors import (
     ShardwellError,
     StepOrderError,
     StorageError,
-    WorkersMissingError,
 )
+from shardwell.specs import ParameterSpec
 from shardwell_server.shard.chunk import Chunk
 from shardwell_server.shard.ledger import StepLedger
 from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.refusals import workers_missing
 from shardwell_server.shard.register import Register
 
 _UNKNOWN = -1
@@ -147,7 +148,7 @@ class Snapshots:
 
     def __init__(
         self,
-        parameter: str,
+        spec: ParameterSpec,
         chunks: Sequence[Chunk],
         ledger: StepLedger,
         register: Register,
@@ -157,7 +158,7 @@ class Snapshots:
     ) -> None:
         self.pending: tuple[Snapshot, ...] = ()
         """Whoever closes a step looks here; mostly empty."""
-        self._parameter = parameter
+        self._spec = spec
         self._chunks = chunks
         self._ledger = ledger
         self._register = register
@@ -209,9 +210,6 @@ class Snapshots:
         snapshot: Snapshot | None,
         patience: Patience,
         into: Sequence[Float32],
-        *,
-        verify: Callable[[Chunk, int], None],
-        missing: Callable[[int, int, Patience], WorkersMissingError],
     ) -> tuple[int, float]:
         """Copies a chunk's arrays as the snapshot wants them, waiting until it is so far.
 
@@ -220,8 +218,6 @@ class Snapshots:
             snapshot: What is under way.
             patience: Bounds the wait.
             into: One array for each of the chunk's, overwritten.
-            verify: Checks what an earlier process left of a chunk.
-            missing: Why a chunk has not reached a version.
 
         Returns:
             Its version, and the learning rate of the update that follows.
@@ -237,9 +233,11 @@ class Snapshots:
                 if records[chunk_index].version == snapshot.version:
                     break
                 if not patience.wait(chunk.changed):
-                    raise missing(chunk_index, snapshot.version, patience)
+                    raise workers_missing(
+                        self._spec, self._ledger, chunk_index, snapshot.version, patience
+                    )
             if snapshot is None or not snapshot.is_kept(chunk_index):
-                verify(chunk, chunk_index)
+                chunk.verify()
                 for source, target in zip(chunk.arrays, into, strict=True):
                     np.copyto(target, source)
                 version = records[chunk_index].version
@@ -262,8 +260,8 @@ class Snapshots:
             if len(self.pending) >= self._count_max:
                 raise LimitError(
                     f"limit snapshot_count_max={self._count_max}: as many snapshots of "
-                    f"{self._parameter!r} are under way; call again when one has ended",
-                    parameter=self._parameter,
+                    f"{self._spec.name!r} are under way; call again when one has ended",
+                    parameter=self._spec.name,
                 )
             self.pending = (*self.pending, snapshot)
         return snapshot
@@ -275,7 +273,7 @@ class Snapshots:
         found = self._ledger.records[chunk_index].version
         if found > snapshot.version and not snapshot.is_kept(chunk_index):
             raise StepOrderError(
-                f"snapshot of {self._parameter!r} at version {snapshot.version}: chunk "
+                f"snapshot of {self._spec.name!r} at version {snapshot.version}: chunk "
                 f"{chunk_index} is at {found} already; ask for a later version",
-                parameter=self._parameter,
+                parameter=self._spec.name,
             )
