@@ -111,7 +111,9 @@ def test_it_learns_and_says_what_it_moved(arguments):
     assert float(shown[1]) == pytest.approx(int(shown[2]) / 450, abs=0.0006)
     losses = re.search(r"^loss +(\S+) at the first step, (\S+) at the last", output, re.M)
     assert losses, output
-    assert float(losses[1]) > 1.5 > 0.5 > float(losses[2])
+    # An asynchronous worker's first step may follow many of another's.
+    assert float(losses[1]) > (0.5 if "--mode=async" in arguments else 1.5)
+    assert float(losses[2]) < min(0.5, float(losses[1]))
     # A step of a worker moves all weights each way, two bytes each, and little else; the first
     # weights go once, as float32.
     size = 64 * 1024 + 1024 + 1024 * 10 + 10

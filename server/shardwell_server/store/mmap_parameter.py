@@ -24,8 +24,6 @@ arrays chunk by chunk (`verify`) before their first use.
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -39,62 +37,11 @@ from shardwell.errors import StorageError
 from shardwell_server.store import chunk_records, undo
 from shardwell_server.store.chunk_records import ChunkRecords, StoredRecord
 from shardwell_server.store.event_log import EventLog
-from shardwell_server.store.mapped_file import MappedFile, storage_error
+from shardwell_server.store.layout_file import write_layout
+from shardwell_server.store.mapped_file import MappedFile
 from shardwell_server.store.marks import Marks
 from shardwell_server.store.store import ChunkRecord, Event, JournalEntry, Layout, Transition
 from shardwell_server.store.undo import Arrays, UndoArea
-
-_FORMAT_VERSION = 1
-
-
-def write_layout(path: Path, layout: Layout, salt: int) -> None:
-    """Writes parameter.json.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    text = json.dumps(
-        {
-            "format_version": _FORMAT_VERSION,
-            "byte_order": sys.byteorder,
-            "salt": salt,
-            "name": layout.name,
-            "slice_size": layout.slice_size,
-            "chunk_element_count": layout.chunk_element_count,
-            "with_sum": layout.with_sum,
-            "initial_slots": layout.initial_slots,
-            "description": layout.description,
-        },
-        indent=2,
-    )
-    path.write_text(f"{text}\n{crc32.iscsi(text.encode()):08x}\n")
-
-
-def read_layout(path: Path) -> tuple[Layout, int]:
-    """The layout and salt in parameter.json.
-
-    Raises:
-        StorageError: it is damaged, or another version's.
-    """
-    try:
-        text, _, crc = path.read_text().strip().rpartition("\n")
-        found = json.loads(text)
-    except OSError as error:
-        raise storage_error(path, error, "reading it") from None
-    except ValueError as error:
-        raise StorageError(f"{path} is no JSON ({error}); restore it from a copy") from None
-    if crc != f"{crc32.iscsi(text.encode()):08x}":
-        raise StorageError(
-            f"{path} was damaged: its last line is no CRC32C of the rest; restore it"
-        )
-    version, order = found.pop("format_version", None), found.pop("byte_order", sys.byteorder)
-    if (version, order) != (_FORMAT_VERSION, sys.byteorder):
-        raise StorageError(
-            f"{path} has format version {version}, {order}-endian; expected {_FORMAT_VERSION}, "
-            f"{sys.byteorder}-endian: run the version of shardwell that wrote it, on such a machine"
-        )
-    salt = found.pop("salt")
-    return Layout(**{**found, "initial_slots": tuple(found["initial_slots"])}), salt
 
 
 class MmapParameter:

@@ -23,8 +23,9 @@ from shardwell_server.store.journaled_parameter import (
     forget_images,
     restore_image,
 )
+from shardwell_server.store.layout_file import read_layout
 from shardwell_server.store.mapped_file import storage_error
-from shardwell_server.store.mmap_parameter import MmapParameter, read_layout
+from shardwell_server.store.mmap_parameter import MmapParameter
 from shardwell_server.store.store import Layout, ParameterStorage
 
 _LOG = logging.getLogger("shardwell_server")

@@ -1,0 +1,65 @@
+"""parameter.json: what the other files of a parameter's directory are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from fastcrc import crc32
+
+from shardwell.errors import StorageError
+from shardwell_server.store.mapped_file import storage_error
+from shardwell_server.store.store import Layout
+
+_FORMAT_VERSION = 1
+
+
+def write_layout(path: Path, layout: Layout, salt: int) -> None:
+    """Writes parameter.json.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    text = json.dumps(
+        {
+            "format_version": _FORMAT_VERSION,
+            "byte_order": sys.byteorder,
+            "salt": salt,
+            "name": layout.name,
+            "slice_size": layout.slice_size,
+            "chunk_element_count": layout.chunk_element_count,
+            "with_sum": layout.with_sum,
+            "initial_slots": layout.initial_slots,
+            "description": layout.description,
+        },
+        indent=2,
+    )
+    path.write_text(f"{text}\n{crc32.iscsi(text.encode()):08x}\n")
+
+
+def read_layout(path: Path) -> tuple[Layout, int]:
+    """The layout and salt in parameter.json.
+
+    Raises:
+        StorageError: it is damaged, or another version's.
+    """
+    try:
+        text, _, crc = path.read_text().strip().rpartition("\n")
+        found = json.loads(text)
+    except OSError as error:
+        raise storage_error(path, error, "reading it") from None
+    except ValueError as error:
+        raise StorageError(f"{path} is no JSON ({error}); restore it from a copy") from None
+    if crc != f"{crc32.iscsi(text.encode()):08x}":
+        raise StorageError(
+            f"{path} was damaged: its last line is no CRC32C of the rest; restore it"
+        )
+    version, order = found.pop("format_version", None), found.pop("byte_order", sys.byteorder)
+    if (version, order) != (_FORMAT_VERSION, sys.byteorder):
+        raise StorageError(
+            f"{path} has format version {version}, {order}-endian; expected {_FORMAT_VERSION}, "
+            f"{sys.byteorder}-endian: run the version of shardwell that wrote it, on such a machine"
+        )
+    salt = found.pop("salt")
+    return Layout(**{**found, "initial_slots": tuple(found["initial_slots"])}), salt
