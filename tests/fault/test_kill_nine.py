@@ -59,6 +59,13 @@ CASES = [
         steps=12,
     ),
     SiegeCase(
+        name="large chunks of one shard",
+        plan=TrainingPlan(size=1_200_000, optimizer=shardwell.Adam(learning_rate=0.125)),
+        chunk_size_bytes=2**20,
+        shard_count=1,
+        steps=12,
+    ),
+    SiegeCase(
         name="many chunks, three shards",
         plan=TrainingPlan(size=30_000, codec="fp32+lz4"),
         chunk_size_bytes=256,
