@@ -2,10 +2,11 @@
 # Another Python: make demo PYTHON=python3.12
 
 PYTHON ?= python3
+MINUTES ?= 10
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup test test-torch demo lint protos bench
+.PHONY: help setup test test-torch demo lint protos bench soak
 
 BIN := .venv/bin
 TORCH := torch==2.13.0+cpu
@@ -15,6 +16,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 help:
 	@echo "make demo    train a digits classifier on a cluster, and watch (20 s)"
 	@echo "make test    all tests"
+	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
 	@echo "make lint    ruff, mypy, import-linter, stubs and protos"
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
 	@echo "make bench   the figures of the README"
@@ -25,6 +27,9 @@ demo: .venv/.has-demo
 
 test: .venv/.has-test
 	@$(BIN)/python -m pytest
+
+soak: .venv/.has-test
+	@SHARDWELL_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m soak -s tests/fault/test_kill_nine.py
 
 # torch's CPU build is not on PyPI, and its other builds bring gigabytes; where there is none,
 # say so and go on: the optimizers are compared with float64 arithmetic in any case.
