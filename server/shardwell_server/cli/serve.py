@@ -13,6 +13,7 @@ import click
 
 from shardwell.malloc import tune_malloc
 from shardwell_server.app import ShardServer
+from shardwell_server.cli.last_resort import end_when_a_thread_dies, raise_file_limit
 from shardwell_server.cli.stopping import stop_requested
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.local_cluster import SERVING_LINE
@@ -163,6 +164,8 @@ def serve(
         limits=Limits(**limits),
     )
     tune_malloc(arena_count_max=_ARENA_COUNT_MAX)
+    raise_file_limit()
+    end_when_a_thread_dies()
     stop = stop_requested(exit_with_parent=exit_with_parent)
     with contextlib.ExitStack() as stack:
         claimed = None if data_dir is None else stack.enter_context(DataDir(data_dir, config))
