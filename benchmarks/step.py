@@ -1,7 +1,8 @@
 """One synchronous step beside bare gRPC, in one run.
 
     python benchmarks/step.py [--workers 2] [--shards 2] [--megabytes 64] [--codec fp16]
-                              [--chunk-kib 1024] [--steps 15] [--data-dir DIR] [--json FILE]
+                              [--chunk-kib 1024] [--steps 15] [--json FILE]
+                              [--data-dir DIR] [--durability process|step|SECONDS]
 
 W workers each push an N MB float32 gradient and get N MB of weights back from S shards, SGD. Beside
 it, the floor: the same encoded bytes, in messages of the same size, both ways between as many
@@ -191,6 +192,7 @@ def main() -> None:
     parser.add_argument("--chunk-kib", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--data-dir", type=Path, help="default: the directory for temporary files")
+    parser.add_argument("--durability", default="process", help="of the mapped files")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     times: dict[str, list[float]] = {row: [] for row in ROWS}
@@ -199,7 +201,11 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=args.data_dir) as data_dir,
         LocalCluster(args.shards, processes=True, chunk_size_bytes=chunk_size_bytes) as cluster,
         LocalCluster(
-            args.shards, data_dir, processes=True, chunk_size_bytes=chunk_size_bytes
+            args.shards,
+            data_dir,
+            processes=True,
+            chunk_size_bytes=chunk_size_bytes,
+            durability=args.durability,
         ) as kept,
     ):
         pid = cluster.children[0].pid
