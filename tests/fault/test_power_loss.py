@@ -24,6 +24,7 @@ from shardwell.errors import StorageError
 from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, ShardConfig
 from shardwell_server.store.data_dir import DataDir
+from shardwell_server.store.journal import Journal
 
 SIZE = 1000
 MAPPED = ("weights", "gradient_sum", "slot-0", "records", "marks", "undo")
@@ -200,6 +201,55 @@ def test_power_may_be_lost_again_and_again(tmp_path: Path, disk: Disk) -> None:
             np.testing.assert_array_equal(run.step(number), expected[number])
             disk.lose_power(tmp_path / f"{number}", tmp_path / f"{number + 1}")
             run.close()
+
+
+@pytest.mark.parametrize("asks", ["again", "next_step"])
+def test_what_a_killed_process_left_is_synced_before_it_is_acknowledged(
+    tmp_path: Path, disk: Disk, asks: str
+) -> None:
+    with served(tmp_path / "first", "3600") as target:  # counted, journaled and not synced
+        run = Run(target, OPTIMIZERS[0])
+        assert run.models[0].put_gradient(gradient(0, 0)) == 0
+        shutil.copytree(tmp_path / "first", tmp_path / "second")  # what a kill leaves
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        assert run.models[0].next_step == 1
+        if asks == "again":
+            run.models[0].next_step = 0
+            assert run.models[0].put_gradient(gradient(0, 0)) == 0
+        disk.lose_power(tmp_path / "second", tmp_path / "third")
+        run.close()
+    with served(tmp_path / "third", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        assert [model.next_step for model in run.models] == [1, 0]
+        run.close()
+
+
+def test_what_is_told_by_next_step_is_synced(tmp_path: Path, disk: Disk) -> None:
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        run.step(0)
+        held, real = threading.Event(), Journal.sync
+
+        def sync(journal: Journal) -> None:
+            if not held.is_set():
+                raise StorageError("the disk is slow")  # the answer is lost, the gradient counted
+            real(journal)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Journal, "sync", sync)
+            with pytest.raises(StorageError, match="slow"):
+                run.models[0].put_gradient(gradient(1, 0))
+            held.set()
+            run.models[0].reopen()
+        assert run.models[0].next_step == 2
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        assert [model.next_step for model in run.models] == [2, 1]
+        run.close()
 
 
 def test_seconds_keep_what_was_synced(tmp_path: Path, disk: Disk) -> None:

@@ -107,7 +107,7 @@ class ParameterSlice:
             if worker_id:
                 self._register.remember(worker_id)
             standing = self._register.is_standing  # what is only staged may have any version
-            return pb.CreateParameterResponse(
+            response = pb.CreateParameterResponse(
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
                 chunk_element_count=self.chunk_element_count,
@@ -116,6 +116,8 @@ class ParameterSlice:
                 initialized=standing,
                 init_epoch=self._register.standing_epoch,
             )
+        self.make_durable()  # next_step tells that the steps before it were counted
+        return response
 
     def claim_init(self, worker_id: str, patience: Patience) -> pb.ClaimInitResponse:
         """Grants the right to set the first weights, or waits until another has set them."""

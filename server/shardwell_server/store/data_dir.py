@@ -93,7 +93,10 @@ class DataDir:
             )
         written = path.with_suffix(".json.new")
         try:
-            written.write_text(json.dumps(identity, indent=2) + "\n")
+            with written.open("w") as file:
+                file.write(json.dumps(identity, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(written, path)
         except OSError as error:
             raise DataDirError(

@@ -43,6 +43,15 @@ def sync_directory(path: Path) -> None:
         os.close(file)
 
 
+def sync_file(path: Path) -> None:
+    """Makes what a file holds survive a loss of power."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def segments(directory: Path) -> dict[int, Path]:
     """The segments of a parameter by number, in order."""
     found = {int(path.name.removeprefix(_PREFIX)): path for path in directory.glob(f"{_PREFIX}*")}

@@ -18,7 +18,13 @@ from pathlib import Path
 
 from shardwell.codec import Bytes
 from shardwell.errors import StorageError
-from shardwell_server.store.journal import Journal, read_entries, segments, sync_directory
+from shardwell_server.store.journal import (
+    Journal,
+    read_entries,
+    segments,
+    sync_directory,
+    sync_file,
+)
 from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.mmap_parameter import MmapParameter
 from shardwell_server.store.store import JournalEntry
@@ -94,6 +100,15 @@ class JournaledParameter(MmapParameter):
         Raises:
             StorageError: the journal can't be written.
         """
+        try:  # an earlier process may have left them with the kernel alone
+            for name in ("parameter.json", "events"):
+                sync_file(self.directory / name)
+            for path in segments(self.directory).values():
+                sync_file(path)
+            sync_directory(self.directory)
+            sync_directory(self.directory.parent)
+        except OSError as error:
+            raise storage_error(self.directory, error, "syncing it") from None
         self._syncs_each = syncs_each
         self._events.is_synced = True
         self._journal = Journal(self.directory, self._salt, self._reached)
