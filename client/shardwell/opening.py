@@ -43,6 +43,15 @@ class Opening:
         """
         # While one shard is waited for the others go on, so all are asked again.
         answers = attempts.run(lambda: [self._join(c, attempts) for c in self._channels])
+        unconfirmed: StepOrderError | None = None
+        if answers[0].initialized and not all(answer.initialized for answer in answers):
+            # Whoever set the first weights, or restored them, did not come so far, or not yet.
+            epoch = answers[0].init_epoch
+            try:
+                attempts.run(lambda: confirm(self._spec.name, self._channels, epoch, attempts))
+            except StepOrderError as error:
+                unconfirmed = error
+            answers = attempts.run(lambda: [self._join(c, attempts) for c in self._channels])
         parts: list[Part] = []
         for channel, answer in zip(self._channels, answers, strict=True):
             if answer.slice_size:
@@ -56,9 +65,8 @@ class Opening:
                 "lost its memory; start the training again under another name",
                 parameter=self._spec.name,
             )
-        if answers[0].initialized and not all(answer.initialized for answer in answers):
-            epoch = answers[0].init_epoch
-            attempts.run(lambda: confirm(self._spec.name, self._channels, epoch, attempts))
+        if unconfirmed is not None:
+            raise unconfirmed
         return parts, min(next_steps)
 
     def take_seat(self, attempts: Attempts) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -24,7 +26,9 @@ from shardwell_server.store.data_dir import DataDir
 _LOG = logging.getLogger("shardwell_server")
 _UNARY_THREAD_COUNT = 32
 """Threads beyond those of streams, so that status and health are answered when all streams are."""
-_TEND_INTERVAL_S = 1.0
+_IMAGE_LOOK_INTERVAL_S = 0.5
+_IMAGE_RETRY_INTERVAL_S = 10.0
+"""After an image could not be written: mostly a full disk."""
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
@@ -61,7 +65,8 @@ class ShardServer:
             MmapStore(data_dir.path, durability=config.durability) if data_dir else MemoryStore()
         )
         self.shard = Shard(config, store, None if data_dir is None else data_dir.path)
-        self._tender = threading.Thread(target=self._tend, name="shardwell-tend")
+        self._syncer = threading.Thread(target=self._sync, name="shardwell-sync")
+        self._imager = threading.Thread(target=self._image, name="shardwell-image")
         self._verifier = threading.Thread(target=self._verify, name="shardwell-verify")
         self._streams = OpenStreams(limits.stream_count_max)
         thread_count = limits.stream_count_max + _UNARY_THREAD_COUNT
@@ -97,8 +102,10 @@ class ShardServer:
         """Begins to answer; what an earlier process left is verified meanwhile."""
         self._server.start()
         self._verifier.start()
+        if self.config.durability.interval_s is not None:
+            self._syncer.start()
         if not self.config.durability.is_process:
-            self._tender.start()
+            self._imager.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         _LOG.info(
             "shard is serving",
@@ -124,7 +131,7 @@ class ShardServer:
         stopped.wait()
         self.shard.stop()
         self._threads.shutdown()
-        for thread in (self._verifier, self._tender):
+        for thread in (self._verifier, self._syncer, self._imager):
             if thread.ident is not None:
                 thread.join()
         self.shard.close()
@@ -141,14 +148,30 @@ class ShardServer:
                 except ShardwellError as error:
                     _LOG.error("a chunk is damaged", extra={"reason": error.message})
 
-    def _tend(self) -> None:
-        """Keeps the promise of `--durability SECONDS`, and journals short."""
-        interval_s = self.config.durability.interval_s or _TEND_INTERVAL_S
-        while not self.shard.wait_for_stop(interval_s):
-            try:
-                self.shard.tend()
-            except ShardwellError as error:
-                _LOG.error("could not write to disk", extra={"reason": error.message})
+    def _sync(self) -> None:
+        """Keeps the promise of `--durability SECONDS`."""
+        interval_s = self.config.durability.interval_s or 0.0
+        due_s = time.monotonic() + interval_s
+        while not self.shard.wait_for_stop(max(due_s - time.monotonic(), 0.0)):
+            due_s = time.monotonic() + interval_s
+            self._logged(self.shard.sync)
+
+    def _image(self) -> None:
+        """Keeps journals short."""
+        pause_s = _IMAGE_LOOK_INTERVAL_S
+        while not self.shard.wait_for_stop(pause_s):
+            is_done = self._logged(self.shard.make_images)
+            pause_s = _IMAGE_LOOK_INTERVAL_S if is_done else _IMAGE_RETRY_INTERVAL_S
+
+    @staticmethod
+    def _logged(act: Callable[[], None]) -> bool:
+        """Whether it succeeded; an operator reads it where not."""
+        try:
+            act()
+        except ShardwellError as error:
+            _LOG.error("could not write to disk", extra={"reason": error.message})
+            return False
+        return True
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         self._health.set("", status)

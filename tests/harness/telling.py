@@ -57,6 +57,7 @@ def writes_of_story(path: Path, *, durability: str = "process") -> list[Written]
         for call in story():
             call.make(shard)
             answered_count += 1
+            shard.make_images()  # as its thread does now and then
     return found
 
 

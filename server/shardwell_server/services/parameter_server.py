@@ -167,6 +167,7 @@ class ParameterServerService:
         with self._streams.opened():
             for index in range(parameter.chunk_count):
                 message = parameter.weights_message(index, request.min_version, patience)
+                parameter.make_durable()  # nobody goes on from what could still be lost
                 self._shard.traffic.add(sent=len(message))
                 yield message
 

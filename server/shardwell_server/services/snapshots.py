@@ -48,6 +48,7 @@ def snapshot_messages(
             where = parameter.where.chunk(index, parameter.chunk_element_count)
             arrays = [buffer[: where.size] for buffer in buffers]
             found, rate = parameter.capture(index, snapshot, patience, arrays)
+            parameter.make_durable()
             for array_index, array in enumerate(arrays):
                 header = pb.SnapshotResponse(
                     version=found, array_index=array_index, learning_rate=rate

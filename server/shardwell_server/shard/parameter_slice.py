@@ -7,7 +7,9 @@ changes rarely. Order: the register's lock is never taken while a chunk's is hel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from shardwell_server.shard.chunk import Chunk
 from shardwell_server.shard.contributions import Contributions
 from shardwell_server.shard.encoded_weights import EncodedWeights
 from shardwell_server.shard.ledger import StepLedger
-from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.patience import CallerGoneError, Patience
 from shardwell_server.shard.refusals import workers_missing
 from shardwell_server.shard.register import Register
 from shardwell_server.shard.snapshot import Snapshot, Snapshots
@@ -82,6 +84,7 @@ class ParameterSlice:
             count_max=limits.snapshot_count_max,
         )
         """Of this slice, under way."""
+        self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
         self._contributions = Contributions(
             spec, self._chunks, self._ledger, self._register, storage, rule, self.snapshots
@@ -191,7 +194,7 @@ class ParameterSlice:
                     self.storage.settle(index, record)
                     self._ledger.records[index] = record
                     chunk.is_verified = True
-                self._make_image()  # before anybody is told that they are here
+                self._write_image(lambda: False)  # before anybody is told that they are here
                 self._encoded.forget()
                 self._register.finish_first(epoch, learning_rate)
             return self._ledger.version_min()
@@ -228,19 +231,29 @@ class ParameterSlice:
         """
         self.storage.make_durable()
 
-    def tend(self) -> None:
-        """Writes the journal to disk, and an image when it is time; to be called now and then.
+    def sync(self) -> None:
+        """Writes the journal to disk.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        self.storage.sync()
+
+    def make_image(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        """Writes an image if it is time, and unless the shard is stopping meanwhile.
 
         Raises:
             StorageError: the disk failed, or is full.
         """
-        self.storage.sync()
         if self.storage.wants_image and self._register.is_standing:
-            self._make_image()
+            with contextlib.suppress(CallerGoneError):
+                self._write_image(is_stopping)
 
-    def _make_image(self) -> None:
-        with self.storage.imaging() as add:
+    def _write_image(self, is_stopping: Callable[[], bool]) -> None:
+        with self._image_lock, self.storage.imaging() as add:
             for index, chunk in enumerate(self._chunks):
+                if is_stopping():
+                    raise CallerGoneError
                 with chunk.changed:
                     chunk.verify()
                     add(index)

@@ -6,7 +6,7 @@ on with it. Events, as JSON objects:
     {"kind": "worker", "worker_id": W}                       W opened the parameter
     {"kind": "seat", "worker_id": W}                         W takes the next seat
     {"kind": "first_weights", "epoch": E, "staged_epoch": S, "standing": B,
-     "learning_rate": R or null}                             R begins when they stand
+     "learning_rate": R or null}         and "from_step": N when R is the rate from step N on
     {"kind": "learning_rate", "from_step": N, "learning_rate": R}
 """
 
@@ -148,7 +148,6 @@ class Register:
         """All of them are written, and the ledger has their version; the lock is held."""
         with self._changing_first() as first:
             first.finish(epoch, learning_rate)
-            self._begin_rate(first)
         self._init_changed.notify_all()
 
     def confirm_first(self, epoch: int) -> None:
@@ -159,16 +158,7 @@ class Register:
         """
         with self._changing_first() as first:
             first.confirm(epoch)
-            self._begin_rate(first)
         self._init_changed.notify_all()
-
-    def _begin_rate(self, first: FirstWeightsState) -> None:
-        """Sets the rate that came with first weights, if they are about to stand."""
-        rate = first.learning_rate
-        if rate is not None and first.standing and not self._first.standing:
-            version = self._ledger.version_max()
-            self._log({"kind": "learning_rate", "from_step": version, "learning_rate": rate})
-            self._rates.change(version, rate)
 
     @contextlib.contextmanager
     def _changing_first(self) -> Iterator[FirstWeightsState]:
@@ -176,7 +166,14 @@ class Register:
         changed = copy.copy(self._first)
         yield changed
         if changed.facts() != self._first.facts():
-            self._log({"kind": "first_weights", **changed.facts()})
+            event: Event = {"kind": "first_weights", **changed.facts()}
+            rate = changed.learning_rate
+            if rate is not None and changed.standing and not self._first.standing:
+                # It came with the values, and is theirs from this event on.
+                event["from_step"] = self._ledger.version_max()
+            self._log(event)
+            if rate is not None and "from_step" in event:
+                self._rates.change(event["from_step"], rate)
         self._first = changed
 
     # Learning rates.
@@ -253,7 +250,10 @@ class Register:
                         self._ledger.restore_seat(event["worker_id"], next(marks))
                     case "first_weights":
                         facts = {key: value for key, value in event.items() if key != "kind"}
+                        from_step = facts.pop("from_step", None)
                         self._first.restore(**facts)
+                        if from_step is not None:
+                            self._rates.change(from_step, facts["learning_rate"])
                     case "learning_rate":
                         self._rates.change(event["from_step"], event["learning_rate"])
                     case kind:

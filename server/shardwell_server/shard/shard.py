@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
@@ -68,7 +69,7 @@ class Shard:
         for layout, storage in store.recover():
             self._recover(layout, storage)
         store.recovered()
-        self.tend()
+        self.make_images()
 
     def check_identity(self, meant: types_pb2.ShardIdentity) -> None:
         """Refuses a request that is meant for another shard.
@@ -97,11 +98,12 @@ class Shard:
         """
         with self._lock:
             known = self._parameters.get(spec.name)
+            is_new = known is None
             if known is None:
-                known = self._make(spec)
-                known.tend()
-                self._parameters[spec.name] = known
-                return known, True
+                known = self._parameters[spec.name] = self._make(spec)
+        known.make_image()  # of what needs no first weights, before anybody is told of it
+        if is_new:
+            return known, True
         differences = known.spec.differences(spec)
         if differences:
             raise SpecMismatchError(
@@ -208,14 +210,31 @@ class Shard:
         """Bytes of all arrays."""
         return self._stored_bytes
 
-    def tend(self) -> None:
-        """See ParameterSlice.tend, for all.
+    def sync(self) -> None:
+        """Writes all journals to disk.
 
         Raises:
-            StorageError: the disk failed, or is full.
+            StorageError: the disk failed for one, the others notwithstanding.
         """
+        self._for_all(ParameterSlice.sync)
+
+    def make_images(self) -> None:
+        """Writes the images whose time it is.
+
+        Raises:
+            StorageError: the disk failed, or is full, for one, the others notwithstanding.
+        """
+        self._for_all(lambda parameter: parameter.make_image(self.is_stopping))
+
+    def _for_all(self, act: Callable[[ParameterSlice], None]) -> None:
+        failed: StorageError | None = None
         for parameter in self.parameters():
-            parameter.tend()
+            try:
+                act(parameter)
+            except StorageError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""

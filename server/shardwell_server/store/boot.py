@@ -10,8 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from shardwell_server.store.journal import sync_directory
-from shardwell_server.store.mapped_file import storage_error
+from shardwell_server.store.mapped_file import storage_error, sync_directory
 
 _BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
-from shardwell_server.store.mapped_file import reserve, storage_error
+from shardwell_server.store.mapped_file import reserve, storage_error, sync_directory
 from shardwell_server.store.store import Event
 
 _LOG = logging.getLogger("shardwell_server")
@@ -137,6 +137,8 @@ class EventLog:
             try:
                 following.create(events)
                 os.replace(following._path, self._path)
+                if self.is_synced:
+                    sync_directory(self._path.parent)
                 self._reached("compacted events' name")
             except OSError as error:  # the events stand where they are
                 _LOG.warning(

@@ -14,6 +14,7 @@ What follows the last whole entry of a segment was never synced, or was damaged.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
@@ -24,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from fastcrc import crc32
 
-from shardwell_server.store.mapped_file import storage_error
+from shardwell_server.store.mapped_file import storage_error, sync_directory
 from shardwell_server.store.store import JournalEntry
 
 _MAGIC = 0x314A5753  # "SWJ1"
@@ -32,24 +33,8 @@ _HEAD = struct.Struct("<IIIIQqqidI")
 _CRC = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CRC.size
 _PREFIX = "journal-"
-
-
-def sync_directory(path: Path) -> None:
-    """Makes names in a directory survive a loss of power."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def sync_file(path: Path) -> None:
-    """Makes what a file holds survive a loss of power."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+FAILED_NAME = "failed-journal"
+"""A file that is there while a segment may lack what could not be synced."""
 
 
 def segments(directory: Path) -> dict[int, Path]:
@@ -60,7 +45,9 @@ def segments(directory: Path) -> dict[int, Path]:
 
 def read_entries(path: Path, salt: int) -> Iterator[tuple[JournalEntry, int]]:
     """The whole entries of a segment, and where each ends."""
-    data = np.fromfile(path, np.uint8)
+    if not path.stat().st_size:
+        return
+    data = np.memmap(path, np.uint8, "r")
     start = 0
     while start + _HEAD_BYTES <= data.size:
         head = data[start : start + _HEAD.size].tobytes()
@@ -71,7 +58,7 @@ def read_entries(path: Path, salt: int) -> Iterator[tuple[JournalEntry, int]]:
         end = start + _HEAD_BYTES + length
         if magic != _MAGIC or head_crc != crc32.iscsi(head, salt) or end > data.size:
             return
-        payload = data[start + _HEAD_BYTES : end].copy()  # aligned for the codecs
+        payload = np.array(data[start + _HEAD_BYTES : end])  # aligned for the codecs
         if crc != crc32.iscsi(payload.data):
             return
         yield JournalEntry(chunk, seat, sequence, step, samples, exponent, rate, payload), end
@@ -91,30 +78,35 @@ class Journal:
         self._size = 0
         self._written = 0
         self._synced = 0
-        self._failed = False
+        self.has_failed = (directory / FAILED_NAME).exists()
+        """Whether a sync has failed, now or in an earlier process, and no image was made since."""
         self.number = 0
         """Of the segment that is written."""
 
     def begin_segment(self) -> int:
-        """Goes on in a new segment; returns its number.
+        """Goes on in a new segment, unless nothing was written to this one; returns its number.
 
         Raises:
             StorageError: it can't be made.
         """
+        if self._file >= 0 and self._size == 0:
+            return self.number
         number = max([self.number, *segments(self._directory)], default=0) + 1
-        path = self._directory / f"{_PREFIX}{number:06d}"
+        path = self._path(number)
+        file = -1
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             self._reached("journal segment")
             sync_directory(self._directory)
         except OSError as error:
+            if file >= 0:
+                os.close(file)
             raise storage_error(path, error, "beginning it") from None
-        self.sync()
         with self._sync_lock, self._append_lock:
             if self._file >= 0:
-                os.fdatasync(self._file)  # what came since
+                with contextlib.suppress(OSError):  # told by the next `sync`
+                    self._sync_file()
                 os.close(self._file)
-            self._synced = self._written
             self._file, self._size, self.number = file, 0, number
         return number
 
@@ -155,8 +147,7 @@ class Journal:
                     written += os.pwrite(self._file, rest, self._size + written)
             except OSError as error:
                 os.ftruncate(self._file, self._size)
-                path = self._directory / f"{_PREFIX}{self.number:06d}"
-                raise storage_error(path, error, "writing a gradient") from None
+                raise storage_error(self._path(self.number), error, "writing a gradient") from None
             self._reached("journal entry")
             self._size += size
             self._written += 1
@@ -168,26 +159,46 @@ class Journal:
             StorageError: the disk failed; what was not synced must not be acknowledged.
         """
         wanted = self._written
-        if self._synced >= wanted:
+        if self._synced >= wanted and not self.has_failed:
             return
         with self._sync_lock:
-            if self._synced >= wanted:
+            if self._synced >= wanted and not self.has_failed:
                 return
-            wanted = self._written
             try:
-                if self._failed:  # the kernel tells of a lost page once
-                    raise OSError(errno.EIO, "an earlier sync failed")
-                os.fdatasync(self._file)
+                self._sync_file()
             except OSError as error:
-                self._failed = True
-                path = self._directory / f"{_PREFIX}{self.number:06d}"
-                raise storage_error(path, error, "syncing it") from None
-            self._synced = wanted
+                raise storage_error(self._path(self.number), error, "syncing it") from None
+
+    def _sync_file(self) -> None:
+        """One `fdatasync`; the lock of syncs is held."""
+        wanted = self._written
+        if self.has_failed:  # the kernel tells of a lost page once
+            raise OSError(errno.EIO, "an earlier sync failed, until an image is written")
+        try:
+            os.fdatasync(self._file)
+        except OSError:
+            self.has_failed = True
+            with contextlib.suppress(OSError):
+                (self._directory / FAILED_NAME).touch()
+            raise
+        self._synced = wanted
+
+    def repaired(self) -> None:
+        """An image stands that was begun after the newest segment was."""
+        with self._sync_lock:
+            if self.has_failed:
+                (self._directory / FAILED_NAME).unlink(missing_ok=True)
+                self.has_failed = False
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{_PREFIX}{number:06d}"
 
     def close(self) -> None:
         """Syncs and closes."""
         with self._sync_lock, self._append_lock:
             if self._file >= 0:
-                os.fdatasync(self._file)
-                os.close(self._file)
-                self._file = -1
+                try:
+                    self._sync_file()
+                finally:
+                    os.close(self._file)
+                    self._file = -1

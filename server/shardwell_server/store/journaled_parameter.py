@@ -18,14 +18,8 @@ from pathlib import Path
 
 from shardwell.codec import Bytes
 from shardwell.errors import StorageError
-from shardwell_server.store.journal import (
-    Journal,
-    read_entries,
-    segments,
-    sync_directory,
-    sync_file,
-)
-from shardwell_server.store.mapped_file import storage_error
+from shardwell_server.store.journal import Journal, read_entries, segments
+from shardwell_server.store.mapped_file import storage_error, sync_directory, sync_file
 from shardwell_server.store.mmap_parameter import MmapParameter
 from shardwell_server.store.store import JournalEntry
 
@@ -53,14 +47,15 @@ def forget_images(
         StorageError: they can't be removed.
     """
     try:
-        for number, path in segments(directory).items():
-            if before is None or number < before:
-                path.unlink()
-                reached("segment forgotten")
         for number, path in images(directory).items():
             if before is None or number < before:
                 path.rename(path.with_suffix(".new"))  # a part of one is no image
                 reached("image forgotten")
+        sync_directory(directory)  # a segment is needed for as long as its image is there
+        for number, path in segments(directory).items():
+            if before is None or number < before:
+                path.unlink()
+                reached("segment forgotten")
         for path in directory.glob(f"{_PREFIX}*.new"):
             shutil.rmtree(path)
     except OSError as error:
@@ -89,6 +84,7 @@ class JournaledParameter(MmapParameter):
     """See the module."""
 
     _journal: Journal | None = None
+    _older_bytes = 0
     _syncs_each = False
 
     def begin(self, *, syncs_each: bool) -> None:
@@ -101,19 +97,17 @@ class JournaledParameter(MmapParameter):
             StorageError: the journal can't be written.
         """
         try:  # an earlier process may have left them with the kernel alone
-            for name in ("parameter.json", "events"):
-                sync_file(self.directory / name)
+            self.sync_names()
             for path in segments(self.directory).values():
                 sync_file(path)
-            sync_directory(self.directory)
-            sync_directory(self.directory.parent)
         except OSError as error:
             raise storage_error(self.directory, error, "syncing it") from None
         self._syncs_each = syncs_each
         self._events.is_synced = True
         self._journal = Journal(self.directory, self._salt, self._reached)
+        self._older_bytes = sum(p.stat().st_size for p in segments(self.directory).values())
         self._journal.begin_segment()
-        self.wants_image = not images(self.directory)
+        self.wants_image = not images(self.directory) or self._journal.has_failed
 
     def journal(
         self,
@@ -141,18 +135,22 @@ class JournaledParameter(MmapParameter):
                 payload,
             )
         )
-        if self._journal.size_bytes > max(2 * self._layout.size_bytes, _IMAGE_AT_BYTES_MIN):
+        size_bytes = self._older_bytes + self._journal.size_bytes
+        if size_bytes > max(2 * self._layout.size_bytes, _IMAGE_AT_BYTES_MIN):
             self.wants_image = True
 
     def make_durable(self) -> None:
         """See ParameterStorage."""
-        if self._syncs_each and self._journal is not None:
-            self._journal.sync()
+        if self._syncs_each:
+            self.sync()
 
     def sync(self) -> None:
         """See ParameterStorage."""
         if self._journal is not None:
-            self._journal.sync()
+            try:
+                self._journal.sync()
+            finally:
+                self.wants_image = self.wants_image or self._journal.has_failed
 
     def replay(self) -> Iterator[JournalEntry]:
         """See ParameterStorage."""
@@ -187,6 +185,7 @@ class JournaledParameter(MmapParameter):
         if self._journal is None:
             yield lambda chunk_index: None
             return
+        self._older_bytes += self._journal.size_bytes
         number = self._journal.begin_segment()
         standing = self.directory / f"{_PREFIX}{number:06d}"
         making = standing.with_suffix(".new")
@@ -205,8 +204,22 @@ class JournaledParameter(MmapParameter):
             raise storage_error(standing, error, "making an image") from None
         finally:
             shutil.rmtree(making, ignore_errors=True)
-        self.wants_image = False
+        self._journal.repaired()
+        self.wants_image, self._older_bytes = False, 0
         forget_images(self.directory, self._reached, before=number)
+
+    def stop_journaling(self) -> None:
+        """Makes image and journal superfluous, and removes them.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        if images(self.directory) or segments(self.directory):
+            try:
+                super().close()
+            except OSError as error:
+                raise storage_error(self.directory, error, "writing it to disk") from None
+        forget_images(self.directory, self._reached)
 
     def close(self) -> None:
         """See MmapParameter."""

@@ -42,6 +42,24 @@ def reserve(file: int, size_bytes: int) -> None:
         os.posix_fallocate(file, 0, size_bytes)
 
 
+def sync_directory(path: Path) -> None:
+    """Makes names in a directory survive a loss of power."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def sync_file(path: Path) -> None:
+    """Makes what a file holds survive a loss of power."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 NO_WORDS: memoryview[int] = memoryview(bytearray(8)).cast("Q")[:0]
 
 

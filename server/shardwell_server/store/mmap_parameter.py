@@ -38,7 +38,7 @@ from shardwell_server.store import chunk_records, undo
 from shardwell_server.store.chunk_records import ChunkRecords, StoredRecord
 from shardwell_server.store.event_log import EventLog
 from shardwell_server.store.layout_file import write_layout
-from shardwell_server.store.mapped_file import MappedFile
+from shardwell_server.store.mapped_file import MappedFile, sync_directory, sync_file
 from shardwell_server.store.marks import Marks
 from shardwell_server.store.store import ChunkRecord, Event, JournalEntry, Layout, Transition
 from shardwell_server.store.undo import Arrays, UndoArea
@@ -268,6 +268,18 @@ class MmapParameter:
         for file in self._files:
             file.sync()
         self._marks.sync()
+        self.sync_names()
+
+    def sync_names(self) -> None:
+        """Makes what is not mapped survive a loss of power, and the names of all files.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        for name in ("parameter.json", "events"):
+            sync_file(self.directory / name)
+        sync_directory(self.directory)
+        sync_directory(self.directory.parent)
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """See ParameterStorage."""

@@ -17,14 +17,9 @@ from pathlib import Path
 from shardwell.errors import StorageError
 from shardwell_server.config import Durability
 from shardwell_server.store.boot import Boot
-from shardwell_server.store.journal import sync_directory
-from shardwell_server.store.journaled_parameter import (
-    JournaledParameter,
-    forget_images,
-    restore_image,
-)
+from shardwell_server.store.journaled_parameter import JournaledParameter, restore_image
 from shardwell_server.store.layout_file import read_layout
-from shardwell_server.store.mapped_file import storage_error
+from shardwell_server.store.mapped_file import storage_error, sync_directory
 from shardwell_server.store.mmap_parameter import MmapParameter
 from shardwell_server.store.store import Layout, ParameterStorage
 
@@ -123,9 +118,7 @@ class MmapStore:
 
     def _begin(self, storage: JournaledParameter) -> None:
         if self._durability.is_process:
-            forget_images(
-                storage.directory, self._reached
-            )  # they would be older than the files from now on
+            storage.stop_journaling()  # both would be older than the files from now on
         else:
             storage.begin(syncs_each=self._durability.is_step)
 
