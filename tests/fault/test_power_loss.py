@@ -8,6 +8,7 @@ mapped files scrambled, and another start of the machine in boot.json. A server 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -23,8 +24,10 @@ from harness.polling import eventually
 from shardwell.errors import StorageError
 from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, ShardConfig
+from shardwell_server.store import journaled_parameter
 from shardwell_server.store.data_dir import DataDir
 from shardwell_server.store.journal import Journal
+from shardwell_server.store.mapped_file import MappedFile
 
 SIZE = 1000
 MAPPED = ("weights", "gradient_sum", "slot-0", "records", "marks", "undo")
@@ -339,3 +342,152 @@ def test_a_clean_stop_needs_no_journal(tmp_path: Path) -> None:
         boot = json.loads(boot_path.read_text())
         assert boot["state"] == "clean"
         boot_path.write_text(json.dumps({**boot, "boot_id": "another start"}))
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, part: str, error: int) -> threading.Event:
+    """Makes a call of the system on a file whose path holds `part` fail while the event is set."""
+    fails, real = threading.Event(), getattr(os, name)
+
+    def call(file: int, *given: int) -> object:
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if fails.is_set() and part in path:
+            raise OSError(error, os.strerror(error), path)
+        return real(file, *given)
+
+    monkeypatch.setattr(os, name, call)
+    return fails
+
+
+def test_a_sync_that_failed_is_made_good_by_an_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a lost page the kernel tells once; to ask again and believe it would be a lie."""
+    disk = Disk(monkeypatch)
+    fails = failing(monkeypatch, "fdatasync", "/journal-", errno.EIO)
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        expected = run.step(0)
+        fails.set()
+        with pytest.raises(StorageError, match=r"journal-\d+: syncing it failed"):
+            run.models[0].put_gradient(gradient(1, 0))
+        fails.clear()
+
+        # Not by asking again, but by the image that a thread of the shard writes now.
+        def is_taken() -> bool:
+            with contextlib.suppress(StorageError):
+                return run.models[0].put_gradient(gradient(1, 0)) == 1
+            return False
+
+        eventually("an image was made", is_taken)
+        assert not list((tmp_path / "first").rglob("failed-journal"))
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        assert [model.next_step for model in run.models] == [2, 1]
+        np.testing.assert_array_equal(run.models[0].get_weights(), expected)
+        run.close()
+
+
+def test_a_failed_sync_is_remembered_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    with served(tmp_path / "first", "3600") as target:
+        run = Run(target, OPTIMIZERS[0])
+        run.step(0)
+        shutil.copytree(tmp_path / "first", tmp_path / "second")
+        run.close()
+    (kept,) = (tmp_path / "second" / "parameters").iterdir()
+    (kept / "failed-journal").touch()  # as the process that is gone left it
+    with served(tmp_path / "second", "step") as target:
+        assert not (kept / "failed-journal").exists()
+        (image,) = kept.glob("image-*")
+        (journal,) = kept.glob("journal-*")
+        assert image.name.rpartition("-")[2] == journal.name.rpartition("-")[2]
+        run = Run(target, OPTIMIZERS[0])
+        assert {model.next_step for model in run.models} == {1}
+        disk.lose_power(tmp_path / "second", tmp_path / "third")
+        run.close()
+    with served(tmp_path / "third", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        assert {model.next_step for model in run.models} == {1}
+        run.close()
+
+
+def test_one_image_that_fails_stops_no_other_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journaled_parameter, "_IMAGE_AT_BYTES_MIN", 0)
+    disk = Disk(monkeypatch)
+    with (
+        served(tmp_path / "first", "0.05") as target,
+        shardwell.connect(target, worker_id="w", timeout_s=30) as client,
+    ):
+        models = [client.parameter(name, size=SIZE, optimizer=OPTIMIZERS[0]) for name in ("a", "b")]
+        for model in models:
+            model.init(np.zeros(SIZE, np.float32))
+        full = failing(monkeypatch, "posix_fallocate", "/000001/image-", errno.ENOSPC)
+        full.set()
+        for _ in range(8):
+            for model in models:
+                model.exchange(gradient(0, 0))
+
+        def synced() -> bool:
+            to = tmp_path / "second"
+            shutil.rmtree(to, ignore_errors=True)
+            disk.lose_power(tmp_path / "first", to)
+            with (
+                served(to, "process") as again,
+                shardwell.connect(again, worker_id="w", timeout_s=30) as other,
+            ):
+                opened = [
+                    other.parameter(name, size=SIZE, optimizer=OPTIMIZERS[0]) for name in ("a", "b")
+                ]
+                return all(model.next_step == 8 for model in opened)
+
+        eventually("both were synced", synced, timeout_s=20)
+        segments = list((tmp_path / "first" / "parameters" / "000001").glob("journal-*"))
+        assert len(segments) <= 3
+
+
+def test_without_room_for_an_image_a_parameter_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = failing(monkeypatch, "posix_fallocate", "/image-", errno.ENOSPC)
+    with served(tmp_path / "first", "step") as target:
+        full.set()
+        with shardwell.connect(target, worker_id="w", timeout_s=10) as client:
+            for _ in range(2):
+                with pytest.raises(StorageError, match="No space left on device"):
+                    client.parameter("m", size=SIZE, optimizer=shardwell.Average())
+            full.clear()
+            model = client.parameter("m", size=SIZE, optimizer=shardwell.Average())
+            np.testing.assert_array_equal(model.exchange(gradient(0, 0)), gradient(0, 0))
+
+
+@pytest.mark.parametrize("loses_power_first", [False, True])
+def test_going_back_to_process_loses_nothing(
+    tmp_path: Path, disk: Disk, loses_power_first: bool
+) -> None:
+    """The files themselves are synced before image and journal are removed."""
+    expected = trained(tmp_path, 3, OPTIMIZERS[1])
+    synced: set[str] = set()
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, OPTIMIZERS[1])
+        for step in range(3):
+            run.step(step)
+        if loses_power_first:
+            disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    path = tmp_path / ("second" if loses_power_first else "first")
+    real = MappedFile.sync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MappedFile, "sync", lambda file: (synced.add(file.path.name), real(file)))
+        with served(path, "process") as target:
+            assert {"weights", "slot-0", "records", "marks"} <= synced
+            assert not [*path.rglob("image-*"), *path.rglob("journal-*")]
+            run = Run(target, OPTIMIZERS[1])
+            assert {model.next_step for model in run.models} == {3}
+            np.testing.assert_array_equal(run.models[0].get_weights(), expected[2])
+            run.close()

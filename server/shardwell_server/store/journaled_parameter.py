@@ -224,5 +224,6 @@ class JournaledParameter(MmapParameter):
     def close(self) -> None:
         """See MmapParameter."""
         if self._journal is not None:
-            self._journal.close()
+            with contextlib.suppress(OSError):  # remembered; the files themselves are enough
+                self._journal.close()
         super().close()

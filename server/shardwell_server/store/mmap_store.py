@@ -169,9 +169,12 @@ class MmapStore:
         opened, self._open = self._open, []
         if not opened:
             return
-        try:
-            for storage in opened:
+        failed: OSError | None = None
+        for storage in opened:
+            try:
                 storage.close()
-        except OSError as error:
-            raise storage_error(self._path, error, "writing everything to disk") from None
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise storage_error(self._path, failed, "writing everything to disk")
         self._boot.mark("clean")
