@@ -16,11 +16,16 @@ import pytest
 import shardwell
 from harness.polling import eventually
 from harness.wire_worker import WireParameter, WireWorker, error_detail, spec
+from shardwell import first_weights
 from shardwell.checkpointing import _CheckpointValues
 from shardwell.slice_file import SliceWriter
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
 from shardwell_server import LocalCluster
+from shardwell_server.app import ShardServer
+from shardwell_server.config import ShardConfig
+from shardwell_server.shard.patience import Patience
+from shardwell_server.store.data_dir import DataDir
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -290,3 +295,63 @@ def test_a_shard_that_is_killed_during_a_save(cluster, connect, tmp_path, monkey
     with pytest.raises(shardwell.ShardUnavailableError, match="shard 1"):
         client.save_checkpoint(tmp_path / "d", timeout_s=0.5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "data"]
+
+
+@pytest.mark.parametrize("version", [2, 5])
+def test_a_restorer_that_dies_before_it_confirms(
+    cluster, connect, tmp_path, monkeypatch, version: int
+) -> None:
+    """Shard 0 stands, shard 1 has the values and has not been told; whoever opens next tells it."""
+
+    class DiedError(BaseException):
+        """As SIGKILL: nothing of the client's runs afterwards."""
+
+    def die(*_: object) -> None:
+        raise DiedError
+
+    client = connect(cluster(2), "w0")
+    model = _trained(client)
+    while model.next_step < version:
+        model.exchange(np.ones(SIZE, np.float32))
+    expected = model.get_weights()
+    client.save_checkpoint(tmp_path / "saved")
+    target = cluster(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(first_weights, "confirm", die)
+        with pytest.raises(DiedError):
+            connect(target, "restorer").restore_checkpoint(tmp_path / "saved")
+    again = connect(target, "w0").parameter("m", size=SIZE, optimizer=SGD)
+    assert again.next_step == model.next_step
+    np.testing.assert_array_equal(again.get_weights(), expected)
+    after = model.exchange(np.ones(SIZE, np.float32))
+    np.testing.assert_array_equal(again.exchange(np.ones(SIZE, np.float32)), after)
+
+
+def test_the_rate_of_a_restore_that_never_stood_is_forgotten(tmp_path) -> None:
+    """Rate and weights are one event: of two, a full disk could leave one without the other."""
+    config = ShardConfig(shard_index=0, shard_count=1)
+    with DataDir(tmp_path, config) as claimed, ShardServer(config, claimed) as server:
+        made = server.shard.create(
+            shardwell.ParameterSpec(name="m", size=SIZE, optimizer=SGD, worker_count=1)
+        )[0]
+        patience = Patience(0.0, is_active=lambda: True, is_stopping=lambda: False)
+        epoch = made.claim_init("restorer", patience).epoch
+        logged: list[dict[str, Any]] = []
+        real = made.storage.log
+
+        def full(event: dict[str, Any]) -> None:
+            logged.append(event)
+            raise shardwell.StorageError("no space")
+
+        for array_index in (0, 1):
+            made.set_first_weights(epoch, made.where, np.zeros(SIZE), array_index=array_index)
+        made.storage.log = full
+        with pytest.raises(shardwell.StorageError):
+            made.finish_init(epoch, version=3, learning_rate=0.125, with_slots=True)
+        made.storage.log = real
+        assert [event["kind"] for event in logged] == ["first_weights"]
+        assert (logged[0]["learning_rate"], logged[0]["from_step"]) == (0.125, 3)
+        epoch = made.claim_init("restorer", patience).epoch
+        made.set_first_weights(epoch, made.where, np.zeros(SIZE))
+        made.finish_init(epoch)
+        assert made._register.learning_rate(5) == 1.0
