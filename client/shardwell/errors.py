@@ -16,7 +16,12 @@
     ├── DeadlineError (TimeoutError)      no answer within the caller's deadline
     │   └── WorkersMissingError           ... because of other workers, which it names
     ├── ShardUnavailableError (ConnectionError)   a shard can't be reached, or did not come back
-    ├── ClosedError                       the client was closed
+    ├── GroupMismatchError                a group of that name has another size, strategy or codec
+    ├── RankTakenError                    another worker has that rank, and lives
+    ├── WorkerUnreachableError (ConnectionError)  a worker can't be reached by another of its group
+    ├── WorkerLostError                   a worker of the group is gone
+    ├── CollectiveMismatchError           ranks called different collectives, or with other arrays
+    ├── ClosedError                       the client or group was closed
     └── InternalError                     a defect of Shardwell
 
 Each carries what a program needs to act: `shard_index`, `worker_id`, `parameter`, `rank` (None
@@ -127,14 +132,21 @@ class DeadlineError(ShardwellError, TimeoutError):
 class WorkersMissingError(DeadlineError):
     """The deadline passed because other workers did not contribute.
 
-    `missing_worker_ids` are those that the shard knows by name; of very many, the first.
+    `missing_worker_ids` are those that the shard knows by name; of very many, the first. In a
+    group, `missing_ranks` are those that did not come.
     """
 
     def __init__(
-        self, message: str, *, missing_worker_ids: tuple[str, ...] = (), **where: Any
+        self,
+        message: str,
+        *,
+        missing_worker_ids: tuple[str, ...] = (),
+        missing_ranks: tuple[int, ...] = (),
+        **where: Any,
     ) -> None:
         super().__init__(message, **where)
         self.missing_worker_ids = missing_worker_ids
+        self.missing_ranks = missing_ranks
 
 
 class ShardUnavailableError(ShardwellError, ConnectionError):
@@ -147,8 +159,36 @@ class ShardUnavailableError(ShardwellError, ConnectionError):
     retryable = True
 
 
+class GroupMismatchError(ShardwellError):
+    """A group of that name has another size, strategy or codec; the message has both."""
+
+
+class RankTakenError(ShardwellError):
+    """Another worker has that rank in the group, and was heard of since."""
+
+
+class WorkerUnreachableError(ShardwellError, ConnectionError):
+    """A worker, whose rank is `rank`, can't be reached by another of its group."""
+
+    retryable = True
+
+
+class WorkerLostError(ShardwellError):
+    """A worker of the group, whose rank is `rank`, is gone: it died, left, or can't be reached.
+
+    The group's generation is at its end. `Group.rebuild` begins another with those who live.
+    """
+
+
+class CollectiveMismatchError(ShardwellError):
+    """The ranks of a group called different collectives, or with different arrays.
+
+    Every rank gets it, and no array was written.
+    """
+
+
 class ClosedError(ShardwellError):
-    """The client, or what it was used for, is closed."""
+    """The client or group, or what it was used for, is closed."""
 
 
 class InternalError(ShardwellError):

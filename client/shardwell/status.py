@@ -16,6 +16,7 @@ from shardwell import errors
 from shardwell.v1 import types_pb2
 
 _NAMES_SIZE_MAX_BYTES = 2048
+_RANK_COUNT_MAX = 512
 ERROR_DETAIL_KEY = "shardwell-error-bin"
 
 _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.StatusCode]] = [
@@ -50,6 +51,23 @@ _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.St
     (errors.LimitError, types_pb2.ERROR_CODE_LIMIT_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.StorageError, types_pb2.ERROR_CODE_STORAGE, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ShardUnavailableError, types_pb2.ERROR_CODE_STOPPING, grpc.StatusCode.UNAVAILABLE),
+    (
+        errors.GroupMismatchError,
+        types_pb2.ERROR_CODE_GROUP_MISMATCH,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ),
+    (errors.RankTakenError, types_pb2.ERROR_CODE_RANK_TAKEN, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.WorkerLostError, types_pb2.ERROR_CODE_WORKER_LOST, grpc.StatusCode.FAILED_PRECONDITION),
+    (
+        errors.WorkerUnreachableError,
+        types_pb2.ERROR_CODE_WORKER_UNREACHABLE,
+        grpc.StatusCode.UNAVAILABLE,
+    ),
+    (
+        errors.CollectiveMismatchError,
+        types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ),
     (errors.InternalError, types_pb2.ERROR_CODE_INTERNAL, grpc.StatusCode.INTERNAL),
 ]
 _BY_CODE = {code: kind for kind, code, _ in _CATALOGUE}
@@ -75,6 +93,8 @@ def to_status(error: errors.ShardwellError) -> Status:
         worker_id=error.worker_id or "",
         element_index=getattr(error, "element_index", -1),
         missing_worker_ids=_bounded(getattr(error, "missing_worker_ids", ())),
+        rank=error.rank,
+        missing_ranks=getattr(error, "missing_ranks", ())[:_RANK_COUNT_MAX],
     )
     return Status(status_code, error.message, ((ERROR_DETAIL_KEY, detail.SerializeToString()),))
 
@@ -142,13 +162,17 @@ def _from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.Shardwel
         "shard_index": detail.shard_index,
         "worker_id": detail.worker_id or None,
         "parameter": detail.parameter or None,
+        "rank": detail.rank if detail.HasField("rank") else None,
     }
     kind = _BY_CODE[detail.code]
     if kind is errors.NonFiniteError:
         return errors.NonFiniteError(message, element_index=detail.element_index, **where)
     if kind is errors.WorkersMissingError:
         return errors.WorkersMissingError(
-            message, missing_worker_ids=tuple(detail.missing_worker_ids), **where
+            message,
+            missing_worker_ids=tuple(detail.missing_worker_ids),
+            missing_ranks=tuple(detail.missing_ranks),
+            **where,
         )
     return kind(message, **where)
 

@@ -46,6 +46,7 @@ RETRYABLE = {
     "DeadlineError",
     "WorkersMissingError",
     "ShardUnavailableError",
+    "WorkerUnreachableError",
 }
 
 

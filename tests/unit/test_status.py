@@ -31,11 +31,17 @@ WIRE: dict[str, tuple[type[errors.ShardwellError], grpc.StatusCode]] = {
     "LIMIT_EXCEEDED": (errors.LimitError, Code.RESOURCE_EXHAUSTED),
     "STOPPING": (errors.ShardUnavailableError, Code.UNAVAILABLE),
     "STORAGE": (errors.StorageError, Code.FAILED_PRECONDITION),
+    "GROUP_MISMATCH": (errors.GroupMismatchError, Code.FAILED_PRECONDITION),
+    "RANK_TAKEN": (errors.RankTakenError, Code.FAILED_PRECONDITION),
+    "WORKER_LOST": (errors.WorkerLostError, Code.FAILED_PRECONDITION),
+    "WORKER_UNREACHABLE": (errors.WorkerUnreachableError, Code.UNAVAILABLE),
+    "COLLECTIVE_MISMATCH": (errors.CollectiveMismatchError, Code.FAILED_PRECONDITION),
     "INTERNAL": (errors.InternalError, Code.INTERNAL),
 }
 EXTRA: dict[str, dict[str, Any]] = {
     "NON_FINITE": {"element_index": 2**40},
-    "WORKERS_MISSING": {"missing_worker_ids": ("w1", "w2")},
+    "WORKERS_MISSING": {"missing_worker_ids": ("w1", "w2"), "missing_ranks": (0, 3)},
+    "WORKER_LOST": {"rank": 0},
 }
 
 

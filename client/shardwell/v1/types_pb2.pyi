@@ -44,6 +44,11 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_STOPPING: _ClassVar[ErrorCode]
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
     ERROR_CODE_STORAGE: _ClassVar[ErrorCode]
+    ERROR_CODE_GROUP_MISMATCH: _ClassVar[ErrorCode]
+    ERROR_CODE_RANK_TAKEN: _ClassVar[ErrorCode]
+    ERROR_CODE_WORKER_LOST: _ClassVar[ErrorCode]
+    ERROR_CODE_WORKER_UNREACHABLE: _ClassVar[ErrorCode]
+    ERROR_CODE_COLLECTIVE_MISMATCH: _ClassVar[ErrorCode]
 CODEC_UNSPECIFIED: Codec
 CODEC_FP32: Codec
 CODEC_FP16: Codec
@@ -70,6 +75,11 @@ ERROR_CODE_LIMIT_EXCEEDED: ErrorCode
 ERROR_CODE_STOPPING: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
 ERROR_CODE_STORAGE: ErrorCode
+ERROR_CODE_GROUP_MISMATCH: ErrorCode
+ERROR_CODE_RANK_TAKEN: ErrorCode
+ERROR_CODE_WORKER_LOST: ErrorCode
+ERROR_CODE_WORKER_UNREACHABLE: ErrorCode
+ERROR_CODE_COLLECTIVE_MISMATCH: ErrorCode
 
 class ShardIdentity(_message.Message):
     __slots__ = ("cluster_id", "shard_index", "shard_count")
@@ -232,17 +242,21 @@ class GradientChunk(_message.Message):
     def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index")
+    __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index", "rank", "missing_ranks")
     CODE_FIELD_NUMBER: _ClassVar[int]
     SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MISSING_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
     code: ErrorCode
     shard_index: int
     parameter: str
     worker_id: str
     missing_worker_ids: _containers.RepeatedScalarFieldContainer[str]
     element_index: int
-    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., shard_index: _Optional[int] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., element_index: _Optional[int] = ...) -> None: ...
+    rank: int
+    missing_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., shard_index: _Optional[int] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., element_index: _Optional[int] = ..., rank: _Optional[int] = ..., missing_ranks: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -1,0 +1,172 @@
+from shardwell.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Operation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OPERATION_UNSPECIFIED: _ClassVar[Operation]
+    OPERATION_ALL_REDUCE: _ClassVar[Operation]
+    OPERATION_REDUCE: _ClassVar[Operation]
+    OPERATION_BROADCAST: _ClassVar[Operation]
+    OPERATION_REDUCE_SCATTER: _ClassVar[Operation]
+    OPERATION_ALL_GATHER: _ClassVar[Operation]
+    OPERATION_BARRIER: _ClassVar[Operation]
+    OPERATION_JOIN: _ClassVar[Operation]
+
+class Reduction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REDUCTION_UNSPECIFIED: _ClassVar[Reduction]
+    REDUCTION_SUM: _ClassVar[Reduction]
+    REDUCTION_MEAN: _ClassVar[Reduction]
+    REDUCTION_MAX: _ClassVar[Reduction]
+    REDUCTION_MIN: _ClassVar[Reduction]
+
+class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STAGE_UNSPECIFIED: _ClassVar[Stage]
+    STAGE_PARTIAL: _ClassVar[Stage]
+    STAGE_FINAL: _ClassVar[Stage]
+OPERATION_UNSPECIFIED: Operation
+OPERATION_ALL_REDUCE: Operation
+OPERATION_REDUCE: Operation
+OPERATION_BROADCAST: Operation
+OPERATION_REDUCE_SCATTER: Operation
+OPERATION_ALL_GATHER: Operation
+OPERATION_BARRIER: Operation
+OPERATION_JOIN: Operation
+REDUCTION_UNSPECIFIED: Reduction
+REDUCTION_SUM: Reduction
+REDUCTION_MEAN: Reduction
+REDUCTION_MAX: Reduction
+REDUCTION_MIN: Reduction
+STAGE_UNSPECIFIED: Stage
+STAGE_PARTIAL: Stage
+STAGE_FINAL: Stage
+
+class PeerOpen(_message.Message):
+    __slots__ = ("group", "generation", "from_member_id", "from_rank", "to_member_id")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    FROM_MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    FROM_RANK_FIELD_NUMBER: _ClassVar[int]
+    TO_MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    generation: int
+    from_member_id: str
+    from_rank: int
+    to_member_id: str
+    def __init__(self, group: _Optional[str] = ..., generation: _Optional[int] = ..., from_member_id: _Optional[str] = ..., from_rank: _Optional[int] = ..., to_member_id: _Optional[str] = ...) -> None: ...
+
+class GreetRequest(_message.Message):
+    __slots__ = ("group", "member_id")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    member_id: str
+    def __init__(self, group: _Optional[str] = ..., member_id: _Optional[str] = ...) -> None: ...
+
+class GreetResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CollectiveCall(_message.Message):
+    __slots__ = ("call_index", "operation", "reduction", "codec", "element_count", "root", "sample_count", "wait_timeout_ms", "problem")
+    CALL_INDEX_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    REDUCTION_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    ELEMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    call_index: int
+    operation: Operation
+    reduction: Reduction
+    codec: _types_pb2.Codec
+    element_count: int
+    root: int
+    sample_count: int
+    wait_timeout_ms: int
+    problem: str
+    def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., element_count: _Optional[int] = ..., root: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class LeavingRank(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GivingUp(_message.Message):
+    __slots__ = ("lost_rank", "reason", "code")
+    LOST_RANK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    lost_rank: int
+    reason: str
+    code: _types_pb2.ErrorCode
+    def __init__(self, lost_rank: _Optional[int] = ..., reason: _Optional[str] = ..., code: _Optional[_Union[_types_pb2.ErrorCode, str]] = ...) -> None: ...
+
+class AgreeRequest(_message.Message):
+    __slots__ = ("open", "call", "leaving", "giving_up")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    GIVING_UP_FIELD_NUMBER: _ClassVar[int]
+    open: PeerOpen
+    call: CollectiveCall
+    leaving: LeavingRank
+    giving_up: GivingUp
+    def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., leaving: _Optional[_Union[LeavingRank, _Mapping]] = ..., giving_up: _Optional[_Union[GivingUp, _Mapping]] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("call_index", "operation", "code", "message", "missing_ranks", "active_ranks", "sample_counts", "last_rank")
+    CALL_INDEX_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_RANK_FIELD_NUMBER: _ClassVar[int]
+    call_index: int
+    operation: Operation
+    code: _types_pb2.ErrorCode
+    message: str
+    missing_ranks: _containers.RepeatedScalarFieldContainer[int]
+    active_ranks: _containers.RepeatedScalarFieldContainer[int]
+    sample_counts: _containers.RepeatedScalarFieldContainer[int]
+    last_rank: int
+    def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., code: _Optional[_Union[_types_pb2.ErrorCode, str]] = ..., message: _Optional[str] = ..., missing_ranks: _Optional[_Iterable[int]] = ..., active_ranks: _Optional[_Iterable[int]] = ..., sample_counts: _Optional[_Iterable[int]] = ..., last_rank: _Optional[int] = ...) -> None: ...
+
+class AgreeResponse(_message.Message):
+    __slots__ = ("verdict", "end")
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    verdict: Verdict
+    end: GivingUp
+    def __init__(self, verdict: _Optional[_Union[Verdict, _Mapping]] = ..., end: _Optional[_Union[GivingUp, _Mapping]] = ...) -> None: ...
+
+class SendChunksRequest(_message.Message):
+    __slots__ = ("open", "call_index", "stage", "chunk", "padding", "payload")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CALL_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    open: PeerOpen
+    call_index: int
+    stage: Stage
+    chunk: _types_pb2.Chunk
+    padding: bytes
+    payload: bytes
+    def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ..., call_index: _Optional[int] = ..., stage: _Optional[_Union[Stage, str]] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class SendChunksResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
