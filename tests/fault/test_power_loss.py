@@ -59,9 +59,18 @@ class Disk:
                 self._synced[str(path)] = path.read_bytes()
 
     def lose_power(self, directory: Path, to: Path) -> None:
-        """Copies what would be left."""
+        """Copies what would be left, at a moment in which no image is being written."""
         with self._lock:
-            shutil.copytree(directory, to)
+
+            def is_copied() -> bool:
+                shutil.rmtree(to, ignore_errors=True)
+                images = _images(directory)
+                with contextlib.suppress(shutil.Error):  # files went away under it
+                    shutil.copytree(directory, to)
+                    return images == _images(directory)
+                return False
+
+            eventually("a copy was made", is_copied)
             for path in to.rglob("*"):
                 original = str(directory / path.relative_to(to))
                 is_live = path.parent.parent.name == "parameters"
@@ -72,6 +81,11 @@ class Disk:
                     path.write_bytes(b"\x5a" * path.stat().st_size)
         boot = json.loads((to / "boot.json").read_text())
         (to / "boot.json").write_text(json.dumps({**boot, "boot_id": "another start"}))
+
+
+def _images(directory: Path) -> list[str]:
+    """The images that are there, one under way included."""
+    return sorted(str(path) for path in directory.rglob("image-*"))
 
 
 @pytest.fixture
