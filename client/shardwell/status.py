@@ -83,10 +83,15 @@ class Status(NamedTuple):
 
 def to_status(error: errors.ShardwellError) -> Status:
     """The status that tells a client of `error`."""
-    _, code, status_code = next(
-        (entry for entry in _CATALOGUE if isinstance(error, entry[0])), _CATALOGUE[-1]
-    )
-    detail = types_pb2.ErrorDetail(
+    _, _, status_code = _entry_of(error)
+    detail = to_detail(error)
+    return Status(status_code, error.message, ((ERROR_DETAIL_KEY, detail.SerializeToString()),))
+
+
+def to_detail(error: errors.ShardwellError) -> types_pb2.ErrorDetail:
+    """What a message carries of `error` besides its text."""
+    _, code, _ = _entry_of(error)
+    return types_pb2.ErrorDetail(
         code=code,
         shard_index=error.shard_index or 0,
         parameter=error.parameter or "",
@@ -96,7 +101,12 @@ def to_status(error: errors.ShardwellError) -> Status:
         rank=error.rank,
         missing_ranks=getattr(error, "missing_ranks", ())[:_RANK_COUNT_MAX],
     )
-    return Status(status_code, error.message, ((ERROR_DETAIL_KEY, detail.SerializeToString()),))
+
+
+def _entry_of(
+    error: errors.ShardwellError,
+) -> tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.StatusCode]:
+    return next((entry for entry in _CATALOGUE if isinstance(error, entry[0])), _CATALOGUE[-1])
 
 
 def _bounded(worker_ids: Sequence[str]) -> list[str]:
@@ -124,7 +134,7 @@ def from_rpc_error(
     code, details = error.code(), error.details() or ""
     detail = _detail_of(error)
     if detail is not None and detail.code in _BY_CODE:
-        return _from_detail(detail, details)
+        return from_detail(detail, details)
     where = f"shard {shard_index} at {address}"
     match code:
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
@@ -157,14 +167,15 @@ def from_rpc_error(
             )
 
 
-def _from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.ShardwellError:
+def from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.ShardwellError:
+    """The exception that `to_detail` was given; InternalError if its code is unknown."""
     where: dict[str, Any] = {
         "shard_index": detail.shard_index,
         "worker_id": detail.worker_id or None,
         "parameter": detail.parameter or None,
         "rank": detail.rank if detail.HasField("rank") else None,
     }
-    kind = _BY_CODE[detail.code]
+    kind = _BY_CODE.get(detail.code, errors.InternalError)
     if kind is errors.NonFiniteError:
         return errors.NonFiniteError(message, element_index=detail.element_index, **where)
     if kind is errors.WorkersMissingError:

@@ -38,12 +38,14 @@ class UnreachableMember(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class LostMember(_message.Message):
-    __slots__ = ("rank", "reason")
+    __slots__ = ("rank", "reason", "left")
     RANK_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     rank: int
     reason: str
-    def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    left: bool
+    def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: bool = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
     __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable")

@@ -94,22 +94,20 @@ class CollectiveCall(_message.Message):
     root: int
     sample_count: int
     wait_timeout_ms: int
-    problem: str
-    def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., element_count: _Optional[int] = ..., root: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+    problem: Failure
+    def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., element_count: _Optional[int] = ..., root: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., problem: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("detail", "message")
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    detail: _types_pb2.ErrorDetail
+    message: str
+    def __init__(self, detail: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LeavingRank(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class GivingUp(_message.Message):
-    __slots__ = ("lost_rank", "reason", "code")
-    LOST_RANK_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    CODE_FIELD_NUMBER: _ClassVar[int]
-    lost_rank: int
-    reason: str
-    code: _types_pb2.ErrorCode
-    def __init__(self, lost_rank: _Optional[int] = ..., reason: _Optional[str] = ..., code: _Optional[_Union[_types_pb2.ErrorCode, str]] = ...) -> None: ...
 
 class AgreeRequest(_message.Message):
     __slots__ = ("open", "call", "leaving", "giving_up")
@@ -120,36 +118,34 @@ class AgreeRequest(_message.Message):
     open: PeerOpen
     call: CollectiveCall
     leaving: LeavingRank
-    giving_up: GivingUp
-    def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., leaving: _Optional[_Union[LeavingRank, _Mapping]] = ..., giving_up: _Optional[_Union[GivingUp, _Mapping]] = ...) -> None: ...
+    giving_up: Failure
+    def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., leaving: _Optional[_Union[LeavingRank, _Mapping]] = ..., giving_up: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("call_index", "operation", "code", "message", "missing_ranks", "active_ranks", "sample_counts", "last_rank")
+    __slots__ = ("call_index", "operation", "failure", "active_ranks", "sample_counts", "last_rank")
     CALL_INDEX_FIELD_NUMBER: _ClassVar[int]
     OPERATION_FIELD_NUMBER: _ClassVar[int]
-    CODE_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNTS_FIELD_NUMBER: _ClassVar[int]
     LAST_RANK_FIELD_NUMBER: _ClassVar[int]
     call_index: int
     operation: Operation
-    code: _types_pb2.ErrorCode
-    message: str
-    missing_ranks: _containers.RepeatedScalarFieldContainer[int]
+    failure: Failure
     active_ranks: _containers.RepeatedScalarFieldContainer[int]
     sample_counts: _containers.RepeatedScalarFieldContainer[int]
     last_rank: int
-    def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., code: _Optional[_Union[_types_pb2.ErrorCode, str]] = ..., message: _Optional[str] = ..., missing_ranks: _Optional[_Iterable[int]] = ..., active_ranks: _Optional[_Iterable[int]] = ..., sample_counts: _Optional[_Iterable[int]] = ..., last_rank: _Optional[int] = ...) -> None: ...
+    def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., active_ranks: _Optional[_Iterable[int]] = ..., sample_counts: _Optional[_Iterable[int]] = ..., last_rank: _Optional[int] = ...) -> None: ...
 
 class AgreeResponse(_message.Message):
-    __slots__ = ("verdict", "end")
+    __slots__ = ("verdict", "end", "leaving")
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     verdict: Verdict
-    end: GivingUp
-    def __init__(self, verdict: _Optional[_Union[Verdict, _Mapping]] = ..., end: _Optional[_Union[GivingUp, _Mapping]] = ...) -> None: ...
+    end: Failure
+    leaving: LeavingRank
+    def __init__(self, verdict: _Optional[_Union[Verdict, _Mapping]] = ..., end: _Optional[_Union[Failure, _Mapping]] = ..., leaving: _Optional[_Union[LeavingRank, _Mapping]] = ...) -> None: ...
 
 class SendChunksRequest(_message.Message):
     __slots__ = ("open", "call_index", "stage", "chunk", "padding", "payload")

@@ -1,0 +1,164 @@
+"""The values of one collective: chunks of an array to messages, and messages to sums and results.
+
+Pure arithmetic on memory; which chunk, when and to whom is `collective.py`'s. The array is written
+by `store` and `finish` alone: with final values.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from shardwell import framing
+from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
+from shardwell.codec import CODECS, Bytes, Float32, blocks
+from shardwell.partition import Slice
+from shardwell.scratch import thread_scratch
+from shardwell.v1 import peer_pb2 as pb
+from shardwell.v1 import types_pb2
+
+
+class Reduction(enum.Enum):
+    """How elements are combined."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+    MIN = "min"
+
+
+def chunk_element_count(codec_name: str) -> int:
+    """Elements of a chunk of a collective."""
+    return PAYLOAD_SIZE_MAX_BYTES // CODECS[codec_name].item_size
+
+
+class ChunkArithmetic:
+    """One rank's values in one call. For one thread.
+
+    Args:
+        array: (n,) float32, contiguous; read, and written where results belong.
+        call_index: The call's, for headers.
+        codec_name: How chunks travel.
+        reduction: How elements are combined.
+        factor: What this rank's values are multiplied with before they are added.
+        divisor: What totals are divided by.
+        peaks: The largest magnitude of chunks, by index, where it is known; for a factor of 1.
+    """
+
+    def __init__(
+        self,
+        array: Float32,
+        *,
+        call_index: int,
+        codec_name: str,
+        reduction: Reduction,
+        factor: float = 1.0,
+        divisor: float = 1.0,
+        peaks: Mapping[int, float] | None = None,
+    ) -> None:
+        self._array = array
+        self._call_index = call_index
+        # What was finite when the call began may overflow as a sum, which is then infinite.
+        self._codec = ChunkCodec(CODECS[codec_name], allow_non_finite=True)
+        self._reduction = reduction
+        self._factor = factor
+        self._divisor = divisor
+        self._peaks = peaks or {}
+        self._total: Float32 = np.empty(
+            min(array.size, chunk_element_count(codec_name)), np.float32
+        )
+
+    def contribution(self, index: int, where: Slice) -> bytes:
+        """The message with this rank's own values, as a partial sum."""
+        if self._factor == 1.0:
+            return self._message(
+                pb.STAGE_PARTIAL, index, where, self._own(where), self._peaks.get(index)
+            )
+        return self._message(pb.STAGE_PARTIAL, index, where, self.begin(where, self._total))
+
+    def begin(self, where: Slice, total: Float32 | None = None) -> Float32:
+        """A sum that has this rank's own values: new memory, or the beginning of `total`."""
+        total = np.empty(where.size, np.float32) if total is None else total[: where.size]
+        np.multiply(self._own(where), np.float32(self._factor), out=total)
+        return total
+
+    def combine(
+        self, chunk: types_pb2.Chunk, payload: Bytes, where: Slice, total: Float32 | None = None
+    ) -> Float32:
+        """Adds what came to `total`; without, to this rank's own values, in memory of its own.
+
+        The result without `total` stands until the next call of this object.
+        """
+        stored = self._codec.open(chunk, where, payload)
+        own = total is None
+        out = self._total[: where.size] if total is None else total
+        added = self._own(where) if total is None else total
+        codec, scratch = self._codec.codec, thread_scratch()
+        if self._reduction in (Reduction.SUM, Reduction.MEAN):
+            factor = self._factor if own else 1.0
+            scale = math.ldexp(1.0, chunk.scale_exponent)
+            codec.decode_add(stored, scale, added, factor, out, scratch)
+            return out
+        pick = np.maximum if self._reduction is Reduction.MAX else np.minimum
+        scale = math.ldexp(1.0, chunk.scale_exponent)
+        for start in blocks(where.size):
+            values = scratch.values[: min(len(scratch.values), where.size - start)]
+            codec.decode_block(stored, start, scale, values)
+            stop = start + values.size
+            pick(values, added[start:stop], out=out[start:stop])
+        return out
+
+    def partial(self, index: int, where: Slice, total: Float32) -> bytes:
+        """The message with a partial sum."""
+        return self._message(pb.STAGE_PARTIAL, index, where, total)
+
+    def finish(self, index: int, where: Slice, total: Float32 | None, *, spreads: bool) -> bytes:
+        """Makes a total final, and writes it to the array.
+
+        Args:
+            index: The chunk.
+            where: Its range.
+            total: The sum of all; None: this rank's own values.
+            spreads: Whether other ranks get it, too. Then all, this one included, have what was
+                encoded.
+
+        Returns:
+            The message for the others; nothing if there are none.
+        """
+        into = self._own(where)
+        peak = self._peaks.get(index) if total is None and self._factor == 1.0 else None
+        if total is None:
+            total = into if self._factor == 1.0 else self.begin(where, self._total)
+        if self._divisor != 1.0:
+            out = self._total[: where.size] if total is into else total
+            if math.frexp(self._divisor)[0] == 0.5:  # a power of two: as exact, and faster
+                np.multiply(total, np.float32(1.0 / self._divisor), out=out)
+            else:
+                np.divide(total, np.float32(self._divisor), out=out)
+            total, peak = out, None
+        message = self._message(pb.STAGE_FINAL, index, where, total, peak) if spreads else b""
+        if message and self._codec.codec.name != "fp32":
+            header, payload = framing.parse(pb.SendChunksRequest, message)
+            self._codec.codec.decode(payload, header.chunk.scale_exponent, into)
+        elif total is not into:
+            np.copyto(into, total)
+        return message
+
+    def store(self, chunk: types_pb2.Chunk, payload: Bytes, where: Slice) -> None:
+        """Writes final values that came to the array."""
+        stored = self._codec.open(chunk, where, payload)
+        self._codec.codec.decode(stored, chunk.scale_exponent, self._own(where))
+
+    def _own(self, where: Slice) -> Float32:
+        return self._array[where.offset : where.stop]
+
+    def _message(
+        self, stage: pb.Stage, index: int, where: Slice, values: Float32, peak: float | None = None
+    ) -> bytes:
+        header = pb.SendChunksRequest(call_index=self._call_index, stage=stage)
+        return self._codec.encode(
+            header, header.chunk, where, index, values, thread_scratch(), peak=peak
+        )

@@ -1,0 +1,146 @@
+"""How a group reduces: along which trees of ranks chunks flow. Pure.
+
+A strategy answers, for one rank, from whom partial sums come and to whom they go on their way to a
+collector, and the same for final values on their way from a source. Ranks here are places among
+the `size` ranks that take part, from 0.
+
+For S bytes of encoded array and n ranks, an all-reduce costs each rank, in bytes sent:
+    ring          2 (n - 1) / n * S        2 (n - 1) messages behind one another; for large arrays
+    tree          (1 + arity) * S at most  2 log(n) behind one another; for small arrays, many ranks
+    centralized   S, but (n - 1) * S at rank 0      2 behind one another; for few ranks
+Ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwell.errors import ArgumentError
+
+ARITY_MAX = 64
+
+
+class Inflow(NamedTuple):
+    """A rank's place in the tree that partial sums flow along."""
+
+    sources: tuple[int, ...]
+    """Who sends it partial sums, in the order in which it adds them to its own."""
+    target: int | None
+    """To whom it sends the sum; None: it is the collector."""
+
+
+class Outflow(NamedTuple):
+    """A rank's place in the tree that final values flow along."""
+
+    source: int | None
+    """Who sends them to it; None: it is the source."""
+    targets: tuple[int, ...]
+    """To whom it sends them on."""
+
+
+class Strategy:
+    """One way of reducing. A value: strategies are equal when they are spelled the same."""
+
+    is_segmented = False
+    """Whether each segment of an all-reduce has a collector of its own; else it is rank 0."""
+
+    def __str__(self) -> str:
+        """The canonical spelling, which all ranks must have in common."""
+        raise NotImplementedError
+
+    def inflow(self, rank: int, collector: int, size: int) -> Inflow:
+        """Where `rank` is on the way to `collector`."""
+        raise NotImplementedError
+
+    def outflow(self, rank: int, source: int, size: int) -> Outflow:
+        """Where `rank` is on the way from `source`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Ring(Strategy):
+    """Each rank sends to the next; each segment of an array goes around twice.
+
+    Every rank sends and receives 2 (n - 1) / n of the array, whatever n is: the least there can be.
+    """
+
+    is_segmented = True
+
+    def __str__(self) -> str:
+        return "ring"
+
+    def inflow(self, rank: int, collector: int, size: int) -> Inflow:
+        """See Strategy: a line from the collector's successor around to the collector."""
+        is_first = (rank - collector - 1) % size == 0
+        return Inflow(
+            () if is_first else ((rank - 1) % size,),
+            None if rank == collector else (rank + 1) % size,
+        )
+
+    def outflow(self, rank: int, source: int, size: int) -> Outflow:
+        """See Strategy: a line from the source around to its predecessor."""
+        is_last = (rank - source + 1) % size == 0
+        return Outflow(
+            None if rank == source else (rank - 1) % size,
+            () if is_last else ((rank + 1) % size,),
+        )
+
+
+@dataclass(frozen=True)
+class Tree(Strategy):
+    """Each rank has `arity` children, whose sums it adds to its own.
+
+    Few messages behind one another, also for many ranks; every array moves whole.
+    """
+
+    arity: int = 2
+    """Children of a rank, 1 to 64; 2 keeps a rank's link from being the bottleneck."""
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.arity, int) and not isinstance(self.arity, bool)
+        if not good or not 1 <= self.arity <= ARITY_MAX:
+            raise ArgumentError(
+                f"arity must be an integer from 1 to {ARITY_MAX}; got {self.arity!r}"
+            )
+
+    def __str__(self) -> str:
+        return f"tree(arity={self.arity})"
+
+    def inflow(self, rank: int, collector: int, size: int) -> Inflow:
+        """See Strategy."""
+        parent, children = _heap(rank, collector, size, self.arity)
+        return Inflow(children, parent)
+
+    def outflow(self, rank: int, source: int, size: int) -> Outflow:
+        """See Strategy."""
+        return Outflow(*_heap(rank, source, size, self.arity))
+
+
+@dataclass(frozen=True)
+class Centralized(Strategy):
+    """Every rank sends to one, which reduces, and answers all.
+
+    The least delay there can be; that one rank's link carries everything.
+    """
+
+    def __str__(self) -> str:
+        return "centralized"
+
+    def inflow(self, rank: int, collector: int, size: int) -> Inflow:
+        """See Strategy."""
+        parent, children = _heap(rank, collector, size, max(size - 1, 1))
+        return Inflow(children, parent)
+
+    def outflow(self, rank: int, source: int, size: int) -> Outflow:
+        """See Strategy."""
+        return Outflow(*_heap(rank, source, size, max(size - 1, 1)))
+
+
+def _heap(rank: int, root: int, size: int, arity: int) -> tuple[int | None, tuple[int, ...]]:
+    """Parent and children in a complete tree whose nodes are counted level by level from `root`."""
+    place = (rank - root) % size
+    first = place * arity + 1
+    children = tuple((child + root) % size for child in range(first, min(first + arity, size)))
+    parent = None if place == 0 else ((place - 1) // arity + root) % size
+    return parent, children
