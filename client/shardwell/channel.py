@@ -24,7 +24,7 @@ missing."""
 SHARD_COUNT_MAX = 4096
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
-_OPTIONS = (
+CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
     ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
     # A shard whose machine vanished is noticed within half a minute, although no call ends.
@@ -44,6 +44,19 @@ _OPTIONS = (
     # Each client its own connection, so that several in one process do not share one TCP stream.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
+    ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
+    # A client whose machine vanished is noticed within half a minute, and its streams end.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.http2.ping_timeout_ms", 15_000),  # gRPC's own pings, in whose place no keepalive goes
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+"""Of every server of ours: shards, and members of groups."""
 
 _ABSENT = (
     grpc.StatusCode.UNAVAILABLE,
@@ -84,7 +97,7 @@ class ShardChannel:
         self.address = address
         self.identity = types_pb2.ShardIdentity()
         self._closed = False
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         channel = self._channel
         self.put_gradient: Any = channel.stream_unary(
             f"/{_SERVICE}/PutGradient",

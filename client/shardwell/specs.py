@@ -232,7 +232,7 @@ class AdamW(Optimizer):
         return ("exp_avg", "exp_avg_sq")
 
 
-_CODECS = {
+WIRE_CODECS = {
     "fp32": types_pb2.CODEC_FP32,
     "fp16": types_pb2.CODEC_FP16,
     "bf16": types_pb2.CODEC_BF16,
@@ -297,7 +297,7 @@ class ParameterSpec:
         return types_pb2.ParameterSpec(
             name=self.name,
             size=self.size,
-            codec=_CODECS[self.codec_name],
+            codec=WIRE_CODECS[self.codec_name],
             compression=(types_pb2.COMPRESSION_LZ4 if self.lz4 else types_pb2.COMPRESSION_NONE),
             mode=_MODES[self.mode],
             worker_count=self.worker_count,
@@ -312,7 +312,7 @@ class ParameterSpec:
         Raises:
             ArgumentError: an enum is unspecified or unknown, or a value is out of range.
         """
-        codec = _name_of(_CODECS, "codec", message.codec)
+        codec = _name_of(WIRE_CODECS, "codec", message.codec)
         if message.compression == types_pb2.COMPRESSION_LZ4:
             codec += "+lz4"
         elif message.compression != types_pb2.COMPRESSION_NONE:

@@ -75,7 +75,12 @@ def as_output(out: Any, size: int) -> Float32:
 
 
 def finite_peak(
-    what: str, values: npt.NDArray[Any], parameter: str, start: int = 0, stop: int | None = None
+    what: str,
+    values: npt.NDArray[Any],
+    parameter: str | None,
+    start: int = 0,
+    stop: int | None = None,
+    remedy: str = "skip or mend the step, or open the parameter with allow_non_finite=True",
 ) -> float:
     """Largest magnitude of values[start:stop] as float32.
 
@@ -95,7 +100,7 @@ def finite_peak(
             index = first + int(np.argmin(np.isfinite(block)))
             raise NonFiniteError(
                 f"{what}: element {index} is {values[index]}, which is not a finite float32; "
-                "skip or mend the step, or open the parameter with allow_non_finite=True",
+                f"{remedy}",
                 element_index=index,
                 parameter=parameter,
             )

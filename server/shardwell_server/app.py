@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from shardwell.channel import SERVER_OPTIONS
 from shardwell.errors import ShardUnavailableError, ShardwellError
-from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.parameter_server import ParameterServerService
@@ -32,18 +32,6 @@ _IMAGE_RETRY_INTERVAL_S = 10.0
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
-
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
-    ("grpc.so_reuseport", 0),  # a second shard on the same port is an error, not a lottery
-    # A worker whose machine vanished is noticed within half a minute, and its streams end.
-    ("grpc.keepalive_time_ms", 15_000),
-    ("grpc.keepalive_timeout_ms", 15_000),
-    ("grpc.http2.ping_timeout_ms", 15_000),  # gRPC's own pings, in whose place no keepalive goes
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
 
 
 class ShardServer:
@@ -75,7 +63,7 @@ class ShardServer:
             thread_name_prefix="shardwell-rpc",
         )
         self._server = grpc.server(
-            self._threads, options=_OPTIONS, maximum_concurrent_rpcs=thread_count
+            self._threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count
         )
         service = ParameterServerService(self.shard, self._streams)
         self._server.add_generic_rpc_handlers((service.handler(),))

@@ -44,6 +44,8 @@ class Sending(NamedTuple):
     """Its place among those that take part."""
     message: bytes
     """All of it."""
+    element_count: int
+    """Values in it."""
 
 
 class _Sum:
@@ -114,7 +116,9 @@ class Collective:
             return self._finish(index, where, role, None)
         assert role.inflow is not None
         assert role.inflow.target is not None
-        return [Sending(role.inflow.target, self._arithmetic.contribution(index, where))]
+        return [
+            Sending(role.inflow.target, self._arithmetic.contribution(index, where), where.size)
+        ]
 
     def receive(self, arrival: Arrival) -> list[Sending]:
         """Takes a message; returns what is to be sent because of it.
@@ -153,7 +157,7 @@ class Collective:
     def _take_final(self, arrival: Arrival, where: Slice, role: Role) -> list[Sending]:
         self._arithmetic.store(arrival.header.chunk, arrival.payload, where)
         assert role.outflow is not None
-        return [Sending(target, arrival.message) for target in role.outflow.targets]
+        return [Sending(target, arrival.message, where.size) for target in role.outflow.targets]
 
     def _take_partial(
         self, arrival: Arrival, index: int, where: Slice, role: Role
@@ -180,12 +184,13 @@ class Collective:
         assert role.inflow is not None
         if role.inflow.target is None:
             return self._finish(index, where, role, total)
-        return [Sending(role.inflow.target, self._arithmetic.partial(index, where, total))]
+        message = self._arithmetic.partial(index, where, total)
+        return [Sending(role.inflow.target, message, where.size)]
 
     def _finish(self, index: int, where: Slice, role: Role, total: Float32 | None) -> list[Sending]:
         targets = () if role.outflow is None else role.outflow.targets
         message = self._arithmetic.finish(index, where, total, spreads=bool(targets))
-        return [Sending(target, message) for target in targets]
+        return [Sending(target, message, where.size) for target in targets]
 
     def _chunk(self, index: int) -> tuple[Slice, Role]:
         where, segment, _ = self._plan.chunks[index]

@@ -88,7 +88,7 @@ class Plan:
     size: int
     """Ranks that take part."""
     root: int
-    """Collector or source, where the operation has one."""
+    """Collector or source where there is one for all segments; 0 but where the caller names it."""
     element_count: int
     """Elements of the array."""
     chunk_element_count: int
@@ -149,10 +149,7 @@ class Plan:
         return not self.operation.has_root
 
     def _role(self, segment: int) -> Role:
-        if self.operation.has_root:
-            middle = self.root
-        else:
-            middle = segment if self._is_segmented else 0
+        middle = segment if self._is_segmented else self.root
         place = (self.rank, middle, self.size)
         return Role(
             self.strategy.inflow(*place) if self.operation.reduces else None,

@@ -1,0 +1,218 @@
+"""One rank's collectives, one after another, on a thread of their own.
+
+A call is announced at once, by whichever thread makes it, so that the ranks agree on it while the
+data of earlier calls still flow; its data flow when its turn comes.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from shardwell.codec import Float32
+from shardwell.errors import (
+    DeadlineError,
+    InternalError,
+    ShardwellError,
+    WorkersMissingError,
+)
+from shardwell.group.agreement import Agreement, error_of, failure_of
+from shardwell.group.chunk_arithmetic import ChunkArithmetic, Reduction, chunk_element_count
+from shardwell.group.collective import Collective, Sending
+from shardwell.group.mailbox import Mailbox
+from shardwell.group.peers import Outgoing
+from shardwell.group.plan import Operation, Plan
+from shardwell.group.strategies import Strategy
+from shardwell.traffic import Traffic
+from shardwell.v1 import peer_pb2 as pb
+
+VERDICT_MARGIN_S = 2.0
+"""How much longer than its deadline a rank waits for rank 0 to say who is late."""
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One call of this rank."""
+
+    announcement: pb.CollectiveCall
+    """What rank 0 is told."""
+    operation: Operation | None
+    """None: a barrier, or a join."""
+    array: Float32
+    """(n,) float32, read and written in place."""
+    reduction: Reduction
+    """How elements are combined."""
+    codec_name: str
+    """How chunks travel."""
+    timeout_s: float
+    """For the others to call; then again for the data."""
+    peaks: dict[int, float] = field(default_factory=dict)
+    """Largest magnitudes of chunks that enter here, if all ranks take part."""
+    result: Future[int] = field(default_factory=Future)
+    """Done when the array is; with a join, the rank that was last."""
+
+    @property
+    def is_join(self) -> bool:
+        """Whether it has no place among the other calls."""
+        return self.announcement.operation == pb.OPERATION_JOIN
+
+
+class Engine:
+    """Makes calls in the order in which they come. Any thread may submit them."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        strategy: Strategy,
+        mailbox: Mailbox,
+        agreement: Agreement,
+        outgoing: Callable[[int], Outgoing],
+        traffic: Traffic,
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._strategy = strategy
+        self._mailbox = mailbox
+        self._agreement = agreement
+        self._outgoing = outgoing
+        self._traffic = traffic
+        self.next_call_index = 0
+        """Of the next call that is announced; set after a join."""
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="shardwell-group", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Call) -> None:
+        """Makes a call when its turn comes; does not block."""
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """Waits until all submitted calls are done or have failed, and ends the thread."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if not call.result.set_running_or_notify_cancel():
+                # The others count on this rank: it takes part, and nobody looks at the result.
+                call.result = Future()
+            try:
+                call.result.set_result(self._made(call))
+            except BaseException as error:
+                call.result.set_exception(error)
+
+    def _made(self, call: Call) -> int:
+        index = None if call.is_join else call.announcement.call_index
+        verdict = self._mailbox.await_verdict(index, call.timeout_s + VERDICT_MARGIN_S)
+        if verdict is None:
+            raise self._given_up(
+                DeadlineError(
+                    f"rank 0 did not say within {call.timeout_s:.3g} s whether all ranks call "
+                    f"{_name(call)}; see whether it is stuck",
+                    rank=0,
+                )
+            )
+        if verdict.HasField("failure"):
+            raise error_of(verdict.failure)
+        if call.is_join:
+            self.next_call_index = verdict.call_index
+            return verdict.last_rank
+        if call.operation is not None and call.array.size:
+            try:
+                self._moved(call, call.operation, verdict)
+            except ShardwellError as error:
+                if self._mailbox.ended is None:
+                    raise self._given_up(error) from None
+                raise
+            except Exception as error:
+                told = f"rank {self._rank} failed in {_name(call)}: {error!r:.300}"
+                raise self._given_up(InternalError(told, rank=self._rank)) from error
+        return 0
+
+    def _given_up(self, error: ShardwellError) -> ShardwellError:
+        """Ends the generation for all because of an error of this rank."""
+        self._agreement.give_up(failure_of(error))
+        return error
+
+    def _moved(self, call: Call, operation: Operation, verdict: pb.Verdict) -> None:
+        """Moves the chunks of a call that all ranks agree on."""
+        ranks = list(verdict.active_ranks)
+        place = ranks.index(self._rank)
+        plan = self.plan(call, operation, ranks)
+        factor, divisor = _weights(call.reduction, list(verdict.sample_counts), place)
+        arithmetic = ChunkArithmetic(
+            call.array,
+            call_index=verdict.call_index,
+            codec_name=call.codec_name,
+            reduction=call.reduction,
+            factor=factor,
+            divisor=divisor,
+            peaks=call.peaks if len(ranks) == self._size else None,
+        )
+        collective = Collective(plan, arithmetic)
+        deadline_s = time.monotonic() + call.timeout_s
+        targets = {peer: self._outgoing(ranks[peer]) for peer in plan.peers}
+        while not collective.is_done:
+            if plan.is_one_way:
+                for target in targets.values():
+                    target.await_room(deadline_s - time.monotonic())
+            if collective.may_enter:
+                _send(targets, collective.enter())
+                continue
+            arrival = self._mailbox.take(verdict.call_index, deadline_s - time.monotonic())
+            if arrival is None:
+                late = tuple(ranks[peer] for peer in collective.awaited_ranks)
+                raise WorkersMissingError(
+                    f"rank {self._rank} waited {call.timeout_s:.3g} s for chunks of rank "
+                    f"{', '.join(map(str, late))} in {_name(call)}; see whether they are stuck, or "
+                    "raise timeout_s; call rebuild() to go on",
+                    missing_ranks=late,
+                    rank=late[0] if late else None,
+                )
+            if arrival.rank not in ranks:
+                raise InternalError(f"rank {arrival.rank} takes no part in {_name(call)}")
+            count = arrival.header.chunk.element_count
+            self._traffic.add_received(len(arrival.message), count)
+            _send(targets, collective.receive(arrival._replace(rank=ranks.index(arrival.rank))))
+        self._mailbox.forget(verdict.call_index)
+
+    def plan(self, call: Call, operation: Operation, ranks: Sequence[int]) -> Plan:
+        """This rank's plan of a call among `ranks`."""
+        return Plan(
+            operation=operation,
+            strategy=self._strategy,
+            rank=list(ranks).index(self._rank),
+            size=len(ranks),
+            root=list(ranks).index(call.announcement.root) if operation.has_root else 0,
+            element_count=call.array.size,
+            chunk_element_count=chunk_element_count(call.codec_name),
+        )
+
+
+def _send(targets: dict[int, Outgoing], sendings: list[Sending]) -> None:
+    for sending in sendings:
+        targets[sending.rank].send(sending.message, sending.element_count)
+
+
+def _name(call: Call) -> str:
+    kind = pb.Operation.Name(call.announcement.operation).removeprefix("OPERATION_").lower()
+    return kind if call.is_join else f"{kind} (call {call.announcement.call_index})"
+
+
+def _weights(reduction: Reduction, sample_counts: list[int], place: int) -> tuple[float, float]:
+    """What a rank's values are multiplied with, and what the total is divided by."""
+    if reduction is not Reduction.MEAN:
+        return 1.0, 1.0
+    if len(set(sample_counts)) == 1 and sample_counts[0]:
+        return 1.0, float(len(sample_counts))
+    total = sum(sample_counts)
+    if not total:
+        return 0.0, 1.0
+    scale = math.ldexp(1.0, (total - 1).bit_length())
+    return sample_counts[place] / scale, total / scale

@@ -1,0 +1,227 @@
+"""One generation of a group: its members, and everything that ends with it.
+
+    ready --a member is lost, or gives up--> over        all calls fail with the same error
+    ready --close--> leaving --all is sent--> over       calls that were made are finished
+
+Whoever learns first that a rank is lost tells rank 0, which tells all: so that all name the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import grpc
+
+from shardwell import framing
+from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerLostError
+from shardwell.group.agreement import (
+    Agreement,
+    RollCallHost,
+    RollCallLink,
+    error_of,
+    failure_of,
+    lost,
+)
+from shardwell.group.collective import Arrival
+from shardwell.group.engine import Call, Engine
+from shardwell.group.mailbox import Mailbox
+from shardwell.group.peers import Outgoing, Peer
+from shardwell.group.strategies import Strategy
+from shardwell.traffic import Traffic
+from shardwell.v1 import group_pb2
+from shardwell.v1 import peer_pb2 as pb
+
+LEAVE_TIMEOUT_S = 60.0
+"""How long a rank that leaves waits until the others have received what it sent."""
+
+
+class Generation:
+    """Made when all members have reached one another. Any thread may call it."""
+
+    def __init__(
+        self,
+        *,
+        group: str,
+        number: int,
+        rank: int,
+        members: Sequence[group_pb2.Member],
+        strategy: Strategy,
+        traffic: Traffic,
+    ) -> None:
+        self.number = number
+        self.rank = rank
+        self.members = tuple(members)
+        self._group = group
+        self._traffic = traffic
+        self._peers: dict[int, Peer] = {}
+        self._outgoing: dict[int, Outgoing] = {}
+        self._lock = threading.Lock()
+        self._over = False
+        self._closing = False
+        self._mailbox = Mailbox(self.size)
+        self._agreement: Agreement
+        if rank == 0:
+            self._host: RollCallHost | None = RollCallHost(self.size, self._mailbox, self.end)
+            self._agreement = self._host
+        else:
+            self._host = None
+            peer = self._peer(0)
+            self._agreement = RollCallLink(peer, self._opening(0), self._mailbox, self.end)
+        self.engine = Engine(
+            rank, self.size, strategy, self._mailbox, self._agreement, self._link, traffic
+        )
+        self._announcing = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...]:
+        """The rank that ended the generation, where one did."""
+        ended = self._mailbox.ended
+        error = None if ended is None else ended()
+        is_lost = isinstance(error, WorkerLostError) and error.rank is not None
+        return (error.rank,) if is_lost and error is not None and error.rank is not None else ()
+
+    def check(self) -> None:
+        """Raises what has ended the generation, if it has."""
+        if self._mailbox.ended is not None:
+            raise self._mailbox.ended()
+
+    def submit(self, call: Call) -> None:
+        """Announces a call, and makes it when its turn comes. Does not block.
+
+        Raises:
+            ShardwellError: the generation is over.
+        """
+        with self._announcing:
+            if self._closing:
+                raise ClosedError("the group was closed; join it again")
+            self.check()
+            if not call.is_join:
+                call.announcement.call_index = self.engine.next_call_index
+                self.engine.next_call_index += 1
+            self._agreement.call(call.announcement)
+            self.engine.submit(call)
+
+    def end(self, failure: pb.Failure) -> None:
+        """The generation is over: all calls fail with this. From any thread; the first stands."""
+        self._mailbox.end(lambda: error_of(failure))
+        with self._lock:
+            self._over = True
+            outgoing = list(self._outgoing.values())
+        for link in outgoing:
+            link.cut()
+
+    def give_up(self, error: ShardwellError) -> None:
+        """Ends the generation for all members."""
+        self._agreement.give_up(failure_of(error))
+
+    def member_lost(self, rank: int, reason: str) -> None:
+        """Ends the generation here and for all who can still be told: a member's lease is over."""
+        failure = lost(rank, f"is gone: {reason}")
+        self._agreement.give_up(failure)
+        self.end(failure)
+
+    def close(self) -> None:
+        """Leaves: what was called before is finished, then all streams end.
+
+        Blocks until calls that were made are done, at the most until their deadlines, and until the
+        others have received what this rank sent.
+        """
+        with self._announcing:
+            self._closing = True
+        self.engine.close()
+        with self._lock:
+            links, is_over, self._over = list(self._outgoing.values()), self._over, True
+        for link in links:
+            link.cut() if is_over else link.finish(LEAVE_TIMEOUT_S)
+        if not is_over:
+            self._agreement.leave()
+        self._release()
+
+    def abort(self, failure: pb.Failure) -> None:
+        """Ends the generation for all members, and leaves."""
+        with self._announcing:
+            self._closing = True
+        self._agreement.give_up(failure)
+        self.end(failure)
+        self.engine.close()
+        self._release()
+
+    def _release(self) -> None:
+        self._mailbox.end(lambda: ClosedError("the group was closed; join it again"))
+        self._agreement.close()
+        for peer in self._peers.values():
+            peer.close()
+
+    # What other members send: on threads of the server.
+
+    def serve_agreement(
+        self,
+        opening: pb.PeerOpen,
+        requests: Iterator[pb.AgreeRequest],
+        context: grpc.ServicerContext,
+    ) -> Iterator[pb.AgreeResponse]:
+        """Answers another rank's stream of calls."""
+        self._check_opening(opening)
+        if self._host is None:
+            raise ArgumentError(f"Agree is answered by rank 0; this is rank {self.rank}")
+        return self._host.serve(opening.from_rank, requests, context)
+
+    def serve_chunks(self, opening: pb.PeerOpen, messages: Iterator[bytes]) -> None:
+        """Takes chunks until their sender leaves; blocks."""
+        self._check_opening(opening)
+        rank = opening.from_rank
+        try:
+            for message in messages:
+                header, payload = framing.parse(pb.SendChunksRequest, message)
+                self._mailbox.put_arrival(Arrival(rank, header, payload, message))
+        except ShardwellError as error:
+            if self._mailbox.ended is None:
+                self.give_up(error)
+            raise
+
+    def _check_opening(self, opening: pb.PeerOpen) -> None:
+        rank = opening.from_rank
+        known = rank < self.size and self.members[rank].member_id == opening.from_member_id
+        if not known or rank == self.rank:
+            raise WorkerLostError(
+                f"{opening.from_member_id!r:.80} is not rank {rank} of generation {self.number} of "
+                f"group {self._group!r}",
+                rank=rank,
+            )
+
+    def _opening(self, rank: int) -> pb.PeerOpen:
+        return pb.PeerOpen(
+            group=self._group,
+            generation=self.number,
+            from_member_id=self.members[self.rank].member_id,
+            from_rank=self.rank,
+            to_member_id=self.members[rank].member_id,
+        )
+
+    def _peer(self, rank: int) -> Peer:
+        peer = self._peers.get(rank)
+        if peer is None:
+            peer = self._peers[rank] = Peer(self.members[rank])
+        return peer
+
+    def _link(self, rank: int) -> Outgoing:
+        """The stream of chunks to a rank, opened when it is first used; for the engine's thread."""
+        with self._lock:
+            if self._over and self._mailbox.ended is not None:
+                raise self._mailbox.ended()
+            link = self._outgoing.get(rank)
+            if link is None:
+                opening = pb.SendChunksRequest(open=self._opening(rank)).SerializeToString()
+                link = self._outgoing[rank] = Outgoing(
+                    self._peer(rank),
+                    opening,
+                    self._traffic,
+                    lambda what: self._agreement.give_up(lost(rank, f"can't be reached: {what}")),
+                )
+        return link

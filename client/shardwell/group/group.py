@@ -1,0 +1,503 @@
+"""A group: workers that reduce among themselves, as one of them sees it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.codec import CODECS, Float32
+from shardwell.errors import (
+    ArgumentError,
+    ClosedError,
+    CollectiveMismatchError,
+    NonFiniteError,
+    ShardwellError,
+    WorkerLostError,
+)
+from shardwell.group.agreement import failure_of
+from shardwell.group.chunk_arithmetic import Reduction, chunk_element_count
+from shardwell.group.engine import Call
+from shardwell.group.generation import Generation
+from shardwell.group.plan import Operation, Plan
+from shardwell.group.roll_call import SAMPLE_COUNT_MAX
+from shardwell.group.strategies import Strategy
+from shardwell.partition import slice_of
+from shardwell.specs import WIRE_CODECS
+from shardwell.traffic import Traffic
+from shardwell.v1 import peer_pb2 as pb
+from shardwell.values import check_integer, check_timeout, finite_peak
+
+OpName: TypeAlias = Literal["sum", "mean", "max", "min"]
+WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
+
+JOIN_TIMEOUT_S = 3600.0
+"""How long `Group.join` waits for the others by default: they may have an hour of batches left."""
+UNDER_WAY_COUNT_MAX = 64
+"""Calls of a member that may be under way at once."""
+
+_KINDS = {
+    Operation.ALL_REDUCE: pb.OPERATION_ALL_REDUCE,
+    Operation.REDUCE: pb.OPERATION_REDUCE,
+    Operation.BROADCAST: pb.OPERATION_BROADCAST,
+    Operation.REDUCE_SCATTER: pb.OPERATION_REDUCE_SCATTER,
+    Operation.ALL_GATHER: pb.OPERATION_ALL_GATHER,
+}
+_REDUCTIONS = {
+    Reduction.SUM: pb.REDUCTION_SUM,
+    Reduction.MEAN: pb.REDUCTION_MEAN,
+    Reduction.MAX: pb.REDUCTION_MAX,
+    Reduction.MIN: pb.REDUCTION_MIN,
+}
+_NOTHING: Float32 = np.empty(0, np.float32)
+
+
+class Membership(Protocol):
+    """How a group comes to its generations, and keeps its place: see `joining.py`."""
+
+    def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
+        """The generation that follows; blocks until it is ready."""
+
+    def close(self) -> None:
+        """Gives up the place, and ends the server."""
+
+
+class Group:
+    """Made by `join_group`. A context manager; any thread may call it.
+
+    All ranks make the same calls in the same order. Each call first agrees on what is called, which
+    takes a message to rank 0 and back; if the ranks differ, every one of them gets the same error
+    and no array is written. Arrays are float32 of any shape, C-contiguous and writable, and are
+    reduced in place; no one else may use an array until its call is done. After an error in the
+    middle of a call (WorkerLostError, a deadline) each element is what it was, or final.
+
+    Every rank ends with the same bits, whatever the codec, and a run that is repeated has them
+    again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        generation: Generation,
+        membership: Membership,
+        *,
+        strategy: Strategy,
+        codec: WireName,
+        timeout_s: float,
+        allow_non_finite: bool,
+        traffic: Traffic,
+    ) -> None:
+        self.name = name
+        """Name of the group."""
+        self.strategy = strategy
+        """How it reduces."""
+        self.traffic = traffic
+        """Bytes moved so far."""
+        self._generation = generation
+        self._membership = membership
+        self._codec: WireName = codec
+        self._timeout_s = timeout_s
+        self._allow_non_finite = allow_non_finite
+        self._under_way = threading.BoundedSemaphore(UNDER_WAY_COUNT_MAX)
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        """This worker's 0-based place; `rebuild` may change it."""
+        return self._generation.rank
+
+    @property
+    def size(self) -> int:
+        """Number of members; `rebuild` may change it."""
+        return self._generation.size
+
+    @property
+    def generation(self) -> int:
+        """Number of the generation: it grows with every `rebuild`."""
+        return self._generation.number
+
+    def all_reduce(
+        self,
+        array: Float32,
+        op: OpName = "sum",
+        *,
+        sample_count: int = 1,
+        codec: WireName | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Reduces the arrays of all ranks, and gives the result to each, in place. Blocks.
+
+        Args:
+            array: float32 of any shape, C-contiguous and writable; as long on every rank.
+            op: "sum", "mean", "max" or "min". A sum beyond float32 is infinite.
+            sample_count: With "mean": this rank's weight, 0 to 2^24, as in sum(n_i * x_i) /
+                sum(n_i); if all are 0, the mean is 0.
+            codec: How chunks travel: "fp32", "fp16", "bf16"; default: the group's. Partial sums
+                travel in it too, and are rounded to it at each hop.
+            timeout_s: How long the other ranks are waited for to make the call; then again for
+                their data. Default: the group's.
+
+        Raises:
+            CollectiveMismatchError: the ranks called something else, or with other lengths or
+                dtypes. All get it; the group goes on.
+            NonFiniteError: a rank's array has NaN or infinity. All get it; the group goes on.
+            WorkersMissingError: ranks did not call in time. All get it; the group goes on, unless
+                data were already moving.
+            WorkerLostError: a rank is gone; `rebuild`, or leave.
+            ClosedError: the group was closed.
+        """
+        self._wait(self._all_reduce(array, op, sample_count, codec, timeout_s))
+
+    def all_reduce_async(
+        self,
+        array: Float32,
+        op: OpName = "sum",
+        *,
+        sample_count: int = 1,
+        codec: WireName | None = None,
+        timeout_s: float | None = None,
+    ) -> Future[None]:
+        """As `all_reduce`, in the background: a future that is done when the array is.
+
+        Calls are matched among the ranks by their order. Blocks only while 64 are under way.
+
+        Raises:
+            WorkerLostError, ClosedError: no call can be made any more. Other errors come from the
+                future.
+        """
+        result: Future[None] = Future()
+        result.set_running_or_notify_cancel()
+
+        def done(call: Future[int]) -> None:
+            error = call.exception()
+            if error is None:
+                result.set_result(None)
+            else:
+                result.set_exception(error)
+
+        self._all_reduce(array, op, sample_count, codec, timeout_s).result.add_done_callback(done)
+        return result
+
+    def reduce(
+        self,
+        array: Float32,
+        root: int = 0,
+        op: OpName = "sum",
+        *,
+        sample_count: int = 1,
+        codec: WireName | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Reduces the arrays of all ranks into the root's; the others' stay as they are. Blocks.
+
+        See `all_reduce`.
+        """
+        self._wait(
+            self._start(
+                Operation.REDUCE,
+                array,
+                op=op,
+                root=root,
+                sample_count=sample_count,
+                codec=codec,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def broadcast(
+        self,
+        array: Float32,
+        root: int = 0,
+        *,
+        codec: WireName | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Gives the root's array to every rank, in place. Blocks.
+
+        With a codec that rounds, the root's own array is rounded too, so that all are the same;
+        pass codec="fp32" for first weights. See `all_reduce`.
+        """
+        self._wait(
+            self._start(Operation.BROADCAST, array, root=root, codec=codec, timeout_s=timeout_s)
+        )
+
+    def reduce_scatter(
+        self,
+        array: Float32,
+        op: OpName = "sum",
+        *,
+        sample_count: int = 1,
+        codec: WireName | None = None,
+        timeout_s: float | None = None,
+    ) -> Float32:
+        """Reduces the arrays of all ranks; each gets its own segment of the result. Blocks.
+
+        Returns:
+            `segment(array)`, which has the result; the rest of the array stays as it is. See
+            `all_reduce`.
+        """
+        self._wait(
+            self._start(
+                Operation.REDUCE_SCATTER,
+                array,
+                op=op,
+                sample_count=sample_count,
+                codec=codec,
+                timeout_s=timeout_s,
+            )
+        )
+        return self.segment(array)
+
+    def all_gather(
+        self, array: Float32, *, codec: WireName | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Fills the array with the segment of each rank, in place. Blocks.
+
+        Rank r contributes `segment(array)`; an array of shape (size, ...) has row r as rank r's.
+        With a codec that rounds, a rank's own segment is rounded too. See `all_reduce`.
+        """
+        self._wait(self._start(Operation.ALL_GATHER, array, codec=codec, timeout_s=timeout_s))
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Blocks until all ranks have called it."""
+        self._wait(self._start(None, _NOTHING, timeout_s=timeout_s))
+
+    def join(self, *, timeout_s: float = JOIN_TIMEOUT_S) -> int:
+        """Takes part in no further calls until all ranks have called `join`. Blocks.
+
+        For a worker that has fewer batches than others: they go on among themselves, and means
+        count who is still in. While ranks are out, segments are cut among those that are in.
+
+        Returns:
+            The rank that called it last; it has made every call, so that others may take what they
+            missed with `broadcast(..., root=that)`. From now on all take part again.
+
+        Raises:
+            WorkersMissingError: others did not come in time; call again to go on waiting.
+            WorkerLostError, ClosedError: see `all_reduce`.
+        """
+        call = self._call(pb.OPERATION_JOIN, None, _NOTHING, Reduction.SUM, self._codec, timeout_s)
+        return self._wait(self._submitted(call))
+
+    def segment(self, array: Float32) -> Float32:
+        """This rank's part of an array, as `reduce_scatter` and `all_gather` cut it: a view.
+
+        One dimension; the first `array.size % size` segments are one element longer.
+        """
+        where = slice_of(array.size, self.rank, self.size)
+        return array.reshape(-1)[where.offset : where.stop]
+
+    def rebuild(self, *, timeout_s: float | None = None, replacement_wait_s: float = 0.0) -> None:
+        """Goes on with the members that live, and with workers that have come to replace others.
+
+        All members that live must call it. Calls that are under way fail. Ranks close up: the order
+        of those that live stays, a replacement has the rank that it asked for, and gaps are gone.
+        Blocks until the new generation is ready.
+
+        Args:
+            timeout_s: How long the other members are waited for; default: the group's.
+            replacement_wait_s: How long to wait for replacements before going on with fewer.
+
+        Raises:
+            WorkersMissingError: members that live did not call it in time; they are named.
+            WorkerUnreachableError, ShardUnavailableError: see `join_group`.
+        """
+        if self._closed:
+            raise ClosedError(f"group {self.name!r} was closed; join it again")
+        previous = self._generation
+        self._generation = self._membership.rejoin(
+            previous,
+            check_timeout(self._timeout_s if timeout_s is None else timeout_s),
+            min(max(float(replacement_wait_s), 0.0), 3600.0),
+        )
+
+    def close(self) -> None:
+        """Leaves the group, when the calls that were made are done. Safe to repeat. Blocks."""
+        if self._closed:
+            return
+        self._closed = True
+        self._generation.close()
+        self._membership.close()
+
+    def _abort(self, error: BaseException) -> None:
+        """Leaves at once, and tells the others why."""
+        if self._closed:
+            return
+        self._closed = True
+        told = WorkerLostError(
+            f"rank {self.rank} left in the middle, because of {error!r:.200}", rank=self.rank
+        )
+        self._generation.abort(failure_of(told))
+        self._membership.close()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or isinstance(error, WorkerLostError):
+            self.close()
+        else:
+            self._abort(error)
+
+    # How a call comes to its engine.
+
+    def _all_reduce(
+        self,
+        array: Float32,
+        op: OpName,
+        sample_count: int,
+        codec: WireName | None,
+        timeout_s: float | None,
+    ) -> Call:
+        return self._start(
+            Operation.ALL_REDUCE,
+            array,
+            op=op,
+            sample_count=sample_count,
+            codec=codec,
+            timeout_s=timeout_s,
+        )
+
+    def _start(
+        self,
+        operation: Operation | None,
+        array: Float32,
+        *,
+        op: OpName | None = None,
+        root: int = 0,
+        sample_count: int = 1,
+        codec: WireName | None = None,
+        timeout_s: float | None = None,
+    ) -> Call:
+        """Announces a call; what is wrong with it is announced as well, so that all fail alike."""
+        timeout_s = check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+        generation = self._generation
+        kind = pb.OPERATION_BARRIER if operation is None else _KINDS[operation]
+        call = self._call(kind, operation, _NOTHING, Reduction.SUM, self._codec, timeout_s)
+        announcement = call.announcement
+        try:
+            call.codec_name = _checked("codec", codec or self._codec, tuple(CODECS))
+            announcement.codec = WIRE_CODECS[call.codec_name]
+            if operation is not None:
+                call.array = _flat(array)
+                announcement.element_count = call.array.size
+                if operation.reduces:
+                    call.reduction = Reduction(_checked("op", op, get_args(OpName)))
+                    announcement.reduction = _REDUCTIONS[call.reduction]
+                announcement.root = check_integer("root", root, 0, generation.size - 1)
+                announcement.sample_count = check_integer(
+                    "sample_count", sample_count, 0, SAMPLE_COUNT_MAX
+                )
+                if announcement.sample_count != 1 and call.reduction is not Reduction.MEAN:
+                    raise ArgumentError(
+                        f'sample_count weights op="mean" alone; got it with op={op!r}'
+                    )
+                call.peaks = self._peaks(generation, call, operation)
+        except ShardwellError as error:
+            told = error
+            if not isinstance(error, NonFiniteError):
+                told = CollectiveMismatchError(error.message)
+            announcement.problem.CopyFrom(failure_of(told))
+        return self._submitted(call, generation)
+
+    def _call(
+        self,
+        kind: pb.Operation,
+        operation: Operation | None,
+        array: Float32,
+        reduction: Reduction,
+        codec: str,
+        timeout_s: float,
+    ) -> Call:
+        return Call(
+            announcement=pb.CollectiveCall(
+                operation=kind, wait_timeout_ms=max(int(check_timeout(timeout_s) * 1000), 1)
+            ),
+            operation=operation,
+            array=array,
+            reduction=reduction,
+            codec_name=codec,
+            timeout_s=timeout_s,
+        )
+
+    def _submitted(self, call: Call, generation: Generation | None = None) -> Call:
+        if self._closed:
+            raise ClosedError(f"group {self.name!r} was closed; join it again")
+        # Waits where too many are under way: the engine makes room, with or without success.
+        self._under_way.acquire()
+        call.result.add_done_callback(lambda _: self._under_way.release())
+        try:
+            (generation or self._generation).submit(call)
+        except BaseException:
+            self._under_way.release()
+            raise
+        return call
+
+    @staticmethod
+    def _wait(call: Call) -> int:
+        """The result; the engine ends every call within its deadlines."""
+        return call.result.result()
+
+    def _peaks(self, generation: Generation, call: Call, operation: Operation) -> dict[int, float]:
+        """Checks that what this rank contributes is finite; magnitudes of entering chunks."""
+        if self._allow_non_finite:
+            return {}
+        plan = Plan(
+            operation=operation,
+            strategy=self.strategy,
+            rank=generation.rank,
+            size=generation.size,
+            root=call.announcement.root if operation.has_root else 0,
+            element_count=call.array.size,
+            chunk_element_count=chunk_element_count(call.codec_name),
+        )
+        entering = set(plan.entering)
+        peaks = {}
+        for index, (where, _, _) in enumerate(plan.chunks):
+            if index in entering or operation.reduces:
+                peak = finite_peak(
+                    f"array of {operation.value}",
+                    call.array,
+                    None,
+                    where.offset,
+                    where.stop,
+                    remedy="skip or mend the step, or join the group with allow_non_finite=True",
+                )
+                if index in entering:
+                    peaks[index] = peak
+        return peaks
+
+
+def _flat(array: Any) -> Float32:
+    """The array as one dimension, in place.
+
+    Raises:
+        ArgumentError: no writable C-contiguous float32 array.
+    """
+    if not isinstance(array, np.ndarray):
+        raise ArgumentError(f"array must be a NumPy array of float32; got {type(array).__name__}")
+    flags = array.flags
+    good = flags.c_contiguous and flags.writeable and flags.aligned
+    if array.dtype != np.float32 or not array.dtype.isnative or not good:
+        raise ArgumentError(
+            "array must be float32, C-contiguous and writable, because it is reduced in place; got "
+            f"{array.dtype} of shape {array.shape}, contiguous={flags.c_contiguous}, "
+            f"writeable={flags.writeable}; pass a copy made with np.array(x, np.float32)"
+        )
+    flat: npt.NDArray[np.float32] = array.reshape(-1)
+    return flat
+
+
+def _checked(what: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ArgumentError(f"{what} must be one of {', '.join(allowed)}; got {value!r:.80}")
+    return str(value)

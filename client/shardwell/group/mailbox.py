@@ -1,0 +1,136 @@
+"""What reaches a rank from others, until its engine takes it: chunks, verdicts, and the end.
+
+Filled by the threads of streams, emptied by one engine. A link's chunks come in order, and its
+thread waits while too many of them lie here: gRPC's flow control then stops the sender.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from shardwell.errors import ShardwellError
+from shardwell.group.collective import WINDOW_ROW_COUNT, Arrival
+from shardwell.v1 import peer_pb2 as pb
+
+MakeError = Callable[[], ShardwellError]
+
+
+class Mailbox:
+    """Any thread may fill it; `await_verdict` and `take` are for one thread."""
+
+    def __init__(self, size: int) -> None:
+        # What can be under way on one link, twice over: see `collective.py`.
+        self._arrival_count_max = 4 * WINDOW_ROW_COUNT * size + 16
+        self._changed = threading.Condition()
+        self._arrivals: dict[int, deque[Arrival]] = {}
+        self._count_of_rank: dict[int, int] = {}
+        self._verdicts: dict[int, pb.Verdict] = {}
+        self._join_verdict: pb.Verdict | None = None
+        self._ended: MakeError | None = None
+        self._is_ending: MakeError | None = None
+
+    def put_arrival(self, arrival: Arrival) -> None:
+        """Adds a chunk; blocks while too many of its sender are here.
+
+        Raises:
+            ShardwellError: the generation is at its end.
+        """
+        rank, call_index = arrival.rank, arrival.header.call_index
+        with self._changed:
+            while self._ended is None and (
+                self._count_of_rank.get(rank, 0) >= self._arrival_count_max
+            ):
+                self._changed.wait()
+            if self._ended is not None:
+                raise self._ended()
+            self._count_of_rank[rank] = self._count_of_rank.get(rank, 0) + 1
+            self._arrivals.setdefault(call_index, deque()).append(arrival)
+            self._changed.notify_all()
+
+    def put_verdict(self, verdict: pb.Verdict) -> None:
+        """Adds what rank 0 says of a call."""
+        with self._changed:
+            if verdict.operation == pb.OPERATION_JOIN:
+                self._join_verdict = verdict
+            else:
+                self._verdicts[verdict.call_index] = verdict
+            self._changed.notify_all()
+
+    def end(self, make_error: MakeError, *, lets_finish: bool = False) -> None:
+        """Ends all waits with an error; the first of several stands.
+
+        Args:
+            make_error: Makes a new one for each wait.
+            lets_finish: Calls that have a verdict go on.
+        """
+        with self._changed:
+            if not lets_finish:
+                self._ended = self._ended or self._is_ending or make_error
+            self._is_ending = self._is_ending or make_error
+            self._changed.notify_all()
+
+    @property
+    def ended(self) -> MakeError | None:
+        """Makes the error that no further call escapes; None while calls can be made."""
+        return self._is_ending
+
+    def await_verdict(self, call_index: int | None, timeout_s: float) -> pb.Verdict | None:
+        """The verdict of a call, or of `join` with None; None if there is none in time.
+
+        Raises:
+            ShardwellError: the generation has ended before.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                verdict = self._taken_verdict(call_index)
+                if self._ended is not None:
+                    raise self._ended()
+                if verdict is not None:
+                    return verdict
+                if self._is_ending is not None:
+                    raise self._is_ending()
+                rest_s = deadline_s - time.monotonic()
+                if rest_s <= 0:
+                    return None
+                self._changed.wait(rest_s)
+
+    def take(self, call_index: int, timeout_s: float) -> Arrival | None:
+        """The next chunk of a call, in order of arrival; None if there is none in time.
+
+        Raises:
+            ShardwellError: the generation has ended.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self._ended is not None:
+                    raise self._ended()
+                arrivals = self._arrivals.get(call_index)
+                if arrivals:
+                    arrival = arrivals.popleft()
+                    count = self._count_of_rank[arrival.rank]
+                    self._count_of_rank[arrival.rank] = count - 1
+                    if count >= self._arrival_count_max:
+                        self._changed.notify_all()
+                    return arrival
+                rest_s = deadline_s - time.monotonic()
+                if rest_s <= 0:
+                    return None
+                self._changed.wait(rest_s)
+
+    def forget(self, call_index: int) -> None:
+        """Drops what is left of a call that has been made."""
+        with self._changed:
+            for arrival in self._arrivals.pop(call_index, ()):
+                self._count_of_rank[arrival.rank] -= 1
+            self._changed.notify_all()
+
+    def _taken_verdict(self, call_index: int | None) -> pb.Verdict | None:
+        if call_index is not None:
+            return self._verdicts.pop(call_index, None)
+        verdict, self._join_verdict = self._join_verdict, None
+        return verdict

@@ -1,0 +1,212 @@
+"""A member's server: PeerService, for the other members of its group."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shardwell import framing
+from shardwell.channel import SERVER_OPTIONS
+from shardwell.errors import (
+    ArgumentError,
+    InternalError,
+    ShardUnavailableError,
+    ShardwellError,
+    WorkerLostError,
+    WorkerUnreachableError,
+)
+from shardwell.group.generation import Generation
+from shardwell.group.peers import SERVICE_NAME
+from shardwell.status import to_status
+from shardwell.v1 import peer_pb2 as pb
+
+_GENERATION_WAIT_S = 30.0
+"""How long a stream of a generation that this member does not know yet may wait until it does."""
+_SPARE_THREAD_COUNT = 16
+"""Threads beyond those of streams: for greetings, and for a rendezvous that is served here."""
+
+
+class PeerServer:
+    """Listens from the start; knows a generation at a time.
+
+    Args:
+        listen: HOST:PORT; port 0 takes a free one.
+        group: Name of the group.
+        member_id: Of this member.
+        size: Members that may have streams here.
+        more: Handlers of other services at the same address.
+
+    Raises:
+        ShardUnavailableError: the address can't be listened on.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        group: str,
+        member_id: str,
+        size: int,
+        more: tuple[grpc.GenericRpcHandler, ...] = (),
+    ) -> None:
+        self._group = group
+        self._member_id = member_id
+        self._generation: Generation | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        thread_count = 2 * size + _SPARE_THREAD_COUNT
+        self._threads = ThreadPoolExecutor(thread_count, thread_name_prefix="shardwell-peer")
+        self._server = grpc.server(
+            self._threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count
+        )
+        self._server.add_generic_rpc_handlers((self._handler(), *more))
+        host = listen.rpartition(":")[0]
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            self._threads.shutdown()
+            raise ShardUnavailableError(
+                f"can't listen on {listen} for the other workers of group {group!r}: {error}; is "
+                "the port taken, or the address another machine's? Pass listen="
+            ) from None
+        self.address = f"{host}:{port}"
+        """Where it listens; the port is the one that was taken when 0 was asked for."""
+        self._server.start()
+
+    def begin(self, generation: Generation | None) -> None:
+        """Takes streams of this generation from now on, and no others."""
+        with self._changed:
+            self._generation = generation
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends all streams and threads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._server.stop(0).wait()
+        self._threads.shutdown()
+
+    def _handler(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Greet": grpc.unary_unary_rpc_method_handler(
+                    _answering(self._greet),
+                    response_serializer=pb.GreetResponse.SerializeToString,
+                ),
+                "Agree": grpc.stream_stream_rpc_method_handler(
+                    self._agree, response_serializer=pb.AgreeResponse.SerializeToString
+                ),
+                "SendChunks": grpc.stream_unary_rpc_method_handler(
+                    _answering(self._send_chunks),
+                    response_serializer=pb.SendChunksResponse.SerializeToString,
+                ),
+            },
+        )
+
+    def _greet(self, message: bytes, context: grpc.ServicerContext) -> pb.GreetResponse:
+        request = _parsed(pb.GreetRequest, message)
+        if (request.group, request.member_id) != (self._group, self._member_id):
+            raise WorkerUnreachableError(
+                f"another worker answers here, of group {self._group!r}; is the address right?"
+            )
+        return pb.GreetResponse()
+
+    def _agree(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.AgreeResponse]:
+        try:
+            requests = (_parsed(pb.AgreeRequest, message) for message in messages)
+            first = next(requests, None)
+            if first is None:
+                return
+            generation = self._generation_of(first.open)
+            yield from generation.serve_agreement(first.open, _with_event(first, requests), context)
+        except Exception as error:
+            _fail(context, error)
+
+    def _send_chunks(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> pb.SendChunksResponse:
+        first = next(messages, None)
+        if first is not None:
+            header, _ = framing.parse(pb.SendChunksRequest, first)
+            generation = self._generation_of(header.open)
+            generation.serve_chunks(header.open, _with_chunk(header, first, messages))
+        return pb.SendChunksResponse()
+
+    def _generation_of(self, opening: pb.PeerOpen) -> Generation:
+        """The generation that a stream belongs to; waits while it is still to begin here.
+
+        Raises:
+            WorkerLostError: it is over, or was never meant for this member.
+        """
+        deadline_s = time.monotonic() + _GENERATION_WAIT_S
+        with self._changed:
+            while not self._closed:
+                generation = self._generation
+                number = 0 if generation is None else generation.number
+                if (opening.group, opening.to_member_id) != (self._group, self._member_id):
+                    break
+                if generation is not None and number == opening.generation:
+                    return generation
+                rest_s = deadline_s - time.monotonic()
+                if opening.generation < number or rest_s <= 0:
+                    break
+                self._changed.wait(rest_s)
+        raise WorkerLostError(
+            f"generation {opening.generation} of group {opening.group!r:.80} is not, or no more, "
+            f"what member {self._member_id} of group {self._group!r} is in; join again"
+        )
+
+
+def _with_event(
+    first: pb.AgreeRequest, rest: Iterator[pb.AgreeRequest]
+) -> Iterator[pb.AgreeRequest]:
+    if first.WhichOneof("event") is not None:
+        yield first
+    yield from rest
+
+
+def _with_chunk(
+    header: pb.SendChunksRequest, first: bytes, rest: Iterator[bytes]
+) -> Iterator[bytes]:
+    if header.HasField("chunk"):
+        yield first
+    yield from rest
+
+
+def _parsed(kind: Any, message: bytes) -> Any:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise ArgumentError(f"no {kind.DESCRIPTOR.full_name}: {error}") from None
+
+
+def _answering(handle: Callable[..., Any]) -> Callable[..., Any]:
+    """Turns errors of a handler into statuses."""
+
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            return handle(request, context)
+        except Exception as error:
+            _fail(context, error)
+
+    return answer
+
+
+def _fail(context: grpc.ServicerContext, error: Exception) -> None:
+    if not context.is_active():
+        context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
+    if not isinstance(error, ShardwellError):
+        error = InternalError(f"the member failed: {error!r:.300}")
+    status = to_status(error)
+    context.set_trailing_metadata(status.trailing_metadata)
+    context.abort(status.code, status.details)
