@@ -141,7 +141,7 @@ class ChunkArithmetic:
             total, peak = out, None
         message = self._message(pb.STAGE_FINAL, index, where, total, peak) if spreads else b""
         if message and self._codec.codec.name != "fp32":
-            header, payload = framing.parse(pb.SendChunksRequest, message)
+            header, payload = framing.parse(pb.ReceiveChunksResponse, message)
             self._codec.codec.decode(payload, header.chunk.scale_exponent, into)
         elif total is not into:
             np.copyto(into, total)
@@ -158,7 +158,7 @@ class ChunkArithmetic:
     def _message(
         self, stage: pb.Stage, index: int, where: Slice, values: Float32, peak: float | None = None
     ) -> bytes:
-        header = pb.SendChunksRequest(call_index=self._call_index, stage=stage)
+        header = pb.ReceiveChunksResponse(call_index=self._call_index, stage=stage)
         return self._codec.encode(
             header, header.chunk, where, index, values, thread_scratch(), peak=peak
         )

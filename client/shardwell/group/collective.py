@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
 
     rank: int
     """Who sent it: its place among those that take part."""
-    header: pb.SendChunksRequest
+    header: pb.ReceiveChunksResponse
     """What it says of itself, without the payload."""
     payload: Bytes
     """The encoded values."""
@@ -77,7 +77,7 @@ class Collective:
         self._seen: set[tuple[int, int, int]] = set()
         self._due_of_row = [0] * plan.row_count
         for _, segment, row in plan.chunks:
-            self._due_of_row[row] += plan.roles[segment].message_count
+            self._due_of_row[row] += len(plan.roles[segment].senders)
         self._due_count = sum(self._due_of_row)
         self._complete_row_count = 0
         self._complete_rows()
@@ -103,7 +103,7 @@ class Collective:
             seen[rank] = seen.get(rank, 0) + 1
         due: dict[int, int] = {}
         for _, segment, _ in self._plan.chunks:
-            for rank in _senders(self._plan.roles[segment]):
+            for rank in self._plan.roles[segment].senders:
                 due[rank] = due.get(rank, 0) + 1
         return tuple(rank for rank in sorted(due) if due[rank] > seen.get(rank, 0))
 
@@ -210,11 +210,3 @@ class Collective:
             f"chunk {header.chunk.chunk_index} ({stage}) of call {header.call_index} "
             f"({self._plan.operation.value}): {why}"
         )
-
-
-def _senders(role: Role) -> list[int]:
-    """Ranks that send something for a chunk; twice where they do so in both stages."""
-    senders = [] if role.inflow is None else list(role.inflow.sources)
-    if role.outflow is not None and role.outflow.source is not None:
-        senders.append(role.outflow.source)
-    return senders

@@ -10,9 +10,10 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from shardwell.codec import Float32
 from shardwell.errors import (
@@ -62,6 +63,16 @@ class Call:
         return self.announcement.operation == pb.OPERATION_JOIN
 
 
+class Links(Protocol):
+    """The streams to and from other ranks."""
+
+    def outgoing(self, rank: int) -> Outgoing:
+        """Where chunks for a rank go."""
+
+    def listen_to(self, rank: int) -> None:
+        """Has chunks of a rank come to the mailbox from now on."""
+
+
 class Engine:
     """Makes calls in the order in which they come. Any thread may submit them."""
 
@@ -72,7 +83,7 @@ class Engine:
         strategy: Strategy,
         mailbox: Mailbox,
         agreement: Agreement,
-        outgoing: Callable[[int], Outgoing],
+        links: Links,
         traffic: Traffic,
     ) -> None:
         self._rank = rank
@@ -80,7 +91,7 @@ class Engine:
         self._strategy = strategy
         self._mailbox = mailbox
         self._agreement = agreement
-        self._outgoing = outgoing
+        self._links = links
         self._traffic = traffic
         self.next_call_index = 0
         """Of the next call that is announced; set after a join."""
@@ -157,7 +168,9 @@ class Engine:
         )
         collective = Collective(plan, arithmetic)
         deadline_s = time.monotonic() + call.timeout_s
-        targets = {peer: self._outgoing(ranks[peer]) for peer in plan.peers}
+        targets = {place: self._links.outgoing(ranks[place]) for place in plan.targets}
+        for source in plan.sources:
+            self._links.listen_to(ranks[source])
         while not collective.is_done:
             if plan.is_one_way:
                 for target in targets.values():

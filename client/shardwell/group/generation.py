@@ -26,14 +26,11 @@ from shardwell.group.agreement import (
 from shardwell.group.collective import Arrival
 from shardwell.group.engine import Call, Engine
 from shardwell.group.mailbox import Mailbox
-from shardwell.group.peers import Outgoing, Peer
+from shardwell.group.peers import LEAVE_TIMEOUT_S, Incoming, Outgoing, Peer
 from shardwell.group.strategies import Strategy
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
-
-LEAVE_TIMEOUT_S = 60.0
-"""How long a rank that leaves waits until the others have received what it sent."""
 
 
 class Generation:
@@ -56,6 +53,7 @@ class Generation:
         self._traffic = traffic
         self._peers: dict[int, Peer] = {}
         self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: dict[int, Incoming] = {}
         self._lock = threading.Lock()
         self._over = False
         self._closing = False
@@ -69,7 +67,7 @@ class Generation:
             peer = self._peer(0)
             self._agreement = RollCallLink(peer, self._opening(0), self._mailbox, self.end)
         self.engine = Engine(
-            rank, self.size, strategy, self._mailbox, self._agreement, self._link, traffic
+            rank, self.size, strategy, self._mailbox, self._agreement, self, traffic
         )
         self._announcing = threading.Lock()
 
@@ -112,8 +110,11 @@ class Generation:
         self._mailbox.end(lambda: error_of(failure))
         with self._lock:
             self._over = True
-            outgoing = list(self._outgoing.values())
-        for link in outgoing:
+            links: list[Outgoing | Incoming] = [
+                *self._outgoing.values(),
+                *self._incoming.values(),
+            ]
+        for link in links:
             link.cut()
 
     def give_up(self, error: ShardwellError) -> None:
@@ -155,6 +156,8 @@ class Generation:
     def _release(self) -> None:
         self._mailbox.end(lambda: ClosedError("the group was closed; join it again"))
         self._agreement.close()
+        for incoming in self._incoming.values():
+            incoming.close()
         for peer in self._peers.values():
             peer.close()
 
@@ -172,18 +175,10 @@ class Generation:
             raise ArgumentError(f"Agree is answered by rank 0; this is rank {self.rank}")
         return self._host.serve(opening.from_rank, requests, context)
 
-    def serve_chunks(self, opening: pb.PeerOpen, messages: Iterator[bytes]) -> None:
-        """Takes chunks until their sender leaves; blocks."""
+    def serve_chunks(self, opening: pb.PeerOpen, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The chunks for another rank, until this one leaves."""
         self._check_opening(opening)
-        rank = opening.from_rank
-        try:
-            for message in messages:
-                header, payload = framing.parse(pb.SendChunksRequest, message)
-                self._mailbox.put_arrival(Arrival(rank, header, payload, message))
-        except ShardwellError as error:
-            if self._mailbox.ended is None:
-                self.give_up(error)
-            raise
+        return self.outgoing(opening.from_rank).serve(context)
 
     def _check_opening(self, opening: pb.PeerOpen) -> None:
         rank = opening.from_rank
@@ -210,18 +205,49 @@ class Generation:
             peer = self._peers[rank] = Peer(self.members[rank])
         return peer
 
-    def _link(self, rank: int) -> Outgoing:
-        """The stream of chunks to a rank, opened when it is first used; for the engine's thread."""
+    # What the engine needs of other ranks.
+
+    def outgoing(self, rank: int) -> Outgoing:
+        """Where chunks for a rank go.
+
+        Raises:
+            ShardwellError: the generation is over.
+        """
         with self._lock:
-            if self._over and self._mailbox.ended is not None:
-                raise self._mailbox.ended()
+            self._check_links()
             link = self._outgoing.get(rank)
             if link is None:
-                opening = pb.SendChunksRequest(open=self._opening(rank)).SerializeToString()
                 link = self._outgoing[rank] = Outgoing(
-                    self._peer(rank),
-                    opening,
-                    self._traffic,
-                    lambda what: self._agreement.give_up(lost(rank, f"can't be reached: {what}")),
+                    self._traffic, lambda what: self._link_failed(rank, what)
                 )
-        return link
+            return link
+
+    def listen_to(self, rank: int) -> None:
+        """Has chunks of a rank come to the mailbox from now on. Safe to repeat.
+
+        Raises:
+            ShardwellError: the generation is over.
+        """
+        with self._lock:
+            self._check_links()
+            if rank not in self._incoming:
+                self._incoming[rank] = Incoming(
+                    self._peer(rank),
+                    self._opening(rank),
+                    lambda message: self._take(rank, message),
+                    lambda what: self._link_failed(rank, what),
+                )
+
+    def _check_links(self) -> None:
+        if self._over:
+            ended = self._mailbox.ended
+            raise ClosedError("the group was closed") if ended is None else ended()
+
+    def _take(self, rank: int, message: bytes) -> None:
+        header, payload = framing.parse(pb.ReceiveChunksResponse, message)
+        self._mailbox.put_arrival(Arrival(rank, header, payload, message))
+
+    def _link_failed(self, rank: int, what: str) -> None:
+        """Rank 0 decides which rank is lost, and tells all, this one included."""
+        if not self._over:
+            self._agreement.give_up(lost(rank, f"can't be reached: {what}"))

@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from shardwell import framing
 from shardwell.channel import SERVER_OPTIONS
 from shardwell.errors import (
     ArgumentError,
@@ -28,6 +27,8 @@ from shardwell.v1 import peer_pb2 as pb
 
 _GENERATION_WAIT_S = 30.0
 """How long a stream of a generation that this member does not know yet may wait until it does."""
+_GRACE_S = 0.5
+"""How long streams that are at their end may take to close; gRPC logs those that it cuts."""
 _SPARE_THREAD_COUNT = 16
 """Threads beyond those of streams: for greetings, and for a rendezvous that is served here."""
 
@@ -90,7 +91,7 @@ class PeerServer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._server.stop(0).wait()
+        self._server.stop(_GRACE_S).wait()
         self._threads.shutdown()
 
     def _handler(self) -> grpc.GenericRpcHandler:
@@ -104,10 +105,7 @@ class PeerServer:
                 "Agree": grpc.stream_stream_rpc_method_handler(
                     self._agree, response_serializer=pb.AgreeResponse.SerializeToString
                 ),
-                "SendChunks": grpc.stream_unary_rpc_method_handler(
-                    _answering(self._send_chunks),
-                    response_serializer=pb.SendChunksResponse.SerializeToString,
-                ),
+                "ReceiveChunks": grpc.unary_stream_rpc_method_handler(self._receive_chunks),
             },
         )
 
@@ -132,15 +130,12 @@ class PeerServer:
         except Exception as error:
             _fail(context, error)
 
-    def _send_chunks(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext
-    ) -> pb.SendChunksResponse:
-        first = next(messages, None)
-        if first is not None:
-            header, _ = framing.parse(pb.SendChunksRequest, first)
-            generation = self._generation_of(header.open)
-            generation.serve_chunks(header.open, _with_chunk(header, first, messages))
-        return pb.SendChunksResponse()
+    def _receive_chunks(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            opening = _parsed(pb.ReceiveChunksRequest, message).open
+            yield from self._generation_of(opening).serve_chunks(opening, context)
+        except Exception as error:
+            _fail(context, error)
 
     def _generation_of(self, opening: pb.PeerOpen) -> Generation:
         """The generation that a stream belongs to; waits while it is still to begin here.
@@ -171,14 +166,6 @@ def _with_event(
     first: pb.AgreeRequest, rest: Iterator[pb.AgreeRequest]
 ) -> Iterator[pb.AgreeRequest]:
     if first.WhichOneof("event") is not None:
-        yield first
-    yield from rest
-
-
-def _with_chunk(
-    header: pb.SendChunksRequest, first: bytes, rest: Iterator[bytes]
-) -> Iterator[bytes]:
-    if header.HasField("chunk"):
         yield first
     yield from rest
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import grpc
 
 from shardwell.channel import CHANNEL_OPTIONS
+from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2, peer_pb2
 from shardwell.v1 import peer_pb2 as pb
@@ -19,7 +19,12 @@ from shardwell.v1 import peer_pb2 as pb
 PENDING_COUNT_MAX = 16
 """Chunks that wait to be sent to one rank, in calls where chunks go one way."""
 
+LEAVE_TIMEOUT_S = 60.0
+"""How long a rank that leaves waits until the others have received what it sent."""
+
 SERVICE_NAME = peer_pb2.DESCRIPTOR.services_by_name["PeerService"].full_name
+
+_LAST = pb.ReceiveChunksResponse(last=True).SerializeToString()
 
 
 class Peer:
@@ -33,7 +38,10 @@ class Peer:
             request_serializer=pb.AgreeRequest.SerializeToString,
             response_deserializer=pb.AgreeResponse.FromString,
         )
-        self.send_chunks: Any = self._channel.stream_unary(f"/{SERVICE_NAME}/SendChunks")
+        self.receive_chunks: Any = self._channel.unary_stream(
+            f"/{SERVICE_NAME}/ReceiveChunks",
+            request_serializer=pb.ReceiveChunksRequest.SerializeToString,
+        )
 
     def greet(self, group: str, timeout_s: float) -> str | None:
         """Asks who is there; None if it is this member, else what is wrong. Blocks."""
@@ -54,74 +62,133 @@ class Peer:
 
 
 class Outgoing:
-    """The stream of chunks to one rank of a generation.
+    """The chunks for one rank of a generation, until that rank's stream takes them.
 
     Args:
-        peer: The member that has the rank.
-        opening: The first message.
         traffic: Counts what is sent.
-        on_failure: Called from gRPC's thread when the stream breaks; with what happened.
+        on_failure: Called when the stream breaks, from a thread of gRPC's; with what happened.
     """
 
-    def __init__(
-        self, peer: Peer, opening: bytes, traffic: Traffic, on_failure: Callable[[str], None]
-    ) -> None:
+    def __init__(self, traffic: Traffic, on_failure: Callable[[str], None]) -> None:
         self._on_failure = on_failure
-        self._opening = opening
         self._traffic = traffic
         # Bounded by the calls: see `collective.py`, and `await_room`.
         self._messages: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
-        self._taken = threading.Condition()
+        self._changed = threading.Condition()
         self._pending_count = 0
-        self._closed = False
-        self._call = peer.send_chunks.future(self._outgoing())
-        self._call.add_done_callback(self._ended)
+        self._is_open = False
+        self._is_cut = False
+        self._has_ended = threading.Event()
 
     def send(self, message: bytes, element_count: int) -> None:
         """Sends a chunk; does not block."""
-        with self._taken:
+        with self._changed:
             self._pending_count += 1
         self._messages.put((message, element_count))
 
     def await_room(self, timeout_s: float) -> bool:
         """Blocks while many chunks wait to be sent; whether there is room now."""
         deadline_s = time.monotonic() + timeout_s
-        with self._taken:
-            while self._pending_count >= PENDING_COUNT_MAX and not self._closed:
+        with self._changed:
+            while self._pending_count >= PENDING_COUNT_MAX and not self._is_cut:
                 rest_s = deadline_s - time.monotonic()
                 if rest_s <= 0:
                     return False
-                self._taken.wait(rest_s)
+                self._changed.wait(rest_s)
         return True
 
+    def serve(self, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The stream that the other rank opened.
+
+        Raises:
+            ArgumentError: it has one already.
+        """
+        with self._changed:
+            if self._is_open:
+                raise ArgumentError("this rank has a stream of chunks already")
+            self._is_open = True
+        if not context.add_callback(self._ended):
+            self._ended()
+        while (entry := self._messages.get()) is not None:
+            message, element_count = entry
+            with self._changed:
+                self._pending_count -= 1
+                self._changed.notify_all()
+            self._traffic.add_sent(len(message), element_count)
+            yield message
+        if not self._is_cut:
+            yield _LAST
+            self._has_ended.wait(LEAVE_TIMEOUT_S)
+
     def finish(self, timeout_s: float) -> None:
-        """Waits until everything has been received, and ends the stream; or cuts it in time."""
+        """Waits until everything has been received, at most so long, and ends the stream."""
         self._messages.put(None)
-        # Whoever leaves has no use for the reason of a failure; the others see it themselves.
-        with contextlib.suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
-            self._call.result(timeout=timeout_s)
+        if self._is_open or self._pending_count:
+            self._has_ended.wait(timeout_s)
         self.cut()
 
     def cut(self) -> None:
         """Ends the stream at once. Safe to repeat, from any thread."""
-        with self._taken:
-            self._closed = True
-            self._taken.notify_all()
+        with self._changed:
+            self._is_cut = True
+            self._changed.notify_all()
         self._messages.put(None)
+        self._has_ended.set()
+
+    def _ended(self) -> None:
+        """The stream is over, because the other rank has everything, or is gone."""
+        finished = self._messages.empty() or self._is_cut
+        self._messages.put(None)
+        self._has_ended.set()
+        if not finished:
+            self._on_failure("it no longer takes what is sent to it")
+
+
+class Incoming:
+    """The stream of chunks from one rank of a generation, and the thread that reads it.
+
+    Args:
+        peer: The member that has the rank.
+        opening: What its server is told.
+        take: Called with each message.
+        on_failure: Called when the stream breaks; with what happened.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        opening: pb.PeerOpen,
+        take: Callable[[bytes], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._take = take
+        self._on_failure = on_failure
+        self._is_cut = False
+        self._call = peer.receive_chunks(pb.ReceiveChunksRequest(open=opening))
+        self._thread = threading.Thread(target=self._read, name="shardwell-incoming", daemon=True)
+        self._thread.start()
+
+    def cut(self) -> None:
+        """Ends the stream at once. Safe to repeat, from any thread."""
+        self._is_cut = True
         self._call.cancel()
 
-    def _outgoing(self) -> Iterator[bytes]:
-        yield self._opening
-        while (entry := self._messages.get()) is not None:
-            message, element_count = entry
-            with self._taken:
-                self._pending_count -= 1
-                self._taken.notify_all()
-            self._traffic.add_sent(len(message), element_count)
-            yield message
+    def close(self) -> None:
+        """Ends the stream and its thread."""
+        self.cut()
+        self._thread.join()
 
-    def _ended(self, call: Any) -> None:
-        self._messages.put(None)
-        if self._closed or call.code() == grpc.StatusCode.OK:
-            return
-        self._on_failure(str(call.details() or call.code().name)[:200])
+    def _read(self) -> None:
+        why = "it ended its stream"
+        try:
+            for message in self._call:
+                if len(message) <= len(_LAST) and message == _LAST:
+                    self.cut()
+                    return
+                self._take(message)
+        except grpc.RpcError as error:
+            why = str(error.details() or error.code().name)[:200]
+        except ShardwellError as error:
+            why = error.message
+        if not self._is_cut:
+            self._on_failure(why)

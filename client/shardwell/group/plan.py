@@ -67,12 +67,12 @@ class Role:
         return self.outflow is not None and self.outflow.source is None
 
     @property
-    def message_count(self) -> int:
-        """Messages that come for a chunk."""
-        count = 0 if self.inflow is None else len(self.inflow.sources)
+    def senders(self) -> tuple[int, ...]:
+        """Who sends a message for a chunk; twice where a rank does so on both ways."""
+        senders = () if self.inflow is None else self.inflow.sources
         if self.outflow is not None and self.outflow.source is not None:
-            count += 1
-        return count
+            senders += (self.outflow.source,)
+        return senders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +131,8 @@ class Plan:
         """Whether chunks only flow towards the root, or only away from it."""
         return self.operation.has_root
 
-    @property
-    def peers(self) -> frozenset[int]:
+    @cached_property
+    def targets(self) -> frozenset[int]:
         """Ranks that this one sends to."""
         found: set[int] = set()
         for role in self.roles:
@@ -141,6 +141,11 @@ class Plan:
             if role.outflow is not None:
                 found.update(role.outflow.targets)
         return frozenset(found)
+
+    @cached_property
+    def sources(self) -> frozenset[int]:
+        """Ranks that send to this one."""
+        return frozenset(rank for role in self.roles for rank in role.senders)
 
     @property
     def _is_segmented(self) -> bool:

@@ -147,22 +147,24 @@ class AgreeResponse(_message.Message):
     leaving: LeavingRank
     def __init__(self, verdict: _Optional[_Union[Verdict, _Mapping]] = ..., end: _Optional[_Union[Failure, _Mapping]] = ..., leaving: _Optional[_Union[LeavingRank, _Mapping]] = ...) -> None: ...
 
-class SendChunksRequest(_message.Message):
-    __slots__ = ("open", "call_index", "stage", "chunk", "padding", "payload")
+class ReceiveChunksRequest(_message.Message):
+    __slots__ = ("open",)
     OPEN_FIELD_NUMBER: _ClassVar[int]
+    open: PeerOpen
+    def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ...) -> None: ...
+
+class ReceiveChunksResponse(_message.Message):
+    __slots__ = ("call_index", "stage", "chunk", "last", "padding", "payload")
     CALL_INDEX_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    open: PeerOpen
     call_index: int
     stage: Stage
     chunk: _types_pb2.Chunk
+    last: bool
     padding: bytes
     payload: bytes
-    def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ..., call_index: _Optional[int] = ..., stage: _Optional[_Union[Stage, str]] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
-
-class SendChunksResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    def __init__(self, call_index: _Optional[int] = ..., stage: _Optional[_Union[Stage, str]] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., last: bool = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...

@@ -45,10 +45,10 @@ class PeerServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_peer__pb2.AgreeRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_peer__pb2.AgreeResponse.FromString,
                 _registered_method=True)
-        self.SendChunks = channel.stream_unary(
-                '/shardwell.v1.PeerService/SendChunks',
-                request_serializer=shardwell_dot_v1_dot_peer__pb2.SendChunksRequest.SerializeToString,
-                response_deserializer=shardwell_dot_v1_dot_peer__pb2.SendChunksResponse.FromString,
+        self.ReceiveChunks = channel.unary_stream(
+                '/shardwell.v1.PeerService/ReceiveChunks',
+                request_serializer=shardwell_dot_v1_dot_peer__pb2.ReceiveChunksRequest.SerializeToString,
+                response_deserializer=shardwell_dot_v1_dot_peer__pb2.ReceiveChunksResponse.FromString,
                 _registered_method=True)
 
 
@@ -72,9 +72,11 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SendChunks(self, request_iterator, context):
-        """Chunks from one rank to another, of all collectives in order, until the sender leaves. The
-        first message has `open`; it may have a chunk too. Errors as with Agree.
+    def ReceiveChunks(self, request, context):
+        """Chunks for the rank that calls, of all collectives in order. Each rank calls it once on every
+        rank that sends to it, when a collective first needs it; the stream stays open for the
+        generation. A message with `last` is the end: the caller then cancels the call, so that the
+        sender knows that everything has come. Errors as with Agree.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,10 +95,10 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     request_deserializer=shardwell_dot_v1_dot_peer__pb2.AgreeRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_peer__pb2.AgreeResponse.SerializeToString,
             ),
-            'SendChunks': grpc.stream_unary_rpc_method_handler(
-                    servicer.SendChunks,
-                    request_deserializer=shardwell_dot_v1_dot_peer__pb2.SendChunksRequest.FromString,
-                    response_serializer=shardwell_dot_v1_dot_peer__pb2.SendChunksResponse.SerializeToString,
+            'ReceiveChunks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReceiveChunks,
+                    request_deserializer=shardwell_dot_v1_dot_peer__pb2.ReceiveChunksRequest.FromString,
+                    response_serializer=shardwell_dot_v1_dot_peer__pb2.ReceiveChunksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -165,7 +167,7 @@ class PeerService(object):
             _registered_method=True)
 
     @staticmethod
-    def SendChunks(request_iterator,
+    def ReceiveChunks(request,
             target,
             options=(),
             channel_credentials=None,
@@ -175,12 +177,12 @@ class PeerService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
+        return grpc.experimental.unary_stream(
+            request,
             target,
-            '/shardwell.v1.PeerService/SendChunks',
-            shardwell_dot_v1_dot_peer__pb2.SendChunksRequest.SerializeToString,
-            shardwell_dot_v1_dot_peer__pb2.SendChunksResponse.FromString,
+            '/shardwell.v1.PeerService/ReceiveChunks',
+            shardwell_dot_v1_dot_peer__pb2.ReceiveChunksRequest.SerializeToString,
+            shardwell_dot_v1_dot_peer__pb2.ReceiveChunksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,354 @@
+"""How a worker comes into a group, keeps its place there, and comes into the next generation."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from shardwell.channel import parse_target
+from shardwell.codec import CODECS
+from shardwell.errors import ArgumentError, ShardUnavailableError
+from shardwell.group.agreement import lost
+from shardwell.group.generation import Generation
+from shardwell.group.group import Group, WireName
+from shardwell.group.group_service import GroupService
+from shardwell.group.launch_environment import GROUP_VARIABLE, LaunchEnvironment
+from shardwell.group.lease import Lease
+from shardwell.group.peer_server import PeerServer
+from shardwell.group.peers import Peer
+from shardwell.group.rendezvous import Formed, Rendezvous
+from shardwell.group.strategies import Ring, Strategy
+from shardwell.malloc import tune_malloc
+from shardwell.names import check_name
+from shardwell.specs import WIRE_CODECS
+from shardwell.traffic import Traffic
+from shardwell.v1 import group_pb2
+from shardwell.values import check_integer, check_timeout
+
+GROUP_SIZE_MAX = 256
+LEASE_S_DEFAULT = 5.0
+_GREET_TIMEOUT_S = 5.0
+_GREET_THREAD_COUNT = 16
+
+
+def join_group(
+    name: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+    strategy: Strategy | None = None,
+    rendezvous: str | Sequence[str] | None = None,
+    *,
+    codec: WireName = "fp16",
+    timeout_s: float = 120.0,
+    join_timeout_s: float = 120.0,
+    lease_s: float = LEASE_S_DEFAULT,
+    listen: str | None = None,
+    advertise: str | None = None,
+    allow_non_finite: bool = False,
+    keep_freed_memory: bool = True,
+) -> Group:
+    """Joins a group of workers, waiting until all its ranks are there and reach one another.
+
+    Without `rank`, `size` and `rendezvous`, what `shardwell run`, torchrun, MPI or Slurm have put
+    in the environment: see `shardwell.group.launch_environment`.
+
+    Args:
+        name: Of the group; the same on all ranks. Default: $SHARDWELL_GROUP, the launcher's job,
+            or "default".
+        rank: This worker's 0-based place.
+        size: Number of workers, 1 to 256.
+        strategy: `Ring()` (default), `Tree(arity=2)` or `Centralized()`.
+        rendezvous: Where the workers meet: the address of a cluster's shard 0, or the cluster's
+            whole target; or a list with an address for each rank, where that rank listens, and of
+            which rank 0's is the meeting place.
+        codec: How chunks travel unless a call says otherwise: "fp16", "fp32" or "bf16".
+        timeout_s: Bound of later calls, unless they say otherwise.
+        join_timeout_s: How long the other workers are waited for now.
+        lease_s: How long this worker counts as alive without a word of it. A process that is
+            killed is noticed at once; this is for machines that vanish. Longer than the longest
+            time that the process keeps Python's global lock; 0.1 to 600.
+        listen: HOST:PORT for the other workers. Default: a free port of the interface that leads
+            to the meeting place.
+        advertise: HOST:PORT where the others reach it, if that differs from `listen`.
+        allow_non_finite: Let NaN and infinity through instead of refusing them.
+        keep_freed_memory: See `shardwell.connect`.
+
+    Raises:
+        ArgumentError: an argument, or what a launcher says, can't be used.
+        WorkersMissingError: not all came in time; those that are missing are named, and so is who
+            was refused, and why.
+        GroupMismatchError: the group has another size, strategy or codec.
+        RankTakenError: another worker has the rank, and lives.
+        WorkerUnreachableError: a worker can't be reached by another at the address that it gave.
+        ShardUnavailableError: nobody answers at the meeting place.
+    """
+    place = _place(name, rank, size, rendezvous, listen)
+    strategy = Ring() if strategy is None else strategy
+    if not isinstance(strategy, Strategy):
+        raise ArgumentError(f"strategy must be Ring(), Tree() or Centralized(); got {strategy!r}")
+    if codec not in CODECS:
+        raise ArgumentError(f"codec must be one of {', '.join(CODECS)}; got {codec!r}")
+    if not 0.1 <= lease_s <= 600:
+        raise ArgumentError(f"lease_s must be from 0.1 to 600; got {lease_s!r}")
+    timeout_s, join_timeout_s = check_timeout(timeout_s), check_timeout(join_timeout_s)
+    if advertise is not None:
+        parse_target(advertise)
+    if keep_freed_memory:
+        tune_malloc()
+    spec = group_pb2.GroupSpec(
+        name=place.name, size=place.size, strategy=str(strategy), codec=WIRE_CODECS[codec]
+    )
+    traffic = Traffic()
+    membership = _Membership(spec, place, strategy, traffic, lease_s=lease_s, advertise=advertise)
+    try:
+        generation = membership.join(join_timeout_s)
+    except BaseException:
+        membership.close()
+        raise
+    return Group(
+        place.name,
+        generation,
+        membership,
+        strategy=strategy,
+        codec=codec,
+        timeout_s=timeout_s,
+        allow_non_finite=allow_non_finite,
+        traffic=traffic,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Who a worker is in its group, and where the group meets."""
+
+    name: str
+    rank: int
+    size: int
+    rendezvous: str
+    serves_rendezvous: bool
+    listen: str
+
+
+def _place(
+    name: str | None,
+    rank: int | None,
+    size: int | None,
+    rendezvous: str | Sequence[str] | None,
+    listen: str | None,
+) -> _Place:
+    """What was given, and for the rest what the launcher says.
+
+    Raises:
+        ArgumentError: it can't be used, or is not enough.
+    """
+    launched: LaunchEnvironment | None = None
+    given = (rank, size, rendezvous)
+    if all(value is None for value in given):
+        launched = LaunchEnvironment.of(os.environ, parent_pid=os.getppid())
+        rank, size = launched.rank, launched.size
+    elif any(value is None for value in given):
+        raise ArgumentError(
+            "pass rank, size and rendezvous all three, or none of them to take them from the "
+            f"launcher's variables; got rank={rank!r}, size={size!r}, rendezvous={rendezvous!r:.80}"
+        )
+    size = check_integer("size", size, 1, GROUP_SIZE_MAX)
+    rank = check_integer("rank", rank, 0, size - 1)
+    if name is None:
+        name = launched.group_name if launched else os.environ.get(GROUP_VARIABLE) or "default"
+    serves = False
+    if launched is not None:
+        meeting, serves = launched.rendezvous_address, launched.serves_rendezvous
+    elif isinstance(rendezvous, str):
+        meeting = parse_target(rendezvous)[0]
+    else:
+        assert rendezvous is not None
+        addresses = parse_target(",".join(rendezvous))
+        if len(addresses) != size:
+            raise ArgumentError(
+                f"rendezvous has {len(addresses)} addresses; expected one for each of {size} ranks"
+            )
+        meeting, serves, listen = addresses[0], rank == 0, listen or addresses[rank]
+    if listen is None:
+        listen = _served_at(meeting) if serves else f"{_host_towards(meeting)}:0"
+    return _Place(
+        name=check_name("name of a group", name),
+        rank=rank,
+        size=size,
+        rendezvous=meeting,
+        serves_rendezvous=serves,
+        listen=listen,
+    )
+
+
+def _served_at(meeting: str) -> str:
+    """Where rank 0 listens to be found at `meeting`: a host's name may stand for any interface."""
+    host, _, port = meeting.rpartition(":")
+    if host == "localhost":
+        return meeting
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
+    return meeting
+
+
+def _host_towards(meeting: str) -> str:
+    """This machine's address on the way to the meeting place; nothing is sent.
+
+    Raises:
+        ShardUnavailableError: there is no way.
+    """
+    host, _, port = meeting.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ShardUnavailableError(
+            f"no way to the rendezvous at {meeting}: {error}; check the address, or pass listen="
+        ) from None
+    return f"[{found}]" if ":" in found else found
+
+
+class _Membership:
+    """A worker's server, its connection to the meeting place, and its lease."""
+
+    def __init__(
+        self,
+        spec: group_pb2.GroupSpec,
+        place: _Place,
+        strategy: Strategy,
+        traffic: Traffic,
+        *,
+        lease_s: float,
+        advertise: str | None,
+    ) -> None:
+        self._spec = spec
+        self._place = place
+        self._strategy = strategy
+        self._traffic = traffic
+        self._lease_s = lease_s
+        self._lease: Lease | None = None
+        member_id = uuid.uuid4().hex
+        self._server = PeerServer(
+            place.listen,
+            group=spec.name,
+            member_id=member_id,
+            size=place.size,
+            more=(GroupService().handler(),) if place.serves_rendezvous else (),
+        )
+        self._member = group_pb2.Member(
+            member_id=member_id,
+            address=advertise or self._reachable_address(),
+            description=f"{socket.gethostname()}, process {os.getpid()}"[:200],
+        )
+        self._rendezvous = Rendezvous(place.rendezvous)
+
+    def join(self, timeout_s: float) -> Generation:
+        """The first generation; blocks until it is ready."""
+        return self._begun(
+            self._rendezvous.join(
+                self._spec,
+                self._member,
+                self._place.rank,
+                lease_s=self._lease_s,
+                timeout_s=timeout_s,
+                greet=self._unreachable,
+            )
+        )
+
+    def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
+        """See `Membership` in group.py."""
+        lost_ranks = previous.lost_ranks
+        previous.abort(lost(previous.rank, "asked to rebuild the group"))
+        self._end_lease()
+        return self._begun(
+            self._rendezvous.join(
+                self._spec,
+                self._member,
+                previous.rank,
+                lease_s=self._lease_s,
+                timeout_s=timeout_s,
+                greet=self._unreachable,
+                previous_generation=previous.number,
+                lost_ranks=lost_ranks,
+                replacement_wait_s=wait_s,
+            )
+        )
+
+    def close(self) -> None:
+        """See `Membership` in group.py."""
+        self._end_lease()
+        self._rendezvous.leave(self._spec.name, self._member.member_id)
+        self._rendezvous.close()
+        self._server.close()
+
+    def _begun(self, formed: Formed) -> Generation:
+        generation = Generation(
+            group=self._spec.name,
+            number=formed.generation,
+            rank=formed.rank,
+            members=formed.members,
+            strategy=self._strategy,
+            traffic=self._traffic,
+        )
+        self._server.begin(generation)
+
+        def on_lost(members: Sequence[group_pb2.LostMember]) -> None:
+            for member in members:
+                if not member.left:  # who left has told rank 0, in order with its calls
+                    generation.member_lost(member.rank, member.reason)
+
+        self._lease = Lease(
+            self._rendezvous,
+            self._spec,
+            self._member,
+            formed,
+            lease_s=self._lease_s,
+            on_lost=on_lost,
+        )
+        return generation
+
+    def _end_lease(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close()
+
+    def _reachable_address(self) -> str:
+        """Where others reach the server, if it listens on all interfaces, or on port 0."""
+        host, _, port = self._server.address.rpartition(":")
+        if self._place.serves_rendezvous:
+            return self._place.rendezvous
+        if host in ("0.0.0.0", "[::]"):
+            host = _host_towards(self._place.rendezvous)
+        return f"{host}:{port}"
+
+    def _unreachable(
+        self, members: Sequence[group_pb2.Member]
+    ) -> list[group_pb2.UnreachableMember]:
+        """Greets all other members; those that do not answer."""
+
+        def greet(member: group_pb2.Member) -> str | None:
+            if member.member_id == self._member.member_id:
+                return None
+            peer = Peer(member)
+            try:
+                return peer.greet(self._spec.name, _GREET_TIMEOUT_S)
+            finally:
+                peer.close()
+
+        with ThreadPoolExecutor(_GREET_THREAD_COUNT) as threads:
+            found = list(threads.map(greet, members))
+        return [
+            group_pb2.UnreachableMember(rank=rank, reason=reason)
+            for rank, reason in enumerate(found)
+            if reason is not None
+        ]
