@@ -23,7 +23,6 @@ from shardwell.group.places import (
     Forming,
     Generation,
     GenerationNumbers,
-    Lease,
     Seat,
     described,
     listed,
@@ -37,6 +36,7 @@ from shardwell.group.refusals import (
     unreachable_text,
 )
 from shardwell.group.requests import MeetingLimits
+from shardwell.group.seating import Seating
 from shardwell.v1 import group_pb2 as pb
 
 RequestT = TypeVar("RequestT", pb.JoinGroupRequest, pb.RenewLeaseRequest)
@@ -48,19 +48,14 @@ class Gathering:
     def __init__(
         self, spec: pb.GroupSpec, numbers: GenerationNumbers, limits: MeetingLimits, now_s: float
     ) -> None:
-        self.applicants: dict[str, Applicant] = {}
-        """By member id, in the order in which they asked first."""
-        self.generation: Generation | None = None
-        """The one that has a living member."""
-        self.forming: Forming | None = None
-        """The one that follows."""
+        self.seating = Seating()
         self.heard_s = now_s
         """When anybody was heard of last."""
         self._spec = spec
         self._begun_by = ""
         self._numbers = numbers
         self._ended_number = 0
-        """Of the last generation that lived; all its members are lost."""
+        """Of the last generation that lived before the one that does."""
         self._refusals = Refusals(limits.refusal_count_max)
 
     # Requests.
@@ -72,10 +67,10 @@ class Gathering:
         self._refusals.raise_any(member_id, request.checked_generation)
         if not self._is_spec_kept():
             self._spec, self._begun_by = request.spec, described(request.rank, request.member)
-        self._check_spec(request)
         if request.previous_generation:
             self._adopt_previous(request, now_s)
-        generation = self.generation
+        self._check_spec(request)
+        generation = self.seating.generation
         seat = None if generation is None else generation.seat_of(member_id)
         if generation is not None and seat is not None:
             if request.previous_generation == generation.number:
@@ -97,14 +92,14 @@ class Gathering:
         self._advance(now_s)
         lease_s = request.lease_ms / 1000
         member_id, number = request.member.member_id, request.generation
-        if self.forming is not None and self.forming.number == number:
-            if (applicant := self.applicants.get(member_id)) is not None:
+        if self.seating.forming is not None and self.seating.forming.number == number:
+            if (applicant := self.seating.applicants.get(member_id)) is not None:
                 applicant.lease.renew(lease_s, now_s)
             return pb.RenewLeaseResponse()
-        if self.generation is None or self.generation.number != number:
+        if self.seating.generation is None or self.seating.generation.number != number:
             self._check_adoptable(request)
             self._adopt(request, number, request.member_count, now_s)
-        generation = self.generation
+        generation = self.seating.generation
         assert generation is not None
         seat = self._renewed_seat(generation, request)
         seat.lease.renew(lease_s, now_s)
@@ -118,40 +113,37 @@ class Gathering:
             lost = [
                 pb.LostMember(rank=other.rank, reason="it asked to rebuild the group")
                 for other in generation.seats
-                if other is not seat and self._is_back(other)
+                if other is not seat and self.seating.is_back(other)
             ]
-        return pb.RenewLeaseResponse(lost=lost, waiting_count=len(self._placed()))
+        return pb.RenewLeaseResponse(lost=lost, waiting_count=len(self.seating.placed()))
 
     def leave(self, member_id: str, now_s: float) -> None:
         """See GroupService.LeaveGroup."""
         self._advance(now_s)
-        self._remove(member_id)
+        self.seating.remove(member_id)
         self._refusals.drop(member_id)
-        seat = None if self.generation is None else self.generation.seat_of(member_id)
+        seat = (
+            None if self.seating.generation is None else self.seating.generation.seat_of(member_id)
+        )
         if seat is not None and not seat.lost_reason:
             seat.lost_reason = "it left the group"
         self._settle(now_s)
 
     # What others ask.
 
-    def knows(self, member_id: str) -> bool:
-        """Whether it waits or is a member."""
-        generation = self.generation
-        return member_id in self.applicants or (
-            generation is not None and generation.seat_of(member_id) is not None
-        )
-
     def is_over(self) -> bool:
         """Nobody is there, and nobody needs to be told anything."""
         return (
-            not self.applicants and self.generation is None and self._refusals.kept_until_s is None
+            not self.seating.applicants
+            and self.seating.generation is None
+            and self._refusals.kept_until_s is None
         )
 
     def is_silent(self, now_s: float) -> bool:
         """Nobody has been heard of for twice the longest lease; who lives makes itself known."""
-        leases = [applicant.lease for applicant in self.applicants.values()]
-        if self.generation is not None:
-            leases += [seat.lease for seat in self.generation.living()]
+        leases = [applicant.lease for applicant in self.seating.applicants.values()]
+        if self.seating.generation is not None:
+            leases += [seat.lease for seat in self.seating.generation.living()]
         longest_s = max((lease.duration_s for lease in leases), default=0.0)
         end_s = max(self.heard_s + 2 * longest_s, self._refusals.kept_until_s or 0.0)
         return now_s > end_s
@@ -162,11 +154,11 @@ class Gathering:
         """Brings everything to `now_s`."""
         silence_s = now_s - self.heard_s
         self.heard_s = now_s
-        for member_id, applicant in list(self.applicants.items()):
+        for member_id, applicant in list(self.seating.applicants.items()):
             applicant.lease.spare(silence_s, now_s)
             if applicant.lease.end_s <= now_s:
-                self._remove(member_id)
-        for seat in [] if self.generation is None else self.generation.living():
+                self.seating.remove(member_id)
+        for seat in self.seating.living():
             seat.lease.spare(silence_s, now_s)
             if seat.lease.end_s <= now_s:
                 seat.lost_reason = f"its lease of {seat.lease.duration_s:g} s ended"
@@ -175,45 +167,40 @@ class Gathering:
 
     def _settle(self, now_s: float) -> None:
         """Draws the conclusions from what has changed."""
-        if self.generation is not None and not self.generation.living():
-            self._ended_number, self.generation = self.generation.number, None
+        if not self.seating.living():
+            self._ended_number, self.seating.generation = self._known_number(), None
         self._refuse_contenders(now_s)
-        forming = self.forming
-        if forming is not None and any(
-            self.applicants.get(one.member.member_id) is not one for one in forming.applicants
-        ):
-            self.forming = None
-        if self.forming is None:
+        if self.seating.forming is None:
             self._form(now_s)
-        elif not self.forming.unchecked_ranks():
-            self._begin_generation(self.forming)
+        elif not self.seating.forming.unchecked_ranks():
+            self._begin_generation(self.seating.forming)
 
     def _refuse_contenders(self, now_s: float) -> None:
         """Those who want the rank of somebody that was heard of after they asked first."""
-        placed = self._placed()
-        for applicant in list(self.applicants.values()):
+        placed = self.seating.placed()
+        for applicant in list(self.seating.applicants.values()):
             if placed.get(applicant.rank) is applicant:
                 continue
-            lease, holder = self._holder(applicant.rank, placed)
+            lease, holder = self.seating.holder(applicant.rank, placed)
             if lease.heard_s is None or lease.heard_s <= applicant.asked_s:
                 continue
             message = (
                 f"rank {applicant.rank} of group {self._spec.name!r} belongs to "
                 f"{described(applicant.rank, holder)}, which lives; "
                 f"{described(applicant.rank, applicant.member)} can't have it"
-                f"{self._free_ranks(placed)}; give each worker a rank of its own"
+                f"{self._free_ranks()}; give each worker a rank of its own"
             )
             verdict = Verdict(kind=RankTakenError, message=message, rank=applicant.rank)
             self._refuse(applicant, verdict, now_s)
 
     def _form(self, now_s: float) -> None:
         """Begins to form a generation when those who can be waited for are there."""
-        placed = self._placed()
-        living = [] if self.generation is None else self.generation.living()
-        if not placed or not all(self._is_back(seat) for seat in living):
+        placed = self.seating.placed()
+        living = self.seating.living()
+        if not placed or not all(self.seating.is_back(seat) for seat in living):
             return
         if len(placed) < self._spec.size:
-            number = self._ended_number if self.generation is None else self.generation.number
+            number = self._known_number()
             back = [one for one in placed.values() if one.previous_generation == number]
             if not number or not back:
                 return
@@ -221,58 +208,31 @@ class Gathering:
             if now_s < min(one.asked_s for one in back) + wait_s:
                 return
         applicants = [placed[rank] for rank in sorted(placed)]
-        self.forming = Forming(number=self._numbers.take(), applicants=applicants)
+        self.seating.forming = Forming(number=self._numbers.take(), applicants=applicants)
 
     def _begin_generation(self, forming: Forming) -> None:
         """All have reached one another."""
-        if self.generation is not None:
-            self._ended_number = self.generation.number
+        self._ended_number = self._known_number()
         seats = [
             Seat(rank=rank, member=applicant.member, lease=applicant.lease)
             for rank, applicant in enumerate(forming.applicants)
         ]
         for applicant in forming.applicants:
-            del self.applicants[applicant.member.member_id]
-        self.generation, self.forming = Generation(number=forming.number, seats=seats), None
+            del self.seating.applicants[applicant.member.member_id]
+        self.seating.generation = Generation(number=forming.number, seats=seats)
+        self.seating.forming = None
 
     # Places.
-
-    def _placed(self) -> dict[int, Applicant]:
-        """Those who would take part, by the ranks they want; others contend with the holders."""
-        placed: dict[int, Applicant] = {}
-        for applicant in self.applicants.values():
-            seat = None if self.generation is None else self.generation.living_at(applicant.rank)
-            if (seat is None or self._is_back(seat, applicant)) and applicant.rank not in placed:
-                placed[applicant.rank] = applicant
-        return placed
-
-    def _holder(self, rank: int, placed: dict[int, Applicant]) -> tuple[Lease, pb.Member | None]:
-        """Who has a rank that somebody else contends for."""
-        seat = None if self.generation is None else self.generation.living_at(rank)
-        if seat is not None:
-            return seat.lease, seat.member
-        return placed[rank].lease, placed[rank].member
-
-    def _is_back(self, seat: Seat, applicant: Applicant | None = None) -> bool:
-        """Whether a living member has asked for the generation that follows its own."""
-        if seat.member is None or self.generation is None:
-            return False
-        found = self.applicants.get(seat.member.member_id)
-        return (
-            found is not None
-            and found.previous_generation == self.generation.number
-            and (applicant is None or applicant is found)
-        )
 
     def _apply(self, request: pb.JoinGroupRequest, now_s: float) -> None:
         """The caller asks for a place, for the first time or again."""
         member_id = request.member.member_id
-        applicant = self.applicants.get(member_id)
+        applicant = self.seating.applicants.get(member_id)
         if applicant is not None and applicant.asks_the_same(request):
             applicant.lease.renew(request.lease_ms / 1000, now_s)
             return
-        self._remove(member_id)
-        self.applicants[member_id] = Applicant(request, now_s)
+        self.seating.remove(member_id)
+        self.seating.applicants[member_id] = Applicant(request, now_s)
         self._numbers.note(request.previous_generation)
 
     def _come_back(
@@ -294,7 +254,7 @@ class Gathering:
 
     def _note_check(self, request: pb.JoinGroupRequest, now_s: float) -> None:
         """Whether the caller has reached the others."""
-        forming, member_id = self.forming, request.member.member_id
+        forming, member_id = self.seating.forming, request.member.member_id
         if forming is None or request.checked_generation != forming.number:
             return
         rank = forming.rank_of(member_id)
@@ -310,26 +270,20 @@ class Gathering:
             )
         message = unreachable_text(self._spec.name, rank, forming.applicants, missed)
         verdict = Verdict(kind=WorkerUnreachableError, message=message, rank=missed.rank)
-        self._refusals.fail(forming.number, verdict)
+        self._refusals.fail(forming.number, verdict, now_s)
         for applicant in forming.applicants:
             self._refuse(applicant, verdict, now_s)
-
-    def _remove(self, member_id: str) -> None:
-        """Takes an applicant out."""
-        if self.applicants.pop(member_id, None) is not None:
-            forming = self.forming
-            if forming is not None and forming.rank_of(member_id) is not None:
-                self.forming = None
 
     # Generations that were formed before this server was started.
 
     def _adopt_previous(self, request: pb.JoinGroupRequest, now_s: float) -> None:
         """Takes over the generation that the caller was a member of, if it is not known."""
         number = request.previous_generation
-        generation = self.generation
-        if number > self._known_number() and (generation is None or generation.is_adopted):
+        generation, forming = self.seating.generation, self.seating.forming
+        is_unknown = number > self._known_number() and (forming is None or forming.number != number)
+        if is_unknown and (generation is None or generation.is_adopted):
             self._adopt(request, number, request.previous_member_count or request.spec.size, now_s)
-        generation = self.generation
+        generation = self.seating.generation
         if generation is not None and generation.number == number:
             seat = generation.living_at(request.rank)
             is_known = generation.seat_of(request.member.member_id) is not None
@@ -338,28 +292,31 @@ class Gathering:
 
     def _check_adoptable(self, request: pb.RenewLeaseRequest) -> None:
         """Returns if an unknown generation may be taken over."""
-        generation = self.generation
+        generation = self.seating.generation
         is_old = request.generation <= self._known_number()
         if is_old or (generation is not None and not generation.is_adopted):
             raise unknown_generation_error(request, generation, is_old=is_old)
 
     def _known_number(self) -> int:
-        """The largest that a generation here has had."""
-        return max(self._ended_number, self.generation.number if self.generation else 0)
+        """Of the generation that lives, or else the last one that did."""
+        generation = self.seating.generation
+        return self._ended_number if generation is None else generation.number
 
     def _adopt(self, request: RequestT, number: int, member_count: int, now_s: float) -> None:
         """Takes a generation over: it lives, so all who wait for its ranks go on waiting."""
         self._numbers.note(number)
-        self.forming, self._ended_number = None, self._known_number()
+        self.seating.forming, self._ended_number = None, self._known_number()
         if differences(self._spec, request.spec):
-            for applicant in list(self.applicants.values()):
+            for applicant in list(self.seating.applicants.values()):
                 message = f"generation {number} of group {request.spec.name!r} lives, with another "
                 message += "size, strategy or codec; end it, or give this group another name"
                 verdict = Verdict(kind=GroupMismatchError, message=message, rank=applicant.rank)
                 self._refuse(applicant, verdict, now_s)
         self._spec, self._begun_by = request.spec, described(request.rank, request.member)
-        self.generation = Generation.adopted(number, member_count, request.lease_ms / 1000, now_s)
-        self.generation.seats[request.rank].member = request.member
+        self.seating.generation = Generation.adopted(
+            number, member_count, request.lease_ms / 1000, now_s
+        )
+        self.seating.generation.seats[request.rank].member = request.member
 
     def _renewed_seat(self, generation: Generation, request: pb.RenewLeaseRequest) -> Seat:
         """The living seat that the request is about."""
@@ -384,7 +341,7 @@ class Gathering:
 
     def _is_spec_kept(self) -> bool:
         """Whether somebody is there who made the group what it is."""
-        return bool(self.applicants) or self.generation is not None
+        return bool(self.seating.applicants) or self.seating.generation is not None
 
     def _check_spec(self, request: pb.JoinGroupRequest) -> None:
         found = differences(self._spec, request.spec)
@@ -395,33 +352,28 @@ class Gathering:
             f"group {self._spec.name!r} was begun by {self._begun_by} with other settings than "
             f"{who} asks for: {found}; give all workers the same"
         )
-        self._remove(request.member.member_id)
+        self.seating.remove(request.member.member_id)
         self._refusals.note(message)
         raise GroupMismatchError(message, rank=request.rank)
 
-    def _free_ranks(self, placed: dict[int, Applicant]) -> str:
+    def _free_ranks(self) -> str:
         """Which ranks nobody has, where that is of use: a generation that lives with fewer."""
-        generation = self.generation
-        if generation is None or len(generation.living()) == self._spec.size:
+        living_count = len(self.seating.living())
+        if not 0 < living_count < self._spec.size:
             return ""
-        free = [
-            rank
-            for rank in range(self._spec.size)
-            if rank not in placed and generation.living_at(rank) is None
-        ]
-        return f" (ranks that are free: {listed(free)})"
+        return f" (ranks that are free: {listed(self.seating.free_ranks(self._spec.size))})"
 
     def _refuse(self, applicant: Applicant, verdict: Verdict, now_s: float) -> None:
         """Takes an applicant out; it is told why when it asks again."""
-        self._remove(applicant.member.member_id)
+        self.seating.remove(applicant.member.member_id)
         self._refusals.add(applicant, verdict, now_s)
 
     # Answers.
 
     def _progress(self, member_id: str, now_s: float) -> pb.JoinGroupResponse:
         """How far the caller's generation is."""
-        forming, generation = self.forming, self.generation
-        applicant = self.applicants.get(member_id)
+        forming, generation = self.seating.forming, self.seating.generation
+        applicant = self.seating.applicants.get(member_id)
         if applicant is None:  # it was the last to check
             seat = None if generation is None else generation.seat_of(member_id)
             assert generation is not None
@@ -430,12 +382,12 @@ class Gathering:
         rank = None if forming is None else forming.rank_of(member_id)
         if forming is not None and rank is not None:
             return forming.answer(rank, self._refusals.texts)
-        placed = self._placed()
+        placed = self.seating.placed()
         missing = {rank for rank in range(self._spec.size) if rank not in placed}
         notes = list(self._refusals.texts)
         if placed.get(applicant.rank) is not applicant:
             missing.add(applicant.rank)
-            lease, holder = self._holder(applicant.rank, placed)
+            lease, holder = self.seating.holder(applicant.rank, placed)
             notes.append(
                 f"rank {applicant.rank} belongs to {described(applicant.rank, holder)}; whether "
                 f"that lives is known within {max(lease.end_s - now_s, 0.0):.3g} s"

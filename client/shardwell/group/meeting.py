@@ -46,7 +46,7 @@ class Meetings:
         check_join(request, self._limits, self._numbers.last)
         gathering = self._gathering(request.spec, now_s)
         try:
-            if not gathering.knows(request.member.member_id):
+            if not gathering.seating.knows(request.member.member_id):
                 self._check_room(request.spec.name)
             return gathering.join(request, now_s)
         finally:
@@ -94,7 +94,7 @@ class Meetings:
         return gathering
 
     def _check_room(self, name: str) -> None:
-        count = sum(len(one.applicants) for one in self._gatherings.values())
+        count = sum(len(one.seating.applicants) for one in self._gatherings.values())
         if count >= self._limits.applicant_count_max:
             raise LimitError(
                 f"applicant_count_max={self._limits.applicant_count_max} workers wait here "

@@ -13,6 +13,7 @@ from shardwell.v1 import types_pb2
 
 _VERDICT_COUNT_MAX = 1024
 _KEPT_S_MAX = 60.0
+_FAILED_S = 10.0
 _REASON_SIZE_MAX_BYTES = 400
 
 
@@ -41,12 +42,15 @@ class Refusals:
         self.texts: deque[str] = deque(maxlen=count_max)
         """The last ones, for a person who wonders why the group is not complete."""
         self._verdicts: dict[str, tuple[float, Verdict]] = {}
-        self._failed: tuple[int, Verdict] | None = None
+        self._failed: tuple[float, int, Verdict] | None = None
 
     @property
     def kept_until_s(self) -> float | None:
         """When the last verdict is forgotten; None: there is none."""
-        return max((until_s for until_s, _ in self._verdicts.values()), default=None)
+        ends = [until_s for until_s, _ in self._verdicts.values()]
+        if self._failed is not None:
+            ends.append(self._failed[0])
+        return max(ends, default=None)
 
     def add(self, applicant: Applicant, verdict: Verdict, now_s: float) -> None:
         """Keeps a verdict until the applicant asks again, or its lease would have ended."""
@@ -61,15 +65,15 @@ class Refusals:
         if message not in self.texts:
             self.texts.append(message)
 
-    def fail(self, generation_number: int, verdict: Verdict) -> None:
-        """Whoever has checked this generation is told."""
-        self._failed = (generation_number, verdict)
+    def fail(self, generation_number: int, verdict: Verdict, now_s: float) -> None:
+        """Whoever has checked this generation is told, again if need be, for a while."""
+        self._failed = (now_s + _FAILED_S, generation_number, verdict)
 
     def raise_any(self, member_id: str, checked_generation: int = 0) -> None:
         """Raises what the caller has to be told, once."""
         _, verdict = self._verdicts.pop(member_id, (0.0, None))
-        if verdict is None and self._failed is not None and checked_generation == self._failed[0]:
-            verdict = self._failed[1]  # the answer with the verdict was lost on its way
+        if verdict is None and self._failed is not None and checked_generation == self._failed[1]:
+            verdict = self._failed[2]  # the answer with the verdict was lost on its way
         if verdict is not None:
             raise verdict.error()
 
@@ -82,6 +86,8 @@ class Refusals:
         for member_id, (until_s, _) in list(self._verdicts.items()):
             if until_s <= now_s:
                 del self._verdicts[member_id]
+        if self._failed is not None and self._failed[0] <= now_s:
+            self._failed = None
 
 
 def differences(kept: pb.GroupSpec, got: pb.GroupSpec) -> str:
