@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 
 from shardwell.channel import parse_target
 from shardwell.codec import CODECS
-from shardwell.errors import ArgumentError, ShardUnavailableError
+from shardwell.errors import ArgumentError, ShardUnavailableError, ShardwellError
 from shardwell.group.agreement import lost
 from shardwell.group.generation import Generation
 from shardwell.group.group import Group, WireName
 from shardwell.group.group_service import GroupService
 from shardwell.group.launch_environment import GROUP_VARIABLE, LaunchEnvironment
-from shardwell.group.lease import Lease
+from shardwell.group.lease import LeaseKeeper
 from shardwell.group.peer_server import PeerServer
 from shardwell.group.peers import Peer
 from shardwell.group.rendezvous import Formed, Rendezvous
@@ -235,8 +236,8 @@ class _Membership:
         self._place = place
         self._strategy = strategy
         self._traffic = traffic
-        self._lease_s = lease_s
-        self._lease: Lease | None = None
+        self._lease_ms = int(1000 * lease_s)
+        self._lease: LeaseKeeper | None = None
         member_id = uuid.uuid4().hex
         self._server = PeerServer(
             place.listen,
@@ -254,40 +255,41 @@ class _Membership:
 
     def join(self, timeout_s: float) -> Generation:
         """The first generation; blocks until it is ready."""
-        return self._begun(
-            self._rendezvous.join(
-                self._spec,
-                self._member,
-                self._place.rank,
-                lease_s=self._lease_s,
-                timeout_s=timeout_s,
-                greet=self._unreachable,
-            )
+        formed = self._rendezvous.join(
+            self._spec,
+            self._member,
+            self._place.rank,
+            lease_ms=self._lease_ms,
+            timeout_s=timeout_s,
+            greet=self._unreachable,
         )
+        return self._begun(formed)
 
     def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
         """See `Membership` in group.py."""
         lost_ranks = previous.lost_ranks
         previous.abort(lost(previous.rank, "asked to rebuild the group"))
         self._end_lease()
-        return self._begun(
-            self._rendezvous.join(
-                self._spec,
-                self._member,
-                previous.rank,
-                lease_s=self._lease_s,
-                timeout_s=timeout_s,
-                greet=self._unreachable,
-                previous_generation=previous.number,
-                lost_ranks=lost_ranks,
-                replacement_wait_s=wait_s,
-            )
+        formed = self._rendezvous.join(
+            self._spec,
+            self._member,
+            previous.rank,
+            lease_ms=self._lease_ms,
+            timeout_s=timeout_s,
+            greet=self._unreachable,
+            previous=Formed(
+                generation=previous.number, rank=previous.rank, members=previous.members
+            ),
+            lost_ranks=lost_ranks,
+            replacement_wait_ms=int(1000 * wait_s),
         )
+        return self._begun(formed)
 
     def close(self) -> None:
         """See `Membership` in group.py."""
         self._end_lease()
-        self._rendezvous.leave(self._spec.name, self._member.member_id)
+        with contextlib.suppress(ShardwellError):  # where nobody answers, nobody need be told
+            self._rendezvous.leave(self._spec.name, self._member.member_id)
         self._rendezvous.close()
         self._server.close()
 
@@ -307,14 +309,15 @@ class _Membership:
                 if not member.left:  # who left has told rank 0, in order with its calls
                     generation.member_lost(member.rank, member.reason)
 
-        self._lease = Lease(
-            self._rendezvous,
-            self._spec,
-            self._member,
-            formed,
-            lease_s=self._lease_s,
-            on_lost=on_lost,
+        renewal = group_pb2.RenewLeaseRequest(
+            spec=self._spec,
+            member=self._member,
+            generation=formed.generation,
+            rank=formed.rank,
+            member_count=len(formed.members),
+            lease_ms=self._lease_ms,
         )
+        self._lease = LeaseKeeper(self._rendezvous, renewal, on_lost)
         return generation
 
     def _end_lease(self) -> None:
@@ -341,7 +344,8 @@ class _Membership:
                 return None
             peer = Peer(member)
             try:
-                return peer.greet(self._spec.name, _GREET_TIMEOUT_S)
+                timeout_s = min(_GREET_TIMEOUT_S, self._lease_ms / 2000)
+                return peer.greet(self._spec.name, timeout_s)
             finally:
                 peer.close()
 

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from shardwell.channel import SERVER_OPTIONS
+from shardwell.answering import Answering, parsed
+from shardwell.connection import SERVER_OPTIONS
 from shardwell.errors import (
-    ArgumentError,
-    InternalError,
     ShardUnavailableError,
-    ShardwellError,
     WorkerLostError,
     WorkerUnreachableError,
 )
 from shardwell.group.generation import Generation
 from shardwell.group.peers import SERVICE_NAME
-from shardwell.status import to_status
 from shardwell.v1 import peer_pb2 as pb
 
+_LOG = logging.getLogger("shardwell")
 _GENERATION_WAIT_S = 30.0
 """How long a stream of a generation that this member does not know yet may wait until it does."""
 _GRACE_S = 0.5
@@ -95,22 +92,23 @@ class PeerServer:
         self._threads.shutdown()
 
     def _handler(self) -> grpc.GenericRpcHandler:
+        answering = Answering(_LOG, shard_index=None, place="worker")
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
-                "Greet": grpc.unary_unary_rpc_method_handler(
-                    _answering(self._greet),
-                    response_serializer=pb.GreetResponse.SerializeToString,
-                ),
+                "Greet": answering.unary(self._greet, pb.GreetRequest),
                 "Agree": grpc.stream_stream_rpc_method_handler(
-                    self._agree, response_serializer=pb.AgreeResponse.SerializeToString
+                    answering.streaming(self._agree),
+                    request_deserializer=pb.AgreeRequest.FromString,
+                    response_serializer=pb.AgreeResponse.SerializeToString,
                 ),
-                "ReceiveChunks": grpc.unary_stream_rpc_method_handler(self._receive_chunks),
+                "ReceiveChunks": grpc.unary_stream_rpc_method_handler(
+                    answering.streaming(parsed(self._receive_chunks, pb.ReceiveChunksRequest)),
+                ),
             },
         )
 
-    def _greet(self, message: bytes, context: grpc.ServicerContext) -> pb.GreetResponse:
-        request = _parsed(pb.GreetRequest, message)
+    def _greet(self, request: pb.GreetRequest, context: grpc.ServicerContext) -> pb.GreetResponse:
         if (request.group, request.member_id) != (self._group, self._member_id):
             raise WorkerUnreachableError(
                 f"another worker answers here, of group {self._group!r}; is the address right?"
@@ -118,24 +116,17 @@ class PeerServer:
         return pb.GreetResponse()
 
     def _agree(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext
+        self, requests: Iterator[pb.AgreeRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.AgreeResponse]:
-        try:
-            requests = (_parsed(pb.AgreeRequest, message) for message in messages)
-            first = next(requests, None)
-            if first is None:
-                return
+        first = next(requests, None)
+        if first is not None:
             generation = self._generation_of(first.open)
             yield from generation.serve_agreement(first.open, _with_event(first, requests), context)
-        except Exception as error:
-            _fail(context, error)
 
-    def _receive_chunks(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        try:
-            opening = _parsed(pb.ReceiveChunksRequest, message).open
-            yield from self._generation_of(opening).serve_chunks(opening, context)
-        except Exception as error:
-            _fail(context, error)
+    def _receive_chunks(
+        self, request: pb.ReceiveChunksRequest, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        yield from self._generation_of(request.open).serve_chunks(request.open, context)
 
     def _generation_of(self, opening: pb.PeerOpen) -> Generation:
         """The generation that a stream belongs to; waits while it is still to begin here.
@@ -168,32 +159,3 @@ def _with_event(
     if first.WhichOneof("event") is not None:
         yield first
     yield from rest
-
-
-def _parsed(kind: Any, message: bytes) -> Any:
-    try:
-        return kind.FromString(message)
-    except DecodeError as error:
-        raise ArgumentError(f"no {kind.DESCRIPTOR.full_name}: {error}") from None
-
-
-def _answering(handle: Callable[..., Any]) -> Callable[..., Any]:
-    """Turns errors of a handler into statuses."""
-
-    def answer(request: Any, context: grpc.ServicerContext) -> Any:
-        try:
-            return handle(request, context)
-        except Exception as error:
-            _fail(context, error)
-
-    return answer
-
-
-def _fail(context: grpc.ServicerContext, error: Exception) -> None:
-    if not context.is_active():
-        context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
-    if not isinstance(error, ShardwellError):
-        error = InternalError(f"the member failed: {error!r:.300}")
-    status = to_status(error)
-    context.set_trailing_metadata(status.trailing_metadata)
-    context.abort(status.code, status.details)

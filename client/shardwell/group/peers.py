@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from shardwell.channel import CHANNEL_OPTIONS
+from shardwell.connection import CHANNEL_OPTIONS
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2, peer_pb2

@@ -1,0 +1,395 @@
+"""One group as the rendezvous knows it: who asks for a place, and the generation that lives. Pure.
+
+Invariants: at most one generation lives or forms; its number is larger than any before; a rank has
+one member; a member that lives is never replaced. Whoever wants the rank of another, the holder,
+contends for it: it is refused when the holder is heard of after it asked, and has the rank when the
+holder's lease ends.
+
+Nothing happens by itself: each request says what time it is, and first brings the gathering there.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from shardwell.errors import (
+    ArgumentError,
+    GroupMismatchError,
+    RankTakenError,
+    WorkerUnreachableError,
+)
+from shardwell.group.places import (
+    Applicant,
+    Forming,
+    Generation,
+    GenerationNumbers,
+    Seat,
+    described,
+    listed,
+)
+from shardwell.group.refusals import (
+    Refusals,
+    Verdict,
+    differences,
+    lost_error,
+    unknown_generation_error,
+    unreachable_text,
+)
+from shardwell.group.requests import MeetingLimits
+from shardwell.group.seating import Seating
+from shardwell.v1 import group_pb2 as pb
+
+RequestT = TypeVar("RequestT", pb.JoinGroupRequest, pb.RenewLeaseRequest)
+
+
+class Gathering:
+    """The state of one name. Requests have been checked, and their times never go back."""
+
+    def __init__(
+        self, spec: pb.GroupSpec, numbers: GenerationNumbers, limits: MeetingLimits, now_s: float
+    ) -> None:
+        self.seating = Seating()
+        self.heard_s = now_s
+        """When anybody was heard of last."""
+        self._spec = spec
+        self._begun_by = ""
+        self._numbers = numbers
+        self._ended_number = 0
+        """Of the last generation that lived before the one that does."""
+        self._refusals = Refusals(limits.refusal_count_max)
+
+    # Requests.
+
+    def join(self, request: pb.JoinGroupRequest, now_s: float) -> pb.JoinGroupResponse:
+        """See GroupService.JoinGroup."""
+        self._advance(now_s)
+        member_id = request.member.member_id
+        self._refusals.raise_any(member_id, request.checked_generation)
+        if not self._is_spec_kept():
+            self._spec, self._begun_by = request.spec, described(request.rank, request.member)
+        if request.previous_generation:
+            self._adopt_previous(request, now_s)
+        self._check_spec(request)
+        generation = self.seating.generation
+        seat = None if generation is None else generation.seat_of(member_id)
+        if generation is not None and seat is not None:
+            if request.previous_generation == generation.number:
+                self._come_back(generation, seat, request, now_s)
+            elif seat.lost_reason:
+                raise lost_error(self._spec.name, seat)
+            else:  # it has not been told yet that all have checked
+                seat.lease.renew(request.lease_ms / 1000, now_s)
+                self._settle(now_s)
+                return generation.answer(seat.rank)
+        self._apply(request, now_s)
+        self._note_check(request, now_s)
+        self._settle(now_s)
+        self._refusals.raise_any(member_id)
+        return self._progress(member_id, now_s)
+
+    def renew(self, request: pb.RenewLeaseRequest, now_s: float) -> pb.RenewLeaseResponse:
+        """See GroupService.RenewLease."""
+        self._advance(now_s)
+        lease_s = request.lease_ms / 1000
+        member_id, number = request.member.member_id, request.generation
+        if self.seating.forming is not None and self.seating.forming.number == number:
+            if (applicant := self.seating.applicants.get(member_id)) is not None:
+                applicant.lease.renew(lease_s, now_s)
+            return pb.RenewLeaseResponse()
+        if self.seating.generation is None or self.seating.generation.number != number:
+            self._check_adoptable(request)
+            self._adopt(request, number, request.member_count, now_s)
+        generation = self.seating.generation
+        assert generation is not None
+        seat = self._renewed_seat(generation, request)
+        seat.lease.renew(lease_s, now_s)
+        self._settle(now_s)
+        lost = [
+            pb.LostMember(rank=other.rank, reason=other.lost_reason)
+            for other in generation.seats
+            if other.lost_reason
+        ]
+        if not lost:
+            lost = [
+                pb.LostMember(rank=other.rank, reason="it asked to rebuild the group")
+                for other in generation.seats
+                if other is not seat and self.seating.is_back(other)
+            ]
+        return pb.RenewLeaseResponse(lost=lost, waiting_count=len(self.seating.placed()))
+
+    def leave(self, member_id: str, now_s: float) -> None:
+        """See GroupService.LeaveGroup."""
+        self._advance(now_s)
+        self.seating.remove(member_id)
+        self._refusals.drop(member_id)
+        seat = (
+            None if self.seating.generation is None else self.seating.generation.seat_of(member_id)
+        )
+        if seat is not None and not seat.lost_reason:
+            seat.lost_reason = "it left the group"
+        self._settle(now_s)
+
+    # What others ask.
+
+    def is_over(self) -> bool:
+        """Nobody is there, and nobody needs to be told anything."""
+        return (
+            not self.seating.applicants
+            and self.seating.generation is None
+            and self._refusals.kept_until_s is None
+        )
+
+    def is_silent(self, now_s: float) -> bool:
+        """Nobody has been heard of for twice the longest lease; who lives makes itself known."""
+        leases = [applicant.lease for applicant in self.seating.applicants.values()]
+        if self.seating.generation is not None:
+            leases += [seat.lease for seat in self.seating.generation.living()]
+        longest_s = max((lease.duration_s for lease in leases), default=0.0)
+        end_s = max(self.heard_s + 2 * longest_s, self._refusals.kept_until_s or 0.0)
+        return now_s > end_s
+
+    # Time.
+
+    def _advance(self, now_s: float) -> None:
+        """Brings everything to `now_s`."""
+        silence_s = now_s - self.heard_s
+        self.heard_s = now_s
+        for member_id, applicant in list(self.seating.applicants.items()):
+            applicant.lease.spare(silence_s, now_s)
+            if applicant.lease.end_s <= now_s:
+                self.seating.remove(member_id)
+        for seat in self.seating.living():
+            seat.lease.spare(silence_s, now_s)
+            if seat.lease.end_s <= now_s:
+                seat.lost_reason = f"its lease of {seat.lease.duration_s:g} s ended"
+        self._refusals.expire(now_s)
+        self._settle(now_s)
+
+    def _settle(self, now_s: float) -> None:
+        """Draws the conclusions from what has changed."""
+        if not self.seating.living():
+            self._ended_number, self.seating.generation = self._known_number(), None
+        self._refuse_contenders(now_s)
+        if self.seating.forming is None:
+            self._form(now_s)
+        elif not self.seating.forming.unchecked_ranks():
+            self._begin_generation(self.seating.forming)
+
+    def _refuse_contenders(self, now_s: float) -> None:
+        """Those who want the rank of somebody that was heard of after they asked first."""
+        placed = self.seating.placed()
+        for applicant in list(self.seating.applicants.values()):
+            if placed.get(applicant.rank) is applicant:
+                continue
+            lease, holder = self.seating.holder(applicant.rank, placed)
+            if lease.heard_s is None or lease.heard_s <= applicant.asked_s:
+                continue
+            message = (
+                f"rank {applicant.rank} of group {self._spec.name!r} belongs to "
+                f"{described(applicant.rank, holder)}, which lives; "
+                f"{described(applicant.rank, applicant.member)} can't have it"
+                f"{self._free_ranks()}; give each worker a rank of its own"
+            )
+            verdict = Verdict(kind=RankTakenError, message=message, rank=applicant.rank)
+            self._refuse(applicant, verdict, now_s)
+
+    def _form(self, now_s: float) -> None:
+        """Begins to form a generation when those who can be waited for are there."""
+        placed = self.seating.placed()
+        living = self.seating.living()
+        if not placed or not all(self.seating.is_back(seat) for seat in living):
+            return
+        if len(placed) < self._spec.size:
+            number = self._known_number()
+            back = [one for one in placed.values() if one.previous_generation == number]
+            if not number or not back:
+                return
+            wait_s = max(one.replacement_wait_s for one in back)
+            if now_s < min(one.asked_s for one in back) + wait_s:
+                return
+        applicants = [placed[rank] for rank in sorted(placed)]
+        self.seating.forming = Forming(number=self._numbers.take(), applicants=applicants)
+
+    def _begin_generation(self, forming: Forming) -> None:
+        """All have reached one another."""
+        self._ended_number = self._known_number()
+        seats = [
+            Seat(rank=rank, member=applicant.member, lease=applicant.lease)
+            for rank, applicant in enumerate(forming.applicants)
+        ]
+        for applicant in forming.applicants:
+            del self.seating.applicants[applicant.member.member_id]
+        self.seating.generation = Generation(number=forming.number, seats=seats)
+        self.seating.forming = None
+
+    # Places.
+
+    def _apply(self, request: pb.JoinGroupRequest, now_s: float) -> None:
+        """The caller asks for a place, for the first time or again."""
+        member_id = request.member.member_id
+        applicant = self.seating.applicants.get(member_id)
+        if applicant is not None and applicant.asks_the_same(request):
+            applicant.lease.renew(request.lease_ms / 1000, now_s)
+            return
+        self.seating.remove(member_id)
+        self.seating.applicants[member_id] = Applicant(request, now_s)
+        self._numbers.note(request.previous_generation)
+
+    def _come_back(
+        self, generation: Generation, seat: Seat, request: pb.JoinGroupRequest, now_s: float
+    ) -> None:
+        """A member of the generation asks for the one that follows it."""
+        if seat.rank != request.rank:
+            raise ArgumentError(
+                f"{described(seat.rank, seat.member)} of generation {generation.number} can't come "
+                f"back from rank {request.rank}"
+            )
+        if seat.lost_reason:
+            return  # it may still replace itself
+        seat.lease.renew(request.lease_ms / 1000, now_s)
+        for rank in request.lost_ranks:
+            lost = generation.living_at(rank)
+            if lost is not None and lost is not seat:
+                lost.lost_reason = f"{described(seat.rank, seat.member)} found it lost"
+
+    def _note_check(self, request: pb.JoinGroupRequest, now_s: float) -> None:
+        """Whether the caller has reached the others."""
+        forming, member_id = self.seating.forming, request.member.member_id
+        if forming is None or request.checked_generation != forming.number:
+            return
+        rank = forming.rank_of(member_id)
+        if rank is None:
+            return
+        if not request.unreachable:
+            forming.checked_ids.add(member_id)
+            return
+        missed = request.unreachable[0]
+        if missed.rank >= len(forming.applicants):
+            raise ArgumentError(
+                f"unreachable.rank must be 0 to {len(forming.applicants) - 1}; got {missed.rank}"
+            )
+        message = unreachable_text(self._spec.name, rank, forming.applicants, missed)
+        verdict = Verdict(kind=WorkerUnreachableError, message=message, rank=missed.rank)
+        self._refusals.fail(forming.number, verdict, now_s)
+        for applicant in forming.applicants:
+            self._refuse(applicant, verdict, now_s)
+
+    # Generations that were formed before this server was started.
+
+    def _adopt_previous(self, request: pb.JoinGroupRequest, now_s: float) -> None:
+        """Takes over the generation that the caller was a member of, if it is not known."""
+        number = request.previous_generation
+        generation, forming = self.seating.generation, self.seating.forming
+        is_unknown = number > self._known_number() and (forming is None or forming.number != number)
+        if is_unknown and (generation is None or generation.is_adopted):
+            self._adopt(request, number, request.previous_member_count or request.spec.size, now_s)
+        generation = self.seating.generation
+        if generation is not None and generation.number == number:
+            seat = generation.living_at(request.rank)
+            is_known = generation.seat_of(request.member.member_id) is not None
+            if seat is not None and seat.member is None and not is_known:
+                seat.member = request.member
+
+    def _check_adoptable(self, request: pb.RenewLeaseRequest) -> None:
+        """Returns if an unknown generation may be taken over."""
+        generation = self.seating.generation
+        is_old = request.generation <= self._known_number()
+        if is_old or (generation is not None and not generation.is_adopted):
+            raise unknown_generation_error(request, generation, is_old=is_old)
+
+    def _known_number(self) -> int:
+        """Of the generation that lives, or else the last one that did."""
+        generation = self.seating.generation
+        return self._ended_number if generation is None else generation.number
+
+    def _adopt(self, request: RequestT, number: int, member_count: int, now_s: float) -> None:
+        """Takes a generation over: it lives, so all who wait for its ranks go on waiting."""
+        self._numbers.note(number)
+        self.seating.forming, self._ended_number = None, self._known_number()
+        if differences(self._spec, request.spec):
+            for applicant in list(self.seating.applicants.values()):
+                message = f"generation {number} of group {request.spec.name!r} lives, with another "
+                message += "size, strategy or codec; end it, or give this group another name"
+                verdict = Verdict(kind=GroupMismatchError, message=message, rank=applicant.rank)
+                self._refuse(applicant, verdict, now_s)
+        self._spec, self._begun_by = request.spec, described(request.rank, request.member)
+        self.seating.generation = Generation.adopted(
+            number, member_count, request.lease_ms / 1000, now_s
+        )
+        self.seating.generation.seats[request.rank].member = request.member
+
+    def _renewed_seat(self, generation: Generation, request: pb.RenewLeaseRequest) -> Seat:
+        """The living seat that the request is about."""
+        own = generation.seat_of(request.member.member_id)
+        if own is not None and own.lost_reason:
+            raise lost_error(self._spec.name, own)
+        if request.member_count == len(generation.seats):
+            seat = generation.seats[request.rank]
+            if seat.member is None and own is None:
+                if seat.lost_reason:
+                    raise lost_error(self._spec.name, seat)
+                seat.member = request.member
+            if seat.member is not None and seat.member.member_id == request.member.member_id:
+                return seat
+        raise ArgumentError(
+            f"generation {generation.number} of group {self._spec.name!r} has "
+            f"{len(generation.seats)} members, and {described(request.rank, request.member)} of "
+            f"{request.member_count} is none of them; join again"
+        )
+
+    # Refusals.
+
+    def _is_spec_kept(self) -> bool:
+        """Whether somebody is there who made the group what it is."""
+        return bool(self.seating.applicants) or self.seating.generation is not None
+
+    def _check_spec(self, request: pb.JoinGroupRequest) -> None:
+        found = differences(self._spec, request.spec)
+        if not found:
+            return
+        who = described(request.rank, request.member)
+        message = (
+            f"group {self._spec.name!r} was begun by {self._begun_by} with other settings than "
+            f"{who} asks for: {found}; give all workers the same"
+        )
+        self.seating.remove(request.member.member_id)
+        self._refusals.note(message)
+        raise GroupMismatchError(message, rank=request.rank)
+
+    def _free_ranks(self) -> str:
+        """Which ranks nobody has, where that is of use: a generation that lives with fewer."""
+        living_count = len(self.seating.living())
+        if not 0 < living_count < self._spec.size:
+            return ""
+        return f" (ranks that are free: {listed(self.seating.free_ranks(self._spec.size))})"
+
+    def _refuse(self, applicant: Applicant, verdict: Verdict, now_s: float) -> None:
+        """Takes an applicant out; it is told why when it asks again."""
+        self.seating.remove(applicant.member.member_id)
+        self._refusals.add(applicant, verdict, now_s)
+
+    # Answers.
+
+    def _progress(self, member_id: str, now_s: float) -> pb.JoinGroupResponse:
+        """How far the caller's generation is."""
+        forming, generation = self.seating.forming, self.seating.generation
+        applicant = self.seating.applicants.get(member_id)
+        if applicant is None:  # it was the last to check
+            seat = None if generation is None else generation.seat_of(member_id)
+            assert generation is not None
+            assert seat is not None
+            return generation.answer(seat.rank)
+        rank = None if forming is None else forming.rank_of(member_id)
+        if forming is not None and rank is not None:
+            return forming.answer(rank, self._refusals.texts)
+        placed = self.seating.placed()
+        missing = {rank for rank in range(self._spec.size) if rank not in placed}
+        notes = list(self._refusals.texts)
+        if placed.get(applicant.rank) is not applicant:
+            missing.add(applicant.rank)
+            lease, holder = self.seating.holder(applicant.rank, placed)
+            notes.append(
+                f"rank {applicant.rank} belongs to {described(applicant.rank, holder)}; whether "
+                f"that lives is known within {max(lease.end_s - now_s, 0.0):.3g} s"
+            )
+        return pb.JoinGroupResponse(missing_ranks=sorted(missing), refusals=notes)

@@ -1,0 +1,72 @@
+"""Who has which place of a group: the members that live, and those who ask for one. Pure.
+
+Who asks for the rank of another, the holder, contends for it, and has no place while it does.
+"""
+
+from __future__ import annotations
+
+from shardwell.group.places import Applicant, Forming, Generation, Lease, Seat
+from shardwell.v1 import group_pb2 as pb
+
+
+class Seating:
+    """The places of one group; `Gathering` decides who comes and goes."""
+
+    def __init__(self) -> None:
+        self.applicants: dict[str, Applicant] = {}
+        """By member id, in the order in which they asked first."""
+        self.generation: Generation | None = None
+        """The one that has a living member."""
+        self.forming: Forming | None = None
+        """The one that follows."""
+
+    def knows(self, member_id: str) -> bool:
+        """Whether it waits or is a member."""
+        generation = self.generation
+        return member_id in self.applicants or (
+            generation is not None and generation.seat_of(member_id) is not None
+        )
+
+    def placed(self) -> dict[int, Applicant]:
+        """Those who would take part, by the ranks they want; others contend with the holders."""
+        placed: dict[int, Applicant] = {}
+        for applicant in self.applicants.values():
+            seat = None if self.generation is None else self.generation.living_at(applicant.rank)
+            if (seat is None or self.is_back(seat, applicant)) and applicant.rank not in placed:
+                placed[applicant.rank] = applicant
+        return placed
+
+    def holder(self, rank: int, placed: dict[int, Applicant]) -> tuple[Lease, pb.Member | None]:
+        """Who has a rank that somebody else contends for."""
+        seat = None if self.generation is None else self.generation.living_at(rank)
+        if seat is not None:
+            return seat.lease, seat.member
+        return placed[rank].lease, placed[rank].member
+
+    def is_back(self, seat: Seat, applicant: Applicant | None = None) -> bool:
+        """Whether a living member has asked for the generation that follows its own."""
+        if seat.member is None or self.generation is None:
+            return False
+        found = self.applicants.get(seat.member.member_id)
+        return (
+            found is not None
+            and found.previous_generation == self.generation.number
+            and (applicant is None or applicant is found)
+        )
+
+    def living(self) -> list[Seat]:
+        """The members of the generation that live, by rank."""
+        return [] if self.generation is None else self.generation.living()
+
+    def free_ranks(self, size: int) -> list[int]:
+        """Ranks that nobody has."""
+        placed = self.placed()
+        taken = {seat.rank for seat in self.living()}
+        return [rank for rank in range(size) if rank not in placed and rank not in taken]
+
+    def remove(self, member_id: str) -> None:
+        """Takes an applicant out."""
+        if self.applicants.pop(member_id, None) is not None:
+            forming = self.forming
+            if forming is not None and forming.rank_of(member_id) is not None:
+                self.forming = None

@@ -1,0 +1,248 @@
+"""Goal: whatever workers do in whatever order, the promises of ADR 0009 hold.
+
+Method: a hypothesis state machine. Workers are processes that follow group.proto (they join, check,
+renew, rebuild, leave, die, are replaced), at random moments, while time passes and the server is
+started anew. What they were told, and when the server could last have heard of each, is remembered
+beside it; the promises are checked on that alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from harness.meeting_room import LEASE_S, Room
+from shardwell import errors
+from shardwell.v1 import group_pb2 as pb
+
+WORKER_COUNT_MAX = 12
+numbers = st.integers(0, WORKER_COUNT_MAX - 1)
+
+
+@dataclass
+class Worker:
+    """A process that follows group.proto."""
+
+    member_id: str
+    rank: int
+    """The one it asks for, or has."""
+    state: str = "joining"
+    """joining, member, rebuilding, over."""
+    generation: int = 0
+    """That it is a member of, or rebuilds."""
+    member_count: int = 0
+    checked: int = 0
+    lost_ranks: tuple[int, ...] = ()
+    heard_s: float = -1.0
+    first_asked_s: float = -1.0
+
+
+class MeetingMachine(RuleBasedStateMachine):
+    """`told` is what workers have been told of each generation."""
+
+    @initialize(size=st.integers(1, 4))
+    def open(self, size: int) -> None:
+        self.room = Room(size)
+        self.workers: list[Worker] = []
+        self.told: dict[int, tuple[str, ...]] = {}
+        self.ready: list[int] = []
+        self.start_count = 1
+        self.latest = 0
+
+    # What workers do.
+
+    @rule(rank=st.integers(0, 3))
+    def start(self, rank: int) -> None:
+        if len(self.workers) < WORKER_COUNT_MAX and rank < self.room.spec.size:
+            self.workers.append(Worker(f"w{len(self.workers)}", rank))
+            self.ask(self.workers[-1])
+
+    @rule(number=numbers)
+    def work(self, number: int) -> None:
+        """A worker's next word."""
+        worker = self.pick(number)
+        if worker is not None:
+            self.ask(worker)
+
+    @rule(duration_s=st.sampled_from([0.1, 1.0, 1.25, 2.4, 2.6, 6.0]))
+    def let_time_pass(self, duration_s: float) -> None:
+        self.room.now_s += duration_s
+
+    @rule(duration_s=st.sampled_from([1.0, 6.0]), silent=st.sets(numbers, max_size=3))
+    def live(self, duration_s: float, silent: set[int]) -> None:
+        """Time passes, in which all but some make themselves heard."""
+        for _ in range(round(duration_s / 0.5)):
+            self.room.now_s += 0.5
+            for number, worker in enumerate(self.workers):
+                if number not in silent and worker.state != "over":
+                    self.ask(worker)
+
+    @rule(number=numbers, is_known=st.booleans(), rank=st.integers(0, 3))
+    def rebuild(self, number: int, is_known: bool, rank: int) -> None:
+        worker = self.pick(number)
+        if worker is not None and worker.state == "member":
+            worker.state = "rebuilding"
+            worker.lost_ranks = (rank,) if is_known and rank < worker.member_count else ()
+            worker.lost_ranks = tuple(r for r in worker.lost_ranks if r != worker.rank)
+            for other in self.workers:  # a survivor's word ends what a lease would have
+                if other.generation == worker.generation and other.rank in worker.lost_ranks:
+                    other.heard_s = -1.0
+            worker.checked = 0
+            worker.first_asked_s = -1.0
+            self.ask(worker)
+
+    @rule(number=numbers)
+    def leave(self, number: int) -> None:
+        worker = self.pick(number)
+        if worker is not None:
+            self.room.leave(worker.member_id)
+            worker.state = "over"
+            worker.heard_s = -1.0
+
+    @rule(number=numbers)
+    def die(self, number: int) -> None:
+        worker = self.pick(number)
+        if worker is not None:
+            worker.state = "over"
+
+    @rule()
+    def start_the_server_anew(self) -> None:
+        self.room.restart(first_generation=1000 * (self.start_count + 1))
+        self.start_count += 1
+        self.restarted_s = self.room.now_s
+        for worker in self.workers:
+            if worker.state != "over":
+                self.ask(worker)  # those who live make themselves known before others come
+
+    # How they do it.
+
+    def pick(self, number: int) -> Worker | None:
+        living = [worker for worker in self.workers if worker.state != "over"]
+        return living[number % len(living)] if living else None
+
+    def ask(self, worker: Worker) -> None:
+        before_s = worker.heard_s
+        worker.heard_s = self.room.now_s
+        if worker.first_asked_s < 0:
+            worker.first_asked_s = self.room.now_s
+        try:
+            if worker.state == "member":
+                self.renew(worker)
+            else:
+                self.join(worker)
+        except errors.RankTakenError as error:
+            self.check_refused(worker, error)
+            worker.state = "over"
+        except (errors.WorkerLostError, errors.ArgumentError) as error:
+            worker.heard_s = before_s
+            self.check_lost(worker, error)
+            worker.state = "over"
+
+    def renew(self, worker: Worker) -> None:
+        answer = self.room.renew(
+            worker.member_id,
+            worker.rank,
+            worker.generation,
+            member_count=worker.member_count,
+        )
+        members = self.told[worker.generation]
+        for lost in answer.lost:
+            assert lost.rank != worker.rank
+            self.check_gone(members[lost.rank], lost.reason)
+
+    def join(self, worker: Worker) -> None:
+        rebuilds = worker.state == "rebuilding"
+        answer = self.room.join(
+            worker.member_id,
+            worker.rank,
+            checked_generation=worker.checked,
+            previous_generation=worker.generation if rebuilds else 0,
+            previous_member_count=worker.member_count if rebuilds else 0,
+            lost_ranks=worker.lost_ranks if rebuilds else (),
+            replacement_wait_ms=1000,
+        )
+        if not answer.generation:
+            assert not answer.members
+            assert not answer.ready
+            assert answer.missing_ranks
+            return
+        self.check_formed(worker, answer)
+        worker.checked = answer.generation
+        if answer.ready:
+            if answer.generation not in self.ready:
+                self.ready.append(answer.generation)
+            worker.state, worker.rank = "member", answer.rank
+            worker.generation, worker.member_count = answer.generation, len(answer.members)
+
+    # What must hold.
+
+    def check_formed(self, worker: Worker, answer: pb.JoinGroupResponse) -> None:
+        member_ids = tuple(member.member_id for member in answer.members)
+        if "" not in member_ids:  # a server that was started anew may not know all
+            assert self.told.setdefault(answer.generation, member_ids) == member_ids
+        assert member_ids[answer.rank] == worker.member_id
+        assert len(set(member_ids)) == len(member_ids) <= self.room.spec.size
+        assert answer.generation > worker.generation
+        if worker.state == "joining" and len(member_ids) == self.room.spec.size:
+            assert answer.rank == worker.rank
+        self.latest = max(self.latest, answer.generation)
+        assert answer.generation == self.latest, "an older generation is told of"
+
+    def check_gone(self, member_id: str, reason: str) -> None:
+        """Nobody is called lost that was heard of within its lease."""
+        gone = next(worker for worker in self.workers if worker.member_id == member_id)
+        if "lease" in reason:
+            assert self.room.now_s - gone.heard_s >= LEASE_S or gone.heard_s < 0
+        elif "left" in reason:
+            assert gone.state == "over"
+        elif "asked" in reason:
+            assert gone.state != "member"
+        else:
+            assert "found it lost" in reason
+
+    def check_lost(self, worker: Worker, error: errors.ShardwellError) -> None:
+        """It was silent, or said to be lost, or others went on without it for that reason."""
+        silent = worker.heard_s < 0 or self.room.now_s - worker.heard_s >= LEASE_S / 2
+        succeeded = self.latest > worker.generation
+        assert silent or succeeded, str(error)
+
+    def check_refused(self, worker: Worker, error: errors.RankTakenError) -> None:
+        """Somebody who has the rank was heard of after it asked first."""
+        holders = [
+            other
+            for other in self.workers
+            if other is not worker
+            and other.rank == error.rank
+            and other.heard_s >= worker.first_asked_s
+        ]
+        assert holders, str(error)
+
+    @invariant()
+    def one_generation_takes_place(self) -> None:
+        """Members of an earlier one than the latest can only be those who don't know it yet."""
+        if not hasattr(self, "room"):
+            return
+        assert self.ready == sorted(self.ready), "numbers grow"
+        current = max(self.ready, default=0)
+        for worker in self.workers:
+            if worker.state != "member" or worker.generation == current:
+                continue
+            # Another is ready: this worker was not heard of for as long as made it lost, or was
+            # said to be, or the server that formed the other had never heard of it.
+            assert worker.member_id not in self.told[current]
+
+    @invariant()
+    def a_rank_has_one_member(self) -> None:
+        if not hasattr(self, "room"):
+            return
+        places = [
+            (worker.generation, worker.rank) for worker in self.workers if worker.state == "member"
+        ]
+        assert len(places) == len(set(places))
+
+
+MeetingMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestMeetings = MeetingMachine.TestCase
