@@ -33,6 +33,9 @@ from shardwell.errors import (
     WorkerUnreachableError,
     WrongShardError,
 )
+from shardwell.group.group import Group
+from shardwell.group.joining import join_group
+from shardwell.group.strategies import Centralized, Ring, Strategy, Tree
 from shardwell.malloc import tune_malloc
 from shardwell.manifest import inspect_checkpoint
 from shardwell.parameter import Parameter
@@ -48,6 +51,7 @@ __all__ = [
     "AdamW",
     "ArgumentError",
     "Average",
+    "Centralized",
     "Checkpoint",
     "CheckpointParameter",
     "Client",
@@ -55,6 +59,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CorruptChunkError",
     "DeadlineError",
+    "Group",
     "GroupMismatchError",
     "InitSupersededError",
     "InternalError",
@@ -66,13 +71,16 @@ __all__ = [
     "ParameterSpec",
     "RMSProp",
     "RankTakenError",
+    "Ring",
     "SeatsTakenError",
     "ShardUnavailableError",
     "ShardwellError",
     "SpecMismatchError",
     "StepOrderError",
     "StorageError",
+    "Strategy",
     "Traffic",
+    "Tree",
     "UnknownParameterError",
     "WorkerLostError",
     "WorkerUnreachableError",
@@ -81,5 +89,6 @@ __all__ = [
     "__version__",
     "connect",
     "inspect_checkpoint",
+    "join_group",
     "tune_malloc",
 ]
