@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardwell.codec import Float32
+from shardwell.codec import CODECS, Float32
 from shardwell.errors import (
     DeadlineError,
     InternalError,
@@ -155,7 +155,7 @@ class Engine:
         """Moves the chunks of a call that all ranks agree on."""
         ranks = list(verdict.active_ranks)
         place = ranks.index(self._rank)
-        plan = self.plan(call, operation, ranks)
+        plan = plan_of(call, operation, self._strategy, self._rank, ranks)
         factor, divisor = _weights(call.reduction, list(verdict.sample_counts), place)
         arithmetic = ChunkArithmetic(
             call.array,
@@ -195,17 +195,21 @@ class Engine:
             _send(targets, collective.receive(arrival._replace(rank=ranks.index(arrival.rank))))
         self._mailbox.forget(verdict.call_index)
 
-    def plan(self, call: Call, operation: Operation, ranks: Sequence[int]) -> Plan:
-        """This rank's plan of a call among `ranks`."""
-        return Plan(
-            operation=operation,
-            strategy=self._strategy,
-            rank=list(ranks).index(self._rank),
-            size=len(ranks),
-            root=list(ranks).index(call.announcement.root) if operation.has_root else 0,
-            element_count=call.array.size,
-            chunk_element_count=chunk_element_count(call.codec_name),
-        )
+
+def plan_of(
+    call: Call, operation: Operation, strategy: Strategy, rank: int, ranks: Sequence[int]
+) -> Plan:
+    """The plan of `rank` for a call among `ranks`."""
+    byte_count = call.array.size * CODECS[call.codec_name].item_size
+    return Plan(
+        operation=operation,
+        strategy=strategy.suited_to(byte_count, len(ranks)),
+        rank=ranks.index(rank),
+        size=len(ranks),
+        root=ranks.index(call.announcement.root) if operation.has_root else 0,
+        element_count=call.array.size,
+        chunk_element_count=chunk_element_count(call.codec_name),
+    )
 
 
 def _send(targets: dict[int, Outgoing], sendings: list[Sending]) -> None:

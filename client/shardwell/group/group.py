@@ -20,10 +20,10 @@ from shardwell.errors import (
     WorkerLostError,
 )
 from shardwell.group.agreement import failure_of
-from shardwell.group.chunk_arithmetic import Reduction, chunk_element_count
-from shardwell.group.engine import Call
+from shardwell.group.chunk_arithmetic import Reduction
+from shardwell.group.engine import Call, plan_of
 from shardwell.group.generation import Generation
-from shardwell.group.plan import Operation, Plan
+from shardwell.group.plan import Operation
 from shardwell.group.roll_call import SAMPLE_COUNT_MAX
 from shardwell.group.strategies import Strategy
 from shardwell.partition import slice_of
@@ -451,15 +451,8 @@ class Group:
         """Checks that what this rank contributes is finite; magnitudes of entering chunks."""
         if self._allow_non_finite:
             return {}
-        plan = Plan(
-            operation=operation,
-            strategy=self.strategy,
-            rank=generation.rank,
-            size=generation.size,
-            root=call.announcement.root if operation.has_root else 0,
-            element_count=call.array.size,
-            chunk_element_count=chunk_element_count(call.codec_name),
-        )
+        ranks = range(generation.size)
+        plan = plan_of(call, operation, self.strategy, generation.rank, ranks)
         entering = set(plan.entering)
         peaks = {}
         for index, (where, _, _) in enumerate(plan.chunks):

@@ -19,6 +19,9 @@ from typing import NamedTuple
 from shardwell.errors import ArgumentError
 
 ARITY_MAX = 64
+SMALL_SIZE_BYTES = 16 * 1024
+"""Of a ring's segment; up to here a message costs the same, however short it is."""
+SMALL_ARITY = 8
 
 
 class Inflow(NamedTuple):
@@ -49,6 +52,10 @@ class Strategy:
         """The canonical spelling, which all ranks must have in common."""
         raise NotImplementedError
 
+    def suited_to(self, byte_count: int, size: int) -> Strategy:
+        """What to use for an array of so many encoded bytes: itself, or what is better."""
+        return self
+
     def inflow(self, rank: int, collector: int, size: int) -> Inflow:
         """Where `rank` is on the way to `collector`."""
         raise NotImplementedError
@@ -63,9 +70,15 @@ class Ring(Strategy):
     """Each rank sends to the next; each segment of an array goes around twice.
 
     Every rank sends and receives 2 (n - 1) / n of the array, whatever n is: the least there can be.
+    Arrays below 16 KiB a rank go along a tree of arity 8: there the number of messages behind one
+    another counts, not the bytes.
     """
 
     is_segmented = True
+
+    def suited_to(self, byte_count: int, size: int) -> Strategy:
+        """See Strategy."""
+        return Tree(SMALL_ARITY) if byte_count < SMALL_SIZE_BYTES * size else self
 
     def __str__(self) -> str:
         return "ring"
