@@ -6,14 +6,14 @@ Every call ends in a result or a ShardwellError; whether it is made again is for
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import grpc
 
+from shardwell.connection import CHANNEL_OPTIONS
 from shardwell.errors import ArgumentError, ClosedError
-from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
+from shardwell.names import is_address
 from shardwell.status import from_rpc_error
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -24,27 +24,6 @@ missing."""
 SHARD_COUNT_MAX = 4096
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
-    # A shard whose machine vanished is noticed within half a minute, although no call ends.
-    ("grpc.keepalive_time_ms", 15_000),
-    ("grpc.keepalive_timeout_ms", 15_000),
-    # While a ping of gRPC's own is unanswered it sends no other; its default is a minute.
-    ("grpc.http2.ping_timeout_ms", 15_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # A shard that comes back is noticed within about half a second, however long it was away; a
-    # refused connection costs well under a millisecond.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    # How long one try to connect may take: a machine that vanished answers nothing at all.
-    ("grpc.min_reconnect_backoff_ms", 5_000),
-    # A shard may come back under its name with another address.
-    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
-    # Each client its own connection, so that several in one process do not share one TCP stream.
-    ("grpc.use_local_subchannel_pool", 1),
-)
-
 _ABSENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -62,9 +41,7 @@ def parse_target(target: str) -> list[str]:
     """
     addresses = [part.strip() for part in target.split(",")] if isinstance(target, str) else []
     for address in addresses:
-        host, _, port = address.rpartition(":")
-        plain = re.fullmatch(r"[^\s:;/\[\]]+|\[[^\s\[\]]+\]", host)  # or an IPv6 one in brackets
-        if not plain or not port.isdecimal() or not 0 < int(port) < 2**16:
+        if not is_address(address):
             raise ArgumentError(
                 f"a cluster's target is HOST:PORT[,HOST:PORT...] in the order of the shards; got "
                 f"{address!r} in {target!r:.200}; set $SHARDWELL_SHARDS or pass target"
@@ -84,7 +61,7 @@ class ShardChannel:
         self.address = address
         self.identity = types_pb2.ShardIdentity()
         self._closed = False
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         channel = self._channel
         self.put_gradient: Any = channel.stream_unary(
             f"/{_SERVICE}/PutGradient",

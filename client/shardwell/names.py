@@ -1,4 +1,4 @@
-"""Which names are allowed for parameters, workers and clusters.
+"""Which names are allowed for parameters, workers, groups and clusters, and which addresses.
 
 The alphabet is safe in file names, logs and shells, so that nothing downstream has to escape it.
 """
@@ -10,6 +10,7 @@ import re
 from shardwell.errors import ArgumentError
 
 NAME_LENGTH_MAX = 128
+ADDRESS_LENGTH_MAX = 300
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -30,3 +31,14 @@ def check_name(what: str, name: object) -> str:
             f"beginning with a letter or a digit; got {name!r:.80}"
         )
     return name
+
+
+def is_address(address: str) -> bool:
+    """Whether it is HOST:PORT, where HOST may be an IPv6 address in brackets."""
+    host, _, port = address.rpartition(":")
+    return (
+        len(address) <= ADDRESS_LENGTH_MAX
+        and re.fullmatch(r"[^\s:;/\[\]]+|\[[^\s\[\]]+\]", host) is not None
+        and re.fullmatch(r"[0-9]{1,5}", port) is not None
+        and 0 < int(port) < 2**16
+    )

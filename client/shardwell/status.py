@@ -111,21 +111,27 @@ def _bounded(worker_ids: Sequence[str]) -> list[str]:
 
 
 def from_rpc_error(
-    error: grpc.RpcError, *, shard_index: int, address: str, parameter: str | None = None
+    error: grpc.RpcError,
+    *,
+    shard_index: int | None,
+    address: str,
+    parameter: str | None = None,
+    role: str | None = None,
 ) -> errors.ShardwellError:
     """The exception that a failed call stands for.
 
     Args:
         error: What gRPC raised; it is a call with a status.
-        shard_index: Which shard was called.
+        shard_index: Which shard was called; None: something else was.
         address: Where, for the message.
         parameter: On behalf of which parameter.
+        role: What was called, for the message, if not "shard I".
     """
     code, details = error.code(), error.details() or ""
     detail = _detail_of(error)
     if detail is not None and detail.code in _BY_CODE:
         return _from_detail(detail, details)
-    where = f"shard {shard_index} at {address}"
+    where = f"{role or f'shard {shard_index}'} at {address}"
     match code:
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
             return errors.ShardUnavailableError(

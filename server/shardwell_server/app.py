@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
+from shardwell.group.group_service import GROUP_SERVICE_NAME, GroupService
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.parameter_server import ParameterServerService
@@ -78,12 +79,13 @@ class ShardServer:
             self._threads, options=_OPTIONS, maximum_concurrent_rpcs=thread_count
         )
         service = ParameterServerService(self.shard, self._streams)
-        self._server.add_generic_rpc_handlers((service.handler(),))
+        meetings = GroupService(shard_index=config.shard_index)
+        self._server.add_generic_rpc_handlers((service.handler(), meetings.handler()))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if config.reflection:
-            names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (SERVICE_NAME, GROUP_SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         host = config.listen.rpartition(":")[0]
         try:

@@ -46,7 +46,7 @@ class LostMember(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
-    __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable")
+    __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable", "previous_member_count")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class JoinGroupRequest(_message.Message):
     REPLACEMENT_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     CHECKED_GENERATION_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
     spec: GroupSpec
     member: Member
     rank: int
@@ -65,7 +66,8 @@ class JoinGroupRequest(_message.Message):
     replacement_wait_ms: int
     checked_generation: int
     unreachable: _containers.RepeatedCompositeFieldContainer[UnreachableMember]
-    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., rank: _Optional[int] = ..., lease_ms: _Optional[int] = ..., previous_generation: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., replacement_wait_ms: _Optional[int] = ..., checked_generation: _Optional[int] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableMember, _Mapping]]] = ...) -> None: ...
+    previous_member_count: int
+    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., rank: _Optional[int] = ..., lease_ms: _Optional[int] = ..., previous_generation: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., replacement_wait_ms: _Optional[int] = ..., checked_generation: _Optional[int] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableMember, _Mapping]]] = ..., previous_member_count: _Optional[int] = ...) -> None: ...
 
 class JoinGroupResponse(_message.Message):
     __slots__ = ("generation", "members", "rank", "ready", "missing_ranks", "refusals")

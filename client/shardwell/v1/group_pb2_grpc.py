@@ -64,9 +64,9 @@ class GroupServiceServicer(object):
         there, and `size` is reached or replacement_wait_ms have passed. Errors: FAILED_PRECONDITION
         with ERROR_CODE_GROUP_MISMATCH (size, strategy or codec differ from those of who came first),
         ERROR_CODE_RANK_TAKEN (a member that lives has it: it renewed its lease after this caller asked
-        first), ERROR_CODE_WORKER_LOST (this member was declared lost while it waited),
-        UNAVAILABLE with ERROR_CODE_WORKER_UNREACHABLE (a member can't reach another),
-        INVALID_ARGUMENT, RESOURCE_EXHAUSTED (a limit, by name).
+        first), ERROR_CODE_WORKER_LOST (this member was declared lost in its generation, and does not
+        name that as previous_generation), UNAVAILABLE with ERROR_CODE_WORKER_UNREACHABLE (a member
+        can't reach another), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (a limit, by name).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,22 +14,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 
 import shardwell
 from shardwell import framing
+from shardwell.answering import Answering, parsed
 from shardwell.codec import Bytes
-from shardwell.errors import ArgumentError, InternalError, ShardwellError, WrongShardError
+from shardwell.errors import ArgumentError, WrongShardError
 from shardwell.names import check_name
 from shardwell.specs import ParameterSpec, check_learning_rate
-from shardwell.status import to_status
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.services.first_weights import receive_first_weights
 from shardwell_server.services.snapshots import snapshot_messages
 from shardwell_server.services.streams import OpenStreams
 from shardwell_server.shard.parameter_slice import ParameterSlice
-from shardwell_server.shard.patience import CallerGoneError, Patience
+from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.shard import Shard
 
 _LOG = logging.getLogger("shardwell_server")
@@ -50,32 +49,33 @@ class ParameterServerService:
         self._shard = shard
         self._streams = streams
         self._limits = shard.config.limits
+        self._answering = Answering(_LOG, shard_index=shard.config.shard_index, place="shard")
         self._claim_waits = threading.BoundedSemaphore(_CLAIM_WAIT_COUNT_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """All methods, for grpc.Server."""
-        stream = grpc.stream_unary_rpc_method_handler
+        stream, answers = grpc.stream_unary_rpc_method_handler, self._answering
         handlers = {
-            "CreateParameter": self._unary(self.create_parameter, pb.CreateParameterRequest),
-            "ClaimInit": self._unary(self.claim_init, pb.ClaimInitRequest),
-            "ConfirmInit": self._unary(self.confirm_init, pb.ConfirmInitRequest),
-            "SetLearningRate": self._unary(self.set_learning_rate, pb.SetLearningRateRequest),
-            "GetStatus": self._unary(self.get_status, pb.GetStatusRequest),
+            "CreateParameter": answers.unary(self.create_parameter, pb.CreateParameterRequest),
+            "ClaimInit": answers.unary(self.claim_init, pb.ClaimInitRequest),
+            "ConfirmInit": answers.unary(self.confirm_init, pb.ConfirmInitRequest),
+            "SetLearningRate": answers.unary(self.set_learning_rate, pb.SetLearningRateRequest),
+            "GetStatus": answers.unary(self.get_status, pb.GetStatusRequest),
             "InitWeights": stream(
-                self._answering(self.init_weights),
+                answers.answering(self.init_weights),
                 response_serializer=pb.InitWeightsResponse.SerializeToString,
             ),
             "PutGradient": stream(
-                self._answering(self.put_gradient),
+                answers.answering(self.put_gradient),
                 response_serializer=pb.PutGradientResponse.SerializeToString,
             ),
             "GetWeights": grpc.unary_stream_rpc_method_handler(
-                self._streaming(_parsed(self.get_weights, pb.GetWeightsRequest))
+                answers.streaming(parsed(self.get_weights, pb.GetWeightsRequest))
             ),
             "Snapshot": grpc.unary_stream_rpc_method_handler(
-                self._streaming(_parsed(self.snapshot, pb.SnapshotRequest))
+                answers.streaming(parsed(self.snapshot, pb.SnapshotRequest))
             ),
-            "Exchange": grpc.stream_stream_rpc_method_handler(self._streaming(self.exchange)),
+            "Exchange": grpc.stream_stream_rpc_method_handler(answers.streaming(self.exchange)),
         }
         assert set(handlers) == {method.name for method in _SERVICE.methods}
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
@@ -305,49 +305,6 @@ class ParameterServerService:
         deadline_s = time.monotonic() + (bound_s if remaining_s is None else remaining_s)
         return lambda: context.is_active() and time.monotonic() < deadline_s
 
-    def _unary(self, call: Callable[..., Any], request_type: Any) -> Any:
-        return grpc.unary_unary_rpc_method_handler(
-            self._answering(_parsed(call, request_type)),
-            response_serializer=lambda response: response.SerializeToString(),
-        )
-
-    def _answering(self, call: Callable[..., Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
-        """A handler that turns errors into statuses."""
-
-        def handle(request: Any, context: grpc.ServicerContext) -> Any:
-            try:
-                return call(request, context)
-            except Exception as error:
-                self._abort(context, error)
-
-        return handle
-
-    def _streaming(
-        self, call: Callable[..., Iterator[bytes]]
-    ) -> Callable[[Any, grpc.ServicerContext], Iterator[bytes]]:
-        """The same for a handler that yields."""
-
-        def handle(request: Any, context: grpc.ServicerContext) -> Iterator[bytes]:
-            try:
-                yield from call(request, context)
-            except Exception as error:
-                self._abort(context, error)
-
-        return handle
-
-    def _abort(self, context: grpc.ServicerContext, error: Exception) -> None:
-        """Ends a call with the status that stands for `error`."""
-        if isinstance(error, CallerGoneError) or not context.is_active():
-            context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
-        if not isinstance(error, ShardwellError):
-            _LOG.error("a request failed", exc_info=error)
-            error = InternalError(f"{type(error).__name__}: {error}; see the shard's log")
-        error.shard_index = self._shard.config.shard_index
-        status = to_status(error)
-        _LOG.warning("request refused", extra={"code": status.code.name, "reason": status.details})
-        context.set_trailing_metadata(status.trailing_metadata)
-        context.abort(status.code, status.details)
-
 
 class _GradientSource:
     """Whose gradients a stream carries, and where they go."""
@@ -361,18 +318,3 @@ class _GradientSource:
     ) -> bool:
         """See ParameterSlice.contribute."""
         return self.parameter.contribute(self._worker_id, gradient, payload, patience)
-
-
-def _parsed(call: Callable[..., Any], request_type: Any) -> Callable[..., Any]:
-    """The call, given the message's bytes: what is no such message gets an answer of ours."""
-
-    def with_bytes(message: bytes, context: grpc.ServicerContext) -> Any:
-        try:
-            request = request_type.FromString(message)
-        except DecodeError as error:
-            raise ArgumentError(
-                f"{len(message)} bytes that are no {request_type.DESCRIPTOR.full_name}: {error}"
-            ) from None
-        return call(request, context)
-
-    return with_bytes

@@ -1,0 +1,93 @@
+"""How the handlers of a service end: with an answer, or with the status that stands for an error.
+
+Whatever a handler raises reaches the caller as one of Shardwell's errors; what is none of them is a
+defect, and is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shardwell.errors import ArgumentError, InternalError, ShardwellError
+from shardwell.status import to_status
+
+
+class Answering:
+    """Makes handlers of one service. Any thread may use it and them.
+
+    Args:
+        logger: Where refusals and defects are told.
+        shard_index: Which shard answers, for the errors; None: no shard does.
+        place: Whose log has the details of a defect, for the caller.
+    """
+
+    def __init__(self, logger: logging.Logger, *, shard_index: int | None, place: str) -> None:
+        self._log = logger
+        self._shard_index = shard_index
+        self._place = place
+
+    def unary(self, call: Callable[..., Any], request_type: Any) -> grpc.RpcMethodHandler[Any, Any]:
+        """A handler of one request and one response, over `call(request, context)`."""
+        return grpc.unary_unary_rpc_method_handler(
+            self.answering(parsed(call, request_type)),
+            response_serializer=lambda response: response.SerializeToString(),
+        )
+
+    def answering(self, call: Callable[..., Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
+        """The call, with errors turned into statuses."""
+
+        def handle(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return call(request, context)
+            except Exception as error:
+                self._abort(context, error)
+
+        return handle
+
+    def streaming(
+        self, call: Callable[..., Iterator[Any]]
+    ) -> Callable[[Any, grpc.ServicerContext], Iterator[Any]]:
+        """The same for a call that yields."""
+
+        def handle(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            try:
+                yield from call(request, context)
+            except Exception as error:
+                self._abort(context, error)
+
+        return handle
+
+    def _abort(self, context: grpc.ServicerContext, error: Exception) -> None:
+        """Ends a call with the status that stands for `error`."""
+        if not context.is_active():
+            context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
+        if not isinstance(error, ShardwellError):
+            self._log.error("a request failed", exc_info=error)
+            error = InternalError(f"{type(error).__name__}: {error}; see the {self._place}'s log")
+        error.shard_index = self._shard_index
+        status = to_status(error)
+        self._log.warning(
+            "request refused", extra={"code": status.code.name, "reason": status.details}
+        )
+        context.set_trailing_metadata(status.trailing_metadata)
+        context.abort(status.code, status.details)
+
+
+def parsed(call: Callable[..., Any], request_type: Any) -> Callable[..., Any]:
+    """The call, given the message's bytes: what is no such message gets an answer of ours."""
+
+    def with_bytes(message: bytes, context: grpc.ServicerContext) -> Any:
+        try:
+            request = request_type.FromString(message)
+        except DecodeError as error:
+            raise ArgumentError(
+                f"{len(message)} bytes that are no {request_type.DESCRIPTOR.full_name}: {error}"
+            ) from None
+        return call(request, context)
+
+    return with_bytes

@@ -1,0 +1,26 @@
+"""How connections behave, whoever is called: when a dead one is noticed, and a new one is tried."""
+
+from __future__ import annotations
+
+from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
+    # A server whose machine vanished is noticed within half a minute, although no call ends.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    # While a ping of gRPC's own is unanswered it sends no other; its default is a minute.
+    ("grpc.http2.ping_timeout_ms", 15_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A server that comes back is noticed within about half a second, however long it was away; a
+    # refused connection costs well under a millisecond.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # How long one try to connect may take: a machine that vanished answers nothing at all.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # A server may come back under its name with another address.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    # Each client its own connection, so that several in one process do not share one TCP stream.
+    ("grpc.use_local_subchannel_pool", 1),
+)

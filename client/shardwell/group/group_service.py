@@ -1,0 +1,76 @@
+"""GroupService: the wire contract of group.proto, over Meetings."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import grpc
+
+from shardwell.answering import Answering
+from shardwell.errors import WrongShardError
+from shardwell.group.meeting import Meetings
+from shardwell.group.requests import MeetingLimits
+from shardwell.v1 import group_pb2 as pb
+
+_LOG = logging.getLogger("shardwell")
+_SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"]
+GROUP_SERVICE_NAME = _SERVICE.full_name
+
+
+class GroupService:
+    """Handlers, one method an RPC; none blocks. A worker may serve it as well as a shard.
+
+    Args:
+        shard_index: Which shard serves it: others than 0 refuse every call.
+        limits: Bounds of what is held.
+    """
+
+    def __init__(self, *, shard_index: int = 0, limits: MeetingLimits | None = None) -> None:
+        self._shard_index = shard_index
+        self._lock = threading.Lock()
+        self._meetings = Meetings(limits, first_generation=int(time.time() * 1000))
+        self._answering = Answering(_LOG, shard_index=shard_index, place="rendezvous")
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All methods, for grpc.Server."""
+        unary = self._answering.unary
+        handlers = {
+            "JoinGroup": unary(self.join_group, pb.JoinGroupRequest),
+            "RenewLease": unary(self.renew_lease, pb.RenewLeaseRequest),
+            "LeaveGroup": unary(self.leave_group, pb.LeaveGroupRequest),
+        }
+        assert set(handlers) == {method.name for method in _SERVICE.methods}
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+
+    def join_group(
+        self, request: pb.JoinGroupRequest, context: grpc.ServicerContext
+    ) -> pb.JoinGroupResponse:
+        """See the .proto."""
+        self._check_shard()
+        with self._lock:
+            return self._meetings.join(request, time.monotonic())
+
+    def renew_lease(
+        self, request: pb.RenewLeaseRequest, context: grpc.ServicerContext
+    ) -> pb.RenewLeaseResponse:
+        """See the .proto."""
+        self._check_shard()
+        with self._lock:
+            return self._meetings.renew(request, time.monotonic())
+
+    def leave_group(
+        self, request: pb.LeaveGroupRequest, context: grpc.ServicerContext
+    ) -> pb.LeaveGroupResponse:
+        """See the .proto."""
+        self._check_shard()
+        with self._lock:
+            return self._meetings.leave(request, time.monotonic())
+
+    def _check_shard(self) -> None:
+        if self._shard_index != 0:
+            raise WrongShardError(
+                f"groups meet at shard 0; this is shard {self._shard_index}; "
+                "give the cluster's addresses in the order of the shards"
+            )

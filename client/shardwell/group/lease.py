@@ -1,0 +1,103 @@
+"""A member's sign of life: a thread that renews its lease, and learns who is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerLostError
+from shardwell.group.rendezvous import Rendezvous
+from shardwell.v1 import group_pb2 as pb
+
+_LOG = logging.getLogger("shardwell")
+_RENEWALS_A_LEASE = 4
+_ANSWER_PART_OF_LEASE = 0.4
+"""A renewal is given up before half of the lease has passed, so that another can still be made."""
+
+
+class LeaseKeeper:
+    """Renews one member's lease from construction until `close`. A context manager.
+
+    A rendezvous that does not answer is asked again: the group goes on without it.
+
+    Args:
+        rendezvous: Where; it stays the caller's, and is to be closed after this.
+        request: The renewal, which is sent again and again.
+        on_lost: Called once, from this thread, with members of the generation that are lost; the
+            member itself among them when it was declared lost. It must not call `close`. After it
+            the lease is renewed on, so that the member can rebuild the group, unless it is the one
+            that is lost.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        request: pb.RenewLeaseRequest,
+        on_lost: Callable[[Sequence[pb.LostMember]], None],
+    ) -> None:
+        self.waiting_count = 0
+        """Workers that wait for the next generation, as of the last answer."""
+        self._rendezvous = rendezvous
+        self._request = request
+        self._on_lost: Callable[[Sequence[pb.LostMember]], None] | None = on_lost
+        self._lease_s = request.lease_ms / 1000
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._call: Any = None
+        self._thread = threading.Thread(target=self._run, name="shardwell-lease", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread. Safe to repeat; the member is not taken out of its group."""
+        with self._lock:
+            self._closed.set()
+            if self._call is not None:
+                self._call.cancel()
+        self._thread.join()
+
+    def _run(self) -> None:
+        due_s = time.monotonic()
+        while not self._closed.wait(max(due_s - time.monotonic(), 0.0)):
+            due_s = max(due_s + self._lease_s / _RENEWALS_A_LEASE, time.monotonic())
+            try:
+                lost = self._renew()
+            except ClosedError:
+                return
+            except (WorkerLostError, ArgumentError) as error:  # or it is no member at all
+                self._tell([pb.LostMember(rank=self._request.rank, reason=error.message)])
+                return
+            except ShardwellError as error:
+                _LOG.debug("a lease was not renewed", extra={"reason": error.message})
+                continue
+            if lost:
+                self._tell(lost)
+
+    def _renew(self) -> list[pb.LostMember]:
+        with self._lock:
+            if self._closed.is_set():
+                raise ClosedError("the lease is not renewed any more")
+            self._call = self._rendezvous.begin_renewal(
+                self._request, timeout_s=self._lease_s * _ANSWER_PART_OF_LEASE
+            )
+        lost, self.waiting_count = self._rendezvous.finish_renewal(self._call)
+        return lost
+
+    def _tell(self, lost: Sequence[pb.LostMember]) -> None:
+        tell, self._on_lost = self._on_lost, None
+        if tell is not None:
+            tell(lost)
+
+    def __enter__(self) -> LeaseKeeper:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

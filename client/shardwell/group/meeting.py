@@ -1,0 +1,107 @@
+"""Where the workers of groups meet: all groups of one server, by name. Pure.
+
+Requests and the time in, answers out; the caller sees to it that one comes at a time. Served by
+shard 0 of a cluster, or by a worker (see group_service).
+"""
+
+from __future__ import annotations
+
+from shardwell.errors import LimitError
+from shardwell.group.gathering import Gathering
+from shardwell.group.places import GenerationNumbers
+from shardwell.group.requests import MeetingLimits, check_join, check_leave, check_renew
+from shardwell.v1 import group_pb2 as pb
+
+
+class Meetings:
+    """All groups that are met for or live.
+
+    Args:
+        limits: Bounds of what is held.
+        first_generation: The first generation's number. Numbers must grow across restarts of the
+            server, which keeps nothing: give it a clock's milliseconds.
+    """
+
+    def __init__(self, limits: MeetingLimits | None = None, *, first_generation: int = 1) -> None:
+        self._limits = limits or MeetingLimits()
+        self._numbers = GenerationNumbers(first_generation)
+        self._gatherings: dict[str, Gathering] = {}
+
+    @property
+    def group_count(self) -> int:
+        """Groups that are held."""
+        return len(self._gatherings)
+
+    def join(self, request: pb.JoinGroupRequest, now_s: float) -> pb.JoinGroupResponse:
+        """See GroupService.JoinGroup.
+
+        Raises:
+            ArgumentError: the request can't be believed.
+            LimitError: a limit of the rendezvous, by name.
+            GroupMismatchError: size, strategy or codec differ from those of who came first.
+            RankTakenError: a member that lives has the rank.
+            WorkerLostError: the caller was declared lost.
+            WorkerUnreachableError: a member can't reach another.
+        """
+        check_join(request, self._limits, self._numbers.last)
+        gathering = self._gathering(request.spec, now_s)
+        try:
+            if not gathering.knows(request.member.member_id):
+                self._check_room(request.spec.name)
+            return gathering.join(request, now_s)
+        finally:
+            self._forget_if_over(request.spec.name)
+
+    def renew(self, request: pb.RenewLeaseRequest, now_s: float) -> pb.RenewLeaseResponse:
+        """See GroupService.RenewLease.
+
+        Raises:
+            ArgumentError: the request can't be believed.
+            LimitError: a limit of the rendezvous, by name.
+            WorkerLostError: the caller was declared lost, or its generation was succeeded.
+        """
+        check_renew(request, self._limits, self._numbers.last)
+        try:
+            return self._gathering(request.spec, now_s).renew(request, now_s)
+        finally:
+            self._forget_if_over(request.spec.name)
+
+    def leave(self, request: pb.LeaveGroupRequest, now_s: float) -> pb.LeaveGroupResponse:
+        """See GroupService.LeaveGroup.
+
+        Raises:
+            ArgumentError: the request can't be believed.
+        """
+        check_leave(request)
+        gathering = self._gatherings.get(request.group)
+        if gathering is not None:
+            gathering.leave(request.member_id, now_s)
+            self._forget_if_over(request.group)
+        return pb.LeaveGroupResponse()
+
+    def _gathering(self, spec: pb.GroupSpec, now_s: float) -> Gathering:
+        gathering = self._gatherings.get(spec.name)
+        if gathering is None:
+            for name in [n for n, one in self._gatherings.items() if one.is_silent(now_s)]:
+                del self._gatherings[name]
+            if len(self._gatherings) >= self._limits.group_count_max:
+                raise LimitError(
+                    f"group_count_max={self._limits.group_count_max} groups meet here already; "
+                    f"there is no room for {spec.name!r}; end one, or meet elsewhere"
+                )
+            gathering = Gathering(spec, self._numbers, self._limits, now_s)
+            self._gatherings[spec.name] = gathering
+        return gathering
+
+    def _check_room(self, name: str) -> None:
+        count = sum(len(one.applicants) for one in self._gatherings.values())
+        if count >= self._limits.applicant_count_max:
+            raise LimitError(
+                f"applicant_count_max={self._limits.applicant_count_max} workers wait here "
+                f"already; there is no room for another of group {name!r}; try again later"
+            )
+
+    def _forget_if_over(self, name: str) -> None:
+        gathering = self._gatherings.get(name)
+        if gathering is not None and gathering.is_over():
+            del self._gatherings[name]
