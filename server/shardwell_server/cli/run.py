@@ -14,6 +14,7 @@ import grpc
 
 from shardwell.channel import parse_target
 from shardwell.errors import ShardwellError
+from shardwell.group.group_service import GroupService
 from shardwell.group.launch_environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
 from shardwell.group.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
 from shardwell.names import check_name
@@ -100,7 +101,10 @@ def run(
 
 def serve_rendezvous() -> tuple[str, Callable[[], None]]:
     """Serves the place where the workers meet; its address, and what ends it."""
-    server = grpc.server(futures.ThreadPoolExecutor(_RENDEZVOUS_THREAD_COUNT))
+    server = grpc.server(
+        futures.ThreadPoolExecutor(_RENDEZVOUS_THREAD_COUNT, "shardwell-rendezvous")
+    )
+    server.add_generic_rpc_handlers([GroupService().handler()])
     port = server.add_insecure_port(f"{_LOCALHOST}:0")
     server.start()
 

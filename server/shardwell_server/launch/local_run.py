@@ -20,7 +20,7 @@ import click
 
 from shardwell_server.launch import keeper
 from shardwell_server.launch.output import RankOutput
-from shardwell_server.launch.rank_process import RankProcess
+from shardwell_server.launch.rank_process import RankProcess, adopt_orphans
 from shardwell_server.processes import describe_exit
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -74,6 +74,7 @@ class LocalRun:
         Raises:
             OSError: a worker can't be started; those that were are stopped.
         """
+        adopt_orphans()
         with self._selector, self._waking(), self._keeping() as keeper_fd:
             try:
                 for rank, environment in enumerate(self._environments):

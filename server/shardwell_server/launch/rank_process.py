@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +15,7 @@ from shardwell_server.launch.keeper import send_to_group
 from shardwell_server.launch.output import RankOutput, shows_colors
 
 _STDOUT_FD, _STDERR_FD = 1, 2
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class RankProcess:
@@ -71,7 +75,13 @@ class RankProcess:
     @property
     def is_gone(self) -> bool:
         """It has ended, and nothing that it started is left in its group."""
-        return self.exit_code is not None and not self.send(0)
+        if self.exit_code is None:
+            return False
+        # Ours by `adopt_orphans`; what has ended is counted in a group until somebody waits for it.
+        with contextlib.suppress(ChildProcessError):
+            while self._has_group and os.waitpid(-self.pid, os.WNOHANG)[0] != 0:
+                pass
+        return not self.send(0)
 
     def send(self, number: int) -> bool:
         """Sends a signal to the group; whether there was somebody. Also from signal handlers."""
@@ -84,3 +94,12 @@ class RankProcess:
         """Kills the group, and waits for the worker."""
         self.send(signal.SIGKILL)
         self._process.wait()
+
+
+def adopt_orphans() -> None:
+    """Makes what workers leave behind ours to wait for, where the system can (Linux).
+
+    Else it falls to process 1, which in many a container waits for nobody.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
