@@ -8,8 +8,10 @@ in order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -102,3 +104,13 @@ def stop_when_parent_ends(stop: Callable[[], None]) -> None:
         stop()
 
     threading.Thread(target=watch, name="shardwell-parent", daemon=True).start()
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, for a message."""
+    if code is None:
+        return "its output closed"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"signal {-code} ({signal.Signals(-code).name})"
+    return f"exit code {code}"

@@ -13,6 +13,7 @@ _COMMANDS = {
     "demo": ("demo", "demo"),
     "demo-worker": ("demo", "demo_worker"),
     "health": ("health", "health"),
+    "run": ("run", "run"),
     "serve": ("serve", "serve"),
     "status": ("status", "status"),
     "train-digits": ("demo", "train_digits"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import tempfile
 import threading
 import time
@@ -18,7 +17,7 @@ from types import TracebackType
 from shardwell_server.demo.errors import DemoError
 from shardwell_server.demo.reports import Report, parse_line
 from shardwell_server.demo.worker import Task
-from shardwell_server.processes import PARENT_FLAG, ChildProcess
+from shardwell_server.processes import PARENT_FLAG, ChildProcess, describe_exit
 
 WORKER_COMMAND = "demo-worker"
 """The hidden command that runs one worker and prints its reports."""
@@ -185,13 +184,3 @@ class Crew:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def describe_exit(code: int | None) -> str:
-    """How a process ended, for a message."""
-    if code is None:
-        return "its output closed"
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"signal {-code} ({signal.Signals(-code).name})"
-    return f"exit code {code}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.specs import CodecName, ModeName
-from shardwell_server.demo.crew import Crew, describe_exit
+from shardwell_server.demo.crew import Crew
 from shardwell_server.demo.digits import HELD_OUT_COUNT, Samples, check_installed, load_digits
 from shardwell_server.demo.errors import DemoError
 from shardwell_server.demo.examiner import Examiner
@@ -22,6 +22,7 @@ from shardwell_server.demo.standing import Observer, Standing
 from shardwell_server.demo.stop import StopRequest
 from shardwell_server.demo.worker import ACCURACY_MIN, STEP_COUNT, Task
 from shardwell_server.local_cluster import LocalCluster
+from shardwell_server.processes import describe_exit
 
 WORKER_COUNT_MAX = 32
 """With more, a worker's share of the digits is hardly more than its batch."""

@@ -1,0 +1,155 @@
+"""`shardwell run`: any program as N workers on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Callable
+from concurrent import futures
+
+import click
+import grpc
+
+from shardwell.channel import parse_target
+from shardwell.errors import ShardwellError
+from shardwell.group.group_service import GroupService
+from shardwell.group.launch_environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
+from shardwell.group.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
+from shardwell.names import check_name
+from shardwell_server.launch.announced import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE
+from shardwell_server.launch.local_run import LocalRun
+
+_WORKER_COUNT_MAX = 256
+"""Each has two pipes; 1024 open files are a usual limit."""
+_RENDEZVOUS_THREAD_COUNT = 4
+_LOCALHOST = "127.0.0.1"
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-n",
+    "--workers",
+    "worker_count",
+    type=click.IntRange(1, _WORKER_COUNT_MAX),
+    required=True,
+    help="Workers to start, each a process.",
+)
+@click.option(
+    "--group",
+    "group_name",
+    envvar=GROUP_VARIABLE,
+    help="Name of the group that they join; default: a new one.",
+)
+@click.option(
+    "--rendezvous",
+    envvar=RENDEZVOUS_VARIABLE,
+    metavar="HOST:PORT",
+    help="Where they meet, such as a shard; default: here, served by this command.",
+)
+@click.option(
+    "--grace-s",
+    type=click.FloatRange(min=0, max=3600),
+    default=5.0,
+    show_default=True,
+    help="How long workers that are asked to stop may take before they are killed.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(
+    *,
+    worker_count: int,
+    group_name: str | None,
+    rendezvous: str | None,
+    grace_s: float,
+    command: tuple[str, ...],
+) -> None:
+    """Start a program as N workers on this machine.
+
+    shardwell run -n 4 -- python train.py --epochs 3
+
+    Each gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as with
+    torchrun, and where its group meets, so that join_group() needs no arguments. OMP_NUM_THREADS is
+    set to the cores divided by N, unless it is set: N workers with as many threads as cores each
+    would fight for the cores. Their standard input is empty.
+
+    Every line of output has the rank in front. When a worker fails, the others get SIGTERM, and
+    SIGKILL after the grace; exit code: that of the worker, 128 and the number of the signal that
+    ended it, or 0 if none failed. Ctrl-C and SIGTERM are passed on; a second one kills at once.
+    What workers have started ends with them, also when this command is killed.
+    """
+    program = _find_program(command[0])
+    try:
+        group_name = check_name("--group", group_name or f"run-{uuid.uuid4().hex[:12]}")
+        close = None
+        if rendezvous:
+            parse_target(rendezvous)
+        else:
+            rendezvous, close = serve_rendezvous()
+    except ShardwellError as error:
+        raise click.UsageError(error.message) from None
+    try:
+        environments = _environments(worker_count, group_name, rendezvous)
+        code = LocalRun(program, command, environments, grace_s=grace_s).run()
+    except OSError as error:
+        raise click.ClickException(f"can't start {worker_count} workers: {error}") from error
+    finally:
+        if close is not None:
+            close()
+    raise click.exceptions.Exit(code)
+
+
+def serve_rendezvous() -> tuple[str, Callable[[], None]]:
+    """Serves the place where the workers meet; its address, and what ends it."""
+    server = grpc.server(
+        futures.ThreadPoolExecutor(_RENDEZVOUS_THREAD_COUNT, "shardwell-rendezvous")
+    )
+    server.add_generic_rpc_handlers([GroupService().handler()])
+    port = server.add_insecure_port(f"{_LOCALHOST}:0")
+    server.start()
+
+    def close() -> None:
+        server.stop(None).wait()
+
+    return f"{_LOCALHOST}:{port}", close
+
+
+def _environments(worker_count: int, group_name: str, rendezvous: str) -> list[dict[str, str]]:
+    with socket.create_server((_LOCALHOST, 0)) as listener:
+        free_port = listener.getsockname()[1]
+    shared = {
+        "OMP_NUM_THREADS": str(max(1, _core_count() // worker_count)),
+        **{name: value for name, value in os.environ.items() if value or name != "OMP_NUM_THREADS"},
+        "WORLD_SIZE": str(worker_count),
+        "LOCAL_WORLD_SIZE": str(worker_count),
+        "MASTER_ADDR": _LOCALHOST,
+        "MASTER_PORT": str(free_port),
+        "PYTHONUNBUFFERED": "1",
+        GROUP_VARIABLE: group_name,
+        RENDEZVOUS_VARIABLE: rendezvous,
+        LAUNCHER_VARIABLE: SHARDWELL_RUN,
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(worker_count)]
+
+
+def _core_count() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _find_program(name: str) -> str:
+    """Its path. Exits as a shell does if there is none."""
+    program = shutil.which(name)
+    if program is not None:
+        return program
+    if os.path.exists(name) and (os.sep in name or name.endswith(".py")):
+        what, code = (
+            "is a directory" if os.path.isdir(name) else "is not executable",
+            NOT_EXECUTABLE_CODE,
+        )
+    else:
+        what, code = "was not found", NOT_FOUND_CODE
+    hint = f"; to run a Python program: -- python {name}" if name.endswith(".py") else ""
+    click.secho(f"shardwell: {name} {what}{hint}", fg="red", err=True)
+    raise click.exceptions.Exit(code)

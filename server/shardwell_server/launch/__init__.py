@@ -1,0 +1,1 @@
+"""Workers of any program as local processes: started together, watched, and ended together."""
