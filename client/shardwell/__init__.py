@@ -6,8 +6,10 @@ with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as clien
     weights = model.exchange(gradient)
 """
 
+from shardwell.batches import Update, merge_updates, split_batch
 from shardwell.checkpoint import Checkpoint, CheckpointParameter
 from shardwell.client import Client, connect
+from shardwell.data_parallel import DataParallelTrainer, StepResult
 from shardwell.errors import (
     ArgumentError,
     ClosedError,
@@ -33,10 +35,12 @@ from shardwell.errors import (
     WorkerUnreachableError,
     WrongShardError,
 )
+from shardwell.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
 from shardwell.malloc import tune_malloc
 from shardwell.manifest import inspect_checkpoint
 from shardwell.parameter import Parameter
 from shardwell.specs import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
+from shardwell.threaded_sync import ThreadedSync
 from shardwell.traffic import Traffic
 
 __version__ = "0.1.0"
@@ -54,11 +58,15 @@ __all__ = [
     "ClosedError",
     "CollectiveMismatchError",
     "CorruptChunkError",
+    "DataParallelTrainer",
     "DeadlineError",
+    "GradientSync",
     "GroupMismatchError",
+    "GroupSync",
     "InitSupersededError",
     "InternalError",
     "LimitError",
+    "LocalSync",
     "NonFiniteError",
     "NotInitializedError",
     "Optimizer",
@@ -67,13 +75,17 @@ __all__ = [
     "RMSProp",
     "RankTakenError",
     "SeatsTakenError",
+    "ServerSync",
     "ShardUnavailableError",
     "ShardwellError",
     "SpecMismatchError",
     "StepOrderError",
+    "StepResult",
     "StorageError",
+    "ThreadedSync",
     "Traffic",
     "UnknownParameterError",
+    "Update",
     "WorkerLostError",
     "WorkerUnreachableError",
     "WorkersMissingError",
@@ -81,5 +93,7 @@ __all__ = [
     "__version__",
     "connect",
     "inspect_checkpoint",
+    "merge_updates",
+    "split_batch",
     "tune_malloc",
 ]
