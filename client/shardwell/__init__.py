@@ -6,8 +6,10 @@ with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as clien
     weights = model.exchange(gradient)
 """
 
+from shardwell.batches import Update, merge_updates, split_batch
 from shardwell.checkpoint import Checkpoint, CheckpointParameter
 from shardwell.client import Client, connect
+from shardwell.data_parallel import DataParallelTrainer, StepResult
 from shardwell.errors import (
     ArgumentError,
     ClosedError,
@@ -33,6 +35,7 @@ from shardwell.errors import (
     WorkerUnreachableError,
     WrongShardError,
 )
+from shardwell.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
 from shardwell.group.group import Group
 from shardwell.group.joining import join_group
 from shardwell.group.strategies import Centralized, Ring, Strategy, Tree
@@ -40,6 +43,7 @@ from shardwell.malloc import tune_malloc
 from shardwell.manifest import inspect_checkpoint
 from shardwell.parameter import Parameter
 from shardwell.specs import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
+from shardwell.threaded_sync import ThreadedSync
 from shardwell.traffic import Traffic
 
 __version__ = "0.1.0"
@@ -58,12 +62,16 @@ __all__ = [
     "ClosedError",
     "CollectiveMismatchError",
     "CorruptChunkError",
+    "DataParallelTrainer",
     "DeadlineError",
+    "GradientSync",
     "Group",
     "GroupMismatchError",
+    "GroupSync",
     "InitSupersededError",
     "InternalError",
     "LimitError",
+    "LocalSync",
     "NonFiniteError",
     "NotInitializedError",
     "Optimizer",
@@ -73,15 +81,19 @@ __all__ = [
     "RankTakenError",
     "Ring",
     "SeatsTakenError",
+    "ServerSync",
     "ShardUnavailableError",
     "ShardwellError",
     "SpecMismatchError",
     "StepOrderError",
+    "StepResult",
     "StorageError",
     "Strategy",
+    "ThreadedSync",
     "Traffic",
     "Tree",
     "UnknownParameterError",
+    "Update",
     "WorkerLostError",
     "WorkerUnreachableError",
     "WorkersMissingError",
@@ -90,5 +102,7 @@ __all__ = [
     "connect",
     "inspect_checkpoint",
     "join_group",
+    "merge_updates",
+    "split_batch",
     "tune_malloc",
 ]

@@ -50,6 +50,7 @@ class ChunkCodec:
         scratch: Scratch,
         *,
         peak: float | None = None,
+        exponent_offset: int = 0,
     ) -> bytes:
         """A sealed message of one chunk.
 
@@ -61,6 +62,8 @@ class ChunkCodec:
             values: (where.size,) floating point, any stride.
             scratch: This thread's.
             peak: See `Codec.encode`.
+            exponent_offset: Says that the values are 2^exponent_offset times as large; for codecs
+                whose scale can say so.
 
         Raises:
             NonFiniteValueError: a value is not finite and the spec refuses it.
@@ -69,9 +72,10 @@ class ChunkCodec:
         chunk.element_offset = where.offset
         chunk.element_count = where.size
         message = OutgoingMessage(header, where.size * self.codec.item_size)
-        chunk.scale_exponent = self.codec.encode(
+        exponent = self.codec.encode(
             values, message.payload, scratch, allow_non_finite=self._allow_non_finite, peak=peak
         )
+        chunk.scale_exponent = exponent + exponent_offset
         if self._lz4:
             packed = lz4.block.compress(message.payload, mode="fast", store_size=False)
             if len(packed) < message.payload.size:

@@ -48,8 +48,8 @@ def as_flat(what: str, values: Any, size: int) -> npt.NDArray[Any]:
     return array.reshape(-1)
 
 
-def as_output(out: Any, size: int) -> Float32:
-    """The caller's `out=`, as one dimension that can be written in place.
+def as_output(out: Any, size: int, what: str = "out") -> Float32:
+    """The caller's `out=`, or `what` it is called, as one dimension that can be written in place.
 
     Raises:
         ArgumentError: no writable C-contiguous float32 array of `size` elements.
@@ -69,9 +69,18 @@ def as_output(out: Any, size: int) -> Float32:
             else type(out).__name__
         )
         raise ArgumentError(
-            f"out must be a writable C-contiguous float32 array of {size} elements; got {found}"
+            f"{what} must be a writable C-contiguous float32 array of {size} elements; got {found}"
         )
     return np.asarray(out).reshape(-1)
+
+
+def as_writable(what: str, array: Any) -> Float32:
+    """An array of any size that is to be written in place, as one dimension.
+
+    Raises:
+        ArgumentError: as `as_output`.
+    """
+    return as_output(array, getattr(array, "size", 0), what)
 
 
 def finite_peak(

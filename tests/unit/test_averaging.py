@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from shardwell import SGD, Average, Optimizer
 from shardwell.codec import BLOCK_ELEMENT_COUNT, CODECS, Scratch
+from shardwell.update_rules import UpdateRule
 from shardwell_server.shard.averaging import (
     ChunkState,
     Contribution,
@@ -23,7 +24,6 @@ from shardwell_server.shard.averaging import (
     close_step,
     shift_for,
 )
-from shardwell_server.shard.update_rules import UpdateRule
 from shardwell_server.store import Layout, MemoryStore, Transition
 from unit.codec_oracle import decoded, encoded
 

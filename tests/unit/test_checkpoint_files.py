@@ -28,8 +28,8 @@ from shardwell.manifest import write_manifest
 from shardwell.partition import slice_of
 from shardwell.slice_file import SliceReader, SliceWriter
 from shardwell.specs import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
+from shardwell.update_rules import UpdateRule
 from shardwell.whole_directory import whole_directory
-from shardwell_server.shard.update_rules import UpdateRule
 
 OPTIMIZERS: list[Optimizer] = [
     Average(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell_server.shard.update_rules import LearningRates
+from shardwell_server.shard.learning_rates import LearningRates
 
 
 def rate_of(calls: list[tuple[int, float]], version: int) -> float:

@@ -25,12 +25,12 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.partition import Slice
+from shardwell.update_rules import UpdateRule
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.config import Limits
 from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.snapshot import Snapshot
-from shardwell_server.shard.update_rules import UpdateRule
 from shardwell_server.store import Layout, MemoryStore
 
 SIZE, CHUNK = 40, 16

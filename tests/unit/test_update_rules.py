@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwell import SGD, Adam, Average, Optimizer
 from shardwell.codec import BLOCK_ELEMENT_COUNT
-from shardwell_server.shard.update_rules import UpdateRule
+from shardwell.update_rules import UpdateRule
 from unit.update_oracle import OPTIMIZERS, Oracle, gradients_of, run
 
 SIZE = 257

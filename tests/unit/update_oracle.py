@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shardwell import SGD, Adagrad, Adam, AdamW, Average, Optimizer, RMSProp
 from shardwell.codec import Float32
-from shardwell_server.shard.update_rules import UpdateRule
+from shardwell.update_rules import UpdateRule
 
 Float64 = npt.NDArray[np.float64]
 

@@ -20,6 +20,9 @@ from shardwell.scratch import thread_scratch
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 
+_SCALED_PEAK_MIN = 2.0**-90
+"""Above it, fp16's scale has room for the factors of a mean, which are 2^-32 at the least."""
+
 
 class Reduction(enum.Enum):
     """How elements are combined."""
@@ -45,7 +48,7 @@ class ChunkArithmetic:
         reduction: How elements are combined.
         factor: What this rank's values are multiplied with before they are added.
         divisor: What totals are divided by.
-        peaks: The largest magnitude of chunks, by index, where it is known; for a factor of 1.
+        peaks: The largest magnitude of this rank's own values in chunks, by index, where known.
     """
 
     def __init__(
@@ -73,10 +76,10 @@ class ChunkArithmetic:
 
     def contribution(self, index: int, where: Slice) -> bytes:
         """The message with this rank's own values, as a partial sum."""
-        if self._factor == 1.0:
-            return self._message(
-                pb.STAGE_PARTIAL, index, where, self._own(where), self._peaks.get(index)
-            )
+        own, peak = self._own(where), self._peaks.get(index)
+        mantissa, exponent = math.frexp(self._factor)
+        if mantissa == 0.5 and (self._factor == 1.0 or self._can_scale(peak)):
+            return self._message(pb.STAGE_PARTIAL, index, where, own, peak, exponent - 1)
         return self._message(pb.STAGE_PARTIAL, index, where, self.begin(where, self._total))
 
     def begin(self, where: Slice, total: Float32 | None = None) -> Float32:
@@ -155,10 +158,27 @@ class ChunkArithmetic:
     def _own(self, where: Slice) -> Float32:
         return self._array[where.offset : where.stop]
 
+    def _can_scale(self, peak: float | None) -> bool:
+        """Whether the scale that a chunk is written with can be halved a few times more."""
+        return self._codec.codec.name == "fp16" and peak is not None and peak > _SCALED_PEAK_MIN
+
     def _message(
-        self, stage: pb.Stage, index: int, where: Slice, values: Float32, peak: float | None = None
+        self,
+        stage: pb.Stage,
+        index: int,
+        where: Slice,
+        values: Float32,
+        peak: float | None = None,
+        exponent_offset: int = 0,
     ) -> bytes:
         header = pb.ReceiveChunksResponse(call_index=self._call_index, stage=stage)
         return self._codec.encode(
-            header, header.chunk, where, index, values, thread_scratch(), peak=peak
+            header,
+            header.chunk,
+            where,
+            index,
+            values,
+            thread_scratch(),
+            peak=peak,
+            exponent_offset=exponent_offset,
         )

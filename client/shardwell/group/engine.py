@@ -6,7 +6,6 @@ data of earlier calls still flow; its data flow when its turn comes.
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
@@ -29,6 +28,7 @@ from shardwell.group.mailbox import Mailbox
 from shardwell.group.peers import Outgoing
 from shardwell.group.plan import Operation, Plan
 from shardwell.group.strategies import Strategy
+from shardwell.mean import Weights
 from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
 
@@ -156,14 +156,15 @@ class Engine:
         ranks = list(verdict.active_ranks)
         place = ranks.index(self._rank)
         plan = plan_of(call, operation, self._strategy, self._rank, ranks)
-        factor, divisor = _weights(call.reduction, list(verdict.sample_counts), place)
+        is_mean = call.reduction is Reduction.MEAN
+        weights = Weights(list(verdict.sample_counts))
         arithmetic = ChunkArithmetic(
             call.array,
             call_index=verdict.call_index,
             codec_name=call.codec_name,
             reduction=call.reduction,
-            factor=factor,
-            divisor=divisor,
+            factor=weights.factor(place) if is_mean else 1.0,
+            divisor=weights.divisor if is_mean else 1.0,
             peaks=call.peaks if len(ranks) == self._size else None,
         )
         collective = Collective(plan, arithmetic)
@@ -220,16 +221,3 @@ def _send(targets: dict[int, Outgoing], sendings: list[Sending]) -> None:
 def _name(call: Call) -> str:
     kind = pb.Operation.Name(call.announcement.operation).removeprefix("OPERATION_").lower()
     return kind if call.is_join else f"{kind} (call {call.announcement.call_index})"
-
-
-def _weights(reduction: Reduction, sample_counts: list[int], place: int) -> tuple[float, float]:
-    """What a rank's values are multiplied with, and what the total is divided by."""
-    if reduction is not Reduction.MEAN:
-        return 1.0, 1.0
-    if len(set(sample_counts)) == 1 and sample_counts[0]:
-        return 1.0, float(len(sample_counts))
-    total = sum(sample_counts)
-    if not total:
-        return 0.0, 1.0
-    scale = math.ldexp(1.0, (total - 1).bit_length())
-    return sample_counts[place] / scale, total / scale

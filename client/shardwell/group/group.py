@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +24,14 @@ from shardwell.group.chunk_arithmetic import Reduction
 from shardwell.group.engine import Call, plan_of
 from shardwell.group.generation import Generation
 from shardwell.group.plan import Operation
-from shardwell.group.roll_call import SAMPLE_COUNT_MAX
 from shardwell.group.strategies import Strategy
 from shardwell.partition import slice_of
-from shardwell.specs import WIRE_CODECS
+from shardwell.reduction import REDUCTIONS, ReductionName
+from shardwell.specs import SAMPLE_COUNT_MAX, WIRE_CODECS
 from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.values import check_integer, check_timeout, finite_peak
 
-OpName: TypeAlias = Literal["sum", "mean", "max", "min"]
 WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
 JOIN_TIMEOUT_S = 3600.0
@@ -123,7 +122,7 @@ class Group:
     def all_reduce(
         self,
         array: Float32,
-        op: OpName = "sum",
+        op: ReductionName = "sum",
         *,
         sample_count: int = 1,
         codec: WireName | None = None,
@@ -155,7 +154,7 @@ class Group:
     def all_reduce_async(
         self,
         array: Float32,
-        op: OpName = "sum",
+        op: ReductionName = "sum",
         *,
         sample_count: int = 1,
         codec: WireName | None = None,
@@ -186,7 +185,7 @@ class Group:
         self,
         array: Float32,
         root: int = 0,
-        op: OpName = "sum",
+        op: ReductionName = "sum",
         *,
         sample_count: int = 1,
         codec: WireName | None = None,
@@ -228,7 +227,7 @@ class Group:
     def reduce_scatter(
         self,
         array: Float32,
-        op: OpName = "sum",
+        op: ReductionName = "sum",
         *,
         sample_count: int = 1,
         codec: WireName | None = None,
@@ -353,7 +352,7 @@ class Group:
     def _all_reduce(
         self,
         array: Float32,
-        op: OpName,
+        op: ReductionName,
         sample_count: int,
         codec: WireName | None,
         timeout_s: float | None,
@@ -372,7 +371,7 @@ class Group:
         operation: Operation | None,
         array: Float32,
         *,
-        op: OpName | None = None,
+        op: ReductionName | None = None,
         root: int = 0,
         sample_count: int = 1,
         codec: WireName | None = None,
@@ -391,7 +390,7 @@ class Group:
                 call.array = _flat(array)
                 announcement.element_count = call.array.size
                 if operation.reduces:
-                    call.reduction = Reduction(_checked("op", op, get_args(OpName)))
+                    call.reduction = Reduction(_checked("op", op, REDUCTIONS))
                     announcement.reduction = _REDUCTIONS[call.reduction]
                 announcement.root = check_integer("root", root, 0, generation.size - 1)
                 announcement.sample_count = check_integer(

@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
+from shardwell.specs import SAMPLE_COUNT_MAX
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 
@@ -24,7 +25,6 @@ FAILURE_COUNT_MAX = 1024
 """Failed calls that are remembered for ranks that are late."""
 UNDER_WAY_COUNT_MAX = 256
 """Calls that a rank may be ahead of the slowest."""
-SAMPLE_COUNT_MAX = 2**24
 _PROBLEM_LENGTH_MAX = 500
 _RANKS_NAMED_MAX = 16
 

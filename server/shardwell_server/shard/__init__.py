@@ -1,1 +1,1 @@
-"""What one shard does with its slices: steps, averaging, update rules. No gRPC here."""
+"""What one shard does with its slices: steps, averaging, updates. No gRPC here."""

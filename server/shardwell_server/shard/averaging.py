@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwell.codec import Bytes, Codec, Float32, Scratch, blocks
-from shardwell_server.shard.update_rules import Slots, UpdateRule
+from shardwell.update_rules import Slots, UpdateRule
 from shardwell_server.store import ChunkChange
 
 

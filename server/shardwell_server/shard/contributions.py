@@ -15,6 +15,7 @@ from shardwell.codec import Bytes
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.scratch import thread_scratch
 from shardwell.specs import SAMPLE_COUNT_MAX, ParameterSpec
+from shardwell.update_rules import UpdateRule
 from shardwell.v1 import types_pb2
 from shardwell_server.shard.averaging import Contribution, add_to_sum, close_step, shift_for
 from shardwell_server.shard.chunk import Chunk
@@ -23,7 +24,6 @@ from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.refusals import non_finite, workers_missing
 from shardwell_server.shard.register import Register
 from shardwell_server.shard.snapshot import Snapshots
-from shardwell_server.shard.update_rules import UpdateRule
 from shardwell_server.store import ParameterStorage, Transition
 
 

@@ -19,6 +19,7 @@ from shardwell.codec import Bytes, Float32
 from shardwell.errors import ArgumentError
 from shardwell.partition import Slice
 from shardwell.specs import STEP_MAX, Average, ParameterSpec
+from shardwell.update_rules import UpdateRule
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.config import Limits
@@ -30,7 +31,6 @@ from shardwell_server.shard.patience import CallerGoneError, Patience
 from shardwell_server.shard.refusals import workers_missing
 from shardwell_server.shard.register import Register
 from shardwell_server.shard.snapshot import Snapshot, Snapshots
-from shardwell_server.shard.update_rules import UpdateRule
 from shardwell_server.store import ChunkRecord, ParameterStorage
 
 

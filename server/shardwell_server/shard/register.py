@@ -29,9 +29,9 @@ from shardwell.specs import Average, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.config import Limits
 from shardwell_server.shard.first_weights import FirstWeightsState
+from shardwell_server.shard.learning_rates import LearningRates
 from shardwell_server.shard.ledger import Seat, StepLedger
 from shardwell_server.shard.patience import Patience
-from shardwell_server.shard.update_rules import LearningRates
 from shardwell_server.store import Event, ParameterStorage
 
 

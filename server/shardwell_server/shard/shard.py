@@ -20,10 +20,10 @@ from shardwell.errors import (
 )
 from shardwell.partition import slice_of
 from shardwell.specs import ParameterSpec
+from shardwell.update_rules import UpdateRule
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.parameter_slice import ParameterSlice
-from shardwell_server.shard.update_rules import UpdateRule
 from shardwell_server.store import Layout, ParameterStorage, Store
 
 

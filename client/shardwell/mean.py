@@ -1,0 +1,44 @@
+"""The mean weighted by samples, in float32 that can't overflow. Pure.
+
+Worker i contributes x_i * w_i / 2^e, with w_i its sample count divided by the greatest common
+divisor of all, and e the smallest integer with 2^e >= W, the sum of w_i. The total of these is
+divided by W / 2^e. So:
+
+- No partial sum is larger than the largest contribution, because the factors add up to 1 at most.
+- Equal counts become factors 1 / 2^e, which are exact: sums of integers below 2^24 are exact, and
+  their mean is rounded once (with a power of two of workers, not at all).
+- A mean of one is that one, bit for bit, whatever its count and however many have none.
+- All counts 0: zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+class Weights:
+    """What each worker's values are multiplied with, and what their total is divided by.
+
+    Args:
+        sample_counts: By rank, each from 0 to 2^24; checked by the caller.
+    """
+
+    def __init__(self, sample_counts: Sequence[int]) -> None:
+        divisor = math.gcd(*sample_counts) or 1
+        reduced = [count // divisor for count in sample_counts]
+        total = sum(reduced)
+        scale = 1 << max(total - 1, 0).bit_length()
+        self._factors = tuple(count / scale for count in reduced)
+        self.divisor = total / scale if total else 1.0
+        """In (0.5, 1]; 1.0 where nothing need be divided."""
+
+    def __len__(self) -> int:
+        return len(self._factors)
+
+    def factor(self, rank: int) -> float:
+        """w_i / 2^e: float32 holds it exactly. 0.0: leave the rank's values out, whatever they are.
+
+        All are 0.0 where nobody has samples: the mean is zeros.
+        """
+        return self._factors[rank]
