@@ -243,7 +243,8 @@ class DataParallelTrainer:
         with np.errstate(over="ignore"):
             self._synced[:-1] = update.gradient
             self._synced[-1] = update.loss
-        index = first_non_finite(self._synced)
+        # A group tells all its ranks at once; whoever refuses alone has the others wait for it.
+        index = None if isinstance(self.sync, GroupSync) else first_non_finite(self._synced)
         if index is None:
             return
         is_loss = index == self._flat.size

@@ -21,6 +21,9 @@ from shardwell.group.roll_call import RollCall, Verdicts
 from shardwell.status import from_detail, to_detail
 from shardwell.v1 import peer_pb2 as pb
 
+_LEAVE_TIMEOUT_S = 5.0
+"""How long rank 0 may take to read that a rank has left."""
+
 
 class Ending(Protocol):
     """What is called when the generation is over, from any thread."""
@@ -211,6 +214,8 @@ class RollCallLink:
 
     def close(self) -> None:
         """See Agreement."""
+        if self._closed:  # it has left: rank 0 ends the stream when it has read so
+            self._reader.join(_LEAVE_TIMEOUT_S)
         self._closed = True
         self._requests.put(None)
         self._call.cancel()

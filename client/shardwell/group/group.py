@@ -35,7 +35,7 @@ from shardwell.values import check_integer, check_timeout, finite_peak
 WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
 JOIN_TIMEOUT_S = 3600.0
-"""How long `Group.join` waits for the others by default: they may have an hour of batches left."""
+"""How long `Group.join` waits for the others by default."""
 UNDER_WAY_COUNT_MAX = 64
 """Calls of a member that may be under way at once."""
 
@@ -265,11 +265,15 @@ class Group:
         """Blocks until all ranks have called it."""
         self._wait(self._start(None, _NOTHING, timeout_s=timeout_s))
 
-    def join(self, *, timeout_s: float = JOIN_TIMEOUT_S) -> int:
+    def join(self, *, timeout_s: float | None = None) -> int:
         """Takes part in no further calls until all ranks have called `join`. Blocks.
 
         For a worker that has fewer batches than others: they go on among themselves, and means
         count who is still in. While ranks are out, segments are cut among those that are in.
+
+        Args:
+            timeout_s: How long the others are waited for; default: an hour, because they may have
+                many batches left.
 
         Returns:
             The rank that called it last; it has made every call, so that others may take what they
@@ -279,7 +283,8 @@ class Group:
             WorkersMissingError: others did not come in time; call again to go on waiting.
             WorkerLostError, ClosedError: see `all_reduce`.
         """
-        call = self._call(pb.OPERATION_JOIN, None, _NOTHING, Reduction.SUM, self._codec, timeout_s)
+        rest_s = JOIN_TIMEOUT_S if timeout_s is None else timeout_s
+        call = self._call(pb.OPERATION_JOIN, None, _NOTHING, Reduction.SUM, self._codec, rest_s)
         return self._wait(self._submitted(call))
 
     def segment(self, array: Float32) -> Float32:

@@ -15,11 +15,12 @@ from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.specs import CodecName, ModeName
 from shardwell_server.demo.crew import WORKER_COMMAND
 from shardwell_server.demo.digits import Samples, load_digits
+from shardwell_server.demo.group_worker import train_by_sync
 from shardwell_server.demo.reports import Report, error_line
 from shardwell_server.demo.run import DemoConfig, run_demo
 from shardwell_server.demo.screen import Screen
 from shardwell_server.demo.stop import StoppedError, StopRequest
-from shardwell_server.demo.worker import ACCURACY_MIN, MODEL, STEP_COUNT, Task, train
+from shardwell_server.demo.worker import ACCURACY_MIN, MODEL, STEP_COUNT, SyncName, Task
 from shardwell_server.processes import stop_when_parent_ends
 
 _REPORT_INTERVAL_S = 0.1
@@ -45,6 +46,15 @@ def _training_options(command: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             envvar="SHARDWELL_MODE",
             help="sync: a step is the mean of all workers' gradients; async: each as it arrives.",
+        ),
+        click.option(
+            "--sync",
+            type=click.Choice(get_args(SyncName)),
+            default="server",
+            show_default=True,
+            envvar="SHARDWELL_SYNC",
+            help="Who averages: the shards; the workers among themselves, in a ring, a tree or "
+            "around one of them; or threads of one process.",
         ),
         click.option(
             "--codec",
@@ -210,7 +220,7 @@ def train_digits(*, task: Task, exit_with_parent: bool) -> None:
     try:
         with stop.at_once():
             digits = load_digits()
-            weights = train(task, digits, say, report_interval_s=_LINE_INTERVAL_S)
+            weights = train_by_sync(task, digits, say, report_interval_s=_LINE_INTERVAL_S)
     except StoppedError:
         _exit_stopped(stop, "start it again to go on")
     _exit_by_accuracy(_accuracy(weights, digits.held_out))
@@ -223,7 +233,7 @@ def demo_worker(*, task: Task, exit_with_parent: bool) -> None:
     if exit_with_parent:
         stop_when_parent_ends(lambda: os._exit(1))
     try:
-        train(
+        train_by_sync(
             task,
             load_digits(),
             lambda report: click.echo(report.to_line()),

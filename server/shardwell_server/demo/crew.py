@@ -44,6 +44,8 @@ class Member:
         """What it reported last."""
         self.loss: float | None = None
         """The loss that it reported last."""
+        self.accuracy: float | None = None
+        """The accuracy that it reported last."""
         self.first_loss: float | None = None
         """The loss of its first step."""
         self.first_step_s: float | None = None
@@ -63,6 +65,7 @@ class Member:
                 f"--steps={task.step_count}",
                 f"--codec={task.codec}",
                 f"--mode={task.mode}",
+                f"--sync={task.sync}",
                 f"--timeout-s={task.timeout_s}",
                 f"--connect-timeout-s={task.connect_timeout_s}",
                 PARENT_FLAG,
@@ -136,6 +139,8 @@ class Member:
                 if self.first_loss is None:
                     self.first_loss = told.loss
                     self.first_step_s = self.heard_s
+            if told.accuracy is not None:
+                self.accuracy = told.accuracy
             self.latest = told
 
     def _stderr_tail(self) -> str:

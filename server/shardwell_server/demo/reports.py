@@ -25,6 +25,8 @@ class Report:
     """Encoded, since it started."""
     sent_value_bytes: int = 0
     """What was sent, as float32."""
+    accuracy: float | None = None
+    """Of the weights after that step, on held-out digits; None: this worker does not measure."""
 
     def to_line(self) -> str:
         """One line of JSON, without the newline."""
@@ -69,8 +71,17 @@ class Reporter:
         """Tells that training is about to go on at `step`."""
         self._report(Report(step=step))
 
-    def add(self, step: int, loss: float, *, last: bool) -> None:
-        """Notes that `step` steps are made, the last of them with `loss`."""
+    def add(
+        self, step: int, loss: float, *, last: bool, measure: Callable[[], float] | None = None
+    ) -> None:
+        """Notes that `step` steps are made, the last of them with `loss`.
+
+        Args:
+            step: Steps that are made.
+            loss: Of the last.
+            last: Whether there is no other.
+            measure: The accuracy now; called when a report is due.
+        """
         self._losses.append(loss)
         now_s = time.monotonic()
         if last or now_s >= self._due_s:
@@ -82,6 +93,7 @@ class Reporter:
                     sent_bytes=self._traffic.sent_bytes,
                     received_bytes=self._traffic.received_bytes,
                     sent_value_bytes=self._traffic.sent_value_bytes,
+                    accuracy=None if measure is None else measure(),
                 )
             )
             self._losses.clear()

@@ -20,7 +20,7 @@ from shardwell_server.demo.examiner import Examiner
 from shardwell_server.demo.screen import Screen, count
 from shardwell_server.demo.standing import Observer, Standing
 from shardwell_server.demo.stop import StopRequest
-from shardwell_server.demo.worker import ACCURACY_MIN, STEP_COUNT, Task
+from shardwell_server.demo.worker import ACCURACY_MIN, STEP_COUNT, SyncName, Task
 from shardwell_server.local_cluster import LocalCluster
 from shardwell_server.processes import describe_exit
 
@@ -45,6 +45,8 @@ class DemoConfig:
     """`sync`: a step is the mean of all workers' gradients; `async`: each as it arrives."""
     step_count: int = STEP_COUNT
     """Steps of each worker."""
+    sync: SyncName = "server"
+    """Who averages: the shards, the workers in a group, or threads."""
     target: str | None = None
     """A cluster that runs already; None: start one of `shard_count`."""
 
@@ -55,6 +57,22 @@ class DemoConfig:
             )
         if self.step_count < 1:
             raise ArgumentError(f"step_count must be at least 1; got {self.step_count}")
+        if self.sync != "server" and self.mode == "async":
+            raise ArgumentError(f"only shards average asynchronously; got sync={self.sync!r}")
+        if self.sync in ("ring", "tree", "centralized") and "+" in self.codec:
+            raise ArgumentError(f"a group's codec is fp32, fp16 or bf16; got {self.codec!r}")
+
+    @property
+    def started_shard_count(self) -> int:
+        """Shards that the demo starts: a group needs one to meet at, threads none."""
+        if self.target is not None or self.sync == "threads":
+            return 0
+        return self.shard_count if self.sync == "server" else 1
+
+    @property
+    def process_count(self) -> int:
+        """Processes that train."""
+        return 1 if self.sync == "threads" else self.worker_count
 
     def tasks(self, target: str) -> list[Task]:
         """What each worker is to do. The parameter's name is new, so that nothing is resumed."""
@@ -69,8 +87,9 @@ class DemoConfig:
                 step_count=self.step_count,
                 codec=self.codec,
                 mode=self.mode,
+                sync=self.sync,
             )
-            for index in range(self.worker_count)
+            for index in range(self.process_count)
         ]
 
 
@@ -106,13 +125,13 @@ def run_demo(config: DemoConfig, screen: Screen, stop: StopRequest) -> Result:
     with contextlib.ExitStack() as stack:
         stop.check()
         cluster, target = None, config.target
-        if target is None:
-            screen.say(f"starting {count(config.shard_count, 'shard')}")
+        if config.started_shard_count:
+            screen.say(f"starting {count(config.started_shard_count, 'shard')}")
             cluster = stack.enter_context(
-                LocalCluster(config.shard_count, processes=True, grace_s=_SHARD_GRACE_S)
+                LocalCluster(config.started_shard_count, processes=True, grace_s=_SHARD_GRACE_S)
             )
             target = cluster.target
-        tasks = config.tasks(target)
+        tasks = config.tasks(target or "none:1")
         stop.check()
         crew = stack.enter_context(Crew(tasks))
         screen.say(f"starting {count(config.worker_count, 'worker')}")
@@ -147,11 +166,13 @@ def _watch(
             _check_shards(cluster)
             finished = crew.has_finished()
             standing = observer.look(time.monotonic())
-            if examiner is None and standing.ready_count:
+            if task.sync == "server" and examiner is None and standing.ready_count:
                 examiner = stack.enter_context(Examiner(task, held_out))
             if examiner is not None and (finished or time.monotonic() >= exam_due_s):
                 accuracy = examiner.accuracy()
                 exam_due_s = time.monotonic() + _EXAM_INTERVAL_S
+            elif task.sync != "server":
+                accuracy = crew.members[0].accuracy
             screen.show(standing, accuracy, last=finished)
             if finished:
                 assert accuracy is not None

@@ -47,7 +47,7 @@ class Screen:
 
     def show(self, standing: Standing, accuracy: float | None, *, last: bool) -> None:
         """Shows where the training stands."""
-        step_count, worker_count = self._config.step_count, self._config.worker_count
+        step_count, worker_count = self._config.step_count, self._config.process_count
         if standing.loss is None:
             if self._live and standing.ready_count:
                 self.say(f"starting workers, {standing.ready_count} of {worker_count} are ready")
@@ -56,7 +56,7 @@ class Screen:
         figures = [f"loss {standing.loss:.4f}"]
         if accuracy is not None:
             figures.append(f"accuracy {accuracy:.3f}")
-        if not last:
+        if not last and self._config.sync != "threads":
             figures.append(f"{standing.bytes_per_s / 1e6:5.1f} MB/s")
         if self._live:
             self._progress.update(
@@ -85,6 +85,10 @@ class Screen:
             "sent": _traffic(standing.sent_bytes, seconds),
             "received": _traffic(standing.received_bytes, seconds),
             "codec": f"{config.codec}, {standing.codec_ratio:.2f} times less than float32",
+        }
+        if config.sync == "threads":
+            del rows["sent"], rows["received"], rows["codec"]
+        rows |= {
             "in all": f"{result.duration_s:.1f} s, from start to end of all processes",
         }
         table = Table.grid(padding=(0, 3))
@@ -95,12 +99,7 @@ class Screen:
         self._console.print()
 
     def __enter__(self) -> Screen:
-        config = self._config
-        where = count(config.shard_count, "shard") if config.target is None else config.target
-        self._print(
-            f"[bold]Shardwell[/]: {count(config.worker_count, 'worker')} on {escape(where)}, "
-            f"codec {config.codec}, {config.mode}"
-        )
+        self._print(f"[bold]Shardwell[/]: {escape(_described(self._config))}")
         self._progress.start()
         return self
 
@@ -115,6 +114,18 @@ class Screen:
     def _print(self, text: str) -> None:
         # Without a terminal, lines are as long as they are: a log is no place to wrap.
         self._console.print(text, soft_wrap=not self._live)
+
+
+def _described(config: DemoConfig) -> str:
+    """What is about to run."""
+    if config.sync == "threads":
+        return f"{count(config.worker_count, 'thread')} of one process"
+    workers = count(config.worker_count, "worker")
+    if config.sync != "server":
+        shape = {"ring": "in a ring", "tree": "in a tree", "centralized": "around rank 0"}
+        return f"{workers} among themselves, {shape[config.sync]}, codec {config.codec}"
+    where = count(config.shard_count, "shard") if config.target is None else config.target
+    return f"{workers} on {where}, codec {config.codec}, {config.mode}"
 
 
 def _traffic(count: int, seconds: float) -> str:

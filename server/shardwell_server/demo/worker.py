@@ -1,4 +1,4 @@
-"""One worker's training loop: what a program needs to train on a cluster, and nothing else.
+"""One worker's training loop on a parameter server: what a program needs, and nothing else.
 
 The demo runs it in processes of its own, docker compose in containers; `train` is the example to
 copy.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,11 @@ STEP_COUNT = 500
 """Enough for one worker alone; more workers see more digits in as many steps."""
 ACCURACY_MIN = 0.95
 """Of held-out digits; below it, the run has failed."""
-_FIRST_WEIGHTS_SEED = 22
+FIRST_WEIGHTS_SEED = 22
+"""Every worker begins with these weights."""
+
+SyncName: TypeAlias = Literal["server", "ring", "tree", "centralized", "threads"]
+"""Who averages: the shards, the workers among themselves, or the threads of one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,8 @@ class Task:
     """How gradients and weights travel."""
     mode: ModeName = "sync"
     """See shardwell.ParameterSpec."""
+    sync: SyncName = "server"
+    """Who averages."""
     timeout_s: float = 60.0
     """Bound of each call. A minute, for workers that are still starting."""
     connect_timeout_s: float = 60.0
@@ -90,7 +97,7 @@ def train(
         connect_timeout_s=task.connect_timeout_s,
     ) as client:
         model = open_weights(client, task)
-        model.init(MODEL.first_weights(_FIRST_WEIGHTS_SEED))  # the same from every worker
+        model.init(MODEL.first_weights(FIRST_WEIGHTS_SEED))  # the same from every worker
         weights = model.get_weights()
         reporter = Reporter(report, client.traffic, interval_s=report_interval_s)
         reporter.begin(model.next_step)
