@@ -262,7 +262,26 @@ def test_signals_are_passed_on(script, pids, number, caught) -> None:
         assert sorted(running.lines) == [
             "[0] saved", f"[0] saw {caught}", "[1] saved", f"[1] saw {caught}",
         ]  # fmt: skip
-        assert not any("shardwell: rank" in line for line in running.log)
+        assert running.log == [
+            f"shardwell: {signal.Signals(number).name}: workers have 60 s to stop; "
+            "another one kills them at once"
+        ]
+
+
+def test_a_hangup_stops_workers_unless_it_is_ignored(script, pids) -> None:
+    command = [sys.executable, "-m", "shardwell_server", "run", "-n1"]
+    program = script("tell(os.getpid())\ntime.sleep(60)")
+    for trap, number in (("", signal.SIGHUP), ("trap '' HUP; ", signal.SIGTERM)):
+        with contextlib.suppress(FileNotFoundError):
+            Path(program).with_name("pid-0").unlink()
+        running = subprocess.Popen(
+            ["sh", "-c", f'{trap}exec "$@"', "sh", *command, sys.executable, program],
+            stderr=subprocess.DEVNULL,
+        )
+        _all_told(pids, 1)
+        for sent in (signal.SIGHUP, number):
+            running.send_signal(sent)
+        assert running.wait(GRACE_MAX_S) == 128 + number
 
 
 def test_a_second_ctrl_c_kills_at_once(script, pids) -> None:

@@ -101,7 +101,12 @@ class LocalRun:
                 os.read(reading_fd, 4096)
 
         self._selector.register(reading_fd, selectors.EVENT_READ, clear)
-        handlers = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
+        handlers = {
+            number: signal.signal(number, self._handle)
+            for number in _STOP_SIGNALS
+            # Under nohup it is ignored, and is to stay so.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
         handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         earlier_fd = signal.set_wakeup_fd(writing_fd, warn_on_full_buffer=False)
         try:
@@ -156,9 +161,16 @@ class LocalRun:
         """Passes output on until all workers have ended and nothing of them is left."""
         running = list(self._ranks)
         left: list[RankProcess] = []
+        has_told = False
         if self._signal is not None:
             self._ask_to_stop(self._signal)  # it came while one was being started
         while running or left:
+            if self._signal is not None and not has_told:
+                has_told = True
+                _say(
+                    f"{signal.Signals(self._signal).name}: workers have {self._grace_s:g} s to "
+                    "stop; another one kills them at once"
+                )
             must_look = bool(left) or self._stop_s is not None
             self._pass_on_output(_LOOK_INTERVAL_S if must_look else None)
             ended = [rank for rank in running if rank.exit_code is not None]
