@@ -207,7 +207,8 @@ class DataParallelTrainer:
             How many steps this worker made.
 
         Raises:
-            As `step`.
+            As `step`; also when a member of the group is lost while others wait for it. Then call
+            `fit(())` on all that are left, once the group is rebuilt: it ends with the same bits.
         """
         count = 0
         for batch in batches:

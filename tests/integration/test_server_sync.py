@@ -11,6 +11,7 @@ import pytest
 
 import shardwell
 from harness.model import integer_gradient
+from harness.polling import Stopwatch
 from harness.softmax import WEIGHTS_SHAPE, accuracy, batches, gradient_of
 from harness.together import in_background, together
 from shardwell import DataParallelTrainer, GradientSync, ServerSync
@@ -112,8 +113,10 @@ def test_an_array_is_as_it_was_when_the_others_did_not_come(cluster, connect) ->
     ]
     array = np.arange(9, dtype=np.float32)
     sync = ServerSync(parameters[0], timeout_s=0.5)
+    watch = Stopwatch()
     with pytest.raises(shardwell.WorkersMissingError):
         sync.sync_gradients(array)
+    assert watch.elapsed_s < 10  # the client's own is 20
     np.testing.assert_array_equal(array, np.arange(9))
     other = np.ones(9, np.float32)
     waiting = in_background(lambda: ServerSync(parameters[1]).sync_gradients(other))

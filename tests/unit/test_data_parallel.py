@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.polling import eventually
 from harness.softmax import WEIGHTS_SHAPE, accuracy, batches, gradient_of
 from harness.thread_group import ThreadGroups
-from harness.together import together
+from harness.together import in_background, together
 from shardwell import DataParallelTrainer, GradientSync, GroupSync, LocalSync, ThreadedSync
 from unit.update_oracle import OPTIMIZERS, Oracle
 
@@ -90,6 +91,24 @@ def test_a_worker_with_an_empty_share_updates_like_the_others(
     for weights, _ in results:
         np.testing.assert_array_equal(weights, results[0][0])
         assert weights.any()
+
+
+def test_ranks_of_trainers_are_the_seats_of_their_threads() -> None:
+    """The last rank comes first: without its seat it would get the lowest."""
+    sync, given = ThreadedSync(3), batches(6, 1)
+
+    def work(rank: int) -> None:
+        trainer = DataParallelTrainer(gradient_of, ZEROS, SGD, sync, rank=rank)
+        assert trainer.fit(given) == 1
+        assert sync.rank == rank
+
+    early = []
+    for rank in (2, 1):
+        early.append(in_background(lambda rank=rank: work(rank)))
+        eventually("it waits", lambda: len(sync._under_way) == len(early))
+    work(0)
+    for future in early:
+        future.result(20)
 
 
 @pytest.mark.parametrize("share_counts", [(6, 6), (6, 2), (1, 5, 3), (0, 4), (0, 0)])

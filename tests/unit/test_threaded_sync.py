@@ -229,6 +229,18 @@ def test_values_that_are_not_finite_are_everyones_error(bad: float) -> None:
     assert not np.isfinite(given[0][7])
 
 
+def test_what_has_no_samples_counts_for_nothing_whatever_it_is() -> None:
+    sync = ThreadedSync(2, allow_non_finite=True)
+    given = [np.full(5, np.nan, np.float32), np.arange(5, dtype=np.float32)]
+    together(
+        [
+            lambda: sync.sync_gradients(given[0], sample_count=0, rank=0),
+            lambda: sync.sync_gradients(given[1], sample_count=3, rank=1),
+        ]
+    )
+    np.testing.assert_array_equal(given, [np.arange(5)] * 2)
+
+
 def test_a_thread_that_does_not_come_is_named_and_reset_mends_it() -> None:
     sync = ThreadedSync(4, timeout_s=0.2)
     given = [np.full(5, rank, np.float32) for rank in range(4)]
@@ -335,6 +347,21 @@ def test_threads_without_seats_take_the_lowest_and_one_too_many_is_refused() -> 
         future.result(10)
     assert sorted(ranks) == [0, 1, 2]
     np.testing.assert_array_equal(given, 3.0)
+
+
+def test_threads_of_later_rounds_sit_where_those_that_ended_sat() -> None:
+    sync = ThreadedSync(3)
+    for _ in range(3):
+        given = [np.full(4, value, np.float32) for value in (1, 2, 6)]
+        threads = [
+            threading.Thread(target=sync.sync_gradients, args=(array,), daemon=True)
+            for array in given
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        np.testing.assert_array_equal(given, 3.0)
 
 
 @pytest.mark.parametrize("worker_count", [0, 1025, 1.5, True])
