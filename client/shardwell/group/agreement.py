@@ -21,8 +21,8 @@ from shardwell.group.roll_call import RollCall, Verdicts
 from shardwell.status import from_detail, to_detail
 from shardwell.v1 import peer_pb2 as pb
 
-_LEAVE_TIMEOUT_S = 5.0
-"""How long rank 0 may take to read that a rank has left."""
+_LAST_WORD_TIMEOUT_S = 2.0
+"""How long rank 0 may take to read that a rank leaves, or gives up."""
 
 
 class Ending(Protocol):
@@ -192,6 +192,7 @@ class RollCallLink:
         self._requests: queue.SimpleQueue[pb.AgreeRequest | None] = queue.SimpleQueue()
         self._requests.put(pb.AgreeRequest(open=opening))
         self._closed = False
+        self._is_ending = False
         self._call: Any = peer.agree(iter(self._requests.get, None))
         if not self._call.add_callback(lambda: self._requests.put(None)):
             self._requests.put(None)
@@ -203,19 +204,20 @@ class RollCallLink:
         self._requests.put(pb.AgreeRequest(call=call))
 
     def give_up(self, failure: pb.Failure) -> None:
-        """See Agreement. Rank 0 answers with what all are told."""
+        """See Agreement. Rank 0 answers with what all are told, and ends the stream."""
+        self._is_ending = True
         self._requests.put(pb.AgreeRequest(giving_up=failure))
 
     def leave(self) -> None:
-        """See Agreement."""
-        self._closed = True
+        """See Agreement. Rank 0 ends the stream when it has read so."""
+        self._closed = self._is_ending = True
         self._requests.put(pb.AgreeRequest(leaving=pb.LeavingRank()))
         self._requests.put(None)
 
     def close(self) -> None:
         """See Agreement."""
-        if self._closed:  # it has left: rank 0 ends the stream when it has read so
-            self._reader.join(_LEAVE_TIMEOUT_S)
+        if self._is_ending:
+            self._reader.join(_LAST_WORD_TIMEOUT_S)
         self._closed = True
         self._requests.put(None)
         self._call.cancel()

@@ -85,7 +85,10 @@ class ChunkArithmetic:
     def begin(self, where: Slice, total: Float32 | None = None) -> Float32:
         """A sum that has this rank's own values: new memory, or the beginning of `total`."""
         total = np.empty(where.size, np.float32) if total is None else total[: where.size]
-        np.multiply(self._own(where), np.float32(self._factor), out=total)
+        if self._factor:
+            np.multiply(self._own(where), np.float32(self._factor), out=total)
+        else:
+            total.fill(0.0)  # whatever is there, NaN included
         return total
 
     def combine(
@@ -103,6 +106,9 @@ class ChunkArithmetic:
         if self._reduction in (Reduction.SUM, Reduction.MEAN):
             factor = self._factor if own else 1.0
             scale = math.ldexp(1.0, chunk.scale_exponent)
+            if not factor:
+                codec.decode(stored, chunk.scale_exponent, out)
+                return out
             codec.decode_add(stored, scale, added, factor, out, scratch)
             return out
         pick = np.maximum if self._reduction is Reduction.MAX else np.minimum
