@@ -32,6 +32,9 @@ from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
 
+_TELLING_TIMEOUT_S = 1.0
+"""How long rank 0 may take to tell all why a rank gives up."""
+
 
 class Generation:
     """Made when all members have reached one another. Any thread may call it."""
@@ -149,6 +152,8 @@ class Generation:
         with self._announcing:
             self._closing = True
         self._agreement.give_up(failure)
+        # Streams end after all have been told why, or that they ended would be taken for it.
+        self._mailbox.await_end(_TELLING_TIMEOUT_S)
         self.end(failure)
         self.engine.close()
         self._release()

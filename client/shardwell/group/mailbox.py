@@ -72,6 +72,11 @@ class Mailbox:
             self._is_ending = self._is_ending or make_error
             self._changed.notify_all()
 
+    def await_end(self, timeout_s: float) -> bool:
+        """Blocks until the generation is at its end; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended is not None, timeout_s)
+
     @property
     def ended(self) -> MakeError | None:
         """Makes the error that no further call escapes; None while calls can be made."""
