@@ -6,6 +6,8 @@ with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as clien
     weights = model.exchange(gradient)
 """
 
+import logging
+
 from shardwell.batches import Update, merge_updates, split_batch
 from shardwell.checkpoint import Checkpoint, CheckpointParameter
 from shardwell.client import Client, connect
@@ -45,6 +47,9 @@ from shardwell.parameter import Parameter
 from shardwell.specs import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
 from shardwell.threaded_sync import ThreadedSync
 from shardwell.traffic import Traffic
+
+# What a program does not ask to see, it does not see: the standard library's advice to libraries.
+logging.getLogger("shardwell").addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
 

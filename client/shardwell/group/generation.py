@@ -219,9 +219,9 @@ class Generation:
             ShardwellError: the generation is over.
         """
         with self._lock:
-            self._check_links()
             link = self._outgoing.get(rank)
-            if link is None:
+            if link is None:  # what was sent before this rank closes is there for who is late
+                self._check_links()
                 link = self._outgoing[rank] = Outgoing(
                     self._traffic, lambda what: self._link_failed(rank, what)
                 )
