@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_the_worker(directory: Path) -> None:
 
 def test_the_group(directory: Path) -> None:
     (directory / "train.py").write_text(GROUP)
-    lines = output_of("-m", "shardwell_server", "run", "-n", "4", "--", "python", "train.py")
+    lines = output_of("-m", "shardwell_server", "run", "-n", "4", "--", sys.executable, "train.py")
     told = [f"[{rank}] rank {rank} of 4: [1.5 1.5 1.5]" for rank in range(4)]
     assert sorted(line for line in lines if "rank" in line) == told
 
@@ -78,7 +79,7 @@ def test_examples_of_the_server(name: str) -> None:
 
 def test_the_example_of_a_group() -> None:
     program = str(ROOT / "examples" / "group.py")
-    lines = output_of("-m", "shardwell_server", "run", "-n", "4", "--", "python", program)
+    lines = output_of("-m", "shardwell_server", "run", "-n", "4", "--", sys.executable, program)
     assert sum("[2.33" in line for line in lines) == 4
     assert sum("[3.]" in line for line in lines) == 4
 
