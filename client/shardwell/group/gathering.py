@@ -71,7 +71,7 @@ class Gathering:
             self._adopt_previous(request, now_s)
         self._check_spec(request)
         generation = self.seating.generation
-        seat = None if generation is None else generation.seat_of(member_id)
+        seat = None if generation is None else self._seat_of(generation, request)
         if generation is not None and seat is not None:
             if request.previous_generation == generation.number:
                 self._come_back(generation, seat, request, now_s)
@@ -79,6 +79,7 @@ class Gathering:
                 raise lost_error(self._spec.name, seat)
             else:  # it has not been told yet that all have checked
                 seat.lease.renew(request.lease_ms / 1000, now_s)
+                self.seating.remove(member_id)
                 self._settle(now_s)
                 return generation.answer(seat.rank)
         self._apply(request, now_s)
@@ -177,6 +178,9 @@ class Gathering:
 
     def _refuse_contenders(self, now_s: float) -> None:
         """Those who want the rank of somebody that was heard of after they asked first."""
+        forming = self.seating.forming
+        if forming is not None and len(forming.applicants) < self._spec.size:
+            return  # ranks are about to change
         placed = self.seating.placed()
         for applicant in list(self.seating.applicants.values()):
             if placed.get(applicant.rank) is applicant:
@@ -290,6 +294,20 @@ class Gathering:
             if seat is not None and seat.member is None and not is_known:
                 seat.member = request.member
 
+    def _seat_of(self, generation: Generation, request: pb.JoinGroupRequest) -> Seat | None:
+        """The caller's, who may not have been told yet that all have checked its generation."""
+        seat = generation.seat_of(request.member.member_id)
+        if (
+            seat is None
+            and generation.is_adopted
+            and request.checked_generation == generation.number
+            and len(generation.seats) == self._spec.size  # where nobody's rank has changed
+        ):
+            free = generation.living_at(request.rank)
+            if free is not None and free.member is None:
+                free.member, seat = request.member, free
+        return seat
+
     def _check_adoptable(self, request: pb.RenewLeaseRequest) -> None:
         """Returns if an unknown generation may be taken over."""
         generation = self.seating.generation
@@ -385,7 +403,10 @@ class Gathering:
         placed = self.seating.placed()
         missing = {rank for rank in range(self._spec.size) if rank not in placed}
         notes = list(self._refusals.texts)
-        if placed.get(applicant.rank) is not applicant:
+        if forming is not None:
+            missing = set(range(len(forming.applicants)))
+            notes.append(f"generation {forming.number} is formed without this worker; it waits")
+        elif placed.get(applicant.rank) is not applicant:
             missing.add(applicant.rank)
             lease, holder = self.seating.holder(applicant.rank, placed)
             notes.append(
