@@ -32,6 +32,10 @@ from shardwell.group.refusals import (
     Verdict,
     differences,
     lost_error,
+    mismatch_text,
+    overridden_text,
+    stranger_error,
+    taken_text,
     unknown_generation_error,
     unreachable_text,
 )
@@ -188,12 +192,7 @@ class Gathering:
             lease, holder = self.seating.holder(applicant.rank, placed)
             if lease.heard_s is None or lease.heard_s <= applicant.asked_s:
                 continue
-            message = (
-                f"rank {applicant.rank} of group {self._spec.name!r} belongs to "
-                f"{described(applicant.rank, holder)}, which lives; "
-                f"{described(applicant.rank, applicant.member)} can't have it"
-                f"{self._free_ranks()}; give each worker a rank of its own"
-            )
+            message = taken_text(self._spec.name, applicant, holder, self._free_ranks())
             verdict = Verdict(kind=RankTakenError, message=message, rank=applicant.rank)
             self._refuse(applicant, verdict, now_s)
 
@@ -326,8 +325,7 @@ class Gathering:
         self.seating.forming, self._ended_number = None, self._known_number()
         if differences(self._spec, request.spec):
             for applicant in list(self.seating.applicants.values()):
-                message = f"generation {number} of group {request.spec.name!r} lives, with another "
-                message += "size, strategy or codec; end it, or give this group another name"
+                message = overridden_text(self._spec, request.spec, number)
                 verdict = Verdict(kind=GroupMismatchError, message=message, rank=applicant.rank)
                 self._refuse(applicant, verdict, now_s)
         self._spec, self._begun_by = request.spec, described(request.rank, request.member)
@@ -349,11 +347,7 @@ class Gathering:
                 seat.member = request.member
             if seat.member is not None and seat.member.member_id == request.member.member_id:
                 return seat
-        raise ArgumentError(
-            f"generation {generation.number} of group {self._spec.name!r} has "
-            f"{len(generation.seats)} members, and {described(request.rank, request.member)} of "
-            f"{request.member_count} is none of them; join again"
-        )
+        raise stranger_error(request, len(generation.seats))
 
     # Refusals.
 
@@ -362,14 +356,9 @@ class Gathering:
         return bool(self.seating.applicants) or self.seating.generation is not None
 
     def _check_spec(self, request: pb.JoinGroupRequest) -> None:
-        found = differences(self._spec, request.spec)
-        if not found:
+        if not differences(self._spec, request.spec):
             return
-        who = described(request.rank, request.member)
-        message = (
-            f"group {self._spec.name!r} was begun by {self._begun_by} with other settings than "
-            f"{who} asks for: {found}; give all workers the same"
-        )
+        message = mismatch_text(self._spec, self._begun_by, request)
         self.seating.remove(request.member.member_id)
         self._refusals.note(message)
         raise GroupMismatchError(message, rank=request.rank)
