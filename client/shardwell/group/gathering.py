@@ -146,10 +146,7 @@ class Gathering:
 
     def is_silent(self, now_s: float) -> bool:
         """Nobody has been heard of for twice the longest lease; who lives makes itself known."""
-        leases = [applicant.lease for applicant in self.seating.applicants.values()]
-        if self.seating.generation is not None:
-            leases += [seat.lease for seat in self.seating.generation.living()]
-        longest_s = max((lease.duration_s for lease in leases), default=0.0)
+        longest_s = max((one.duration_s for one in self.seating.leases()), default=0.0)
         end_s = max(self.heard_s + 2 * longest_s, self._refusals.kept_until_s or 0.0)
         return now_s > end_s
 
