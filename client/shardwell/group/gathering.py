@@ -32,6 +32,10 @@ from shardwell.group.refusals import (
     Verdict,
     differences,
     lost_error,
+    mismatch_text,
+    overridden_text,
+    stranger_error,
+    taken_text,
     unknown_generation_error,
     unreachable_text,
 )
@@ -71,7 +75,7 @@ class Gathering:
             self._adopt_previous(request, now_s)
         self._check_spec(request)
         generation = self.seating.generation
-        seat = None if generation is None else generation.seat_of(member_id)
+        seat = None if generation is None else self._seat_of(generation, request)
         if generation is not None and seat is not None:
             if request.previous_generation == generation.number:
                 self._come_back(generation, seat, request, now_s)
@@ -79,6 +83,7 @@ class Gathering:
                 raise lost_error(self._spec.name, seat)
             else:  # it has not been told yet that all have checked
                 seat.lease.renew(request.lease_ms / 1000, now_s)
+                self.seating.remove(member_id)
                 self._settle(now_s)
                 return generation.answer(seat.rank)
         self._apply(request, now_s)
@@ -141,10 +146,7 @@ class Gathering:
 
     def is_silent(self, now_s: float) -> bool:
         """Nobody has been heard of for twice the longest lease; who lives makes itself known."""
-        leases = [applicant.lease for applicant in self.seating.applicants.values()]
-        if self.seating.generation is not None:
-            leases += [seat.lease for seat in self.seating.generation.living()]
-        longest_s = max((lease.duration_s for lease in leases), default=0.0)
+        longest_s = max((one.duration_s for one in self.seating.leases()), default=0.0)
         end_s = max(self.heard_s + 2 * longest_s, self._refusals.kept_until_s or 0.0)
         return now_s > end_s
 
@@ -177,6 +179,9 @@ class Gathering:
 
     def _refuse_contenders(self, now_s: float) -> None:
         """Those who want the rank of somebody that was heard of after they asked first."""
+        forming = self.seating.forming
+        if forming is not None and len(forming.applicants) < self._spec.size:
+            return  # ranks are about to change
         placed = self.seating.placed()
         for applicant in list(self.seating.applicants.values()):
             if placed.get(applicant.rank) is applicant:
@@ -184,12 +189,7 @@ class Gathering:
             lease, holder = self.seating.holder(applicant.rank, placed)
             if lease.heard_s is None or lease.heard_s <= applicant.asked_s:
                 continue
-            message = (
-                f"rank {applicant.rank} of group {self._spec.name!r} belongs to "
-                f"{described(applicant.rank, holder)}, which lives; "
-                f"{described(applicant.rank, applicant.member)} can't have it"
-                f"{self._free_ranks()}; give each worker a rank of its own"
-            )
+            message = taken_text(self._spec.name, applicant, holder, self._free_ranks())
             verdict = Verdict(kind=RankTakenError, message=message, rank=applicant.rank)
             self._refuse(applicant, verdict, now_s)
 
@@ -290,6 +290,20 @@ class Gathering:
             if seat is not None and seat.member is None and not is_known:
                 seat.member = request.member
 
+    def _seat_of(self, generation: Generation, request: pb.JoinGroupRequest) -> Seat | None:
+        """The caller's, who may not have been told yet that all have checked its generation."""
+        seat = generation.seat_of(request.member.member_id)
+        if (
+            seat is None
+            and generation.is_adopted
+            and request.checked_generation == generation.number
+            and len(generation.seats) == self._spec.size  # where nobody's rank has changed
+        ):
+            free = generation.living_at(request.rank)
+            if free is not None and free.member is None:
+                free.member, seat = request.member, free
+        return seat
+
     def _check_adoptable(self, request: pb.RenewLeaseRequest) -> None:
         """Returns if an unknown generation may be taken over."""
         generation = self.seating.generation
@@ -308,8 +322,7 @@ class Gathering:
         self.seating.forming, self._ended_number = None, self._known_number()
         if differences(self._spec, request.spec):
             for applicant in list(self.seating.applicants.values()):
-                message = f"generation {number} of group {request.spec.name!r} lives, with another "
-                message += "size, strategy or codec; end it, or give this group another name"
+                message = overridden_text(self._spec, request.spec, number)
                 verdict = Verdict(kind=GroupMismatchError, message=message, rank=applicant.rank)
                 self._refuse(applicant, verdict, now_s)
         self._spec, self._begun_by = request.spec, described(request.rank, request.member)
@@ -331,11 +344,7 @@ class Gathering:
                 seat.member = request.member
             if seat.member is not None and seat.member.member_id == request.member.member_id:
                 return seat
-        raise ArgumentError(
-            f"generation {generation.number} of group {self._spec.name!r} has "
-            f"{len(generation.seats)} members, and {described(request.rank, request.member)} of "
-            f"{request.member_count} is none of them; join again"
-        )
+        raise stranger_error(request, len(generation.seats))
 
     # Refusals.
 
@@ -344,14 +353,9 @@ class Gathering:
         return bool(self.seating.applicants) or self.seating.generation is not None
 
     def _check_spec(self, request: pb.JoinGroupRequest) -> None:
-        found = differences(self._spec, request.spec)
-        if not found:
+        if not differences(self._spec, request.spec):
             return
-        who = described(request.rank, request.member)
-        message = (
-            f"group {self._spec.name!r} was begun by {self._begun_by} with other settings than "
-            f"{who} asks for: {found}; give all workers the same"
-        )
+        message = mismatch_text(self._spec, self._begun_by, request)
         self.seating.remove(request.member.member_id)
         self._refusals.note(message)
         raise GroupMismatchError(message, rank=request.rank)
@@ -385,7 +389,10 @@ class Gathering:
         placed = self.seating.placed()
         missing = {rank for rank in range(self._spec.size) if rank not in placed}
         notes = list(self._refusals.texts)
-        if placed.get(applicant.rank) is not applicant:
+        if forming is not None:
+            missing = set(range(len(forming.applicants)))
+            notes.append(f"generation {forming.number} is formed without this worker; it waits")
+        elif placed.get(applicant.rank) is not applicant:
             missing.add(applicant.rank)
             lease, holder = self.seating.holder(applicant.rank, placed)
             notes.append(

@@ -99,8 +99,15 @@ class Generation:
 
     def answer(self, rank: int) -> pb.JoinGroupResponse:
         """What its member of a rank is told that asks for it."""
-        members = [seat.member or pb.Member() for seat in self.seats]
-        return pb.JoinGroupResponse(generation=self.number, members=members, rank=rank, ready=True)
+        unknown = [seat.rank for seat in self.seats if seat.member is None]
+        if unknown:  # they will make themselves known to this server
+            return pb.JoinGroupResponse(missing_ranks=unknown)
+        return pb.JoinGroupResponse(
+            generation=self.number,
+            members=[seat.member for seat in self.seats if seat.member is not None],
+            rank=rank,
+            ready=True,
+        )
 
     def living(self) -> list[Seat]:
         """Those that are not lost, by rank."""

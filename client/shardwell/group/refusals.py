@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from shardwell.errors import ShardwellError, WorkerLostError
+from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
 from shardwell.group.places import Applicant, Generation, Seat, described
 from shardwell.group.requests import clipped
 from shardwell.v1 import group_pb2 as pb
@@ -110,6 +110,43 @@ def unreachable_text(
         f"group {group!r}: {described(rank, member)} can't reach {described(missed.rank, other)}: "
         f"{clipped(missed.reason, _REASON_SIZE_MAX_BYTES)}; check that nothing between them blocks "
         "that address, and that the worker listens on one that the others can reach"
+    )
+
+
+def mismatch_text(kept: pb.GroupSpec, begun_by: str, request: pb.JoinGroupRequest) -> str:
+    """A worker asks for another group of the same name."""
+    return (
+        f"group {kept.name!r} was begun by {begun_by} with other settings than "
+        f"{described(request.rank, request.member)} asks for: {differences(kept, request.spec)}; "
+        "give all workers the same"
+    )
+
+
+def overridden_text(waiting: pb.GroupSpec, living: pb.GroupSpec, number: int) -> str:
+    """Workers wait for a group of a name, and it turns out that another of that name lives."""
+    return (
+        f"generation {number} of group {living.name!r} lives, with other settings than those who "
+        f"wait ask for: {differences(living, waiting)}; end it, or give this group another name"
+    )
+
+
+def taken_text(group: str, applicant: Applicant, holder: pb.Member | None, note: str) -> str:
+    """Somebody that lives has the rank that an applicant wants."""
+    rank = applicant.rank
+    return (
+        f"rank {rank} of group {group!r} belongs to {described(rank, holder)}, which lives; "
+        f"{described(rank, applicant.member)} can't have it{note}; "
+        "give each worker a rank of its own"
+    )
+
+
+def stranger_error(request: pb.RenewLeaseRequest, member_count: int) -> ArgumentError:
+    """A worker says that it is a member of a generation, and is none."""
+    return ArgumentError(
+        f"generation {request.generation} of group {request.spec.name!r} has {member_count} "
+        f"members, and {described(request.rank, request.member)} of {request.member_count} is none "
+        "of them; join again",
+        rank=request.rank,
     )
 
 

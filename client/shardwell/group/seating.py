@@ -58,6 +58,11 @@ class Seating:
         """The members of the generation that live, by rank."""
         return [] if self.generation is None else self.generation.living()
 
+    def leases(self) -> list[Lease]:
+        """Of all that live, as members or applicants."""
+        waiting = [applicant.lease for applicant in self.applicants.values()]
+        return waiting + [seat.lease for seat in self.living()]
+
     def free_ranks(self, size: int) -> list[int]:
         """Ranks that nobody has."""
         placed = self.placed()
