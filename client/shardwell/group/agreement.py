@@ -68,6 +68,13 @@ def lost(rank: int, what: str) -> pb.Failure:
     )
 
 
+def rebuilding(rank: int) -> pb.Failure:
+    """The failure of a generation that `rank`, which lives, wants to follow with another."""
+    return failure_of(
+        WorkerLostError(f"rank {rank} asked to rebuild the group; call rebuild() as well")
+    )
+
+
 class RollCallHost:
     """Rank 0's side: its own, and what answers the other ranks' streams."""
 

@@ -116,7 +116,9 @@ class Gathering:
         ]
         if not lost:
             lost = [
-                pb.LostMember(rank=other.rank, reason="it asked to rebuild the group")
+                pb.LostMember(
+                    rank=other.rank, reason="it asked to rebuild the group", rebuilds=True
+                )
                 for other in generation.seats
                 if other is not seat and self.seating.is_back(other)
             ]

@@ -124,9 +124,8 @@ class Generation:
         """Ends the generation for all members."""
         self._agreement.give_up(failure_of(error))
 
-    def member_lost(self, rank: int, reason: str) -> None:
-        """Ends the generation here and for all who can still be told: a member's lease is over."""
-        failure = lost(rank, f"is gone: {reason}")
+    def end_for_all(self, failure: pb.Failure) -> None:
+        """Ends the generation here, and for all members who can be told."""
         self._agreement.give_up(failure)
         self.end(failure)
 

@@ -61,6 +61,10 @@ class Membership(Protocol):
     def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
         """The generation that follows; blocks until it is ready."""
 
+    @property
+    def waiting_count(self) -> int:
+        """Workers that wait for the next generation."""
+
     def close(self) -> None:
         """Gives up the place, and ends the server."""
 
@@ -118,6 +122,11 @@ class Group:
     def generation(self) -> int:
         """Number of the generation: it grows with every `rebuild`."""
         return self._generation.number
+
+    @property
+    def waiting_count(self) -> int:
+        """Workers that wait to come in, as of a moment ago: `rebuild` on all ranks takes them."""
+        return self._membership.waiting_count
 
     def all_reduce(
         self,
@@ -298,7 +307,8 @@ class Group:
     def rebuild(self, *, timeout_s: float | None = None, replacement_wait_s: float = 0.0) -> None:
         """Goes on with the members that live, and with workers that have come to replace others.
 
-        All members that live must call it. Calls that are under way fail. Ranks close up: the order
+        All members that live must call it; if nobody is lost, the others' calls fail and tell them
+        to. Calls that are under way fail. Ranks close up: the order
         of those that live stays, a replacement has the rank that it asked for, and gaps are gone.
         Blocks until the new generation is ready.
 

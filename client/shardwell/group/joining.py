@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shardwell.channel import parse_target
 from shardwell.codec import CODECS
 from shardwell.errors import ArgumentError, ShardUnavailableError, ShardwellError
-from shardwell.group.agreement import lost
+from shardwell.group.agreement import lost, rebuilding
 from shardwell.group.generation import Generation
 from shardwell.group.group import Group, WireName
 from shardwell.group.group_service import GroupService
@@ -268,7 +268,7 @@ class _Membership:
     def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
         """See `Membership` in group.py."""
         lost_ranks = previous.lost_ranks
-        previous.abort(lost(previous.rank, "asked to rebuild the group"))
+        previous.abort(rebuilding(previous.rank))
         self._end_lease()
         formed = self._rendezvous.join(
             self._spec,
@@ -284,6 +284,11 @@ class _Membership:
             replacement_wait_ms=int(1000 * wait_s),
         )
         return self._begun(formed)
+
+    @property
+    def waiting_count(self) -> int:
+        """See `Membership` in group.py."""
+        return 0 if self._lease is None else self._lease.waiting_count
 
     def close(self) -> None:
         """See `Membership` in group.py."""
@@ -306,8 +311,10 @@ class _Membership:
 
         def on_lost(members: Sequence[group_pb2.LostMember]) -> None:
             for member in members:
-                if not member.left:  # who left has told rank 0, in order with its calls
-                    generation.member_lost(member.rank, member.reason)
+                if member.rebuilds:
+                    generation.end_for_all(rebuilding(member.rank))
+                elif not member.left:  # who left has told rank 0, in order with its calls
+                    generation.end_for_all(lost(member.rank, f"is gone: {member.reason}"))
 
         renewal = group_pb2.RenewLeaseRequest(
             spec=self._spec,

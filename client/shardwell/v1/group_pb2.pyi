@@ -38,14 +38,16 @@ class UnreachableMember(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class LostMember(_message.Message):
-    __slots__ = ("rank", "reason", "left")
+    __slots__ = ("rank", "reason", "left", "rebuilds")
     RANK_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
+    REBUILDS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     reason: str
     left: bool
-    def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: bool = ...) -> None: ...
+    rebuilds: bool
+    def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: bool = ..., rebuilds: bool = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
     __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable", "previous_member_count")
