@@ -21,6 +21,9 @@ from shardwell.group.roll_call import RollCall, Verdicts
 from shardwell.status import from_detail, to_detail
 from shardwell.v1 import peer_pb2 as pb
 
+_PARTING_S = 2.0
+"""How long rank 0 may take to read what a rank says last; it ends the stream when it has."""
+
 
 class Ending(Protocol):
     """What is called when the generation is over, from any thread."""
@@ -189,6 +192,7 @@ class RollCallLink:
         self._requests: queue.SimpleQueue[pb.AgreeRequest | None] = queue.SimpleQueue()
         self._requests.put(pb.AgreeRequest(open=opening))
         self._closed = False
+        self._is_alone = False
         self._call: Any = peer.agree(iter(self._requests.get, None))
         if not self._call.add_callback(lambda: self._requests.put(None)):
             self._requests.put(None)
@@ -200,7 +204,9 @@ class RollCallLink:
         self._requests.put(pb.AgreeRequest(call=call))
 
     def give_up(self, failure: pb.Failure) -> None:
-        """See Agreement. Rank 0 answers with what all are told."""
+        """See Agreement. Rank 0 answers with what all are told, unless it has left."""
+        if self._is_alone:
+            self._on_end(failure)
         self._requests.put(pb.AgreeRequest(giving_up=failure))
 
     def leave(self) -> None:
@@ -213,6 +219,7 @@ class RollCallLink:
         """See Agreement."""
         self._closed = True
         self._requests.put(None)
+        self._reader.join(_PARTING_S)
         self._call.cancel()
         self._reader.join()
 
@@ -227,6 +234,7 @@ class RollCallLink:
                     self._on_end(response.end)
                     return
                 elif event == "leaving":
+                    self._is_alone = True
                     self._mailbox.end(
                         lambda: error_of(lost(0, "has left the group")), lets_finish=True
                     )

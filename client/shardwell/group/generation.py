@@ -137,9 +137,11 @@ class Generation:
             self._closing = True
         self.engine.close()
         with self._lock:
-            links, is_over, self._over = list(self._outgoing.values()), self._over, True
-        for link in links:
-            link.cut() if is_over else link.finish(LEAVE_TIMEOUT_S)
+            links = list(self._outgoing.values())
+        for link in links:  # some ranks may still have to open theirs
+            link.finish(LEAVE_TIMEOUT_S)
+        with self._lock:
+            is_over, self._over = self._over, True
         if not is_over:
             self._agreement.leave()
         self._release()
