@@ -98,6 +98,12 @@ class Mailbox:
                     return None
                 self._changed.wait(rest_s)
 
+    def await_end(self, timeout_s: float) -> MakeError | None:
+        """What the generation has ended with; None if it has not in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None, timeout_s)
+            return self._ended
+
     def take(self, call_index: int, timeout_s: float) -> Arrival | None:
         """The next chunk of a call, in order of arrival; None if there is none in time.
 
