@@ -94,6 +94,10 @@ class RollCall:
         told: Verdicts = []
         for index in sorted(self._open):
             told += self._decide(index)
+        failure = self._lost()
+        for waiting in [each for each, end_s in self._joined.items() if end_s != math.inf]:
+            self._joined[waiting] = math.inf
+            told.append((waiting, pb.Verdict(operation=pb.OPERATION_JOIN, failure=failure)))
         return told
 
     def expire(self, now_s: float) -> Verdicts:
