@@ -68,6 +68,13 @@ def lost(rank: int, what: str) -> pb.Failure:
     )
 
 
+def rebuilding(rank: int) -> pb.Failure:
+    """The failure of a generation which `rank` follows with another."""
+    failure = lost(rank, "asked to rebuild the group")
+    failure.rebuilding = True
+    return failure
+
+
 class RollCallHost:
     """Rank 0's side: its own, and what answers the other ranks' streams."""
 

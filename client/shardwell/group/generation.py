@@ -32,6 +32,9 @@ from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
 
+_TELLING_S = 2.0
+"""How long rank 0 may take to tell all why the generation is over."""
+
 
 class Generation:
     """Made when all members have reached one another. Any thread may call it."""
@@ -56,6 +59,7 @@ class Generation:
         self._incoming: dict[int, Incoming] = {}
         self._lock = threading.Lock()
         self._over = False
+        self._ended_by: pb.Failure | None = None
         self._closing = False
         self._mailbox = Mailbox(self.size)
         self._agreement: Agreement
@@ -78,11 +82,13 @@ class Generation:
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
-        """The rank that ended the generation, where one did."""
-        ended = self._mailbox.ended
-        error = None if ended is None else ended()
+        """The rank whose death ended the generation, where one did."""
+        failure = self._ended_by
+        if failure is None or failure.rebuilding:
+            return ()
+        error = error_of(failure)
         is_lost = isinstance(error, WorkerLostError) and error.rank is not None
-        return (error.rank,) if is_lost and error is not None and error.rank is not None else ()
+        return (error.rank,) if is_lost and error.rank is not None else ()
 
     def check(self) -> None:
         """Raises what has ended the generation, if it has."""
@@ -110,6 +116,7 @@ class Generation:
         self._mailbox.end(lambda: error_of(failure))
         with self._lock:
             self._over = True
+            self._ended_by = self._ended_by or failure
             links: list[Outgoing | Incoming] = [
                 *self._outgoing.values(),
                 *self._incoming.values(),
@@ -151,6 +158,9 @@ class Generation:
         with self._announcing:
             self._closing = True
         self._agreement.give_up(failure)
+        # Until rank 0 has told all: else they would find this rank's streams at their end, and
+        # take it for dead.
+        self._mailbox.await_end(_TELLING_S)
         self.end(failure)
         self.engine.close()
         self._release()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shardwell.channel import parse_target
 from shardwell.codec import CODECS
 from shardwell.errors import ArgumentError, ShardUnavailableError, ShardwellError
-from shardwell.group.agreement import lost
+from shardwell.group.agreement import rebuilding
 from shardwell.group.generation import Generation
 from shardwell.group.group import Group, WireName
 from shardwell.group.group_service import GroupService
@@ -268,21 +268,26 @@ class _Membership:
     def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
         """See `Membership` in group.py."""
         lost_ranks = previous.lost_ranks
-        previous.abort(lost(previous.rank, "asked to rebuild the group"))
+        previous.abort(rebuilding(previous.rank))
         self._end_lease()
-        formed = self._rendezvous.join(
-            self._spec,
-            self._member,
-            previous.rank,
-            lease_ms=self._lease_ms,
-            timeout_s=timeout_s,
-            greet=self._unreachable,
-            previous=Formed(
-                generation=previous.number, rank=previous.rank, members=previous.members
-            ),
-            lost_ranks=lost_ranks,
-            replacement_wait_ms=int(1000 * wait_s),
+        followed = Formed(
+            generation=previous.number, rank=previous.rank, members=previous.members
         )
+        try:
+            formed = self._rendezvous.join(
+                self._spec,
+                self._member,
+                previous.rank,
+                lease_ms=self._lease_ms,
+                timeout_s=timeout_s,
+                greet=self._unreachable,
+                previous=followed,
+                lost_ranks=lost_ranks,
+                replacement_wait_ms=int(1000 * wait_s),
+            )
+        except BaseException:
+            self._keep_lease(followed, previous)  # it lives, and may ask again
+            raise
         return self._begun(formed)
 
     def close(self) -> None:
@@ -303,7 +308,10 @@ class _Membership:
             traffic=self._traffic,
         )
         self._server.begin(generation)
+        self._keep_lease(formed, generation)
+        return generation
 
+    def _keep_lease(self, formed: Formed, generation: Generation) -> None:
         def on_lost(members: Sequence[group_pb2.LostMember]) -> None:
             for member in members:
                 if not member.left:  # who left has told rank 0, in order with its calls
@@ -318,7 +326,6 @@ class _Membership:
             lease_ms=self._lease_ms,
         )
         self._lease = LeaseKeeper(self._rendezvous, renewal, on_lost)
-        return generation
 
     def _end_lease(self) -> None:
         lease, self._lease = self._lease, None
