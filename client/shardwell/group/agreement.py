@@ -21,8 +21,8 @@ from shardwell.group.roll_call import RollCall, Verdicts
 from shardwell.status import from_detail, to_detail
 from shardwell.v1 import peer_pb2 as pb
 
-_LAST_WORD_TIMEOUT_S = 2.0
-"""How long rank 0 may take to read that a rank leaves, or gives up."""
+_PARTING_S = 2.0
+"""How long rank 0 may take to read what a rank says last; it ends the stream when it has."""
 
 
 class Ending(Protocol):
@@ -69,10 +69,10 @@ def lost(rank: int, what: str) -> pb.Failure:
 
 
 def rebuilding(rank: int) -> pb.Failure:
-    """The failure of a generation that `rank`, which lives, wants to follow with another."""
-    return failure_of(
-        WorkerLostError(f"rank {rank} asked to rebuild the group; call rebuild() as well")
-    )
+    """The failure of a generation which `rank` follows with another."""
+    failure = lost(rank, "asked to rebuild the group")
+    failure.rebuilding = True
+    return failure
 
 
 class RollCallHost:
@@ -199,7 +199,7 @@ class RollCallLink:
         self._requests: queue.SimpleQueue[pb.AgreeRequest | None] = queue.SimpleQueue()
         self._requests.put(pb.AgreeRequest(open=opening))
         self._closed = False
-        self._is_ending = False
+        self._is_alone = False
         self._call: Any = peer.agree(iter(self._requests.get, None))
         if not self._call.add_callback(lambda: self._requests.put(None)):
             self._requests.put(None)
@@ -211,22 +211,22 @@ class RollCallLink:
         self._requests.put(pb.AgreeRequest(call=call))
 
     def give_up(self, failure: pb.Failure) -> None:
-        """See Agreement. Rank 0 answers with what all are told, and ends the stream."""
-        self._is_ending = True
+        """See Agreement. Rank 0 answers with what all are told, unless it has left."""
+        if self._is_alone:
+            self._on_end(failure)
         self._requests.put(pb.AgreeRequest(giving_up=failure))
 
     def leave(self) -> None:
         """See Agreement. Rank 0 ends the stream when it has read so."""
-        self._closed = self._is_ending = True
+        self._closed = True
         self._requests.put(pb.AgreeRequest(leaving=pb.LeavingRank()))
         self._requests.put(None)
 
     def close(self) -> None:
         """See Agreement."""
-        if self._is_ending:
-            self._reader.join(_LAST_WORD_TIMEOUT_S)
         self._closed = True
         self._requests.put(None)
+        self._reader.join(_PARTING_S)
         self._call.cancel()
         self._reader.join()
 
@@ -241,6 +241,7 @@ class RollCallLink:
                     self._on_end(response.end)
                     return
                 elif event == "leaving":
+                    self._is_alone = True
                     self._mailbox.end(
                         lambda: error_of(lost(0, "has left the group")), lets_finish=True
                     )

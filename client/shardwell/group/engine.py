@@ -147,9 +147,10 @@ class Engine:
         return 0
 
     def _given_up(self, error: ShardwellError) -> ShardwellError:
-        """Ends the generation for all because of an error of this rank."""
+        """Ends the generation for all because of an error of this rank; what all are told."""
         self._agreement.give_up(failure_of(error))
-        return error
+        ended = self._mailbox.await_end(VERDICT_MARGIN_S)
+        return error if ended is None else ended()
 
     def _moved(self, call: Call, operation: Operation, verdict: pb.Verdict) -> None:
         """Moves the chunks of a call that all ranks agree on."""
@@ -174,27 +175,32 @@ class Engine:
             self._links.listen_to(ranks[source])
         while not collective.is_done:
             if plan.is_one_way:
-                for target in targets.values():
-                    target.await_room(deadline_s - time.monotonic())
+                for target, link in targets.items():
+                    if not link.await_room(deadline_s - time.monotonic()):
+                        raise self._late(call, "room for more chunks to", (ranks[target],))
             if collective.may_enter:
                 _send(targets, collective.enter())
                 continue
             arrival = self._mailbox.take(verdict.call_index, deadline_s - time.monotonic())
             if arrival is None:
                 late = tuple(ranks[peer] for peer in collective.awaited_ranks)
-                raise WorkersMissingError(
-                    f"rank {self._rank} waited {call.timeout_s:.3g} s for chunks of rank "
-                    f"{', '.join(map(str, late))} in {_name(call)}; see whether they are stuck, or "
-                    "raise timeout_s; call rebuild() to go on",
-                    missing_ranks=late,
-                    rank=late[0] if late else None,
-                )
+                raise self._late(call, "chunks of", late)
             if arrival.rank not in ranks:
                 raise InternalError(f"rank {arrival.rank} takes no part in {_name(call)}")
             count = arrival.header.chunk.element_count
             self._traffic.add_received(len(arrival.message), count)
             _send(targets, collective.receive(arrival._replace(rank=ranks.index(arrival.rank))))
         self._mailbox.forget(verdict.call_index)
+
+    def _late(self, call: Call, what: str, late: tuple[int, ...]) -> WorkersMissingError:
+        """The deadline of a call's data has passed."""
+        return WorkersMissingError(
+            f"rank {self._rank} waited {call.timeout_s:.3g} s for {what} rank "
+            f"{', '.join(map(str, late))} in {_name(call)}; see whether they are stuck, or "
+            "raise timeout_s; call rebuild() to go on",
+            missing_ranks=late,
+            rank=late[0] if late else None,
+        )
 
 
 def plan_of(

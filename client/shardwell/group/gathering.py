@@ -110,12 +110,12 @@ class Gathering:
         seat.lease.renew(lease_s, now_s)
         self._settle(now_s)
         lost = [
-            pb.LostMember(rank=other.rank, reason=other.lost_reason)
+            pb.LostMember(rank=other.rank, reason=other.lost_reason, left=other.has_left)
             for other in generation.seats
             if other.lost_reason
         ]
-        if not lost:
-            lost = [
+        if all(member.left for member in lost):
+            lost += [
                 pb.LostMember(
                     rank=other.rank, reason="it asked to rebuild the group", rebuilds=True
                 )
@@ -133,7 +133,7 @@ class Gathering:
             None if self.seating.generation is None else self.seating.generation.seat_of(member_id)
         )
         if seat is not None and not seat.lost_reason:
-            seat.lost_reason = "it left the group"
+            seat.lost_reason, seat.has_left = "it left the group", True
         self._settle(now_s)
 
     # What others ask.
@@ -251,7 +251,7 @@ class Gathering:
         seat.lease.renew(request.lease_ms / 1000, now_s)
         for rank in request.lost_ranks:
             lost = generation.living_at(rank)
-            if lost is not None and lost is not seat:
+            if lost is not None and lost is not seat and not self.seating.is_back(lost):
                 lost.lost_reason = f"{described(seat.rank, seat.member)} found it lost"
 
     def _note_check(self, request: pb.JoinGroupRequest, now_s: float) -> None:

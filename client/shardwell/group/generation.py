@@ -32,8 +32,8 @@ from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
 
-_TELLING_TIMEOUT_S = 1.0
-"""How long rank 0 may take to tell all why a rank gives up."""
+_TELLING_S = 2.0
+"""How long rank 0 may take to tell all why the generation is over."""
 
 
 class Generation:
@@ -59,6 +59,7 @@ class Generation:
         self._incoming: dict[int, Incoming] = {}
         self._lock = threading.Lock()
         self._over = False
+        self._ended_by: pb.Failure | None = None
         self._closing = False
         self._mailbox = Mailbox(self.size)
         self._agreement: Agreement
@@ -81,11 +82,13 @@ class Generation:
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
-        """The rank that ended the generation, where one did."""
-        ended = self._mailbox.ended
-        error = None if ended is None else ended()
+        """The rank whose death ended the generation, where one did."""
+        failure = self._ended_by
+        if failure is None or failure.rebuilding:
+            return ()
+        error = error_of(failure)
         is_lost = isinstance(error, WorkerLostError) and error.rank is not None
-        return (error.rank,) if is_lost and error is not None and error.rank is not None else ()
+        return (error.rank,) if is_lost and error.rank is not None else ()
 
     def check(self) -> None:
         """Raises what has ended the generation, if it has."""
@@ -113,6 +116,7 @@ class Generation:
         self._mailbox.end(lambda: error_of(failure))
         with self._lock:
             self._over = True
+            self._ended_by = self._ended_by or failure
             links: list[Outgoing | Incoming] = [
                 *self._outgoing.values(),
                 *self._incoming.values(),
@@ -139,9 +143,11 @@ class Generation:
             self._closing = True
         self.engine.close()
         with self._lock:
-            links, is_over, self._over = list(self._outgoing.values()), self._over, True
-        for link in links:
-            link.cut() if is_over else link.finish(LEAVE_TIMEOUT_S)
+            links = list(self._outgoing.values())
+        for link in links:  # some ranks may still have to open theirs
+            link.finish(LEAVE_TIMEOUT_S)
+        with self._lock:
+            is_over, self._over = self._over, True
         if not is_over:
             self._agreement.leave()
         self._release()
@@ -151,8 +157,9 @@ class Generation:
         with self._announcing:
             self._closing = True
         self._agreement.give_up(failure)
-        # Streams end after all have been told why, or that they ended would be taken for it.
-        self._mailbox.await_end(_TELLING_TIMEOUT_S)
+        # Until rank 0 has told all: else they would find this rank's streams at their end, and
+        # take it for dead.
+        self._mailbox.await_end(_TELLING_S)
         self.end(failure)
         self.engine.close()
         self._release()

@@ -317,8 +317,11 @@ class Group:
             replacement_wait_s: How long to wait for replacements before going on with fewer.
 
         Raises:
-            WorkersMissingError: members that live did not call it in time; they are named.
+            WorkersMissingError: members that live did not call it in time; they are named. This
+                one keeps its place; call it again, or leave.
             WorkerUnreachableError, ShardUnavailableError: see `join_group`.
+            RankTakenError, WorkerLostError: the others went on without this one, which they took
+                for dead; join again.
         """
         if self._closed:
             raise ClosedError(f"group {self.name!r} was closed; join it again")

@@ -270,19 +270,22 @@ class _Membership:
         lost_ranks = previous.lost_ranks
         previous.abort(rebuilding(previous.rank))
         self._end_lease()
-        formed = self._rendezvous.join(
-            self._spec,
-            self._member,
-            previous.rank,
-            lease_ms=self._lease_ms,
-            timeout_s=timeout_s,
-            greet=self._unreachable,
-            previous=Formed(
-                generation=previous.number, rank=previous.rank, members=previous.members
-            ),
-            lost_ranks=lost_ranks,
-            replacement_wait_ms=int(1000 * wait_s),
-        )
+        followed = Formed(generation=previous.number, rank=previous.rank, members=previous.members)
+        try:
+            formed = self._rendezvous.join(
+                self._spec,
+                self._member,
+                previous.rank,
+                lease_ms=self._lease_ms,
+                timeout_s=timeout_s,
+                greet=self._unreachable,
+                previous=followed,
+                lost_ranks=lost_ranks,
+                replacement_wait_ms=int(1000 * wait_s),
+            )
+        except BaseException:
+            self._keep_lease(followed, previous)  # it lives, and may ask again
+            raise
         return self._begun(formed)
 
     @property
@@ -308,7 +311,10 @@ class _Membership:
             traffic=self._traffic,
         )
         self._server.begin(generation)
+        self._keep_lease(formed, generation)
+        return generation
 
+    def _keep_lease(self, formed: Formed, generation: Generation) -> None:
         def on_lost(members: Sequence[group_pb2.LostMember]) -> None:
             for member in members:
                 if member.rebuilds:
@@ -325,7 +331,6 @@ class _Membership:
             lease_ms=self._lease_ms,
         )
         self._lease = LeaseKeeper(self._rendezvous, renewal, on_lost)
-        return generation
 
     def _end_lease(self) -> None:
         lease, self._lease = self._lease, None

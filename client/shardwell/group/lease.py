@@ -27,10 +27,10 @@ class LeaseKeeper:
     Args:
         rendezvous: Where; it stays the caller's, and is to be closed after this.
         request: The renewal, which is sent again and again.
-        on_lost: Called once, from this thread, with members of the generation that are lost; the
-            member itself among them when it was declared lost. It must not call `close`. After it
-            the lease is renewed on, so that the member can rebuild the group, unless it is the one
-            that is lost.
+        on_lost: Called from this thread with members of the generation that are lost, once for
+            each; the member itself among them when it was declared lost. It must not call `close`.
+            After it the lease is renewed on, so that the member can rebuild the group, unless it
+            is the one that is lost.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class LeaseKeeper:
         """Workers that wait for the next generation, as of the last answer."""
         self._rendezvous = rendezvous
         self._request = request
-        self._on_lost: Callable[[Sequence[pb.LostMember]], None] | None = on_lost
+        self._on_lost = on_lost
+        self._told_ranks: set[int] = set()
         self._lease_s = request.lease_ms / 1000
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -73,8 +74,7 @@ class LeaseKeeper:
             except ShardwellError as error:
                 _LOG.debug("a lease was not renewed", extra={"reason": error.message})
                 continue
-            if lost:
-                self._tell(lost)
+            self._tell(lost)
 
     def _renew(self) -> list[pb.LostMember]:
         with self._lock:
@@ -87,9 +87,10 @@ class LeaseKeeper:
         return lost
 
     def _tell(self, lost: Sequence[pb.LostMember]) -> None:
-        tell, self._on_lost = self._on_lost, None
-        if tell is not None:
-            tell(lost)
+        new = [member for member in lost if member.rank not in self._told_ranks]
+        self._told_ranks.update(member.rank for member in new)
+        if new:
+            self._on_lost(new)
 
     def __enter__(self) -> LeaseKeeper:
         return self

@@ -72,11 +72,6 @@ class Mailbox:
             self._is_ending = self._is_ending or make_error
             self._changed.notify_all()
 
-    def await_end(self, timeout_s: float) -> bool:
-        """Blocks until the generation is at its end; whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._ended is not None, timeout_s)
-
     @property
     def ended(self) -> MakeError | None:
         """Makes the error that no further call escapes; None while calls can be made."""
@@ -102,6 +97,12 @@ class Mailbox:
                 if rest_s <= 0:
                     return None
                 self._changed.wait(rest_s)
+
+    def await_end(self, timeout_s: float) -> MakeError | None:
+        """What the generation has ended with; None if it has not in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None, timeout_s)
+            return self._ended
 
     def take(self, call_index: int, timeout_s: float) -> Arrival | None:
         """The next chunk of a call, in order of arrival; None if there is none in time.

@@ -69,6 +69,8 @@ class Seat:
     lease: Lease
     lost_reason: str = ""
     """Why it is gone; empty while it lives."""
+    has_left: bool = False
+    """It is gone because it left in order."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from shardwell.errors import (
     DeadlineError,
     ShardUnavailableError,
     WorkersMissingError,
+    WorkerUnreachableError,
 )
 from shardwell.status import from_rpc_error
 from shardwell.v1 import group_pb2 as pb
@@ -84,7 +85,8 @@ class Rendezvous:
     ) -> Formed:
         """A place in the group's next generation; blocks until all its members are there.
 
-        When it gives up, for whatever reason, it leaves, so that the place is free.
+        When it gives up, for whatever reason, it leaves, so that the place is free; but a member
+        that follows a generation keeps its place there, and may ask again.
 
         Args:
             spec: What all members must agree on.
@@ -105,7 +107,8 @@ class Rendezvous:
             ShardUnavailableError: the rendezvous did not answer at all.
             GroupMismatchError: another size, strategy or codec than those of who came first.
             RankTakenError: a worker that lives has the rank.
-            WorkerUnreachableError: a member can't reach another.
+            WorkerUnreachableError: a member can't reach another. With `previous`, that is tried
+                again until the timeout: a member may have died just now.
             WorkerLostError: the member was declared lost.
             ArgumentError: a value that can't be used.
             LimitError: a limit of the rendezvous.
@@ -120,8 +123,9 @@ class Rendezvous:
         try:
             return self._join(request, timeout_s, greet)
         except BaseException:
-            with contextlib.suppress(Exception):
-                self.leave(spec.name, member.member_id)
+            if previous is None:
+                with contextlib.suppress(Exception):
+                    self.leave(spec.name, member.member_id)
             raise
 
     def begin_renewal(self, request: pb.RenewLeaseRequest, *, timeout_s: float) -> Any:
@@ -175,6 +179,12 @@ class Rendezvous:
                 if type(error) is not DeadlineError:
                     raise
                 waiting.failed(error)
+            except WorkerUnreachableError as error:
+                if not request.previous_generation:
+                    raise
+                waiting.failed(error)
+                request.checked_generation = 0
+                del request.unreachable[:]
             else:
                 waiting.answered(response)
                 if response.ready:

@@ -48,6 +48,8 @@ class RollCall:
         self._next_index = [0] * size
         self._inactive_from: list[float] = [math.inf] * size
         self._joined: dict[int, float] = {}  # rank to deadline of its JOIN, in order
+        # Whose JOIN had failed for want of others when the last of them came: told when it asks.
+        self._returning: dict[int, pb.Verdict] = {}
         self._left: dict[int, str] = {}
         self._open: dict[int, _Open] = {}
         self._failed: dict[int, pb.Verdict] = {}
@@ -74,7 +76,7 @@ class RollCall:
         if failed is not None:
             self._forget_failures()
             return [(rank, failed)]
-        if rank in self._joined:
+        if rank in self._joined or rank in self._returning:
             misuse = _failure(
                 types_pb2.ERROR_CODE_INVALID_ARGUMENT,
                 f"rank {rank} calls {_name(call)} after join(), before all have joined; call "
@@ -94,6 +96,10 @@ class RollCall:
         told: Verdicts = []
         for index in sorted(self._open):
             told += self._decide(index)
+        failure = self._lost()
+        for waiting in [each for each, end_s in self._joined.items() if end_s != math.inf]:
+            self._joined[waiting] = math.inf
+            told.append((waiting, pb.Verdict(operation=pb.OPERATION_JOIN, failure=failure)))
         return told
 
     def expire(self, now_s: float) -> Verdicts:
@@ -152,6 +158,9 @@ class RollCall:
             )
 
     def _join(self, rank: int, deadline_s: float) -> Verdicts:
+        if (done := self._returning.pop(rank, None)) is not None:
+            self._next_index[rank] = done.call_index
+            return [(rank, done)]
         self._inactive_from[rank] = min(self._inactive_from[rank], self._next_index[rank])
         self._joined.pop(rank, None)
         self._joined[rank] = deadline_s
@@ -161,8 +170,12 @@ class RollCall:
         if len(self._joined) == self._size:
             index = max(self._next_index)
             verdict = pb.Verdict(call_index=index, operation=pb.OPERATION_JOIN, last_rank=rank)
-            told += [(each, verdict) for each in range(self._size)]
-            self._next_index = [index] * self._size
+            for each, end_s in self._joined.items():
+                if end_s == math.inf:
+                    self._returning[each] = verdict
+                else:
+                    told.append((each, verdict))
+                    self._next_index[each] = index
             self._inactive_from = [math.inf] * self._size
             self._joined.clear()
             self._failed.clear()
