@@ -85,25 +85,32 @@ class ChunkArithmetic:
         np.multiply(self._own(where), np.float32(self._factor), out=total)
         return total
 
+    def opened(self, chunk: types_pb2.Chunk, payload: Bytes, where: Slice) -> Bytes:
+        """Checks what came for a range; returns the codec's bytes: a view.
+
+        Raises:
+            CorruptChunkError, ArgumentError: see `ChunkCodec.open`.
+        """
+        return self._codec.open(chunk, where, payload)
+
     def combine(
-        self, chunk: types_pb2.Chunk, payload: Bytes, where: Slice, total: Float32 | None = None
+        self, exponent: int, stored: Bytes, where: Slice, total: Float32 | None = None
     ) -> Float32:
         """Adds what came to `total`; without, to this rank's own values, in memory of its own.
 
         The result without `total` stands until the next call of this object.
         """
-        stored = self._codec.open(chunk, where, payload)
         own = total is None
         out = self._total[: where.size] if total is None else total
         added = self._own(where) if total is None else total
         codec, scratch = self._codec.codec, thread_scratch()
         if self._reduction in (Reduction.SUM, Reduction.MEAN):
             factor = self._factor if own else 1.0
-            scale = math.ldexp(1.0, chunk.scale_exponent)
+            scale = math.ldexp(1.0, exponent)
             codec.decode_add(stored, scale, added, factor, out, scratch)
             return out
         pick = np.maximum if self._reduction is Reduction.MAX else np.minimum
-        scale = math.ldexp(1.0, chunk.scale_exponent)
+        scale = math.ldexp(1.0, exponent)
         for start in blocks(where.size):
             values = scratch.values[: min(len(scratch.values), where.size - start)]
             codec.decode_block(stored, start, scale, values)
@@ -147,10 +154,9 @@ class ChunkArithmetic:
             np.copyto(into, total)
         return message
 
-    def store(self, chunk: types_pb2.Chunk, payload: Bytes, where: Slice) -> None:
+    def store(self, exponent: int, stored: Bytes, where: Slice) -> None:
         """Writes final values that came to the array."""
-        stored = self._codec.open(chunk, where, payload)
-        self._codec.codec.decode(stored, chunk.scale_exponent, self._own(where))
+        self._codec.codec.decode(stored, exponent, self._own(where))
 
     def _own(self, where: Slice) -> Float32:
         return self._array[where.offset : where.stop]
