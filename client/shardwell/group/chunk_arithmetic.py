@@ -144,7 +144,8 @@ class ChunkArithmetic:
             if math.frexp(self._divisor)[0] == 0.5:  # a power of two: as exact, and faster
                 np.multiply(total, np.float32(1.0 / self._divisor), out=out)
             else:
-                np.divide(total, np.float32(self._divisor), out=out)
+                with np.errstate(over="ignore"):  # a divisor below 1, and a total at the very edge
+                    np.divide(total, np.float32(self._divisor), out=out)
             total, peak = out, None
         message = self._message(pb.STAGE_FINAL, index, where, total, peak) if spreads else b""
         if message and self._codec.codec.name != "fp32":
