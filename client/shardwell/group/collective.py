@@ -133,14 +133,18 @@ class Collective:
             raise self._refused(arrival, f"the array has {len(self._plan.chunks)} chunks")
         where, role = self._chunk(index)
         is_final = stage == pb.STAGE_FINAL
+        sources = () if role.inflow is None else role.inflow.sources
         if is_final:
             expected = role.outflow is not None and role.outflow.source == arrival.rank
         else:
-            sources = () if role.inflow is None else role.inflow.sources
             expected = stage == pb.STAGE_PARTIAL and arrival.rank in sources
         key = (arrival.rank, index, stage)
         if not expected or key in self._seen:
             raise self._refused(arrival, "it came before" if expected else "none is due from it")
+        if is_final and any(
+            (source, index, pb.STAGE_PARTIAL) not in self._seen for source in sources
+        ):
+            raise self._refused(arrival, "it is final before all have contributed")
         try:
             stored = self._arithmetic.opened(header.chunk, arrival.payload, where)
         except ShardwellError as error:
