@@ -91,28 +91,35 @@ class ChunkArithmetic:
             total.fill(0.0)  # whatever is there, NaN included
         return total
 
+    def opened(self, chunk: types_pb2.Chunk, payload: Bytes, where: Slice) -> Bytes:
+        """Checks what came for a range; returns the codec's bytes: a view.
+
+        Raises:
+            CorruptChunkError, ArgumentError: see `ChunkCodec.open`.
+        """
+        return self._codec.open(chunk, where, payload)
+
     def combine(
-        self, chunk: types_pb2.Chunk, payload: Bytes, where: Slice, total: Float32 | None = None
+        self, exponent: int, stored: Bytes, where: Slice, total: Float32 | None = None
     ) -> Float32:
         """Adds what came to `total`; without, to this rank's own values, in memory of its own.
 
         The result without `total` stands until the next call of this object.
         """
-        stored = self._codec.open(chunk, where, payload)
         own = total is None
         out = self._total[: where.size] if total is None else total
         added = self._own(where) if total is None else total
         codec, scratch = self._codec.codec, thread_scratch()
         if self._reduction in (Reduction.SUM, Reduction.MEAN):
             factor = self._factor if own else 1.0
-            scale = math.ldexp(1.0, chunk.scale_exponent)
+            scale = math.ldexp(1.0, exponent)
             if not factor:
-                codec.decode(stored, chunk.scale_exponent, out)
+                codec.decode(stored, exponent, out)
                 return out
             codec.decode_add(stored, scale, added, factor, out, scratch)
             return out
         pick = np.maximum if self._reduction is Reduction.MAX else np.minimum
-        scale = math.ldexp(1.0, chunk.scale_exponent)
+        scale = math.ldexp(1.0, exponent)
         for start in blocks(where.size):
             values = scratch.values[: min(len(scratch.values), where.size - start)]
             codec.decode_block(stored, start, scale, values)
@@ -146,7 +153,8 @@ class ChunkArithmetic:
             if math.frexp(self._divisor)[0] == 0.5:  # a power of two: as exact, and faster
                 np.multiply(total, np.float32(1.0 / self._divisor), out=out)
             else:
-                np.divide(total, np.float32(self._divisor), out=out)
+                with np.errstate(over="ignore"):  # a divisor below 1, and a total at the very edge
+                    np.divide(total, np.float32(self._divisor), out=out)
             total, peak = out, None
         message = self._message(pb.STAGE_FINAL, index, where, total, peak) if spreads else b""
         if message and self._codec.codec.name != "fp32":
@@ -156,10 +164,9 @@ class ChunkArithmetic:
             np.copyto(into, total)
         return message
 
-    def store(self, chunk: types_pb2.Chunk, payload: Bytes, where: Slice) -> None:
+    def store(self, exponent: int, stored: Bytes, where: Slice) -> None:
         """Writes final values that came to the array."""
-        stored = self._codec.open(chunk, where, payload)
-        self._codec.codec.decode(stored, chunk.scale_exponent, self._own(where))
+        self._codec.codec.decode(stored, exponent, self._own(where))
 
     def _own(self, where: Slice) -> Float32:
         return self._array[where.offset : where.stop]

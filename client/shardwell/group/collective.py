@@ -54,7 +54,8 @@ class _Sum:
     def __init__(self, total: Float32) -> None:
         self.total = total
         self.added_count = 0
-        self.early: dict[int, Arrival] = {}
+        self.early: dict[int, tuple[int, Bytes]] = {}
+        """By rank: scale exponent and checked values of what came before its turn."""
 
 
 class Collective:
@@ -132,50 +133,58 @@ class Collective:
             raise self._refused(arrival, f"the array has {len(self._plan.chunks)} chunks")
         where, role = self._chunk(index)
         is_final = stage == pb.STAGE_FINAL
+        sources = () if role.inflow is None else role.inflow.sources
         if is_final:
             expected = role.outflow is not None and role.outflow.source == arrival.rank
         else:
-            sources = () if role.inflow is None else role.inflow.sources
             expected = stage == pb.STAGE_PARTIAL and arrival.rank in sources
         key = (arrival.rank, index, stage)
         if not expected or key in self._seen:
             raise self._refused(arrival, "it came before" if expected else "none is due from it")
+        if is_final and any(
+            (source, index, pb.STAGE_PARTIAL) not in self._seen for source in sources
+        ):
+            raise self._refused(arrival, "it is final before all have contributed")
         try:
-            sendings = (
-                self._take_final(arrival, where, role)
-                if is_final
-                else self._take_partial(arrival, index, where, role)
-            )
+            stored = self._arithmetic.opened(header.chunk, arrival.payload, where)
         except ShardwellError as error:
             raise self._refused(arrival, error.message) from None
         self._seen.add(key)
+        sendings = (
+            self._take_final(arrival, stored, where, role)
+            if is_final
+            else self._take_partial(arrival, stored, where, role)
+        )
         self._due_count -= 1
         self._due_of_row[self._plan.chunks[index][2]] -= 1
         self._complete_rows()
         return sendings
 
-    def _take_final(self, arrival: Arrival, where: Slice, role: Role) -> list[Sending]:
-        self._arithmetic.store(arrival.header.chunk, arrival.payload, where)
+    def _take_final(
+        self, arrival: Arrival, stored: Bytes, where: Slice, role: Role
+    ) -> list[Sending]:
+        self._arithmetic.store(arrival.header.chunk.scale_exponent, stored, where)
         assert role.outflow is not None
         return [Sending(target, arrival.message, where.size) for target in role.outflow.targets]
 
     def _take_partial(
-        self, arrival: Arrival, index: int, where: Slice, role: Role
+        self, arrival: Arrival, stored: Bytes, where: Slice, role: Role
     ) -> list[Sending]:
         assert role.inflow is not None
-        sources = role.inflow.sources
+        sources, chunk = role.inflow.sources, arrival.header.chunk
+        index, exponent = chunk.chunk_index, chunk.scale_exponent
         if len(sources) == 1:
-            total = self._arithmetic.combine(arrival.header.chunk, arrival.payload, where)
+            total = self._arithmetic.combine(exponent, stored, where)
             return self._pass_on(index, where, role, total)
         under_way = self._sums.get(index)
         if under_way is None:
             under_way = self._sums[index] = _Sum(self._arithmetic.begin(where))
-        under_way.early[arrival.rank] = arrival
+        under_way.early[arrival.rank] = (exponent, stored)
         while under_way.added_count < len(sources):
             due = under_way.early.pop(sources[under_way.added_count], None)
             if due is None:
                 return []
-            self._arithmetic.combine(due.header.chunk, due.payload, where, under_way.total)
+            self._arithmetic.combine(*due, where, under_way.total)
             under_way.added_count += 1
         del self._sums[index]
         return self._pass_on(index, where, role, under_way.total)

@@ -28,7 +28,7 @@ class Mailbox:
         self._arrivals: dict[int, deque[Arrival]] = {}
         self._count_of_rank: dict[int, int] = {}
         self._verdicts: dict[int, pb.Verdict] = {}
-        self._join_verdict: pb.Verdict | None = None
+        self._join_verdicts: deque[pb.Verdict] = deque()
         self._ended: MakeError | None = None
         self._is_ending: MakeError | None = None
 
@@ -54,7 +54,7 @@ class Mailbox:
         """Adds what rank 0 says of a call."""
         with self._changed:
             if verdict.operation == pb.OPERATION_JOIN:
-                self._join_verdict = verdict
+                self._join_verdicts.append(verdict)
             else:
                 self._verdicts[verdict.call_index] = verdict
             self._changed.notify_all()
@@ -138,5 +138,4 @@ class Mailbox:
     def _taken_verdict(self, call_index: int | None) -> pb.Verdict | None:
         if call_index is not None:
             return self._verdicts.pop(call_index, None)
-        verdict, self._join_verdict = self._join_verdict, None
-        return verdict
+        return self._join_verdicts.popleft() if self._join_verdicts else None

@@ -5,7 +5,8 @@ Events go in (a rank calls, leaves, time passes), verdicts come out, each for on
 A call is open from the first rank that calls it until all ranks that are active in it have, and is
 then decided: it goes on, or fails for all. It also fails, for those who have called, when the first
 of their deadlines passes; whoever comes later is told the same. A rank is active in a call unless
-it called JOIN before. When all have called JOIN, all are active again.
+it called JOIN before. When all have called JOIN, all are active again. Whose JOIN met its deadline
+before that is told when it calls JOIN again, which it must before any other call.
 
 Invariants: every rank gets one verdict for each call it makes, and all verdicts of a call say the
 same; no verdict but of a failure is given before all active ranks have called.
@@ -47,9 +48,10 @@ class RollCall:
         self._size = size
         self._next_index = [0] * size
         self._inactive_from: list[float] = [math.inf] * size
-        self._joined: dict[int, float] = {}  # rank to deadline of its JOIN, in order
-        # Whose JOIN had failed for want of others when the last of them came: told when it asks.
-        self._returning: dict[int, pb.Verdict] = {}
+        self._joined: dict[int, list[float]] = {}
+        """Ranks that called JOIN, and the deadlines of those calls that wait."""
+        self._owed: dict[int, pb.Verdict] = {}
+        """By rank: that all have joined, which it did not wait for."""
         self._left: dict[int, str] = {}
         self._open: dict[int, _Open] = {}
         self._failed: dict[int, pb.Verdict] = {}
@@ -58,7 +60,8 @@ class RollCall:
     def deadline_s(self) -> float:
         """When `expire` has something to do; infinity if nobody waits."""
         waits = [call.deadline_s for call in self._open.values()]
-        return min((*waits, *self._joined.values()), default=math.inf)
+        waits += [deadline_s for waiting in self._joined.values() for deadline_s in waiting]
+        return min(waits, default=math.inf)
 
     def call(self, rank: int, call: pb.CollectiveCall, now_s: float) -> Verdicts:
         """A rank calls.
@@ -72,18 +75,18 @@ class RollCall:
             return self._join(rank, deadline_s)
         index = call.call_index
         self._next_index[rank] = index + 1
+        if rank in self._joined or rank in self._owed:
+            misuse = _failure(
+                types_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"rank {rank} calls {_name(call)} after join(), before it knows that all have "
+                "joined; call join() again to wait for the others",
+                [rank],
+            )
+            return [(rank, pb.Verdict(call_index=index, failure=misuse))]
         failed = self._failed.get(index)
         if failed is not None:
             self._forget_failures()
             return [(rank, failed)]
-        if rank in self._joined or rank in self._returning:
-            misuse = _failure(
-                types_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                f"rank {rank} calls {_name(call)} after join(), before all have joined; call "
-                "join() again to wait for the others",
-                [rank],
-            )
-            return [(rank, pb.Verdict(call_index=index, failure=misuse))]
         opened = self._open.setdefault(index, _Open())
         opened.calls[rank] = call
         opened.deadline_s = min(opened.deadline_s, deadline_s)
@@ -93,13 +96,12 @@ class RollCall:
         """A rank has left, after the calls that it has made; later calls fail."""
         self._left[rank] = reason
         self._joined.pop(rank, None)
+        self._owed.pop(rank, None)
         told: Verdicts = []
         for index in sorted(self._open):
             told += self._decide(index)
-        failure = self._lost()
-        for waiting in [each for each, end_s in self._joined.items() if end_s != math.inf]:
-            self._joined[waiting] = math.inf
-            told.append((waiting, pb.Verdict(operation=pb.OPERATION_JOIN, failure=failure)))
+        for each in self._joined:
+            told += self._fail_joins(each, math.inf, self._lost())
         return told
 
     def expire(self, now_s: float) -> Verdicts:
@@ -119,17 +121,15 @@ class RollCall:
                         missing,
                     ),
                 )
-        for rank, deadline_s in list(self._joined.items()):
-            if deadline_s <= now_s:
-                self._joined[rank] = math.inf
-                missing = sorted(set(range(self._size)) - set(self._joined))
-                failure = _failure(
-                    types_pb2.ERROR_CODE_WORKERS_MISSING,
-                    f"{_ranks(missing)} did not call join() within the deadline; call join() again "
-                    "to go on waiting, or raise timeout_s",
-                    missing,
-                )
-                told.append((rank, pb.Verdict(operation=pb.OPERATION_JOIN, failure=failure)))
+        missing = sorted(set(range(self._size)) - set(self._joined))
+        for rank in self._joined:
+            failure = _failure(
+                types_pb2.ERROR_CODE_WORKERS_MISSING,
+                f"{_ranks(missing)} did not call join() within the deadline; call join() again "
+                "to go on waiting, or raise timeout_s",
+                missing,
+            )
+            told += self._fail_joins(rank, now_s, failure)
         return told
 
     def _check(self, rank: int, call: pb.CollectiveCall) -> None:
@@ -146,9 +146,9 @@ class RollCall:
             )
         slowest = min(
             (
-                self._next_index[r]
-                for r in range(self._size)
-                if r not in self._joined and r not in self._left
+                self._reached(other)
+                for other in range(self._size)
+                if other not in self._joined and other not in self._left
             ),
             default=call.call_index,
         )
@@ -157,32 +157,48 @@ class RollCall:
                 f"rank {rank} is {call.call_index - slowest} calls ahead of the slowest"
             )
 
+    def _reached(self, rank: int) -> int:
+        """Which call it can make next, as a member of all."""
+        owed = self._owed.get(rank)
+        return self._next_index[rank] if owed is None else owed.call_index
+
     def _join(self, rank: int, deadline_s: float) -> Verdicts:
-        if (done := self._returning.pop(rank, None)) is not None:
-            self._next_index[rank] = done.call_index
-            return [(rank, done)]
+        owed = self._owed.pop(rank, None)
+        if owed is not None:
+            self._next_index[rank] = owed.call_index
+            return [(rank, owed)]
         self._inactive_from[rank] = min(self._inactive_from[rank], self._next_index[rank])
-        self._joined.pop(rank, None)
-        self._joined[rank] = deadline_s
+        self._joined.setdefault(rank, []).append(deadline_s)
         told: Verdicts = []
         for index in sorted(self._open):
             told += self._decide(index)
         if len(self._joined) == self._size:
-            index = max(self._next_index)
-            verdict = pb.Verdict(call_index=index, operation=pb.OPERATION_JOIN, last_rank=rank)
-            for each, end_s in self._joined.items():
-                if end_s == math.inf:
-                    self._returning[each] = verdict
-                else:
-                    told.append((each, verdict))
-                    self._next_index[each] = index
-            self._inactive_from = [math.inf] * self._size
-            self._joined.clear()
-            self._failed.clear()
+            told += self._all_joined(rank)
         elif self._left:
-            told += [(rank, pb.Verdict(operation=pb.OPERATION_JOIN, failure=self._lost()))]
-            self._joined[rank] = math.inf
+            told += self._fail_joins(rank, math.inf, self._lost())
         return told
+
+    def _all_joined(self, last_rank: int) -> Verdicts:
+        index = max(self._next_index)
+        verdict = pb.Verdict(call_index=index, operation=pb.OPERATION_JOIN, last_rank=last_rank)
+        told: Verdicts = []
+        for rank in range(self._size):
+            waiting = self._joined.pop(rank)
+            told += [(rank, verdict)] * len(waiting)
+            if waiting:
+                self._next_index[rank] = index
+            else:
+                self._owed[rank] = verdict
+        self._inactive_from = [math.inf] * self._size
+        self._failed.clear()
+        return told
+
+    def _fail_joins(self, rank: int, until_s: float, failure: pb.Failure) -> Verdicts:
+        """Fails a rank's JOINs whose deadline is not after `until_s`; it remains out."""
+        waiting = self._joined[rank]
+        self._joined[rank] = [deadline_s for deadline_s in waiting if deadline_s > until_s]
+        verdict = pb.Verdict(operation=pb.OPERATION_JOIN, failure=failure)
+        return [(rank, verdict)] * (len(waiting) - len(self._joined[rank]))
 
     def _active(self, index: int) -> set[int]:
         return {rank for rank in range(self._size) if self._inactive_from[rank] > index}
@@ -219,7 +235,7 @@ class RollCall:
     def _forget_failures(self) -> None:
         """Drops those that every rank has been told."""
         late = [
-            self._next_index[rank]
+            self._reached(rank)
             for rank in range(self._size)
             if rank not in self._left and rank not in self._joined
         ]
