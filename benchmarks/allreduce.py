@@ -10,7 +10,7 @@ torch.distributed's, on the CPU; Open MPI is measured as installed (shared memor
 the others are. The floor is a ring of bare grpcio streams that move the bytes that Shardwell's ring
 must move, encoded, and add nothing. All live at the same time and take turns step by step, so that
 the machine's moods hit all alike; whoever waits for its turn sleeps. Ratios are of medians; CPU
-time is a process's; what a worker sends is compared with 2 (n - 1) / n of the encoded array. Peers
+time is a process's; "sent" is what a worker sends, over 2 (n - 1) / n of the encoded array. Peers
 that are not installed are skipped, and named; they may be in other interpreters.
 """
 
@@ -142,7 +142,7 @@ def measure(rows: list[Row], megabytes: int, count: int, step_count: int) -> dic
             encoded_bytes = megabytes * 10**6 // 4 * CODECS[row.order["codec"]].item_size
             least_bytes = 2 * (count - 1) / count * encoded_bytes
             sent_bytes = max(told["sent_bytes"] for step in taken for told in step.told)
-            figures["sent_over_least"] = round(sent_bytes / least_bytes, 4)
+            figures["sent_over_least"] = round(sent_bytes / least_bytes, 5)
     return found
 
 
@@ -168,12 +168,12 @@ def latency(rows: list[Row]) -> dict[str, Any]:
 
 
 COLUMNS = {
-    "median_ms": "median ms",
-    "fastest_ms": "fastest ms",
-    "over_gloo": "/ gloo",
-    "over_bare": "/ bare",
-    "cpu_ms": "CPU ms",
-    "sent_over_least": "sent / least",
+    "median_ms": ("ms", "{:.4g}"),
+    "fastest_ms": ("fastest", "{:.4g}"),
+    "over_gloo": ("/ gloo", "{:.3g}"),
+    "over_bare": ("/ bare", "{:.3g}"),
+    "cpu_ms": ("CPU ms", "{:.4g}"),
+    "sent_over_least": ("sent", "{:.3f}"),
 }
 
 
@@ -183,11 +183,17 @@ def show(console: Console, title: str, rows: list[Row], found: dict[str, Any]) -
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for name in columns:
-        table.add_column(COLUMNS[name], justify="right")
+        table.add_column(COLUMNS[name][0], justify="right")
     for row in rows:
         if row.name in found:
             figures = found[row.name]
-            table.add_row(row.label, *(str(figures.get(name, "")) for name in columns))
+            table.add_row(
+                row.label,
+                *(
+                    COLUMNS[name][1].format(figures[name]) if name in figures else ""
+                    for name in columns
+                ),
+            )
     console.print(table)
 
 
