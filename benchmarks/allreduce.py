@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -180,7 +181,7 @@ COLUMNS = {
 def show(console: Console, title: str, rows: list[Row], found: dict[str, Any]) -> None:
     """Prints one table."""
     columns = [name for name in COLUMNS if any(name in figures for figures in found.values())]
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
     table.add_column("", no_wrap=True)
     for name in columns:
         table.add_column(COLUMNS[name][0], justify="right")

@@ -34,6 +34,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -66,7 +67,7 @@ def run(*words: str) -> str:
 class Network:
     """Hosts on a switch. A context manager that leaves nothing behind."""
 
-    def __init__(self, host_count: int, mbit: int, congestion: str | None) -> None:
+    def __init__(self, host_count: int, mbit: int, congestion: str) -> None:
         self._switch = f"{PREFIX}-{os.getpid()}-switch"
         self._hosts = [f"{PREFIX}-{os.getpid()}-{index}" for index in range(host_count)]
         self._mbit = mbit
@@ -96,6 +97,8 @@ class Network:
 
     def congestion_control(self) -> str:
         """TCP's, on the hosts."""
+        if self._congestion:
+            return self._congestion
         name = "net.ipv4.tcp_congestion_control"
         return run(*self.command(0, ["sysctl", "-n", name])).strip()
 
@@ -135,9 +138,9 @@ class Network:
             limit += ("latency", f"{QUEUE_MS}ms")
             run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limit)
             run("ip", "-n", namespace, "link", "set", device, "up")
-        if self._congestion is not None:
-            setting = f"net.ipv4.tcp_congestion_control={self._congestion}"
-            run(*self.command(index, ["sysctl", "-qw", setting]))
+        if self._congestion:  # of routes: the setting may be for init's namespace alone
+            route = ("route", "replace", "10.99.0.0/24", "dev", "eth0", "congctl")
+            run("ip", "-n", host, *route, self._congestion)
 
 
 def _statistics(namespace: str, device: str) -> dict[str, Any]:
@@ -199,9 +202,9 @@ def crews(
     rows: list[tuple[str, str, str, Crew, dict[str, Any]]] = []
     for codec in ("fp16", "fp32"):
         order = {"strategy": "ring", "codec": codec}
-        rows.append((f"ring_{codec}", f"ring all-reduce, {codec}", codec, ring, order))
-        rows.append((f"bare_{codec}", f"  bare gRPC, {codec}", codec, bare, {"codec": codec}))
-    rows.append(("exchange_fp16", "parameter server, fp16", "fp16", exchange, {}))
+        rows.append((f"ring_{codec}", f"all-reduce {codec}", codec, ring, order))
+        rows.append((f"bare_{codec}", f"bare gRPC {codec}", codec, bare, {"codec": codec}))
+    rows.append(("exchange_fp16", "exchange fp16", "fp16", exchange, {}))
     return rows
 
 
@@ -264,14 +267,14 @@ def measure(args: argparse.Namespace, count: int) -> dict[str, Any]:
 
 
 COLUMNS = {
-    "median_ms": "ms",
-    "raw_bound_ms": "raw",
-    "of_raw": "of it",
-    "goodput_bound_ms": "goodput",
-    "of_goodput": "of it",
-    "cable_over_bound": "bytes",
-    "cores": "cores",
-    "drops": "drops",
+    "median_ms": ("ms", "{:.0f}"),
+    "raw_bound_ms": ("raw", "{:.0f}"),
+    "of_raw": ("%", "{:.0%}"),
+    "goodput_bound_ms": ("good", "{:.0f}"),
+    "of_goodput": ("%", "{:.0%}"),
+    "cable_over_bound": ("bytes", "{:.3f}"),
+    "cores": ("cores", "{:.1f}"),
+    "drops": ("drops", "{}"),
 }
 
 
@@ -283,7 +286,7 @@ def why_not() -> str | None:
         if shutil.which(program) is None:
             return f"there is no {program}; on Debian and Ubuntu: apt-get install iproute2 procps"
     try:
-        with Network(1, 1000, None):
+        with Network(1, 1000, ""):
             return None
     except (RuntimeError, OSError) as error:
         return f"no namespaces with links of a known rate here: {error}"
@@ -300,7 +303,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=1000)
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--congestion", help="TCP's congestion control; default: this machine's")
+    parser.add_argument("--congestion", default="cubic", help='of TCP; "": this machine\'s')
     parser.add_argument("--limit-s", type=int, default=300, help="stops itself after so long")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -319,15 +322,18 @@ def main() -> None:
             title=f"{count} hosts, {args.mbit} Mbit/s, {args.megabytes} MB of float32, "
             f"{args.steps} steps; {found['congestion_control']}; {os.cpu_count()} cores in all",
             title_justify="left",
+            box=box.SIMPLE,
         )
         table.add_column("", no_wrap=True)
-        for title in COLUMNS.values():
-            table.add_column(title, justify="right")
+        for title, _ in COLUMNS.values():
+            table.add_column(title, justify="right", no_wrap=True)
         for figures in found["rows"].values():
-            table.add_row(figures["label"], *(str(figures[name]) for name in COLUMNS))
+            cells = (form.format(figures[name]) for name, (_, form) in COLUMNS.items())
+            table.add_row(figures["label"], *cells)
         console.print(table)
     console.print(
-        "ms: median; raw, goodput: bounds in ms; bytes: of the fullest cable / goodput bound's; "
+        "ms: median; raw, good: raw and goodput bound in ms, and how much of it was reached; "
+        "bytes: of the fullest cable / goodput bound's; "
         "cores: busy, of this whole machine; drops: of full queues"
     )
     result = {"mbit": args.mbit, "megabytes": args.megabytes, "hosts": results}
