@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import grpc
 
@@ -61,6 +62,7 @@ class Generation:
         self._over = False
         self._ended_by: pb.Failure | None = None
         self._closing = False
+        self._joining: Future[int] | None = None
         self._mailbox = Mailbox(self.size)
         self._agreement: Agreement
         if rank == 0:
@@ -105,7 +107,13 @@ class Generation:
             if self._closing:
                 raise ClosedError("the group was closed; join it again")
             self.check()
-            if not call.is_join:
+            if self._joining is not None and not self._joining.done() and not call.is_join:
+                raise ArgumentError(
+                    "another thread waits in join(); this rank makes no other call until then"
+                )
+            if call.is_join:
+                self._joining = call.result
+            else:
                 call.announcement.call_index = self.engine.next_call_index
                 self.engine.next_call_index += 1
             self._agreement.call(call.announcement)

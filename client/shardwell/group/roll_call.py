@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
-from shardwell.specs import SAMPLE_COUNT_MAX
+from shardwell.specs import SAMPLE_COUNT_MAX, WIRE_CODECS
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 
@@ -136,6 +136,16 @@ class RollCall:
         is_join = call.operation == pb.OPERATION_JOIN
         if call.operation not in pb.Operation.values() or not call.operation:
             raise ArgumentError(f"operation {call.operation} is unknown")
+        moves = call.operation not in (pb.OPERATION_BARRIER, pb.OPERATION_JOIN)
+        if moves and not call.HasField("problem"):
+            reduces = call.operation not in (pb.OPERATION_BROADCAST, pb.OPERATION_ALL_GATHER)
+            if call.codec not in WIRE_CODECS.values() or (
+                reduces and (not call.reduction or call.reduction not in pb.Reduction.values())
+            ):
+                raise ArgumentError(
+                    f"rank {rank}: {_name(call)} with codec {call.codec} and reduction "
+                    f"{call.reduction}, one of which is unknown"
+                )
         if not is_join and call.call_index != self._next_index[rank]:
             raise ArgumentError(
                 f"rank {rank} makes call {call.call_index}; expected {self._next_index[rank]}"
