@@ -260,3 +260,25 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+@pytest.mark.parametrize("sync", ["ring", "tree", "centralized", "threads"])
+def test_every_way_of_synchronising_trains_as_well(sync: str) -> None:
+    with started("demo", "--sync", sync, "--workers", "3", "--steps", "200") as process:
+        code, output, errors = finish(process)
+    assert code == 0, errors
+    accuracy = re.search(r"held-out accuracy +([\d.]+)", output)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.95
+    assert ("codec" in output.splitlines()[0]) == (sync != "threads")
+
+
+def test_what_a_group_can_not_do_is_refused() -> None:
+    for arguments, told in (
+        (("--sync", "ring", "--mode", "async"), "asynchronously"),
+        (("--sync", "tree", "--codec", "fp16+lz4"), "codec"),
+    ):
+        with started("demo", *arguments) as process:
+            code, _, errors = finish(process)
+        assert code == 1
+        assert told in errors
