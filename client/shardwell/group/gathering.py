@@ -199,6 +199,8 @@ class Gathering:
         living = self.seating.living()
         if not placed or not all(self.seating.is_back(seat) for seat in living):
             return
+        if len(placed) < len(self.seating.applicants):
+            return  # somebody contends: whether the holder lives is known within its lease
         if len(placed) < self._spec.size:
             number = self._known_number()
             back = [one for one in placed.values() if one.previous_generation == number]
