@@ -387,11 +387,16 @@ class Gathering:
         placed = self.seating.placed()
         missing = {rank for rank in range(self._spec.size) if rank not in placed}
         notes = list(self._refusals.texts)
-        if placed.get(applicant.rank) is not applicant:
-            missing.add(applicant.rank)
-            lease, holder = self.seating.holder(applicant.rank, placed)
+        contended = {
+            other.rank
+            for other in self.seating.applicants.values()
+            if placed.get(other.rank) is not other
+        }
+        for rank in sorted(contended):
+            missing.add(rank)
+            lease, holder = self.seating.holder(rank, placed)
             notes.append(
-                f"rank {applicant.rank} belongs to {described(applicant.rank, holder)}; whether "
-                f"that lives is known within {max(lease.end_s - now_s, 0.0):.3g} s"
+                f"rank {rank} belongs to {described(rank, holder)}, and another asks for it; "
+                f"whether that lives is known within {max(lease.end_s - now_s, 0.0):.3g} s"
             )
         return pb.JoinGroupResponse(missing_ranks=sorted(missing), refusals=notes)

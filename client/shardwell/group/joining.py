@@ -270,9 +270,7 @@ class _Membership:
         lost_ranks = previous.lost_ranks
         previous.abort(rebuilding(previous.rank))
         self._end_lease()
-        followed = Formed(
-            generation=previous.number, rank=previous.rank, members=previous.members
-        )
+        followed = Formed(generation=previous.number, rank=previous.rank, members=previous.members)
         try:
             formed = self._rendezvous.join(
                 self._spec,
