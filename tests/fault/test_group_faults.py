@@ -315,5 +315,3 @@ def test_memory_does_not_grow(target, start) -> None:
     for answer in ask_all(members, "peak", size=2**20, count=200):
         early_kib, late_kib = answer["kib"]
         assert late_kib - early_kib < 12 * 1024, answer
-
-
