@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from shardwell.errors import ShardwellError, WorkerLostError
+from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
 from shardwell.group.mailbox import Mailbox
 from shardwell.group.peers import Peer
 from shardwell.group.roll_call import RollCall, Verdicts
@@ -88,6 +88,7 @@ class RollCallHost:
             queue.SimpleQueue() for _ in range(size)
         ]
         self._left: set[int] = set()
+        self._streaming: set[int] = set()
         self._readers: list[threading.Thread] = []
         self._over = False
         self._timer = threading.Thread(target=self._expire, name="shardwell-roll-call", daemon=True)
@@ -132,8 +133,16 @@ class RollCallHost:
     def serve(
         self, rank: int, requests: Iterator[pb.AgreeRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.AgreeResponse]:
-        """Answers another rank's stream, until it leaves or the generation ends."""
+        """Answers another rank's stream, until it leaves or the generation ends.
+
+        Raises:
+            ArgumentError: the rank has one already.
+        """
         answers = self._answers[rank]
+        with self._changed:
+            if rank in self._streaming:
+                raise ArgumentError(f"rank {rank} has a stream of calls already")
+            self._streaming.add(rank)
         if not context.add_callback(lambda: answers.put(None)):
             return
         reader = threading.Thread(

@@ -201,6 +201,8 @@ class Gathering:
         living = self.seating.living()
         if not placed or not all(self.seating.is_back(seat) for seat in living):
             return
+        if len(placed) < len(self.seating.applicants):
+            return  # somebody contends: whether the holder lives is known within its lease
         if len(placed) < self._spec.size:
             number = self._known_number()
             back = [one for one in placed.values() if one.previous_generation == number]
@@ -391,14 +393,19 @@ class Gathering:
         placed = self.seating.placed()
         missing = {rank for rank in range(self._spec.size) if rank not in placed}
         notes = list(self._refusals.texts)
+        contended = {
+            other.rank
+            for other in self.seating.applicants.values()
+            if placed.get(other.rank) is not other
+        }
         if forming is not None:
-            missing = set(range(len(forming.applicants)))
+            missing, contended = set(range(len(forming.applicants))), set()
             notes.append(f"generation {forming.number} is formed without this worker; it waits")
-        elif placed.get(applicant.rank) is not applicant:
-            missing.add(applicant.rank)
-            lease, holder = self.seating.holder(applicant.rank, placed)
+        for rank in sorted(contended):
+            missing.add(rank)
+            lease, holder = self.seating.holder(rank, placed)
             notes.append(
-                f"rank {applicant.rank} belongs to {described(applicant.rank, holder)}; whether "
-                f"that lives is known within {max(lease.end_s - now_s, 0.0):.3g} s"
+                f"rank {rank} belongs to {described(rank, holder)}, and another asks for it; "
+                f"whether that lives is known within {max(lease.end_s - now_s, 0.0):.3g} s"
             )
         return pb.JoinGroupResponse(missing_ranks=sorted(missing), refusals=notes)

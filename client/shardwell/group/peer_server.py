@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from shardwell.answering import Answering, parsed
 from shardwell.connection import SERVER_OPTIONS
 from shardwell.errors import (
+    ArgumentError,
     ShardUnavailableError,
     WorkerLostError,
     WorkerUnreachableError,
@@ -98,8 +100,7 @@ class PeerServer:
             {
                 "Greet": answering.unary(self._greet, pb.GreetRequest),
                 "Agree": grpc.stream_stream_rpc_method_handler(
-                    answering.streaming(self._agree),
-                    request_deserializer=pb.AgreeRequest.FromString,
+                    answering.streaming(self._agree),  # parsed here: gRPC hangs on what is none
                     response_serializer=pb.AgreeResponse.SerializeToString,
                 ),
                 "ReceiveChunks": grpc.unary_stream_rpc_method_handler(
@@ -116,8 +117,9 @@ class PeerServer:
         return pb.GreetResponse()
 
     def _agree(
-        self, requests: Iterator[pb.AgreeRequest], context: grpc.ServicerContext
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.AgreeResponse]:
+        requests = map(_agree_request, messages)
         first = next(requests, None)
         if first is not None:
             generation = self._generation_of(first.open)
@@ -151,6 +153,13 @@ class PeerServer:
             f"generation {opening.generation} of group {opening.group!r:.80} is not, or no more, "
             f"what member {self._member_id} of group {self._group!r} is in; join again"
         )
+
+
+def _agree_request(message: bytes) -> pb.AgreeRequest:
+    try:
+        return pb.AgreeRequest.FromString(message)
+    except DecodeError as error:
+        raise ArgumentError(f"{len(message)} bytes that are no AgreeRequest: {error}") from None
 
 
 def _with_event(
