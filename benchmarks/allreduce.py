@@ -2,7 +2,7 @@
 
     python benchmarks/allreduce.py [--megabytes 4 64 256] [--processes 2 4]
                                    [--strategies ring tree centralized] [--codecs fp16 fp32]
-                                   [--steps 7] [--torch-python PYTHON] [--mpi-python PYTHON]
+                                   [--steps 5] [--torch-python PYTHON] [--mpi-python PYTHON]
                                    [--json FILE]
 
 N processes on this machine each have M megabytes of float32, and end with the sum. gloo is
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=strategies, default=strategies)
     codecs = ["fp16", "fp32"]
     parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=codecs)
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--torch-python", default=sys.executable, help="an interpreter with torch")
     parser.add_argument("--mpi-python", default=sys.executable, help="an interpreter with mpi4py")
     parser.add_argument("--json", type=Path)

@@ -1,7 +1,8 @@
 """All-reduce and parameter server over links of a known rate, beside what the links could do.
 
     python benchmarks/link.py [--hosts 2 4] [--mbit 1000] [--megabytes 64] [--steps 7]
-                              [--congestion cubic] [--limit-s 300] [--json FILE]
+                              [--chunk-kib 1024] [--congestion cubic] [--limit-s 300]
+                              [--json FILE]
 
 Needs Linux and root. Each host is a network namespace; all are plugged into a switch, a namespace
 with a bridge; both ends of each cable let `mbit` Mbit/s pass (tbf), so that a host sends and
@@ -159,11 +160,13 @@ def remove_stale() -> None:
                 run("ip", "netns", "del", name)
 
 
-def serve(network: Network, index: int, count: int, stack: contextlib.ExitStack) -> None:
+def serve(
+    network: Network, index: int, count: int, chunk_kib: int, stack: contextlib.ExitStack
+) -> None:
     """Starts a host's shard."""
     words = [sys.executable, "-m", "shardwell_server", "serve", "--shard-index", str(index)]
     words += ["--shard-count", str(count), "--listen", f"{network.address(index)}:{PORT}"]
-    words += ["--log-level", "error"]
+    words += ["--log-level", "error", "--chunk-size-bytes", str(chunk_kib * 1024)]
     process = subprocess.Popen(network.command(index, words), stdout=subprocess.PIPE, text=True)
     stack.callback(_end, process)
     assert process.stdout is not None
@@ -185,7 +188,7 @@ def crews(
 ) -> list[tuple[str, str, str, Crew, dict[str, Any]]]:
     """Starts all; (name, label, codec, crew, order) of each row."""
     for index in range(count):
-        serve(network, index, count, stack)
+        serve(network, index, count, args.chunk_kib, stack)
     target = ",".join(f"{network.address(index)}:{PORT}" for index in range(count))
 
     def crew(worker: str, *flags: str, with_host: bool = False) -> Crew:
@@ -303,6 +306,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=1000)
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--chunk-kib", type=int, default=1024, help="of the parameter server")
     parser.add_argument("--congestion", default="cubic", help='of TCP; "": this machine\'s')
     parser.add_argument("--limit-s", type=int, default=300, help="stops itself after so long")
     parser.add_argument("--json", type=Path)
@@ -336,7 +340,12 @@ def main() -> None:
         "bytes: of the fullest cable / goodput bound's; "
         "cores: busy, of this whole machine; drops: of full queues"
     )
-    result = {"mbit": args.mbit, "megabytes": args.megabytes, "hosts": results}
+    result = {
+        "mbit": args.mbit,
+        "megabytes": args.megabytes,
+        "chunk_kib": args.chunk_kib,
+        "hosts": results,
+    }
     print(json.dumps(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
