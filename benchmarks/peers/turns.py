@@ -175,8 +175,9 @@ class Crew:
                 self._check(deadline)
                 continue
             connection.settimeout(CREW_TIMEOUT_S)
-            stream = self._stack.enter_context(connection.makefile("rw"))
+            stream = connection.makefile("rw")
             connection.close()
+            self._stack.callback(_close, stream)
             rank, contact = self._heard(stream)
             streams[rank], contacts[rank] = stream, contact
         self._streams = [streams[rank] for rank in range(size)]
@@ -215,6 +216,12 @@ class Crew:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _close(stream: Any) -> None:
+    """Closes a connection whose other end may be gone, with what it was not told."""
+    with contextlib.suppress(OSError):
+        stream.close()
 
 
 def worker_command(name: str, *flags: str, python: str = sys.executable) -> list[str]:
