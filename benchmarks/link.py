@@ -175,7 +175,9 @@ def serve(
     words = [sys.executable, "-m", "shardwell_server", "serve", "--shard-index", str(index)]
     words += ["--shard-count", str(count), "--listen", f"{network.address(index)}:{PORT}"]
     words += ["--log-level", "error", "--chunk-size-bytes", str(chunk_kib * 1024), PARENT_FLAG]
-    process = subprocess.Popen(network.command(index, words), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        network.command(index, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     stack.callback(_end, process)
     assert process.stdout is not None
     if "serving" not in (line := process.stdout.readline()):
