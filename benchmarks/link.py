@@ -41,6 +41,7 @@ from rich.table import Table
 
 from peers.turns import Crew, Step, worker_command
 from shardwell.codec import CODECS
+from shardwell_server.processes import PARENT_FLAG
 
 PREFIX = "shardwell-bench"
 PORT = 7070
@@ -123,8 +124,7 @@ class Network:
     def remove(self) -> None:
         """Removes the namespaces, and with them all that is in them."""
         for name in (*self._hosts, self._switch):
-            with contextlib.suppress(RuntimeError):
-                run("ip", "netns", "del", name)
+            remove(name)
 
     def _plug_in(self, index: int) -> None:
         host, port = self._hosts[index], f"port{index}"
@@ -156,8 +156,16 @@ def remove_stale() -> None:
     for line in run("ip", "netns", "list").splitlines():
         name = line.split()[0]
         if name.startswith(f"{PREFIX}-") and not Path(f"/proc/{name.split('-')[2]}").exists():
-            with contextlib.suppress(RuntimeError):
-                run("ip", "netns", "del", name)
+            remove(name)
+
+
+def remove(namespace: str) -> None:
+    """Removes a namespace of this benchmark, and the processes in it."""
+    with contextlib.suppress(RuntimeError):
+        for pid in run("ip", "netns", "pids", namespace).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        run("ip", "netns", "del", namespace)
 
 
 def serve(
@@ -166,8 +174,10 @@ def serve(
     """Starts a host's shard."""
     words = [sys.executable, "-m", "shardwell_server", "serve", "--shard-index", str(index)]
     words += ["--shard-count", str(count), "--listen", f"{network.address(index)}:{PORT}"]
-    words += ["--log-level", "error", "--chunk-size-bytes", str(chunk_kib * 1024)]
-    process = subprocess.Popen(network.command(index, words), stdout=subprocess.PIPE, text=True)
+    words += ["--log-level", "error", "--chunk-size-bytes", str(chunk_kib * 1024), PARENT_FLAG]
+    process = subprocess.Popen(
+        network.command(index, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     stack.callback(_end, process)
     assert process.stdout is not None
     if "serving" not in (line := process.stdout.readline()):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,7 +72,15 @@ def worker_parser() -> argparse.ArgumentParser:
 
 
 def work(path: str, rank: int, bench: Bench) -> None:
-    """Does what the crew says, until it says no more."""
+    """Does what the crew says, until it says no more, or is gone."""
+    try:
+        _work(path, rank, bench)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # whatever threads still wait for
+
+
+def _work(path: str, rank: int, bench: Bench) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         stream = connection.makefile("rw")
@@ -80,13 +89,21 @@ def work(path: str, rank: int, bench: Bench) -> None:
             stream.write(json.dumps(value) + "\n")
             stream.flush()
 
+        def heard() -> Any:
+            return json.loads(stream.readline() or "null")  # null: the end
+
         tell([rank, bench.contact()])
-        bench.meet(json.loads(stream.readline()))
+        contacts = heard()
+        if contacts is None:
+            raise EOFError("the benchmark has ended before all workers were there")
+        bench.meet(contacts)
         tell("ready")
-        while (line := stream.readline()) and (order := json.loads(line)) is not None:
+        while (order := heard()) is not None:
             bench.prepare(order)
             tell("prepared")
-            start = json.loads(stream.readline())
+            start = heard()
+            if start is None:
+                break
             time.sleep(max(start - time.perf_counter(), 0.0))
             cpu = time.process_time()
             bench.act()
@@ -175,8 +192,9 @@ class Crew:
                 self._check(deadline)
                 continue
             connection.settimeout(CREW_TIMEOUT_S)
-            stream = self._stack.enter_context(connection.makefile("rw"))
+            stream = connection.makefile("rw")
             connection.close()
+            self._stack.callback(_close, stream)
             rank, contact = self._heard(stream)
             streams[rank], contacts[rank] = stream, contact
         self._streams = [streams[rank] for rank in range(size)]
@@ -215,6 +233,12 @@ class Crew:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _close(stream: Any) -> None:
+    """Closes a connection whose other end may be gone, with what it was not told."""
+    with contextlib.suppress(OSError):
+        stream.close()
 
 
 def worker_command(name: str, *flags: str, python: str = sys.executable) -> list[str]:
