@@ -387,12 +387,8 @@ class Gathering:
         placed = self.seating.placed()
         missing = {rank for rank in range(self._spec.size) if rank not in placed}
         notes = list(self._refusals.texts)
-        contended = {
-            other.rank
-            for other in self.seating.applicants.values()
-            if placed.get(other.rank) is not other
-        }
-        for rank in sorted(contended):
+        asking = self.seating.applicants.values()
+        for rank in sorted({one.rank for one in asking if placed.get(one.rank) is not one}):
             missing.add(rank)
             lease, holder = self.seating.holder(rank, placed)
             notes.append(
