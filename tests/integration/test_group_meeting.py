@@ -52,7 +52,7 @@ def test_who_is_missing(place) -> None:
 )
 def test_other_settings_are_refused_and_told(place, options, words) -> None:
     """To the one that has them, at once, and to those that wait for it."""
-    first = in_background(lambda: refused(place, 0, 3, join_timeout_s=3.0))
+    first = in_background(lambda: refused(place, 0, 3, join_timeout_s=1.5))
 
     def is_known() -> bool:
         error = refused(place, 2, 3, join_timeout_s=0.2)
@@ -87,8 +87,8 @@ def test_a_second_worker_of_a_rank_is_refused_and_told(place) -> None:
         group.barrier()
 
     on_ranks(2, place, work)
-    first = in_background(lambda: refused(place, 1, 3, join_timeout_s=2.5))
-    second = in_background(lambda: refused(place, 1, 3, join_timeout_s=2.5))
+    first = in_background(lambda: refused(place, 1, 3, join_timeout_s=1.5))
+    second = in_background(lambda: refused(place, 1, 3, join_timeout_s=1.5))
     errors = sorted((first.result(20), second.result(20)), key=lambda e: type(e).__name__)
     assert isinstance(errors[0], shardwell.RankTakenError)
     assert isinstance(errors[1], shardwell.WorkersMissingError)
