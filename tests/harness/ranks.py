@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import numpy as np
+
 import shardwell
 from harness.polling import Stopwatch
 from harness.together import in_background
@@ -78,3 +80,10 @@ def error_of(call: Callable[[], Any]) -> shardwell.ShardwellError:
     except shardwell.ShardwellError as error:
         return error
     raise AssertionError(f"it raised nothing, and returned {result!r}")
+
+
+def summed(group: shardwell.Group, size: int = 1000, **options: Any) -> None:
+    """One all-reduce of every rank, whose result must be exact."""
+    array = np.full(size, group.rank + 1.0, np.float32)
+    group.all_reduce(array, **options)
+    assert (array == group.size * (group.size + 1) // 2).all()

@@ -10,6 +10,7 @@ Nothing happens by itself: each request says what time it is, and first brings t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from shardwell.errors import (
@@ -393,15 +394,11 @@ class Gathering:
         placed = self.seating.placed()
         missing = {rank for rank in range(self._spec.size) if rank not in placed}
         notes = list(self._refusals.texts)
-        contended = {
-            other.rank
-            for other in self.seating.applicants.values()
-            if placed.get(other.rank) is not other
-        }
+        asking: Iterable[Applicant] = self.seating.applicants.values()
         if forming is not None:
-            missing, contended = set(range(len(forming.applicants))), set()
+            missing, asking = set(range(len(forming.applicants))), ()
             notes.append(f"generation {forming.number} is formed without this worker; it waits")
-        for rank in sorted(contended):
+        for rank in sorted({one.rank for one in asking if placed.get(one.rank) is not one}):
             missing.add(rank)
             lease, holder = self.seating.holder(rank, placed)
             notes.append(
