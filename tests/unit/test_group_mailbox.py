@@ -6,9 +6,11 @@ it does; nothing is slept for.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -21,8 +23,8 @@ from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 
 LONG_S = 30.0
-COUNT_MAX = 4 * WINDOW_ROW_COUNT * 2 + 16
-"""Chunks of one sender that a mailbox of two ranks takes before it lets the sender wait."""
+COUNT_MAX = 4 * WINDOW_ROW_COUNT * 3 + 16
+"""Chunks of one sender that a mailbox of three ranks takes before it lets the sender wait."""
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def mailbox() -> Iterator[Mailbox]:
-    box = Mailbox(2)
+    box = Mailbox(3)
     yield box
     box.end(lost)  # lets go of the threads of a test that fails
 
@@ -59,9 +61,20 @@ def place(taken: Arrival | None) -> tuple[int, int]:
 
 
 def is_waiting(mailbox: Mailbox, count: int = 1) -> None:
-    """Returns when that many threads wait inside."""
-    waiters = mailbox._changed._waiters  # type: ignore[attr-defined]
-    eventually("threads wait", lambda: len(waiters) == count)
+    """Returns when that many threads are inside one of its methods: they wait there."""
+
+    def is_inside(frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_globals.get("__name__") == Mailbox.__module__:
+                return True
+            frame = frame.f_back
+        return False
+
+    def look() -> bool:
+        return sum(map(is_inside, sys._current_frames().values())) == count
+
+    eventually("threads wait", look)
+    eventually("they still do", look)
 
 
 def fill(mailbox: Mailbox, rank: int = 1, call_index: int = 0) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from math import isfinite
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
 
+import numkong
 import numpy as np
 import numpy.typing as npt
 
@@ -473,7 +475,12 @@ class Group:
         entering = set(plan.entering)
         peaks = {}
         for index, (where, _, _) in enumerate(plan.chunks):
-            if index in entering or operation.reduces:
+            enters = index in entering
+            # A sum costs half of finding the largest; what is not finite, it is not either.
+            if enters or (
+                operation.reduces
+                and not isfinite(numkong.sum(call.array[where.offset : where.stop]))
+            ):
                 peak = finite_peak(
                     f"array of {operation.value}",
                     call.array,
@@ -482,7 +489,7 @@ class Group:
                     where.stop,
                     remedy="skip or mend the step, or join the group with allow_non_finite=True",
                 )
-                if index in entering:
+                if enters:
                     peaks[index] = peak
         return peaks
 

@@ -6,6 +6,7 @@ thread waits while too many of them lie here: gRPC's flow control then stops the
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
@@ -25,30 +26,34 @@ class Mailbox:
         # What can be under way on one link, twice over: see `collective.py`.
         self._arrival_count_max = 4 * WINDOW_ROW_COUNT * size + 16
         self._changed = threading.Condition()
-        self._arrivals: dict[int, deque[Arrival]] = {}
-        self._count_of_rank: dict[int, int] = {}
+        # None is the end. Queues of the interpreter's own: a chunk costs no lock of ours.
+        self._arrivals: dict[int, queue.SimpleQueue[Arrival | None]] = {}
+        self._put_count = [0] * size
+        """By rank: chunks that came; written by its link's thread alone."""
+        self._taken_count = [0] * size
+        """By rank: chunks that were taken; written by the engine's thread alone."""
+        self._blocked_count = 0
         self._verdicts: dict[int, pb.Verdict] = {}
         self._join_verdicts: deque[pb.Verdict] = deque()
         self._ended: MakeError | None = None
         self._is_ending: MakeError | None = None
 
     def put_arrival(self, arrival: Arrival) -> None:
-        """Adds a chunk; blocks while too many of its sender are here.
+        """Adds a chunk; blocks while too many of its sender are here. One thread for each rank.
 
         Raises:
             ShardwellError: the generation is at its end.
         """
-        rank, call_index = arrival.rank, arrival.header.call_index
-        with self._changed:
-            while self._ended is None and (
-                self._count_of_rank.get(rank, 0) >= self._arrival_count_max
-            ):
-                self._changed.wait()
-            if self._ended is not None:
-                raise self._ended()
-            self._count_of_rank[rank] = self._count_of_rank.get(rank, 0) + 1
-            self._arrivals.setdefault(call_index, deque()).append(arrival)
-            self._changed.notify_all()
+        if self._is_full(arrival.rank):
+            with self._changed:
+                self._blocked_count += 1
+                while self._ended is None and self._is_full(arrival.rank):
+                    self._changed.wait()
+                self._blocked_count -= 1
+        if self._ended is not None:
+            raise self._ended()
+        self._put_count[arrival.rank] += 1
+        self._arrivals_of(arrival.header.call_index).put(arrival)
 
     def put_verdict(self, verdict: pb.Verdict) -> None:
         """Adds what rank 0 says of a call."""
@@ -70,6 +75,9 @@ class Mailbox:
             if not lets_finish:
                 self._ended = self._ended or self._is_ending or make_error
             self._is_ending = self._is_ending or make_error
+            if self._ended is not None:
+                for arrivals in self._arrivals.values():
+                    arrivals.put(None)
             self._changed.notify_all()
 
     @property
@@ -110,30 +118,43 @@ class Mailbox:
         Raises:
             ShardwellError: the generation has ended.
         """
-        deadline_s = time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                if self._ended is not None:
-                    raise self._ended()
-                arrivals = self._arrivals.get(call_index)
-                if arrivals:
-                    arrival = arrivals.popleft()
-                    count = self._count_of_rank[arrival.rank]
-                    self._count_of_rank[arrival.rank] = count - 1
-                    if count >= self._arrival_count_max:
-                        self._changed.notify_all()
-                    return arrival
-                rest_s = deadline_s - time.monotonic()
-                if rest_s <= 0:
-                    return None
-                self._changed.wait(rest_s)
+        arrivals = self._arrivals_of(call_index)
+        if self._ended is not None:
+            raise self._ended()
+        try:
+            arrival = arrivals.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            return None
+        if arrival is None:
+            assert self._ended is not None
+            raise self._ended()
+        self._note_taken(arrival.rank)
+        return arrival
 
     def forget(self, call_index: int) -> None:
         """Drops what is left of a call that has been made."""
         with self._changed:
-            for arrival in self._arrivals.pop(call_index, ()):
-                self._count_of_rank[arrival.rank] -= 1
-            self._changed.notify_all()
+            arrivals = self._arrivals.pop(call_index, None)
+        while arrivals is not None and not arrivals.empty():
+            arrival = arrivals.get()
+            if arrival is not None:
+                self._note_taken(arrival.rank)
+
+    def _arrivals_of(self, call_index: int) -> queue.SimpleQueue[Arrival | None]:
+        arrivals = self._arrivals.get(call_index)
+        if arrivals is None:
+            with self._changed:
+                arrivals = self._arrivals.setdefault(call_index, queue.SimpleQueue())
+        return arrivals
+
+    def _is_full(self, rank: int) -> bool:
+        return self._put_count[rank] - self._taken_count[rank] >= self._arrival_count_max
+
+    def _note_taken(self, rank: int) -> None:
+        self._taken_count[rank] += 1
+        if self._blocked_count:
+            with self._changed:
+                self._changed.notify_all()
 
     def _taken_verdict(self, call_index: int | None) -> pb.Verdict | None:
         if call_index is not None:

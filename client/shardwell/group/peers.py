@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,27 +74,29 @@ class Outgoing:
         # Bounded by the calls: see `collective.py`, and `await_room`.
         self._messages: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._pending_count = 0
+        self._sent_count = 0
+        """Written by the engine's thread alone."""
+        self._taken_count = 0
+        """Written by the stream's thread alone."""
+        self._waits_for_room = False
         self._is_open = False
         self._is_cut = False
         self._has_ended = threading.Event()
 
     def send(self, message: bytes, element_count: int) -> None:
         """Sends a chunk; does not block."""
-        with self._changed:
-            self._pending_count += 1
+        self._sent_count += 1
         self._messages.put((message, element_count))
 
     def await_room(self, timeout_s: float) -> bool:
         """Blocks while many chunks wait to be sent; whether there is room now."""
-        deadline_s = time.monotonic() + timeout_s
+        if self._has_room():
+            return True
         with self._changed:
-            while self._pending_count >= PENDING_COUNT_MAX and not self._is_cut:
-                rest_s = deadline_s - time.monotonic()
-                if rest_s <= 0:
-                    return False
-                self._changed.wait(rest_s)
-        return True
+            self._waits_for_room = True
+            has_room = self._changed.wait_for(self._has_room, max(timeout_s, 0.0))
+            self._waits_for_room = False
+        return has_room
 
     def serve(self, context: grpc.ServicerContext) -> Iterator[bytes]:
         """The stream that the other rank opened.
@@ -111,9 +112,10 @@ class Outgoing:
             self._ended()
         while (entry := self._messages.get()) is not None:
             message, element_count = entry
-            with self._changed:
-                self._pending_count -= 1
-                self._changed.notify_all()
+            self._taken_count += 1
+            if self._waits_for_room:
+                with self._changed:
+                    self._changed.notify_all()
             self._traffic.add_sent(len(message), element_count)
             yield message
         if not self._is_cut:
@@ -123,7 +125,7 @@ class Outgoing:
     def finish(self, timeout_s: float) -> None:
         """Waits until everything has been received, at most so long, and ends the stream."""
         self._messages.put(None)
-        if self._is_open or self._pending_count:
+        if self._is_open or self._sent_count > self._taken_count:
             self._has_ended.wait(timeout_s)
         self.cut()
 
@@ -134,6 +136,9 @@ class Outgoing:
             self._changed.notify_all()
         self._messages.put(None)
         self._has_ended.set()
+
+    def _has_room(self) -> bool:
+        return self._is_cut or self._sent_count - self._taken_count < PENDING_COUNT_MAX
 
     def _ended(self) -> None:
         """The stream is over, because the other rank has everything, or is gone."""
