@@ -140,7 +140,8 @@ class Engine:
             except ShardwellError as error:
                 if self._mailbox.ended is None:
                     raise self._given_up(error) from None
-                raise
+                ended = self._mailbox.await_end(0.0)
+                raise error if ended is None else ended() from None
             except Exception as error:
                 told = f"rank {self._rank} failed in {_name(call)}: {error!r:.300}"
                 raise self._given_up(InternalError(told, rank=self._rank)) from error

@@ -124,10 +124,11 @@ class Mailbox:
         try:
             arrival = arrivals.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:
-            return None
+            arrival = None
         if arrival is None:
-            assert self._ended is not None
-            raise self._ended()
+            if self._ended is not None:
+                raise self._ended()
+            return None
         self._note_taken(arrival.rank)
         return arrival
 
