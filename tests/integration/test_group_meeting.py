@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from typing import Any
@@ -158,3 +159,32 @@ def test_a_group_again_and_again_under_one_name(place) -> None:
 )
 def test_arguments_that_can_not_be_used(place, rank, size, options) -> None:
     assert isinstance(refused(place, rank, size, **options), shardwell.ArgumentError)
+
+
+def test_a_worker_that_is_started_again_as_it_was_comes_in(place) -> None:
+    """Its rank has gone to another meanwhile; it takes a free one, when the others rebuild."""
+    joining = [in_background(lambda rank=rank: joined(place, rank, 3)) for rank in range(3)]
+    groups = [future.result(20) for future in joining]
+    with contextlib.ExitStack() as stack:
+        for group in groups:
+            stack.callback(group.close)
+        groups[1].close()
+        living = [groups[0], groups[2]]
+        for group in living:
+            with pytest.raises(shardwell.WorkerLostError):
+                group.barrier()
+        together = [in_background(group.rebuild) for group in living]
+        for future in together:
+            future.result(20)
+        assert [group.rank for group in living] == [0, 1]
+        again = in_background(lambda: joined(place, 1, 3))
+        eventually("it waits", lambda: all(group.waiting_count == 1 for group in living))
+        together = [in_background(group.rebuild) for group in living]
+        for future in together:
+            future.result(20)
+        newcomer = again.result(20)
+        stack.callback(newcomer.close)
+        assert (newcomer.rank, newcomer.size) == (2, 3)
+        sums = [in_background(group.barrier) for group in (*living, newcomer)]
+        for future in sums:
+            future.result(20)

@@ -192,9 +192,21 @@ class Gathering:
             lease, holder = self.seating.holder(applicant.rank, placed)
             if lease.heard_s is None or lease.heard_s <= applicant.asked_s:
                 continue
+            free = self.seating.free_ranks(self._spec.size)
+            if self._has_closed_up() and free and not applicant.previous_generation:
+                applicant.rank = free[0]
+                continue
             message = taken_text(self._spec.name, applicant, holder, self._free_ranks())
             verdict = Verdict(kind=RankTakenError, message=message, rank=applicant.rank)
             self._refuse(applicant, verdict, now_s)
+
+    def _has_closed_up(self) -> bool:
+        """Whether the generation that lives has fewer ranks than the group.
+
+        Who comes to replace a worker can't know then what has become of the ranks.
+        """
+        generation = self.seating.generation
+        return generation is not None and len(generation.seats) < self._spec.size
 
     def _form(self, now_s: float) -> None:
         """Begins to form a generation when those who can be waited for are there."""

@@ -38,12 +38,21 @@ class Lease:
 class Applicant:
     """A worker that asks for a place in the next generation."""
 
-    __slots__ = ("asked_s", "lease", "member", "previous_generation", "rank", "replacement_wait_s")
+    __slots__ = (
+        "asked_rank",
+        "asked_s",
+        "lease",
+        "member",
+        "previous_generation",
+        "rank",
+        "replacement_wait_s",
+    )
 
     def __init__(self, request: pb.JoinGroupRequest, now_s: float) -> None:
         self.member = request.member
-        self.rank = request.rank
-        """The one it wants, or had in the generation that it was a member of."""
+        self.rank = self.asked_rank = request.rank
+        """The one it wants, or had in the generation that it was a member of; another, where ranks
+        have closed up since and that one is taken."""
         self.previous_generation = request.previous_generation
         self.replacement_wait_s = request.replacement_wait_ms / 1000
         self.asked_s = now_s
@@ -54,7 +63,7 @@ class Applicant:
         """Whether `request` is another of the calls that this applicant makes again and again."""
         return (
             self.member == request.member
-            and self.rank == request.rank
+            and self.asked_rank == request.rank
             and self.previous_generation == request.previous_generation
         )
 
