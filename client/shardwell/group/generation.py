@@ -115,8 +115,9 @@ class Generation:
                 self._joining = call.result
             else:
                 call.announcement.call_index = self.engine.next_call_index
-                self.engine.next_call_index += 1
             self._agreement.call(call.announcement)
+            if not call.is_join:
+                self.engine.next_call_index += 1
             self.engine.submit(call)
 
     def end(self, failure: pb.Failure) -> None:

@@ -173,7 +173,8 @@ class Group:
     ) -> Future[None]:
         """As `all_reduce`, in the background: a future that is done when the array is.
 
-        Calls are matched among the ranks by their order. Blocks only while 64 are under way.
+        Calls are matched among the ranks by their order. Blocks only while 64 are under way. A
+        callback of the future runs on the group's own thread: it must not wait for another call.
 
         Raises:
             WorkerLostError, ClosedError: no call can be made any more. Other errors come from the
