@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from concurrent.futures import Future
 from types import TracebackType
@@ -107,6 +109,9 @@ class Group:
         self._allow_non_finite = allow_non_finite
         self._under_way = threading.BoundedSemaphore(UNDER_WAY_COUNT_MAX)
         self._closed = False
+        self._process_id = os.getpid()
+        # A program that ends without `close` leaves all the same, once its calls are done.
+        atexit.register(self._close_at_exit)
 
     @property
     def rank(self) -> int:
@@ -333,10 +338,14 @@ class Group:
         )
 
     def close(self) -> None:
-        """Leaves the group, when the calls that were made are done. Safe to repeat. Blocks."""
+        """Leaves the group, when the calls that were made are done. Safe to repeat. Blocks.
+
+        A program that ends without it leaves in the same way.
+        """
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._close_at_exit)
         self._generation.close()
         self._membership.close()
 
@@ -345,11 +354,16 @@ class Group:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._close_at_exit)
         told = WorkerLostError(
             f"rank {self.rank} left in the middle, because of {error!r:.200}", rank=self.rank
         )
         self._generation.abort(failure_of(told))
         self._membership.close()
+
+    def _close_at_exit(self) -> None:
+        if os.getpid() == self._process_id:  # a child that was forked is no member
+            self.close()
 
     def __enter__(self) -> Group:
         return self
