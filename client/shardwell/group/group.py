@@ -250,20 +250,20 @@ class Group:
         """Reduces the arrays of all ranks; each gets its own segment of the result. Blocks.
 
         Returns:
-            `segment(array)`, which has the result; the rest of the array stays as it is. See
-            `all_reduce`.
+            This rank's segment, a view: `segment(array)`, but that it is cut among those that take
+            part while others are in `join`. The rest of the array stays as it is. See `all_reduce`.
         """
-        self._wait(
-            self._start(
-                Operation.REDUCE_SCATTER,
-                array,
-                op=op,
-                sample_count=sample_count,
-                codec=codec,
-                timeout_s=timeout_s,
-            )
+        call = self._start(
+            Operation.REDUCE_SCATTER,
+            array,
+            op=op,
+            sample_count=sample_count,
+            codec=codec,
+            timeout_s=timeout_s,
         )
-        return self.segment(array)
+        self._wait(call)
+        where = slice_of(call.array.size, *call.place)
+        return call.array[where.offset : where.stop]
 
     def all_gather(
         self, array: Float32, *, codec: WireName | None = None, timeout_s: float | None = None
@@ -271,6 +271,7 @@ class Group:
         """Fills the array with the segment of each rank, in place. Blocks.
 
         Rank r contributes `segment(array)`; an array of shape (size, ...) has row r as rank r's.
+        While ranks are in `join` it fails for all: nobody has their segments.
         With a codec that rounds, a rank's own segment is rounded too. See `all_reduce`.
         """
         self._wait(self._start(Operation.ALL_GATHER, array, codec=codec, timeout_s=timeout_s))
@@ -283,7 +284,8 @@ class Group:
         """Takes part in no further calls until all ranks have called `join`. Blocks.
 
         For a worker that has fewer batches than others: they go on among themselves, and means
-        count who is still in. While ranks are out, segments are cut among those that are in.
+        count who is still in. While ranks are out, `reduce_scatter` cuts segments among those that
+        are in, and `all_gather` fails.
 
         Args:
             timeout_s: How long the others are waited for; default: an hour, because they may have
