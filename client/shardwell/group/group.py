@@ -38,6 +38,7 @@ WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
 JOIN_TIMEOUT_S = 3600.0
 """How long `Group.join` waits for the others by default."""
+REPLACEMENT_WAIT_S_MAX = 3600.0
 UNDER_WAY_COUNT_MAX = 64
 """Calls of a member that may be under way at once."""
 
@@ -109,6 +110,7 @@ class Group:
         self._allow_non_finite = allow_non_finite
         self._under_way = threading.BoundedSemaphore(UNDER_WAY_COUNT_MAX)
         self._closed = False
+        self._rebuilding = threading.Lock()
         self._process_id = os.getpid()
         # A program that ends without `close` leaves all the same, once its calls are done.
         atexit.register(self._close_at_exit)
@@ -317,11 +319,13 @@ class Group:
         All members that live must call it; if nobody is lost, the others' calls fail and tell them
         to. Calls that are under way fail. Ranks close up: the order
         of those that live stays, a replacement has the rank that it asked for, and gaps are gone.
-        Blocks until the new generation is ready.
+        Blocks until the new generation is ready. Of several threads that call it, one does it, and
+        the others wait for it.
 
         Args:
             timeout_s: How long the other members are waited for; default: the group's.
-            replacement_wait_s: How long to wait for replacements before going on with fewer.
+            replacement_wait_s: How long to wait for replacements before going on with fewer, at
+                most an hour.
 
         Raises:
             WorkersMissingError: members that live did not call it in time; they are named. This
@@ -330,14 +334,18 @@ class Group:
             RankTakenError, WorkerLostError: the others went on without this one, which they took
                 for dead; join again.
         """
-        if self._closed:
-            raise ClosedError(f"group {self.name!r} was closed; join it again")
+        timeout_s = check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+        wait_s = _checked_wait(replacement_wait_s)
         previous = self._generation
-        self._generation = self._membership.rejoin(
-            previous,
-            check_timeout(self._timeout_s if timeout_s is None else timeout_s),
-            min(max(float(replacement_wait_s), 0.0), 3600.0),
-        )
+        with self._rebuilding:
+            self._check_open()
+            if self._generation is not previous:
+                return  # another thread has done it meanwhile
+            generation = self._membership.rejoin(previous, timeout_s, wait_s)
+            self._generation = generation
+            if self._closed:  # meanwhile, by another thread, which knew of the previous one alone
+                generation.close()
+                self._check_open()
 
     def close(self) -> None:
         """Leaves the group, when the calls that were made are done. Safe to repeat. Blocks.
@@ -362,6 +370,10 @@ class Group:
         )
         self._generation.abort(failure_of(told))
         self._membership.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"group {self.name!r} was closed; join it again")
 
     def _close_at_exit(self) -> None:
         if os.getpid() == self._process_id:  # a child that was forked is no member
@@ -463,8 +475,7 @@ class Group:
         )
 
     def _submitted(self, call: Call, generation: Generation | None = None) -> Call:
-        if self._closed:
-            raise ClosedError(f"group {self.name!r} was closed; join it again")
+        self._check_open()
         # Waits where too many are under way: the engine makes room, with or without success.
         self._under_way.acquire()
         call.result.add_done_callback(lambda _: self._under_way.release())
@@ -521,6 +532,15 @@ def _flat(array: Any) -> Float32:
         )
     flat: npt.NDArray[np.float32] = array.reshape(-1)
     return flat
+
+
+def _checked_wait(wait_s: Any) -> float:
+    good = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
+    if not good or not 0 <= wait_s <= REPLACEMENT_WAIT_S_MAX:
+        raise ArgumentError(
+            f"replacement_wait_s must be from 0 to {REPLACEMENT_WAIT_S_MAX:g}; got {wait_s!r:.80}"
+        )
+    return float(wait_s)
 
 
 def _checked(what: str, value: Any, allowed: tuple[str, ...]) -> str:
