@@ -39,6 +39,28 @@ def test_two_threads_rebuild_at_once(place) -> None:
     assert first == second
 
 
+def test_a_callback_that_waits_for_another_call(place) -> None:
+    """It would wait for itself, and without end; that is said to it."""
+    is_added = threading.Event()
+
+    def work(group: shardwell.Group) -> str:
+        array = np.ones(3, np.float32)
+        if group.rank == 1:
+            assert is_added.wait(20)
+            group.all_reduce(array)
+            return ""
+        told: list[shardwell.ShardwellError] = []
+        future = group.all_reduce_async(array)
+        future.add_done_callback(lambda _: told.append(error_of(group.barrier)))
+        is_added.set()
+        future.result(20)
+        group.close()  # after the callback
+        assert isinstance(told[0], shardwell.ArgumentError)
+        return told[0].message
+
+    assert "a callback of all_reduce_async waits" in on_ranks(2, place, work)[0]
+
+
 def test_a_rank_that_was_too_far_ahead_goes_on(place) -> None:
     """What rank 0 refuses of its own calls has no place among them."""
     ahead_count = FAILURE_COUNT_MAX + UNDER_WAY_COUNT_MAX + 1

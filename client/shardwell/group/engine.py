@@ -101,6 +101,11 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="shardwell-group", daemon=True)
         self._thread.start()
 
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller is a callback of a call: no call is made until it returns."""
+        return threading.current_thread() is self._thread
+
     def submit(self, call: Call) -> None:
         """Makes a call when its turn comes; does not block."""
         self._calls.put(call)

@@ -179,6 +179,7 @@ class Group:
         """As `all_reduce`, in the background: a future that is done when the array is.
 
         Calls are matched among the ranks by their order. Blocks only while 64 are under way.
+        Callbacks of the future run before the group's next call, and are refused calls that wait.
 
         Raises:
             WorkerLostError, ClosedError: no call can be made any more. Other errors come from the
@@ -194,7 +195,8 @@ class Group:
             else:
                 result.set_exception(error)
 
-        self._all_reduce(array, op, sample_count, codec, timeout_s).result.add_done_callback(done)
+        call = self._all_reduce(array, op, sample_count, codec, timeout_s, waits=False)
+        call.result.add_done_callback(done)
         return result
 
     def reduce(
@@ -402,6 +404,8 @@ class Group:
         sample_count: int,
         codec: WireName | None,
         timeout_s: float | None,
+        *,
+        waits: bool = True,
     ) -> Call:
         return self._start(
             Operation.ALL_REDUCE,
@@ -410,6 +414,7 @@ class Group:
             sample_count=sample_count,
             codec=codec,
             timeout_s=timeout_s,
+            waits=waits,
         )
 
     def _start(
@@ -422,6 +427,7 @@ class Group:
         sample_count: int = 1,
         codec: WireName | None = None,
         timeout_s: float | None = None,
+        waits: bool = True,
     ) -> Call:
         """Announces a call; what is wrong with it is announced as well, so that all fail alike."""
         timeout_s = check_timeout(self._timeout_s if timeout_s is None else timeout_s)
@@ -452,7 +458,7 @@ class Group:
             if not isinstance(error, NonFiniteError):
                 told = CollectiveMismatchError(error.message)
             announcement.problem.CopyFrom(failure_of(told))
-        return self._submitted(call, generation)
+        return self._submitted(call, generation, waits=waits)
 
     def _call(
         self,
@@ -474,13 +480,21 @@ class Group:
             timeout_s=timeout_s,
         )
 
-    def _submitted(self, call: Call, generation: Generation | None = None) -> Call:
+    def _submitted(
+        self, call: Call, generation: Generation | None = None, *, waits: bool = True
+    ) -> Call:
         self._check_open()
+        generation = generation or self._generation
+        if waits and generation.engine.is_current_thread:
+            raise ArgumentError(
+                "a callback of all_reduce_async waits for another call of the group, which is made "
+                "when the callback has returned; call all_reduce_async there, or another thread"
+            )
         # Waits where too many are under way: the engine makes room, with or without success.
         self._under_way.acquire()
         call.result.add_done_callback(lambda _: self._under_way.release())
         try:
-            (generation or self._generation).submit(call)
+            generation.submit(call)
         except BaseException:
             self._under_way.release()
             raise
