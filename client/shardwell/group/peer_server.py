@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -62,8 +63,9 @@ class PeerServer:
         self._closed = False
         thread_count = 2 * size + _SPARE_THREAD_COUNT
         self._threads = DaemonThreads(thread_count, "shardwell-peer")
+        pool: Any = self._threads  # any executor will do, whatever gRPC's types say
         self._server = grpc.server(
-            self._threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count
+            pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count
         )
         self._server.add_generic_rpc_handlers((self._handler(), *more))
         host = listen.rpartition(":")[0]
