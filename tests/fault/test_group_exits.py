@@ -27,6 +27,10 @@ group = shardwell.join_group("job", rank, 2, rendezvous=target, timeout_s=50)
 array = np.full(3_000_000, rank + 1.0, np.float32)
 group.all_reduce(array)
 assert (array == 3).all()
+if ending == "exits":
+    with group:
+        group.broadcast(np.ones(30_000_000, np.float32))
+        sys.exit()
 if ending == "raises":
     raise RuntimeError("training failed")
 if ending == "calls":
@@ -60,9 +64,10 @@ def endings(target: str, *ways: str) -> list[tuple[int, str, str]]:
     return found
 
 
-def test_programs_that_do_not_close_end(cluster) -> None:
+@pytest.mark.parametrize("ending", ["returns", "exits"])
+def test_programs_that_do_not_close_end(cluster, ending) -> None:
     """With what they have sent received: the last call succeeds everywhere."""
-    for code, _, told in endings(cluster(1).target, "returns", "returns"):
+    for code, _, told in endings(cluster(1).target, ending, ending):
         assert code == 0, told
 
 

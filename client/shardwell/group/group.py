@@ -390,7 +390,8 @@ class Group:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or isinstance(error, WorkerLostError):
+        succeeds = isinstance(error, SystemExit) and not error.code  # sys.exit()
+        if error is None or succeeds or isinstance(error, WorkerLostError):
             self.close()
         else:
             self._abort(error)
