@@ -35,7 +35,7 @@ GradientFunction: TypeAlias = Callable[[Float32, Any], tuple[float, Any]]
 """(weights, batch) -> (mean loss, mean gradient) over the samples of the batch."""
 
 _PROGRESS = struct.Struct("<qd")
-"""Step and learning rate, as they are handed to workers that ended earlier."""
+"""Step and learning rate, as the workers of a group tell them to each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,9 @@ class StepResult:
 class DataParallelTrainer:
     """Trains one copy of the weights on each worker; every worker makes one. For one thread.
 
-    After an error in a step nothing has changed: the same step may be made again.
+    After an error in a step nothing has changed here: the same step may be made again. But when a
+    member of a group is lost, some may have made a step that failed for others: after `rebuild`,
+    all members (new ones too) call `fit(())`, and go on at `next_step`.
 
     Args:
         gradient_function: (weights, batch) -> (loss, gradient), both means over the batch's
@@ -194,9 +196,10 @@ class DataParallelTrainer:
         """Steps over this worker's own shares, until they end.
 
         With GroupSync, workers may have unequally many: who is done waits in `Group.join` while the
-        others go on among themselves; then all take the weights and the optimizer's state of a rank
-        that was there to the end, so that they end with the same bits. With ThreadedSync and
-        ServerSync all must have equally many: those that have more get WorkersMissingError.
+        others go on among themselves; then all take the weights and the optimizer's state of the
+        lowest rank that has made the most steps, so that they end with the same bits. With
+        ThreadedSync and ServerSync all must have equally many: those that have more get
+        WorkersMissingError.
 
         Args:
             batches: This worker's; see `step_share`.
@@ -273,13 +276,18 @@ class DataParallelTrainer:
             )
 
     def _take_over(self, sync: GroupSync, timeout_s: float | None) -> None:
-        """Ends with the bits of the rank that was there to the end."""
-        last = sync.group.join(timeout_s=timeout_s)
+        """Ends with the bits of the rank that has made the most steps."""
+        sync.group.join(timeout_s=timeout_s)
+        # A row a rank: bytes, which are exact as float32, and whose sum with zeros is they.
+        standings = np.zeros((sync.group.size, _PROGRESS.size), np.float32)
         state = _PROGRESS.pack(self._step, self._learning_rate)
-        progress = np.frombuffer(state, np.uint8).astype(np.float32)  # bytes are exact
-        for array in (progress, self._flat, *self._slots):
-            sync.group.broadcast(array, root=last, codec="fp32")
-        self._step, self._learning_rate = _PROGRESS.unpack(progress.astype(np.uint8).tobytes())
+        standings[sync.group.rank] = np.frombuffer(state, np.uint8)
+        sync.group.all_reduce(standings, codec="fp32")
+        found = [_PROGRESS.unpack(row.tobytes()) for row in standings.astype(np.uint8)]
+        furthest = max(range(len(found)), key=lambda rank: (found[rank][0], -rank))
+        for array in (self._flat, *self._slots):
+            sync.group.broadcast(array, root=furthest, codec="fp32")
+        self._step, self._learning_rate = found[furthest]
 
     # Checks, and words for messages.
 

@@ -83,13 +83,15 @@ class ThreadGroup:
         codec: Any = None,
         timeout_s: float | None = None,
     ) -> None:
-        assert op == "mean"
+        assert op in ("sum", "mean")
 
         def mean(calls: dict[int, tuple[np.ndarray, int]]) -> None:
             ranks = sorted(calls)
             values = np.float64([calls[rank][0] for rank in ranks])
             weights = [calls[rank][1] for rank in ranks]
             result = np.average(values, axis=0, weights=weights) if any(weights) else 0.0
+            if op == "sum":
+                result = values.sum(axis=0)
             for rank in ranks:
                 calls[rank][0][...] = result
 

@@ -260,6 +260,34 @@ def test_join_names_who_does_not_come_and_may_be_called_again(place) -> None:
     assert on_ranks(3, place, work) == [1, 1, 1]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_segments_while_a_rank_is_out(place, strategy) -> None:
+    """They are cut among the others; what the rank that is out would gather, nobody has."""
+
+    def work(group: shardwell.Group) -> np.ndarray:
+        found = np.empty(0, np.float32)
+        if group.rank != 2:
+            array = np.arange(7, dtype=np.float32) + group.rank
+            found = group.reduce_scatter(array)
+            assert np.shares_memory(found, array)
+            gathered = np.full(7, 5.0, np.float32)
+            error = error_of(lambda: group.all_gather(gathered))
+            assert isinstance(error, shardwell.CollectiveMismatchError)
+            assert error.rank == 2
+            assert "rank 2 called join()" in error.message
+            assert (gathered == 5).all()
+        group.join()
+        gathered = np.full(7, np.nan, np.float32)
+        group.segment(gathered)[:] = group.rank
+        group.all_gather(gathered)
+        assert gathered.tolist() == [0, 0, 0, 1, 1, 2, 2]
+        return found
+
+    total = 2 * np.arange(7) + 1
+    ranks = on_ranks(3, place, work, strategy=strategy, codec="fp32")
+    assert [found.tolist() for found in ranks] == [total[:4].tolist(), total[4:].tolist(), []]
+
+
 def test_join_when_another_leaves_without(place) -> None:
     """It will never come: whoever waits is told at once, not after an hour."""
 

@@ -118,3 +118,26 @@ def test_the_loop_is_the_same_with_every_sync(place) -> None:
     )
     for weights in found:
         np.testing.assert_allclose(weights, expected(), rtol=1e-4, atol=1e-5)
+
+
+def test_who_has_made_fewer_steps_takes_the_others_weights(place) -> None:
+    """As after a rebuild: one lacks the last step, and a new worker, which comes last, all."""
+    made = {0: 2, 1: 3, 2: 0}
+
+    def train(group: shardwell.Group) -> tuple[int, float, np.ndarray]:
+        trainer = trainer_of(group)
+        trainer.sync = shardwell.LocalSync()
+        trainer.learning_rate = RATE / (group.rank + 1)
+        for inputs in INPUTS[: made[group.rank]]:
+            trainer.step(inputs)
+        trainer.sync = shardwell.GroupSync(group)
+        if group.rank == 2:
+            group.barrier()  # without the others, so after their join
+        assert trainer.fit(()) == 0
+        return trainer.next_step, trainer.learning_rate, trainer.weights.copy()
+
+    results = on_ranks(3, place, train, codec="fp16")
+    for step, rate, weights in results:
+        assert (step, rate) == (3, RATE / 2)
+        np.testing.assert_array_equal(weights, results[1][2])
+        assert weights.any()

@@ -40,7 +40,9 @@ def the_verdict(told: Verdicts, *expected_ranks: int) -> pb.Verdict:
 
 
 def the_error(told: Verdicts, *expected_ranks: int) -> errors.ShardwellError:
-    return error_of(the_verdict(told, *expected_ranks).failure)
+    verdict = the_verdict(told, *expected_ranks)
+    assert verdict.operation  # whose verdict it is: join() has no place among the others
+    return error_of(verdict.failure)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=pb.Operation.Name)

@@ -56,6 +56,8 @@ class Call:
     """Largest magnitudes of chunks that enter here, if all ranks take part."""
     result: Future[int] = field(default_factory=Future)
     """Done when the array is; with a join, the rank that was last."""
+    place: tuple[int, int] = (0, 1)
+    """This rank's place among those that take part, and how many they are, once data move."""
 
     @property
     def is_join(self) -> bool:
@@ -98,6 +100,11 @@ class Engine:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="shardwell-group", daemon=True)
         self._thread.start()
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller is a callback of a call: no call is made until it returns."""
+        return threading.current_thread() is self._thread
 
     def submit(self, call: Call) -> None:
         """Makes a call when its turn comes; does not block."""
@@ -157,6 +164,7 @@ class Engine:
         """Moves the chunks of a call that all ranks agree on."""
         ranks = list(verdict.active_ranks)
         place = ranks.index(self._rank)
+        call.place = (place, len(ranks))
         plan = plan_of(call, operation, self._strategy, self._rank, ranks)
         is_mean = call.reduction is Reduction.MEAN
         weights = Weights(list(verdict.sample_counts))

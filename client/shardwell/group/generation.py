@@ -111,12 +111,11 @@ class Generation:
                 raise ArgumentError(
                     "another thread waits in join(); this rank makes no other call until then"
                 )
+            call.announcement.call_index = 0 if call.is_join else self.engine.next_call_index
+            self._agreement.call(call.announcement)  # what rank 0 refuses counts nowhere
             if call.is_join:
                 self._joining = call.result
             else:
-                call.announcement.call_index = self.engine.next_call_index
-            self._agreement.call(call.announcement)
-            if not call.is_join:
                 self.engine.next_call_index += 1
             self.engine.submit(call)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from concurrent.futures import Future
 from math import isfinite
@@ -38,6 +40,7 @@ WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
 JOIN_TIMEOUT_S = 3600.0
 """How long `Group.join` waits for the others by default."""
+REPLACEMENT_WAIT_S_MAX = 3600.0
 UNDER_WAY_COUNT_MAX = 64
 """Calls of a member that may be under way at once."""
 
@@ -109,6 +112,10 @@ class Group:
         self._allow_non_finite = allow_non_finite
         self._under_way = threading.BoundedSemaphore(UNDER_WAY_COUNT_MAX)
         self._closed = False
+        self._rebuilding = threading.Lock()
+        self._process_id = os.getpid()
+        # A program that ends without `close` leaves all the same, once its calls are done.
+        atexit.register(self._close_at_exit)
 
     @property
     def rank(self) -> int:
@@ -173,8 +180,8 @@ class Group:
     ) -> Future[None]:
         """As `all_reduce`, in the background: a future that is done when the array is.
 
-        Calls are matched among the ranks by their order. Blocks only while 64 are under way. A
-        callback of the future runs on the group's own thread: it must not wait for another call.
+        Calls are matched among the ranks by their order. Blocks only while 64 are under way.
+        Callbacks of the future run before the group's next call, and are refused calls that wait.
 
         Raises:
             WorkerLostError, ClosedError: no call can be made any more. Other errors come from the
@@ -190,7 +197,8 @@ class Group:
             else:
                 result.set_exception(error)
 
-        self._all_reduce(array, op, sample_count, codec, timeout_s).result.add_done_callback(done)
+        call = self._all_reduce(array, op, sample_count, codec, timeout_s, waits=False)
+        call.result.add_done_callback(done)
         return result
 
     def reduce(
@@ -248,20 +256,20 @@ class Group:
         """Reduces the arrays of all ranks; each gets its own segment of the result. Blocks.
 
         Returns:
-            `segment(array)`, which has the result; the rest of the array stays as it is. See
-            `all_reduce`.
+            This rank's segment, a view: `segment(array)`, but that it is cut among those that take
+            part while others are in `join`. The rest of the array stays as it is. See `all_reduce`.
         """
-        self._wait(
-            self._start(
-                Operation.REDUCE_SCATTER,
-                array,
-                op=op,
-                sample_count=sample_count,
-                codec=codec,
-                timeout_s=timeout_s,
-            )
+        call = self._start(
+            Operation.REDUCE_SCATTER,
+            array,
+            op=op,
+            sample_count=sample_count,
+            codec=codec,
+            timeout_s=timeout_s,
         )
-        return self.segment(array)
+        self._wait(call)
+        where = slice_of(call.array.size, *call.place)
+        return call.array[where.offset : where.stop]
 
     def all_gather(
         self, array: Float32, *, codec: WireName | None = None, timeout_s: float | None = None
@@ -269,6 +277,7 @@ class Group:
         """Fills the array with the segment of each rank, in place. Blocks.
 
         Rank r contributes `segment(array)`; an array of shape (size, ...) has row r as rank r's.
+        While ranks are in `join` it fails for all: nobody has their segments.
         With a codec that rounds, a rank's own segment is rounded too. See `all_reduce`.
         """
         self._wait(self._start(Operation.ALL_GATHER, array, codec=codec, timeout_s=timeout_s))
@@ -281,7 +290,8 @@ class Group:
         """Takes part in no further calls until all ranks have called `join`. Blocks.
 
         For a worker that has fewer batches than others: they go on among themselves, and means
-        count who is still in. While ranks are out, segments are cut among those that are in.
+        count who is still in. While ranks are out, `reduce_scatter` cuts segments among those that
+        are in, and `all_gather` fails.
 
         Args:
             timeout_s: How long the others are waited for; default: an hour, because they may have
@@ -313,11 +323,13 @@ class Group:
         All members that live must call it; if nobody is lost, the others' calls fail and tell them
         to. Calls that are under way fail. Ranks close up: the order
         of those that live stays, a replacement has the rank that it asked for, and gaps are gone.
-        Blocks until the new generation is ready.
+        Blocks until the new generation is ready. Of several threads that call it, one does it, and
+        the others wait for it.
 
         Args:
             timeout_s: How long the other members are waited for; default: the group's.
-            replacement_wait_s: How long to wait for replacements before going on with fewer.
+            replacement_wait_s: How long to wait for replacements before going on with fewer, at
+                most an hour.
 
         Raises:
             WorkersMissingError: members that live did not call it in time; they are named. This
@@ -326,20 +338,28 @@ class Group:
             RankTakenError, WorkerLostError: the others went on without this one, which they took
                 for dead; join again.
         """
-        if self._closed:
-            raise ClosedError(f"group {self.name!r} was closed; join it again")
+        timeout_s = check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+        wait_s = _checked_wait(replacement_wait_s)
         previous = self._generation
-        self._generation = self._membership.rejoin(
-            previous,
-            check_timeout(self._timeout_s if timeout_s is None else timeout_s),
-            min(max(float(replacement_wait_s), 0.0), 3600.0),
-        )
+        with self._rebuilding:
+            self._check_open()
+            if self._generation is not previous:
+                return  # another thread has done it meanwhile
+            generation = self._membership.rejoin(previous, timeout_s, wait_s)
+            self._generation = generation
+            if self._closed:  # meanwhile, by another thread, which knew of the previous one alone
+                generation.close()
+                self._check_open()
 
     def close(self) -> None:
-        """Leaves the group, when the calls that were made are done. Safe to repeat. Blocks."""
+        """Leaves the group, when the calls that were made are done. Safe to repeat. Blocks.
+
+        A program that ends without it leaves in the same way.
+        """
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._close_at_exit)
         self._generation.close()
         self._membership.close()
 
@@ -348,11 +368,20 @@ class Group:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._close_at_exit)
         told = WorkerLostError(
             f"rank {self.rank} left in the middle, because of {error!r:.200}", rank=self.rank
         )
         self._generation.abort(failure_of(told))
         self._membership.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"group {self.name!r} was closed; join it again")
+
+    def _close_at_exit(self) -> None:
+        if os.getpid() == self._process_id:  # a child that was forked is no member
+            self.close()
 
     def __enter__(self) -> Group:
         return self
@@ -363,7 +392,8 @@ class Group:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or isinstance(error, WorkerLostError):
+        succeeds = isinstance(error, SystemExit) and not error.code  # sys.exit()
+        if error is None or succeeds or isinstance(error, WorkerLostError):
             self.close()
         else:
             self._abort(error)
@@ -377,6 +407,8 @@ class Group:
         sample_count: int,
         codec: WireName | None,
         timeout_s: float | None,
+        *,
+        waits: bool = True,
     ) -> Call:
         return self._start(
             Operation.ALL_REDUCE,
@@ -385,6 +417,7 @@ class Group:
             sample_count=sample_count,
             codec=codec,
             timeout_s=timeout_s,
+            waits=waits,
         )
 
     def _start(
@@ -397,6 +430,7 @@ class Group:
         sample_count: int = 1,
         codec: WireName | None = None,
         timeout_s: float | None = None,
+        waits: bool = True,
     ) -> Call:
         """Announces a call; what is wrong with it is announced as well, so that all fail alike."""
         timeout_s = check_timeout(self._timeout_s if timeout_s is None else timeout_s)
@@ -427,7 +461,7 @@ class Group:
             if not isinstance(error, NonFiniteError):
                 told = CollectiveMismatchError(error.message)
             announcement.problem.CopyFrom(failure_of(told))
-        return self._submitted(call, generation)
+        return self._submitted(call, generation, waits=waits)
 
     def _call(
         self,
@@ -449,14 +483,21 @@ class Group:
             timeout_s=timeout_s,
         )
 
-    def _submitted(self, call: Call, generation: Generation | None = None) -> Call:
-        if self._closed:
-            raise ClosedError(f"group {self.name!r} was closed; join it again")
+    def _submitted(
+        self, call: Call, generation: Generation | None = None, *, waits: bool = True
+    ) -> Call:
+        self._check_open()
+        generation = generation or self._generation
+        if waits and generation.engine.is_current_thread:
+            raise ArgumentError(
+                "a callback of all_reduce_async waits for another call of the group, which is made "
+                "when the callback has returned; call all_reduce_async there, or another thread"
+            )
         # Waits where too many are under way: the engine makes room, with or without success.
         self._under_way.acquire()
         call.result.add_done_callback(lambda _: self._under_way.release())
         try:
-            (generation or self._generation).submit(call)
+            generation.submit(call)
         except BaseException:
             self._under_way.release()
             raise
@@ -513,6 +554,15 @@ def _flat(array: Any) -> Float32:
         )
     flat: npt.NDArray[np.float32] = array.reshape(-1)
     return flat
+
+
+def _checked_wait(wait_s: Any) -> float:
+    good = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
+    if not good or not 0 <= wait_s <= REPLACEMENT_WAIT_S_MAX:
+        raise ArgumentError(
+            f"replacement_wait_s must be from 0 to {REPLACEMENT_WAIT_S_MAX:g}; got {wait_s!r:.80}"
+        )
+    return float(wait_s)
 
 
 def _checked(what: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -19,6 +19,7 @@ from shardwell.errors import (
     WorkerLostError,
     WorkerUnreachableError,
 )
+from shardwell.group.daemon_threads import DaemonThreads
 from shardwell.group.generation import Generation
 from shardwell.group.peers import SERVICE_NAME
 from shardwell.v1 import peer_pb2 as pb
@@ -61,9 +62,10 @@ class PeerServer:
         self._changed = threading.Condition()
         self._closed = False
         thread_count = 2 * size + _SPARE_THREAD_COUNT
-        self._threads = ThreadPoolExecutor(thread_count, thread_name_prefix="shardwell-peer")
+        self._threads = DaemonThreads(thread_count, "shardwell-peer")
+        pool: Any = self._threads  # any executor will do, whatever gRPC's types say
         self._server = grpc.server(
-            self._threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count
+            pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count
         )
         self._server.add_generic_rpc_handlers((self._handler(), *more))
         host = listen.rpartition(":")[0]

@@ -82,7 +82,8 @@ class RollCall:
                 "joined; call join() again to wait for the others",
                 [rank],
             )
-            return [(rank, pb.Verdict(call_index=index, failure=misuse))]
+            verdict = pb.Verdict(call_index=index, operation=call.operation, failure=misuse)
+            return [(rank, verdict)]
         failed = self._failed.get(index)
         if failed is not None:
             self._forget_failures()
@@ -223,7 +224,7 @@ class RollCall:
         if missing:
             return []
         calls = {rank: opened.calls[rank] for rank in sorted(opened.calls)}
-        failure = _disagreement(index, calls)
+        failure = _disagreement(index, calls, self._size)
         if failure is not None:
             return self._fail(index, failure)
         del self._open[index]
@@ -236,8 +237,11 @@ class RollCall:
         return [(rank, verdict) for rank in calls]
 
     def _fail(self, index: int, failure: pb.Failure) -> Verdicts:
-        verdict = pb.Verdict(call_index=index, failure=failure)
-        told = [(rank, verdict) for rank in sorted(self._open.pop(index).calls)]
+        calls = self._open.pop(index).calls
+        # Of those who do not agree, the first one's.
+        operation = calls[min(calls)].operation
+        verdict = pb.Verdict(call_index=index, operation=operation, failure=failure)
+        told = [(rank, verdict) for rank in sorted(calls)]
         self._failed[index] = verdict
         self._forget_failures()
         return told
@@ -268,7 +272,7 @@ def _failure(code: types_pb2.ErrorCode, message: str, ranks: list[int]) -> pb.Fa
     return pb.Failure(detail=detail, message=message)
 
 
-def _disagreement(index: int, calls: dict[int, pb.CollectiveCall]) -> pb.Failure | None:
+def _disagreement(index: int, calls: dict[int, pb.CollectiveCall], size: int) -> pb.Failure | None:
     """What is wrong with a call that all have made; None if nothing is."""
     problems = {rank: call.problem for rank, call in calls.items() if call.HasField("problem")}
     if problems:
@@ -304,6 +308,14 @@ def _disagreement(index: int, calls: dict[int, pb.CollectiveCall]) -> pb.Failure
             f"call {index}: the root of {_name(call)} is rank {call.root}, which takes no part; "
             f"active are {_ranks(sorted(calls))}",
             [call.root],
+        )
+    if call.operation == pb.OPERATION_ALL_GATHER and len(calls) < size:
+        out = sorted(set(range(size)) - set(calls))
+        return _failure(
+            types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
+            f"call {index}: all_gather needs the segments of all ranks, and {_ranks(out)} called "
+            "join(); gather after join() has returned",
+            out,
         )
     return None
 
