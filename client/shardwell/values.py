@@ -60,6 +60,7 @@ def as_output(out: Any, size: int, what: str = "out") -> Float32:
         or not out.dtype.isnative
         or out.size != size
         or not out.flags.c_contiguous
+        or not out.flags.aligned
         or not out.flags.writeable
     ):
         found = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -267,3 +268,30 @@ def test_a_member_that_sends_junk(place, kind) -> None:
     with impostor(place, JUNK[kind]):
         real.result(BOUND_S)
     assert watch.elapsed_s < BOUND_S
+
+
+def test_streams_that_say_nothing_take_no_member_s_place(place) -> None:
+    """More of them than a member's server has threads."""
+    waiting = [in_background(lambda rank=rank: joined(place, rank, 2)) for rank in range(2)]
+    groups = [future.result(20) for future in waiting]
+    address = groups[0]._generation.members[0].address
+    with grpc.insecure_channel(address) as channel:
+        silence = threading.Event()
+
+        def nothing():
+            silence.wait(20.0)
+            yield from ()
+
+        agree = channel.stream_stream("/shardwell.v1.PeerService/Agree")
+        calls = [agree(nothing()) for _ in range(40)]
+        sums = [in_background(lambda group=group: summed(group)) for group in groups]
+        for future in sums:
+            future.result(20)
+        together = [in_background(group.rebuild) for group in groups]
+        for future in together:
+            future.result(20)
+        for call in calls:
+            call.cancel()
+        silence.set()
+    for group in groups:
+        group.close()

@@ -318,7 +318,8 @@ def test_a_call_when_another_has_left(place, leaver) -> None:
         array = np.ones(4, np.float32)
         error = error_of(lambda: group.all_reduce(array))
         assert isinstance(error, shardwell.WorkerLostError)
-        assert error.rank == leaver
+        # Whoever is a little later may hear of the other's rebuild first.
+        assert error.rank == leaver or "asked to rebuild" in error.message
         assert (array == 1).all()
         group.rebuild()
         goes_on(group)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from harness.polling import Stopwatch, eventually
-from shardwell.errors import ClosedError, WorkerLostError
+from shardwell.errors import ClosedError, CorruptChunkError, WorkerLostError
 from shardwell.group.collective import WINDOW_ROW_COUNT, Arrival
 from shardwell.group.mailbox import Mailbox
 from shardwell.v1 import peer_pb2 as pb
@@ -162,8 +162,9 @@ def test_forgetting_a_call_makes_room(mailbox: Mailbox, threads: ThreadPoolExecu
     blocked.result(LONG_S)
     assert mailbox.take(4, 0) is None
     assert place(mailbox.take(5, 0)) == (1, 0)
-    mailbox.forget(99)
-    fill(mailbox)  # all room is there again
+    fill(mailbox, call_index=6)  # all room is there again
+    with pytest.raises(CorruptChunkError, match="call 4, which is over"):
+        mailbox.put_arrival(arrival(0, 4, 0))
 
 
 def test_the_end_ends_all_waits(mailbox: Mailbox, threads: ThreadPoolExecutor) -> None:

@@ -21,7 +21,7 @@ from shardwell.group.roll_call import RollCall, Verdicts
 from shardwell.status import from_detail, to_detail
 from shardwell.v1 import peer_pb2 as pb
 
-_PARTING_S = 2.0
+_PARTING_S = 10.0
 """How long rank 0 may take to read what a rank says last; it ends the stream when it has."""
 
 

@@ -158,6 +158,9 @@ class Engine:
         """Ends the generation for all because of an error of this rank; what all are told."""
         self._agreement.give_up(failure_of(error))
         ended = self._mailbox.await_end(VERDICT_MARGIN_S)
+        if ended is None:  # rank 0 is silent; calls that were agreed on can't go on either
+            failure = failure_of(error)
+            self._mailbox.end(lambda: error_of(failure))
         return error if ended is None else ended()
 
     def _moved(self, call: Call, operation: Operation, verdict: pb.Verdict) -> None:

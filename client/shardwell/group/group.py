@@ -6,57 +6,32 @@ import atexit
 import os
 import threading
 from concurrent.futures import Future
-from math import isfinite
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
-import numkong
 import numpy as np
-import numpy.typing as npt
 
-from shardwell.codec import CODECS, Float32
+from shardwell.codec import Float32
 from shardwell.errors import (
     ArgumentError,
     ClosedError,
-    CollectiveMismatchError,
-    NonFiniteError,
-    ShardwellError,
     WorkerLostError,
 )
 from shardwell.group.agreement import failure_of
-from shardwell.group.chunk_arithmetic import Reduction
-from shardwell.group.engine import Call, plan_of
+from shardwell.group.calls import CallMaker, WireName
+from shardwell.group.engine import Call
 from shardwell.group.generation import Generation
 from shardwell.group.plan import Operation
 from shardwell.group.strategies import Strategy
 from shardwell.partition import slice_of
-from shardwell.reduction import REDUCTIONS, ReductionName
-from shardwell.specs import SAMPLE_COUNT_MAX, WIRE_CODECS
+from shardwell.reduction import ReductionName
 from shardwell.traffic import Traffic
-from shardwell.v1 import peer_pb2 as pb
-from shardwell.values import check_integer, check_timeout, finite_peak
+from shardwell.values import check_timeout
 
-WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
-
-JOIN_TIMEOUT_S = 3600.0
-"""How long `Group.join` waits for the others by default."""
 REPLACEMENT_WAIT_S_MAX = 3600.0
 UNDER_WAY_COUNT_MAX = 64
 """Calls of a member that may be under way at once."""
 
-_KINDS = {
-    Operation.ALL_REDUCE: pb.OPERATION_ALL_REDUCE,
-    Operation.REDUCE: pb.OPERATION_REDUCE,
-    Operation.BROADCAST: pb.OPERATION_BROADCAST,
-    Operation.REDUCE_SCATTER: pb.OPERATION_REDUCE_SCATTER,
-    Operation.ALL_GATHER: pb.OPERATION_ALL_GATHER,
-}
-_REDUCTIONS = {
-    Reduction.SUM: pb.REDUCTION_SUM,
-    Reduction.MEAN: pb.REDUCTION_MEAN,
-    Reduction.MAX: pb.REDUCTION_MAX,
-    Reduction.MIN: pb.REDUCTION_MIN,
-}
 _NOTHING: Float32 = np.empty(0, np.float32)
 
 
@@ -107,9 +82,10 @@ class Group:
         """Bytes moved so far."""
         self._generation = generation
         self._membership = membership
-        self._codec: WireName = codec
         self._timeout_s = timeout_s
-        self._allow_non_finite = allow_non_finite
+        self._calls = CallMaker(
+            strategy, codec, timeout_s=timeout_s, allow_non_finite=allow_non_finite
+        )
         self._under_way = threading.BoundedSemaphore(UNDER_WAY_COUNT_MAX)
         self._closed = False
         self._rebuilding = threading.Lock()
@@ -180,7 +156,8 @@ class Group:
     ) -> Future[None]:
         """As `all_reduce`, in the background: a future that is done when the array is.
 
-        Calls are matched among the ranks by their order. Blocks only while 64 are under way.
+        Calls are matched among the ranks by their order. Blocks only while 64 are under way. The
+        deadlines of the other ranks' calls count from when each is announced, not from its turn.
         Callbacks of the future run before the group's next call, and are refused calls that wait.
 
         Raises:
@@ -305,8 +282,7 @@ class Group:
             WorkersMissingError: others did not come in time; call again to go on waiting.
             WorkerLostError, ClosedError: see `all_reduce`.
         """
-        rest_s = JOIN_TIMEOUT_S if timeout_s is None else timeout_s
-        call = self._call(pb.OPERATION_JOIN, None, _NOTHING, Reduction.SUM, self._codec, rest_s)
+        call = self._calls.join(timeout_s)
         return self._wait(self._submitted(call))
 
     def segment(self, array: Float32) -> Float32:
@@ -320,11 +296,11 @@ class Group:
     def rebuild(self, *, timeout_s: float | None = None, replacement_wait_s: float = 0.0) -> None:
         """Goes on with the members that live, and with workers that have come to replace others.
 
-        All members that live must call it; if nobody is lost, the others' calls fail and tell them
-        to. Calls that are under way fail. Ranks close up: the order
-        of those that live stays, a replacement has the rank that it asked for, and gaps are gone.
-        Blocks until the new generation is ready. Of several threads that call it, one does it, and
-        the others wait for it.
+        Needs the meeting place: where rank 0 serves that (a list of addresses, torchrun), and rank
+        0 is lost, start the job again. All members that live must call it; if nobody is lost, the
+        others' calls fail and tell them to. Calls that are under way fail. Ranks close up: the
+        order of those that live stays, a replacement has the rank that it asked for, or a free one
+        where that is another's by now, and gaps are gone. Blocks until the new generation is ready.
 
         Args:
             timeout_s: How long the other members are waited for; default: the group's.
@@ -421,67 +397,12 @@ class Group:
         )
 
     def _start(
-        self,
-        operation: Operation | None,
-        array: Float32,
-        *,
-        op: ReductionName | None = None,
-        root: int = 0,
-        sample_count: int = 1,
-        codec: WireName | None = None,
-        timeout_s: float | None = None,
-        waits: bool = True,
+        self, operation: Operation | None, array: Float32, *, waits: bool = True, **options: Any
     ) -> Call:
         """Announces a call; what is wrong with it is announced as well, so that all fail alike."""
-        timeout_s = check_timeout(self._timeout_s if timeout_s is None else timeout_s)
         generation = self._generation
-        kind = pb.OPERATION_BARRIER if operation is None else _KINDS[operation]
-        call = self._call(kind, operation, _NOTHING, Reduction.SUM, self._codec, timeout_s)
-        announcement = call.announcement
-        try:
-            call.codec_name = _checked("codec", codec or self._codec, tuple(CODECS))
-            announcement.codec = WIRE_CODECS[call.codec_name]
-            if operation is not None:
-                call.array = _flat(array)
-                announcement.element_count = call.array.size
-                if operation.reduces:
-                    call.reduction = Reduction(_checked("op", op, REDUCTIONS))
-                    announcement.reduction = _REDUCTIONS[call.reduction]
-                announcement.root = check_integer("root", root, 0, generation.size - 1)
-                announcement.sample_count = check_integer(
-                    "sample_count", sample_count, 0, SAMPLE_COUNT_MAX
-                )
-                if announcement.sample_count != 1 and call.reduction is not Reduction.MEAN:
-                    raise ArgumentError(
-                        f'sample_count weights op="mean" alone; got it with op={op!r}'
-                    )
-                call.peaks = self._peaks(generation, call, operation)
-        except ShardwellError as error:
-            told = error
-            if not isinstance(error, NonFiniteError):
-                told = CollectiveMismatchError(error.message)
-            announcement.problem.CopyFrom(failure_of(told))
+        call = self._calls.collective(generation.rank, generation.size, operation, array, **options)
         return self._submitted(call, generation, waits=waits)
-
-    def _call(
-        self,
-        kind: pb.Operation,
-        operation: Operation | None,
-        array: Float32,
-        reduction: Reduction,
-        codec: str,
-        timeout_s: float,
-    ) -> Call:
-        return Call(
-            announcement=pb.CollectiveCall(
-                operation=kind, wait_timeout_ms=max(int(check_timeout(timeout_s) * 1000), 1)
-            ),
-            operation=operation,
-            array=array,
-            reduction=reduction,
-            codec_name=codec,
-            timeout_s=timeout_s,
-        )
 
     def _submitted(
         self, call: Call, generation: Generation | None = None, *, waits: bool = True
@@ -508,53 +429,6 @@ class Group:
         """The result; the engine ends every call within its deadlines."""
         return call.result.result()
 
-    def _peaks(self, generation: Generation, call: Call, operation: Operation) -> dict[int, float]:
-        """Checks that what this rank contributes is finite; magnitudes of entering chunks."""
-        if self._allow_non_finite:
-            return {}
-        ranks = range(generation.size)
-        plan = plan_of(call, operation, self.strategy, generation.rank, ranks)
-        entering = set(plan.entering)
-        peaks = {}
-        for index, (where, _, _) in enumerate(plan.chunks):
-            enters = index in entering
-            # A sum costs half of finding the largest; what is not finite, it is not either.
-            if enters or (
-                operation.reduces
-                and not isfinite(numkong.sum(call.array[where.offset : where.stop]))
-            ):
-                peak = finite_peak(
-                    f"array of {operation.value}",
-                    call.array,
-                    None,
-                    where.offset,
-                    where.stop,
-                    remedy="skip or mend the step, or join the group with allow_non_finite=True",
-                )
-                if enters:
-                    peaks[index] = peak
-        return peaks
-
-
-def _flat(array: Any) -> Float32:
-    """The array as one dimension, in place.
-
-    Raises:
-        ArgumentError: no writable C-contiguous float32 array.
-    """
-    if not isinstance(array, np.ndarray):
-        raise ArgumentError(f"array must be a NumPy array of float32; got {type(array).__name__}")
-    flags = array.flags
-    good = flags.c_contiguous and flags.writeable and flags.aligned
-    if array.dtype != np.float32 or not array.dtype.isnative or not good:
-        raise ArgumentError(
-            "array must be float32, C-contiguous and writable, because it is reduced in place; got "
-            f"{array.dtype} of shape {array.shape}, contiguous={flags.c_contiguous}, "
-            f"writeable={flags.writeable}; pass a copy made with np.array(x, np.float32)"
-        )
-    flat: npt.NDArray[np.float32] = array.reshape(-1)
-    return flat
-
 
 def _checked_wait(wait_s: Any) -> float:
     good = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
@@ -563,9 +437,3 @@ def _checked_wait(wait_s: Any) -> float:
             f"replacement_wait_s must be from 0 to {REPLACEMENT_WAIT_S_MAX:g}; got {wait_s!r:.80}"
         )
     return float(wait_s)
-
-
-def _checked(what: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ArgumentError(f"{what} must be one of {', '.join(allowed)}; got {value!r:.80}")
-    return str(value)

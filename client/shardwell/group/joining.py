@@ -15,8 +15,9 @@ from shardwell.channel import parse_target
 from shardwell.codec import CODECS
 from shardwell.errors import ArgumentError, ShardUnavailableError, ShardwellError
 from shardwell.group.agreement import lost, rebuilding
+from shardwell.group.calls import WireName
 from shardwell.group.generation import Generation
-from shardwell.group.group import Group, WireName
+from shardwell.group.group import Group
 from shardwell.group.group_service import GroupService
 from shardwell.group.launch_environment import GROUP_VARIABLE, LaunchEnvironment
 from shardwell.group.lease import LeaseKeeper

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from shardwell.errors import ShardwellError
+from shardwell.errors import CorruptChunkError, ShardwellError
 from shardwell.group.collective import WINDOW_ROW_COUNT, Arrival
 from shardwell.v1 import peer_pb2 as pb
 
@@ -33,6 +33,8 @@ class Mailbox:
         self._taken_count = [0] * size
         """By rank: chunks that were taken; written by the engine's thread alone."""
         self._blocked_count = 0
+        self._made_count = 0
+        """Calls before this one have been made: nothing is due for them."""
         self._verdicts: dict[int, pb.Verdict] = {}
         self._join_verdicts: deque[pb.Verdict] = deque()
         self._ended: MakeError | None = None
@@ -43,6 +45,7 @@ class Mailbox:
 
         Raises:
             ShardwellError: the generation is at its end.
+            CorruptChunkError: its call is over.
         """
         if self._is_full(arrival.rank):
             with self._changed:
@@ -52,8 +55,14 @@ class Mailbox:
                 self._blocked_count -= 1
         if self._ended is not None:
             raise self._ended()
+        call_index = arrival.header.call_index
+        if call_index < self._made_count:
+            raise CorruptChunkError(
+                f"rank {arrival.rank} sent a chunk of call {call_index}, which is over",
+                rank=arrival.rank,
+            )
         self._put_count[arrival.rank] += 1
-        self._arrivals_of(arrival.header.call_index).put(arrival)
+        self._arrivals_of(call_index).put(arrival)
 
     def put_verdict(self, verdict: pb.Verdict) -> None:
         """Adds what rank 0 says of a call."""
@@ -95,7 +104,8 @@ class Mailbox:
         with self._changed:
             while True:
                 verdict = self._taken_verdict(call_index)
-                if self._ended is not None:
+                has_failed = verdict is not None and verdict.HasField("failure")
+                if self._ended is not None and not has_failed:
                     raise self._ended()
                 if verdict is not None:
                     return verdict
@@ -135,6 +145,7 @@ class Mailbox:
     def forget(self, call_index: int) -> None:
         """Drops what is left of a call that has been made."""
         with self._changed:
+            self._made_count = call_index + 1
             arrivals = self._arrivals.pop(call_index, None)
         while arrivals is not None and not arrivals.empty():
             arrival = arrivals.get()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ from shardwell.answering import Answering, parsed
 from shardwell.connection import SERVER_OPTIONS
 from shardwell.errors import (
     ArgumentError,
+    LimitError,
     ShardUnavailableError,
     WorkerLostError,
     WorkerUnreachableError,
@@ -23,12 +25,19 @@ from shardwell.group.daemon_threads import DaemonThreads
 from shardwell.group.generation import Generation
 from shardwell.group.peers import SERVICE_NAME
 from shardwell.v1 import peer_pb2 as pb
+from shardwell.watchdog import Watchdog
 
 _LOG = logging.getLogger("shardwell")
 _GENERATION_WAIT_S = 30.0
 """How long a stream of a generation that this member does not know yet may wait until it does."""
 _GRACE_S = 0.5
 """How long streams that are at their end may take to close; gRPC logs those that it cuts."""
+_OPEN_TIMEOUT_S = 5.0
+"""How long a stream may take to say who it is."""
+_UNOPENED_COUNT_MAX = 12
+"""Streams that have not said it yet: fewer than the spare threads, so that members find room."""
+_WAITING_COUNT_MAX = 1024
+"""Calls that may wait for a thread: what strangers open is refused as soon as it is looked at."""
 _SPARE_THREAD_COUNT = 16
 """Threads beyond those of streams: for greetings, and for a rendezvous that is served here."""
 
@@ -61,11 +70,13 @@ class PeerServer:
         self._generation: Generation | None = None
         self._changed = threading.Condition()
         self._closed = False
+        self._unopened_count = 0
+        self._watchdog = Watchdog()
         thread_count = 2 * size + _SPARE_THREAD_COUNT
         self._threads = DaemonThreads(thread_count, "shardwell-peer")
         pool: Any = self._threads  # any executor will do, whatever gRPC's types say
         self._server = grpc.server(
-            pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count
+            pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count + _WAITING_COUNT_MAX
         )
         self._server.add_generic_rpc_handlers((self._handler(), *more))
         host = listen.rpartition(":")[0]
@@ -94,6 +105,7 @@ class PeerServer:
             self._changed.notify_all()
         self._server.stop(_GRACE_S).wait()
         self._threads.shutdown()
+        self._watchdog.close()
 
     def _handler(self) -> grpc.GenericRpcHandler:
         answering = Answering(_LOG, shard_index=None, place="worker")
@@ -122,7 +134,8 @@ class PeerServer:
         self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.AgreeResponse]:
         requests = map(_agree_request, messages)
-        first = next(requests, None)
+        with self._opening(context):
+            first = next(requests, None)
         if first is not None:
             generation = self._generation_of(first.open)
             yield from generation.serve_agreement(first.open, _with_event(first, requests), context)
@@ -131,6 +144,27 @@ class PeerServer:
         self, request: pb.ReceiveChunksRequest, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         yield from self._generation_of(request.open).serve_chunks(request.open, context)
+
+    @contextlib.contextmanager
+    def _opening(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Bounds how long a stream, and how many of them, may be open without saying who it is.
+
+        Raises:
+            LimitError: as many are.
+        """
+        with self._changed:
+            if self._unopened_count >= _UNOPENED_COUNT_MAX:
+                raise LimitError(
+                    f"limit unopened_count_max={_UNOPENED_COUNT_MAX}: as many streams have not "
+                    "said who they are; send `open` at once"
+                )
+            self._unopened_count += 1
+        try:
+            with self._watchdog.watch(_OPEN_TIMEOUT_S, lambda: _cancel(context)):
+                yield
+        finally:
+            with self._changed:
+                self._unopened_count -= 1
 
     def _generation_of(self, opening: pb.PeerOpen) -> Generation:
         """The generation that a stream belongs to; waits while it is still to begin here.
@@ -170,3 +204,7 @@ def _with_event(
     if first.WhichOneof("event") is not None:
         yield first
     yield from rest
+
+
+def _cancel(context: grpc.ServicerContext) -> None:
+    context.cancel()

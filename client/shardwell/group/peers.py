@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from shardwell.connection import CHANNEL_OPTIONS
 from shardwell.errors import ArgumentError, ShardwellError
@@ -24,6 +25,7 @@ LEAVE_TIMEOUT_S = 60.0
 SERVICE_NAME = peer_pb2.DESCRIPTOR.services_by_name["PeerService"].full_name
 
 _LAST = pb.ReceiveChunksResponse(last=True).SerializeToString()
+_LAST_SIZE_MAX_BYTES = 64
 
 
 class Peer:
@@ -187,7 +189,7 @@ class Incoming:
         why = "it ended its stream"
         try:
             for message in self._call:
-                if len(message) <= len(_LAST) and message == _LAST:
+                if len(message) <= _LAST_SIZE_MAX_BYTES and _is_last(message):
                     self.cut()
                     return
                 self._take(message)
@@ -197,3 +199,10 @@ class Incoming:
             why = error.message
         if not self._is_cut:
             self._on_failure(why)
+
+
+def _is_last(message: bytes) -> bool:
+    try:
+        return bool(pb.ReceiveChunksResponse.FromString(message).last)
+    except DecodeError:
+        return False  # whoever takes it says what is wrong

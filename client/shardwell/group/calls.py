@@ -1,0 +1,157 @@
+"""Calls, made ready to be announced: what callers pass is checked here.
+
+What is wrong with a call is announced with it, because the other ranks wait for this one: so all
+fail with the same error, at once.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any, Literal, TypeAlias
+
+import numkong
+import numpy as np
+
+from shardwell.codec import CODECS, Float32
+from shardwell.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    NonFiniteError,
+    ShardwellError,
+)
+from shardwell.group.agreement import failure_of
+from shardwell.group.chunk_arithmetic import Reduction
+from shardwell.group.engine import Call, plan_of
+from shardwell.group.plan import Operation
+from shardwell.group.strategies import Strategy
+from shardwell.reduction import REDUCTIONS, ReductionName
+from shardwell.specs import SAMPLE_COUNT_MAX, WIRE_CODECS
+from shardwell.v1 import peer_pb2 as pb
+from shardwell.values import as_writable, check_integer, check_timeout, finite_peak
+
+WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
+
+JOIN_TIMEOUT_S = 3600.0
+"""How long `Group.join` waits for the others by default."""
+_KINDS = {
+    Operation.ALL_REDUCE: pb.OPERATION_ALL_REDUCE,
+    Operation.REDUCE: pb.OPERATION_REDUCE,
+    Operation.BROADCAST: pb.OPERATION_BROADCAST,
+    Operation.REDUCE_SCATTER: pb.OPERATION_REDUCE_SCATTER,
+    Operation.ALL_GATHER: pb.OPERATION_ALL_GATHER,
+}
+_REDUCTIONS = {
+    Reduction.SUM: pb.REDUCTION_SUM,
+    Reduction.MEAN: pb.REDUCTION_MEAN,
+    Reduction.MAX: pb.REDUCTION_MAX,
+    Reduction.MIN: pb.REDUCTION_MIN,
+}
+_NOTHING: Float32 = np.empty(0, np.float32)
+
+
+class CallMaker:
+    """Makes the calls of one member; see `Group` for what they mean. Any thread may use it."""
+
+    def __init__(
+        self, strategy: Strategy, codec: WireName, *, timeout_s: float, allow_non_finite: bool
+    ) -> None:
+        self._strategy = strategy
+        self._codec = codec
+        self._timeout_s = timeout_s
+        self._allow_non_finite = allow_non_finite
+
+    def collective(
+        self,
+        rank: int,
+        size: int,
+        operation: Operation | None,
+        array: Any,
+        *,
+        op: ReductionName | None = None,
+        root: int = 0,
+        sample_count: int = 1,
+        codec: WireName | None = None,
+        timeout_s: float | None = None,
+    ) -> Call:
+        """A call of rank `rank` among `size`; None for `operation` is a barrier.
+
+        Raises:
+            ArgumentError: `timeout_s` can't be used. What else is wrong is in the announcement.
+        """
+        kind = pb.OPERATION_BARRIER if operation is None else _KINDS[operation]
+        call = self._call(kind, operation, self._timeout_s if timeout_s is None else timeout_s)
+        announcement = call.announcement
+        try:
+            call.codec_name = _checked("codec", codec or self._codec, tuple(CODECS))
+            announcement.codec = WIRE_CODECS[call.codec_name]
+            if operation is not None:
+                call.array = as_writable("array", array)
+                announcement.element_count = call.array.size
+                if operation.reduces:
+                    call.reduction = Reduction(_checked("op", op, REDUCTIONS))
+                    announcement.reduction = _REDUCTIONS[call.reduction]
+                announcement.root = check_integer("root", root, 0, size - 1)
+                announcement.sample_count = check_integer(
+                    "sample_count", sample_count, 0, SAMPLE_COUNT_MAX
+                )
+                if announcement.sample_count != 1 and call.reduction is not Reduction.MEAN:
+                    raise ArgumentError(
+                        f'sample_count weights op="mean" alone; got it with op={op!r}'
+                    )
+                call.peaks = self._peaks(rank, size, call, operation)
+        except ShardwellError as error:
+            told = error
+            if not isinstance(error, NonFiniteError):
+                told = CollectiveMismatchError(error.message)
+            announcement.problem.CopyFrom(failure_of(told))
+        return call
+
+    def join(self, timeout_s: float | None) -> Call:
+        """A call of `Group.join`."""
+        rest_s = JOIN_TIMEOUT_S if timeout_s is None else timeout_s
+        return self._call(pb.OPERATION_JOIN, None, rest_s)
+
+    def _call(self, kind: pb.Operation, operation: Operation | None, timeout_s: float) -> Call:
+        timeout_s = check_timeout(timeout_s)
+        return Call(
+            announcement=pb.CollectiveCall(
+                operation=kind, wait_timeout_ms=max(int(timeout_s * 1000), 1)
+            ),
+            operation=operation,
+            array=_NOTHING,
+            reduction=Reduction.SUM,
+            codec_name=self._codec,
+            timeout_s=timeout_s,
+        )
+
+    def _peaks(self, rank: int, size: int, call: Call, operation: Operation) -> dict[int, float]:
+        """Checks that what this rank contributes is finite; magnitudes of entering chunks."""
+        if self._allow_non_finite:
+            return {}
+        plan = plan_of(call, operation, self._strategy, rank, range(size))
+        entering = set(plan.entering)
+        peaks = {}
+        for index, (where, _, _) in enumerate(plan.chunks):
+            enters = index in entering
+            # A sum costs half of finding the largest; what is not finite, it is not either.
+            if enters or (
+                operation.reduces
+                and not isfinite(numkong.sum(call.array[where.offset : where.stop]))
+            ):
+                peak = finite_peak(
+                    f"array of {operation.value}",
+                    call.array,
+                    None,
+                    where.offset,
+                    where.stop,
+                    remedy="skip or mend the step, or join the group with allow_non_finite=True",
+                )
+                if enters:
+                    peaks[index] = peak
+        return peaks
+
+
+def _checked(what: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ArgumentError(f"{what} must be one of {', '.join(allowed)}; got {value!r:.80}")
+    return str(value)
