@@ -6,11 +6,15 @@ shard 0 of a cluster, or by a worker (see group_service).
 
 from __future__ import annotations
 
+import math
+
 from shardwell.errors import LimitError
 from shardwell.group.gathering import Gathering
 from shardwell.group.places import GenerationNumbers
 from shardwell.group.requests import MeetingLimits, check_join, check_leave, check_renew
 from shardwell.v1 import group_pb2 as pb
+
+_SWEEP_INTERVAL_S = 1.0
 
 
 class Meetings:
@@ -26,6 +30,7 @@ class Meetings:
         self._limits = limits or MeetingLimits()
         self._numbers = GenerationNumbers(first_generation)
         self._gatherings: dict[str, Gathering] = {}
+        self._sweep_due_s = -math.inf
 
     @property
     def group_count(self) -> int:
@@ -82,8 +87,7 @@ class Meetings:
     def _gathering(self, spec: pb.GroupSpec, now_s: float) -> Gathering:
         gathering = self._gatherings.get(spec.name)
         if gathering is None:
-            for name in [n for n, one in self._gatherings.items() if one.is_silent(now_s)]:
-                del self._gatherings[name]
+            self._sweep(now_s)
             if len(self._gatherings) >= self._limits.group_count_max:
                 raise LimitError(
                     f"group_count_max={self._limits.group_count_max} groups meet here already; "
@@ -92,6 +96,13 @@ class Meetings:
             gathering = Gathering(spec, self._numbers, self._limits, now_s)
             self._gatherings[spec.name] = gathering
         return gathering
+
+    def _sweep(self, now_s: float) -> None:
+        """Forgets groups of which nobody was heard for long; now and then, as it looks at all."""
+        if now_s >= self._sweep_due_s:
+            self._sweep_due_s = now_s + _SWEEP_INTERVAL_S
+            for name in [n for n, one in self._gatherings.items() if one.is_silent(now_s)]:
+                del self._gatherings[name]
 
     def _check_room(self, name: str) -> None:
         count = sum(len(one.seating.applicants) for one in self._gatherings.values())
