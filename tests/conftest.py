@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,10 @@ CHUNK_SIZE_BYTES = 256
 """Small, so that short parameters have many chunks too."""
 CALL_TIMEOUT_S = 20.0
 _WITH_LEAK_CHECK = {"integration", "fault"}
+
+# Whoever runs the tests in the background may ignore Ctrl-C, and children inherit that; what has a
+# handler here is theirs to decide.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 StartCluster = Callable[..., LocalCluster]
 Connect = Callable[..., shardwell.Client]
