@@ -103,6 +103,7 @@ def test_streams_that_belong_elsewhere_are_refused(place) -> None:
 def test_messages_of_an_earlier_generation_are_refused(place) -> None:
     def work(group: shardwell.Group) -> None:
         summed(group)
+        group.barrier()  # nobody's data are under way when the first one rebuilds
         stranger = Stranger(group)
         with stranger.channel:
             group.rebuild()

@@ -505,3 +505,24 @@ def test_going_back_to_process_loses_nothing(
             assert {model.next_step for model in run.models} == {3}
             np.testing.assert_array_equal(run.models[0].get_weights(), expected[2])
             run.close()
+
+
+def test_an_image_when_nothing_was_journaled_since_the_last(tmp_path: Path, disk: Disk) -> None:
+    """The shard's thread and whoever sets first weights may both write one, one after the other."""
+    config = ShardConfig(
+        shard_index=0, shard_count=1, chunk_size_bytes=256, durability=Durability("step")
+    )
+    path = tmp_path / "first"
+    with DataDir(path, config) as claimed, ShardServer(config, claimed) as server:
+        run = Run(server.address, OPTIMIZERS[1])
+        expected = run.step(0)
+        for parameter in server.shard.parameters():
+            for _ in range(3):
+                parameter._write_image(lambda: False)
+        disk.lose_power(path, tmp_path / "second")
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, OPTIMIZERS[1])
+        assert {model.next_step for model in run.models} == {1}
+        np.testing.assert_array_equal(run.models[0].get_weights(), expected)
+        run.close()

@@ -183,11 +183,12 @@ def test_the_end_ends_all_waits(mailbox: Mailbox, threads: ThreadPoolExecutor) -
 
 
 def test_nothing_goes_on_after_the_end(mailbox: Mailbox) -> None:
-    """Not even what has come: the generation is over."""
+    """Not even what has come: the generation is over. But what was decided before was."""
     mailbox.put_arrival(arrival(1, 0, 0))
     mailbox.put_verdict(verdict(0))
     assert mailbox.ended is None
     mailbox.end(lost)
+    assert mailbox.await_verdict(0, 0) == verdict(0)
     calls: list[Callable[[], object]] = [
         lambda: mailbox.take(0, 0),
         lambda: mailbox.await_verdict(0, 0),

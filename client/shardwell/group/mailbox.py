@@ -104,11 +104,10 @@ class Mailbox:
         with self._changed:
             while True:
                 verdict = self._taken_verdict(call_index)
-                has_failed = verdict is not None and verdict.HasField("failure")
-                if self._ended is not None and not has_failed:
-                    raise self._ended()
-                if verdict is not None:
+                if verdict is not None:  # it came before the end; what needs data fails there
                     return verdict
+                if self._ended is not None:
+                    raise self._ended()
                 if self._is_ending is not None:
                     raise self._is_ending()
                 rest_s = deadline_s - time.monotonic()

@@ -83,13 +83,15 @@ class Journal:
         self.number = 0
         """Of the segment that is written."""
 
-    def begin_segment(self) -> int:
-        """Goes on in a new segment, unless nothing was written to this one; returns its number.
+    def begin_segment(self, *, anyway: bool = False) -> int:
+        """Goes on in a new segment; returns its number.
+
+        Unless nothing was written to this one, which is then as good; but for `anyway`.
 
         Raises:
             StorageError: it can't be made.
         """
-        if self._file >= 0 and self._size == 0:
+        if self._file >= 0 and self._size == 0 and not anyway:
             return self.number
         number = max([self.number, *segments(self._directory)], default=0) + 1
         path = self._path(number)

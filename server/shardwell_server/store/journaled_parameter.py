@@ -188,6 +188,9 @@ class JournaledParameter(MmapParameter):
         self._older_bytes += self._journal.size_bytes
         number = self._journal.begin_segment()
         standing = self.directory / f"{_PREFIX}{number:06d}"
+        if standing.exists():  # nothing was journaled since, but first weights may have come
+            number = self._journal.begin_segment(anyway=True)
+            standing = self.directory / f"{_PREFIX}{number:06d}"
         making = standing.with_suffix(".new")
         try:
             making.mkdir()
