@@ -120,8 +120,9 @@ def test_the_deadline_names_the_missing_and_the_refused(cluster, run) -> None:
     target, spec = cluster(1).target, group_spec(3)
     waiting = run(target, new_member("h0"), 0, spec, timeout_s=2.0)
     with Rendezvous(target) as rendezvous:
+        eventually("the first is there", lambda: _is_there(rendezvous, spec))
         other = group_spec(4)
-        eventually("the first is there", lambda: _is_refused(rendezvous, other))
+        eventually("another is refused", lambda: _is_refused(rendezvous, other))
     with pytest.raises(shardwell.WorkersMissingError, match="ranks 1, 2 of 3 did not") as caught:
         waiting.result()
     assert caught.value.missing_ranks == (1, 2)
@@ -129,6 +130,13 @@ def test_the_deadline_names_the_missing_and_the_refused(cluster, run) -> None:
     assert "size 3, got 4" in str(caught.value)
     # It has left: the place is free at once, and so is the name.
     assert join(target, new_member("h9"), 0, group_spec(1)).rank == 0
+
+
+def _is_there(rendezvous: Rendezvous, spec: pb.GroupSpec) -> bool:
+    """Whether rank 0 is; asked by one that is soon gone again."""
+    with pytest.raises(shardwell.WorkersMissingError) as caught:
+        rendezvous.join(spec, new_member("y"), 1, lease_ms=LEASE_MS, timeout_s=0.1, greet=nobody)
+    return 0 not in caught.value.missing_ranks
 
 
 def _is_refused(rendezvous: Rendezvous, spec: pb.GroupSpec) -> bool:
