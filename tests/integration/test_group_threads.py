@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,3 +100,43 @@ def test_a_wait_for_replacements_that_is_none(place, wait_s) -> None:
         group.barrier()
 
     on_ranks(1, place, work)
+
+
+def test_a_callback_that_makes_too_many_calls_is_told_so(place) -> None:
+    """It runs where calls are made, so it can't wait until one of them ends."""
+    under_way = 64
+
+    def work(group: shardwell.Group) -> str:
+        array, more = np.ones(4, np.float32), np.ones(4, np.float32)
+        if group.rank == 1:
+            for _ in range(under_way + 1):
+                group.all_reduce(np.ones(4, np.float32))
+            return ""
+        told: list[str] = []
+        followed: list[Any] = []
+
+        def follow(_: object) -> None:
+            followed.append(group.all_reduce_async(more))
+            try:
+                group.all_reduce_async(array)
+            except shardwell.LimitError as error:
+                told.append(error.message)
+
+        first = group.all_reduce_async(np.ones(4, np.float32))
+        first.add_done_callback(follow)
+        rest = [group.all_reduce_async(np.ones(4, np.float32)) for _ in range(under_way - 1)]
+        go.set()
+        for future in (first, *rest):
+            future.result(20.0)
+        followed[0].result(20.0)
+        assert more[0] == 2.0
+        return told[0]
+
+    go = threading.Event()
+
+    def after_the_first(group: shardwell.Group) -> str:
+        if group.rank == 1:
+            assert go.wait(20.0)
+        return work(group)
+
+    assert "under_way_count_max=64" in on_ranks(2, place, after_the_first)[0]

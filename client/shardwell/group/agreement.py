@@ -22,7 +22,7 @@ from shardwell.status import from_detail, to_detail
 from shardwell.v1 import peer_pb2 as pb
 
 _PARTING_S = 10.0
-"""How long rank 0 may take to read what a rank says last; it ends the stream when it has."""
+"""How long one end of a stream may take to read what the other says last."""
 
 
 class Ending(Protocol):
@@ -89,7 +89,7 @@ class RollCallHost:
         ]
         self._left: set[int] = set()
         self._streaming: set[int] = set()
-        self._readers: list[threading.Thread] = []
+        self._readers: list[tuple[threading.Thread, grpc.ServicerContext]] = []
         self._over = False
         self._timer = threading.Thread(target=self._expire, name="shardwell-roll-call", daemon=True)
         self._timer.start()
@@ -127,8 +127,13 @@ class RollCallHost:
             readers = list(self._readers)
         for answers in self._answers:
             answers.put(None)
-        for thread in (self._timer, *readers):
-            thread.join()
+        self._timer.join()
+        deadline_s = time.monotonic() + _PARTING_S
+        for thread, context in readers:
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
+            if thread.is_alive():  # its rank has vanished, or stands still
+                context.cancel()
+                thread.join()
 
     def serve(
         self, rank: int, requests: Iterator[pb.AgreeRequest], context: grpc.ServicerContext
@@ -149,7 +154,7 @@ class RollCallHost:
             target=self._read, args=(rank, requests), name="shardwell-roll-call", daemon=True
         )
         with self._changed:
-            self._readers.append(reader)
+            self._readers.append((reader, context))
         reader.start()
         while (answer := answers.get()) is not None:
             yield answer

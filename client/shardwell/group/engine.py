@@ -74,6 +74,9 @@ class Links(Protocol):
     def listen_to(self, rank: int) -> None:
         """Has chunks of a rank come to the mailbox from now on."""
 
+    def end(self, failure: pb.Failure) -> None:
+        """Cuts them all; whatever waits fails with this."""
+
 
 class Engine:
     """Makes calls in the order in which they come. Any thread may submit them."""
@@ -159,8 +162,7 @@ class Engine:
         self._agreement.give_up(failure_of(error))
         ended = self._mailbox.await_end(VERDICT_MARGIN_S)
         if ended is None:  # rank 0 is silent; calls that were agreed on can't go on either
-            failure = failure_of(error)
-            self._mailbox.end(lambda: error_of(failure))
+            self._links.end(failure_of(error))
         return error if ended is None else ended()
 
     def _moved(self, call: Call, operation: Operation, verdict: pb.Verdict) -> None:

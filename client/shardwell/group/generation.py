@@ -9,6 +9,7 @@ Whoever learns first that a rank is lost tells rank 0, which tells all: so that 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
@@ -145,15 +146,18 @@ class Generation:
         """Leaves: what was called before is finished, then all streams end.
 
         Blocks until calls that were made are done, at the most until their deadlines, and until the
-        others have received what this rank sent.
+        others have received what this rank sent, at the most a minute.
         """
         with self._announcing:
             self._closing = True
         self.engine.close()
         with self._lock:
             links = list(self._outgoing.values())
+        deadline_s = time.monotonic() + LEAVE_TIMEOUT_S
+        for link in links:
+            link.finish()
         for link in links:  # some ranks may still have to open theirs
-            link.finish(LEAVE_TIMEOUT_S)
+            link.await_received(max(deadline_s - time.monotonic(), 0.0))
         with self._lock:
             is_over, self._over = self._over, True
         if not is_over:

@@ -12,11 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardwell.codec import Float32
-from shardwell.errors import (
-    ArgumentError,
-    ClosedError,
-    WorkerLostError,
-)
+from shardwell.errors import ArgumentError, ClosedError, LimitError, WorkerLostError
 from shardwell.group.agreement import failure_of
 from shardwell.group.calls import CallMaker, WireName
 from shardwell.group.engine import Call
@@ -409,13 +405,19 @@ class Group:
     ) -> Call:
         self._check_open()
         generation = generation or self._generation
-        if waits and generation.engine.is_current_thread:
+        is_callback = generation.engine.is_current_thread
+        if waits and is_callback:
             raise ArgumentError(
                 "a callback of all_reduce_async waits for another call of the group, which is made "
                 "when the callback has returned; call all_reduce_async there, or another thread"
             )
-        # Waits where too many are under way: the engine makes room, with or without success.
-        self._under_way.acquire()
+        # Waits where too many are under way: the engine makes room, but not while a callback of its
+        # own waits for it.
+        if not self._under_way.acquire(blocking=not is_callback):
+            raise LimitError(
+                f"limit under_way_count_max={UNDER_WAY_COUNT_MAX}: as many calls of group "
+                f"{self.name!r} are under way; a callback can't wait for one to end: make fewer"
+            )
         call.result.add_done_callback(lambda _: self._under_way.release())
         try:
             generation.submit(call)

@@ -124,9 +124,12 @@ class Outgoing:
             yield _LAST
             self._has_ended.wait(LEAVE_TIMEOUT_S)
 
-    def finish(self, timeout_s: float) -> None:
-        """Waits until everything has been received, at most so long, and ends the stream."""
+    def finish(self) -> None:
+        """Nothing more is sent; does not block."""
         self._messages.put(None)
+
+    def await_received(self, timeout_s: float) -> None:
+        """After `finish`: waits until all has been received, at most so long; ends the stream."""
         if self._is_open or self._sent_count > self._taken_count:
             self._has_ended.wait(timeout_s)
         self.cut()
