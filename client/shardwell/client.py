@@ -14,16 +14,10 @@ from shardwell.checkpointing import Checkpointing
 from shardwell.errors import ArgumentError, ClosedError
 from shardwell.malloc import tune_malloc
 from shardwell.names import check_name
+from shardwell.optimizers import Optimizer
 from shardwell.parameter import Parameter
 from shardwell.shards import connect_shards
-from shardwell.specs import (
-    SIZE_MAX,
-    WORKER_COUNT_MAX,
-    CodecName,
-    ModeName,
-    Optimizer,
-    ParameterSpec,
-)
+from shardwell.specs import SIZE_MAX, WORKER_COUNT_MAX, CodecName, ModeName, ParameterSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.values import check_integer, check_timeout

@@ -22,9 +22,10 @@ from shardwell.codec import Float32
 from shardwell.errors import ArgumentError, ClosedError, DeadlineError, ShardUnavailableError
 from shardwell.first_weights import FirstWeights, GivenWeights
 from shardwell.opening import Opening
+from shardwell.optimizers import check_learning_rate
 from shardwell.retry import Attempts
 from shardwell.shards import Shards
-from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec, check_learning_rate
+from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.streams import Streams
 from shardwell.traffic import Traffic
 from shardwell.transfer import Gradient, Progress, Transfer

@@ -34,6 +34,7 @@ _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.St
         types_pb2.ERROR_CODE_UNKNOWN_PARAMETER,
         grpc.StatusCode.NOT_FOUND,
     ),
+    (errors.UnknownTableError, types_pb2.ERROR_CODE_UNKNOWN_TABLE, grpc.StatusCode.NOT_FOUND),
     (
         errors.NotInitializedError,
         types_pb2.ERROR_CODE_NOT_INITIALIZED,
@@ -95,6 +96,7 @@ def to_detail(error: errors.ShardwellError) -> types_pb2.ErrorDetail:
         code=code,
         shard_index=error.shard_index or 0,
         parameter=error.parameter or "",
+        table=error.table or "",
         worker_id=error.worker_id or "",
         element_index=getattr(error, "element_index", -1),
         missing_worker_ids=_bounded(getattr(error, "missing_worker_ids", ())),
@@ -179,6 +181,7 @@ def from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.Shardwell
         "shard_index": detail.shard_index,
         "worker_id": detail.worker_id or None,
         "parameter": detail.parameter or None,
+        "table": detail.table or None,
         "rank": detail.rank if detail.HasField("rank") else None,
     }
     kind = _BY_CODE.get(detail.code, errors.InternalError)

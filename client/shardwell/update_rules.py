@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numkong
 import numpy as np
 
-from shardwell import specs
+from shardwell import optimizers
 from shardwell.codec import Float32
 
 Slots: TypeAlias = tuple[Float32, ...]
@@ -28,7 +28,7 @@ _SMALLEST, _LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
 class UpdateRule:
     """An optimizer ready to run: how many arrays of state it keeps, and its arithmetic."""
 
-    def __init__(self, optimizer: specs.Optimizer) -> None:
+    def __init__(self, optimizer: optimizers.Optimizer) -> None:
         # A bound that float32 can't hold is the nearest that it can, and never "no bound".
         self._clip_value = np.float32(0.0)
         if optimizer.clip_value:
@@ -55,17 +55,17 @@ class UpdateRule:
         self._step(weights, gradient, slots, temporary, update_count, learning_rate)
 
 
-def _rule_of(optimizer: specs.Optimizer) -> tuple[tuple[float, ...], Step]:
+def _rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], Step]:
     match optimizer:
-        case specs.Average():
+        case optimizers.Average():
             return (), _average
-        case specs.SGD():
+        case optimizers.SGD():
             return (() if optimizer.momentum == 0 else (0.0,)), _sgd(optimizer)
-        case specs.Adagrad():
+        case optimizers.Adagrad():
             return (optimizer.initial_accumulator,), _adagrad(optimizer)
-        case specs.RMSProp():
+        case optimizers.RMSProp():
             return ((0.0,) if optimizer.momentum == 0 else (0.0, 0.0)), _rms_prop(optimizer)
-        case specs.Adam() | specs.AdamW():
+        case optimizers.Adam() | optimizers.AdamW():
             return (0.0, 0.0), _adam(optimizer)
     raise TypeError(f"no update rule for {optimizer!r}")
 
@@ -91,7 +91,7 @@ def _average(
     np.copyto(weights, gradient)
 
 
-def _sgd(spec: specs.SGD) -> Step:
+def _sgd(spec: optimizers.SGD) -> Step:
     def plain(
         weights: Float32,
         gradient: Float32,
@@ -129,7 +129,7 @@ def _sgd(spec: specs.SGD) -> Step:
     return plain if spec.momentum == 0 else with_momentum
 
 
-def _adagrad(spec: specs.Adagrad) -> Step:
+def _adagrad(spec: optimizers.Adagrad) -> Step:
     def step(
         weights: Float32,
         gradient: Float32,
@@ -151,7 +151,7 @@ def _adagrad(spec: specs.Adagrad) -> Step:
     return step
 
 
-def _rms_prop(spec: specs.RMSProp) -> Step:
+def _rms_prop(spec: optimizers.RMSProp) -> Step:
     def step(
         weights: Float32,
         gradient: Float32,
@@ -177,8 +177,8 @@ def _rms_prop(spec: specs.RMSProp) -> Step:
     return step
 
 
-def _adam(spec: specs.Adam | specs.AdamW) -> Step:
-    decoupled = isinstance(spec, specs.AdamW)
+def _adam(spec: optimizers.Adam | optimizers.AdamW) -> Step:
+    decoupled = isinstance(spec, optimizers.AdamW)
 
     def step(
         weights: Float32,

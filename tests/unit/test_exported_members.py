@@ -48,6 +48,12 @@ PROMISED = {
     "AdamW",
     "Average",
     "RMSProp",
+    "RowWiseAdagrad",
+    "FTRL",
+    "Initializer",
+    "Normal",
+    "Uniform",
+    "Zeros",
 }
 ERRORS = {
     name: kind

@@ -21,7 +21,8 @@ from shardwell.answering import Answering, parsed
 from shardwell.codec import Bytes
 from shardwell.errors import ArgumentError, WrongShardError
 from shardwell.names import check_name
-from shardwell.specs import ParameterSpec, check_learning_rate
+from shardwell.optimizers import check_learning_rate
+from shardwell.specs import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.services.first_weights import receive_first_weights
