@@ -1,8 +1,8 @@
 """A lane: one stream to one shard for one parameter or table, kept open from step to step.
 
 Opening a stream costs as much as a small step, so a lane outlives the step. It carries whatever
-messages it is given and hands out the answers in order; it knows nothing of what they say. After any
-failure it is dead, and the next step opens another.
+messages it is given and hands out the answers in order; it knows nothing of what they say. After
+any failure it is dead, and the next step opens another.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.streams import Streams
 from shardwell.traffic import Traffic
 from shardwell.transfer import Gradient, Progress, Transfer
-from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.turns import Turns
+from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.values import as_flat, as_output, check_integer, finite_peak
 from shardwell.watchdog import Watchdog
 

@@ -18,7 +18,7 @@ from shardwell.codec import Float32
 from shardwell.row_placement import Ids, mix
 
 WAY_COUNT = 4
-"""Places of a set. A cache as full of ids as it can be keeps 63 % of them with one, 81 with four."""
+"""Places of a set. Of as many ids as there are places, 63 % find one with 1, 81 % with 4."""
 _NEVER = -(2**62)
 
 
@@ -121,7 +121,7 @@ class RowCache:
     def _take_places(
         self, ids: Ids, rows: Float32, step: int, sets: npt.NDArray[np.uint64], new: Ids
     ) -> None:
-        """Puts the new ones into their sets' next places; what a set has no room for is left out."""
+        """Puts new ones into their sets' next places; what a set has no room for is left out."""
         new = new[np.argsort(sets[new], kind="stable")]
         new_sets = sets[new].view(np.int64)
         is_first = np.ones(new.size, np.bool_)

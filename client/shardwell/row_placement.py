@@ -62,6 +62,6 @@ class RowPlacement:
 
 
 def _remainder(words: Words, count: np.uint64) -> Words:
-    """Words % count; written into `words`. NumPy divides integers with SIMD, `%` not: half the time."""
+    """Words % count, written into `words`: half the time, as NumPy has SIMD for `//` and not for `%`."""
     words -= words // count * count
     return words

@@ -78,7 +78,8 @@ class RowSums:
         self, batch: RowBatch, gradients: Float32, table: str, *, allow_non_finite: bool
     ) -> None:
         self._batch = batch
-        self._gradients = gradients
+        self.gradients = gradients
+        """(n, dim): the caller's."""
         self._table = table
         self._repeated: Ids = np.empty(0, np.int64)
         self._sums = gradients[:0]
@@ -92,17 +93,24 @@ class RowSums:
 
     def rows(self, span: Span) -> Float32:
         """The values of rows `span` of `batch.distinct`: (k, dim) float32, C-contiguous, copied."""
-        rows = self._gradients.take(self._firsts[span.start : span.stop], axis=0, mode="clip")
+        rows = self.gradients.take(self._firsts[span.start : span.stop], axis=0, mode="clip")
         if self._repeated.size:
             first, last = np.searchsorted(self._repeated, span)
             rows[self._repeated[first:last] - span.start] = self._sums[first:last]
         return rows
 
+    def element_index(self, span: Span, index: int) -> int:
+        """Where element `index` of `rows(span)` comes from in the caller's array; -1: nowhere."""
+        row, column = divmod(index, self.gradients.shape[1])
+        if not 0 <= row < span.stop - span.start:
+            return -1
+        return int(self._firsts[span.start + row]) * self.gradients.shape[1] + column
+
     def digest(self) -> tuple[int, int]:
         """Tells these ids and gradients from others."""
         return (
-            crc32.iscsi(np.ascontiguousarray(self._batch.ids).view(np.uint8).data),
-            crc32.iscsi(self._gradients.reshape(-1).view(np.uint8).data),
+            int(crc32.iscsi(self._batch.ids.view(np.uint8).data)),
+            int(crc32.iscsi(self.gradients.reshape(-1).view(np.uint8).data)),
         )
 
     @cached_property
@@ -121,7 +129,7 @@ class RowSums:
             starts, counts = starts.take(by_shard), counts.take(by_shard)
         self._repeated = np.flatnonzero(counts > 1)
         starts, counts = starts.take(self._repeated), counts.take(self._repeated)
-        rows, order = self._gradients, self._batch.places
+        rows, order = self.gradients, self._batch.places
         with np.errstate(over="ignore", invalid="ignore"):  # told by the check
             while True:
                 rows, counts = _add_segments(rows, order, starts, counts)
