@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell import optimizers
-from shardwell.codec import Float32
+from shardwell.codec import BLOCK_ELEMENT_COUNT, Float32
 from shardwell.update_rules import (
     LARGEST,
     AnyAdam,
@@ -52,10 +52,6 @@ class _Rows(NamedTuple):
 
 _RowStep: TypeAlias = Callable[[_Rows, float], None]
 """(rows, learning_rate): weights and slots are updated, gradients and temporary overwritten."""
-
-_BLOCK_ELEMENT_COUNT = 32 * 1024
-"""Elements of the rows that are worked on at a time: Adam's five arrays of it stay in a cache of
-1 MiB."""
 
 
 class RowUpdateRule:
@@ -95,7 +91,7 @@ class RowUpdateRule:
         """
         assert all(rows.flags.c_contiguous for rows in (weights, gradients, *slots))
         row_count, dim = weights.shape
-        step = max(_BLOCK_ELEMENT_COUNT // dim, 1)
+        step = max(BLOCK_ELEMENT_COUNT // dim, 1)
         temporary = np.empty((min(step, row_count), dim), np.float32)
         with np.errstate(all="ignore"):
             for start in range(0, row_count, step):
@@ -154,10 +150,12 @@ def _sgd_with_momentum(spec: optimizers.SGD) -> _RowStep:
 
 def _row_wise_adagrad(spec: optimizers.RowWiseAdagrad) -> _RowStep:
     def step(rows: _Rows, rate: float) -> None:
-        weights, gradients, (sums,), _ = rows.flat()
+        weights, gradients, (sums,), squares = rows.flat()
         if spec.weight_decay:
             add_scaled(gradients, weights, spec.weight_decay)
-        mean = np.einsum("ij,ij->i", rows.gradients, rows.gradients)
+        # Not by einsum, which adds up long rows in another order when there are several.
+        np.multiply(gradients, gradients, out=squares)
+        mean = np.add.reduce(rows.temporary, axis=1)
         np.divide(mean, np.float32(rows.gradients.shape[1]), out=mean)
         np.add(sums, mean, out=sums)
         divisors = np.sqrt(sums)
