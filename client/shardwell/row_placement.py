@@ -62,6 +62,6 @@ class RowPlacement:
 
 
 def _remainder(words: Words, count: np.uint64) -> Words:
-    """Words % count, written into `words`: half the time, as NumPy has SIMD for `//` and not for `%`."""
+    """Words % count, written into `words`; half the time of NumPy's `%`, which has no SIMD."""
     words -= words // count * count
     return words

@@ -104,7 +104,7 @@ class RowSums:
         row, column = divmod(index, self.gradients.shape[1])
         if not 0 <= row < span.stop - span.start:
             return -1
-        return int(self._firsts[span.start + row]) * self.gradients.shape[1] + column
+        return int(self._firsts[span.start + row]) * int(self.gradients.shape[1]) + column
 
     def digest(self) -> tuple[int, int]:
         """Tells these ids and gradients from others."""
