@@ -6,6 +6,7 @@ gradients of repeated ids add up to is `row_sums`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from shardwell.codec import Float32
 from shardwell.errors import ArgumentError
 from shardwell.row_placement import Ids, RowPlacement
+from shardwell.values import as_output
 
 _DIGIT_BITS = 16
 """NumPy sorts 16-bit integers by radix, in linear time."""
@@ -59,6 +61,20 @@ def as_ids(ids: Any, row_count: int | None) -> tuple[Ids, tuple[int, ...]]:
     if flat.dtype == np.int64 and flat.dtype.isnative:
         return np.ascontiguousarray(flat), array.shape
     return flat.astype(np.int64), array.shape  # uint64 wraps: the same bits
+
+
+def as_row_output(out: Any, shape: tuple[int, ...]) -> Float32:
+    """The caller's `out=` for rows, or a new array if it is None.
+
+    Raises:
+        ArgumentError: no writable C-contiguous float32 array of that shape.
+    """
+    if out is None:
+        return np.empty(shape, np.float32)
+    as_output(out, math.prod(shape))
+    if out.shape != shape:
+        raise ArgumentError(f"out must be of shape {shape}; got {out.shape}")
+    return out  # type: ignore[no-any-return]
 
 
 def _as_array(ids: Any) -> npt.NDArray[Any]:

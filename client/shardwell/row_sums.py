@@ -101,10 +101,11 @@ class RowSums:
 
     def element_index(self, span: Span, index: int) -> int:
         """Where element `index` of `rows(span)` comes from in the caller's array; -1: nowhere."""
-        row, column = divmod(index, self.gradients.shape[1])
+        dim = int(self.gradients.shape[1])
+        row, column = divmod(index, dim)
         if not 0 <= row < span.stop - span.start:
             return -1
-        return int(self._firsts[span.start + row]) * int(self.gradients.shape[1]) + column
+        return int(self._firsts[span.start + row]) * dim + column
 
     def digest(self) -> tuple[int, int]:
         """Tells these ids and gradients from others."""

@@ -8,7 +8,6 @@ kept of them after a call returns.
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import Executor
 from typing import Any
 
@@ -18,7 +17,7 @@ from shardwell.codec import Float32
 from shardwell.errors import ArgumentError
 from shardwell.optimizers import check_learning_rate
 from shardwell.retry import Attempts
-from shardwell.row_batches import RowBatch, as_ids
+from shardwell.row_batches import RowBatch, as_ids, as_row_output
 from shardwell.row_cache import RowCache
 from shardwell.row_placement import Ids, RowPlacement
 from shardwell.row_reading import RowReading
@@ -33,7 +32,7 @@ from shardwell.table_streams import TableStreams
 from shardwell.traffic import Traffic
 from shardwell.turns import Turns
 from shardwell.v1 import table_pb2
-from shardwell.values import as_output, check_integer
+from shardwell.values import check_integer
 from shardwell.watchdog import Watchdog
 
 
@@ -61,7 +60,7 @@ class Table:
         of all workers, that had been counted. The fewest of the shards that were asked."""
         self._turns = Turns(shards, timeout_s, f"table {spec.name!r}", table=spec.name)
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
-        self._opening = TableOpening(spec, shards.channels, worker_id)
+        self._opening = TableOpening(spec, shards.channels, worker_id=worker_id, turns=self._turns)
         transfer = RowTransfer(spec, worker_id=worker_id, traffic=traffic)
         self._streams = TableStreams(spec.name, shards.channels, transfer, watchdog=watchdog)
         self._steps = TableSteps(
@@ -166,14 +165,14 @@ class Table:
         attempts = self._turns.attempts(timeout_s)
         found = self._reading.prefetched(flat, min_version, attempts)
         if found is None:
-            rows, target = self._output(out, shape)
+            rows, target = self._room(out, shape)
             batch = RowBatch(flat, shape, self._placement)
             version = self._reading.read(batch, target, min_version, attempts)
         else:
             version = found.version
-            rows = found.rows.reshape(*shape, self.spec.dim)
+            rows = found.rows.reshape(*shape, self.dim)
             if out is not None:
-                rows, target = self._output(out, shape)
+                rows, target = self._room(out, shape)
                 target[...] = found.rows
         if version is not None:
             self.version = version
@@ -272,7 +271,7 @@ class Table:
         if next_ids is not None:
             flat, shape = as_ids(next_ids, self.spec.row_count)
             wanted = RowBatch(flat, shape, self._placement)
-        rows, target = self._output(out, wanted.shape)
+        rows, target = self._room(out, wanted.shape)
         if np.may_share_memory(target, sums.gradients):
             raise ArgumentError("out must not overlap the gradients; pass another array")
         fetch = self._reading.question(wanted, target)
@@ -304,7 +303,7 @@ class Table:
         Not of one moment where gradients come in meanwhile.
         """
         attempts = self._turns.attempts(timeout_s)
-        return self._turns.run(attempts, lambda: self._opening.row_ids(attempts))
+        return self._opening.row_ids(attempts)
 
     def evict(self, *, older_than_step: int, timeout_s: float | None = None) -> int:
         """Drops rows whose last gradient joined a step before `older_than_step`, on all shards.
@@ -317,7 +316,7 @@ class Table:
         """
         step = check_integer("older_than_step", older_than_step, 0, STEP_MAX)
         attempts = self._turns.attempts(timeout_s)
-        count = self._turns.run(attempts, lambda: self._opening.evict(step, attempts))
+        count = self._opening.evict(step, attempts)
         self._reading.forget()
         return count
 
@@ -338,19 +337,13 @@ class Table:
         attempts = self._turns.attempts(timeout_s)
         with self._turns.turn(attempts):
             is_now = now or self.spec.mode == "async"
-
-            def tell() -> None:
-                step = None
-                if not is_now:
-                    step = self._opening.first_step_ahead(self.next_step, attempts)
-                self._opening.set_learning_rate(rate, step, attempts)
-
-            self._turns.run(attempts, tell)
+            step = None if is_now else self._opening.first_step_ahead(self.next_step, attempts)
+            self._opening.set_learning_rate(rate, step, attempts)
 
     def status(self, *, timeout_s: float | None = None) -> list[table_pb2.TableStatus]:
         """What each shard holds of the table, in the order of the shards."""
         attempts = self._turns.attempts(timeout_s)
-        return self._turns.run(attempts, lambda: self._opening.status(attempts))
+        return self._opening.status(attempts)
 
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
@@ -381,7 +374,7 @@ class Table:
     ) -> tuple[RowBatch, RowSums, int]:
         """Checks everything that can be checked before anything is sent."""
         flat, shape = as_ids(ids, self.spec.row_count)
-        values = as_gradients(gradients, shape, self.spec.dim, self.name)
+        values = as_gradients(gradients, shape, self.dim, self.name)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         batch = RowBatch(flat, shape, self._placement)
         sums = RowSums(batch, values, self.name, allow_non_finite=self.spec.allow_non_finite)
@@ -401,14 +394,10 @@ class Table:
         finally:
             self._reading.pushed(batch.distinct.ids)
 
-    def _output(self, out: Any, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
-        """The result, and the same memory as (n, dim)."""
-        shape = (*shape, self.spec.dim)
-        if out is None:
-            out = np.empty(shape, np.float32)
-        elif as_output(out, math.prod(shape)).size and out.shape != shape:
-            raise ArgumentError(f"out must be of shape {shape}; got {out.shape}")
-        return out, out.reshape(-1, self.spec.dim)
+    def _room(self, out: Any, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
+        """The result for ids of a shape, and the same memory as (n, dim)."""
+        rows = as_row_output(out, (*shape, self.dim))
+        return rows, rows.reshape(-1, self.dim)
 
     def _min_version(self, min_version: int) -> int:
         found = check_integer("min_version", min_version, 0, STEP_MAX)

@@ -18,6 +18,7 @@ from shardwell.retry import Attempts
 from shardwell.row_codec import RowCodec, rows_per_message_max
 from shardwell.row_placement import Ids
 from shardwell.table_spec import TableSpec
+from shardwell.turns import Turns
 from shardwell.v1 import table_pb2 as pb
 from shardwell.values import milliseconds
 
@@ -36,12 +37,22 @@ class Standing(NamedTuple):
 
 
 class TableOpening:
-    """Any thread may use it."""
+    """Any thread may use it.
 
-    def __init__(self, spec: TableSpec, channels: list[ShardChannel], worker_id: str) -> None:
+    Args:
+        spec: The table.
+        channels: Of the shards, in order.
+        worker_id: Whose calls they are.
+        turns: Of the table.
+    """
+
+    def __init__(
+        self, spec: TableSpec, channels: list[ShardChannel], *, worker_id: str, turns: Turns
+    ) -> None:
         self._spec = spec
         self._channels = channels
         self._worker_id = worker_id
+        self._turns = turns
 
     @property
     def shard_count(self) -> int:
@@ -69,7 +80,7 @@ class TableOpening:
 
     def _standing(self, attempts: Attempts, *, take_seat: bool) -> Standing:
         answers = [
-            attempts.run(partial(self._join, channel, attempts, take_seat=take_seat))
+            self._turns.run(attempts, partial(self._join, channel, attempts, take_seat=take_seat))
             for channel in self._channels
         ]
         expected = rows_per_message_max(self._spec)
@@ -170,7 +181,8 @@ class TableOpening:
     def row_ids(self, attempts: Attempts) -> Ids:
         """(n,) int64: ids of the rows that there are on all shards, ascending."""
         found = [
-            attempts.run(partial(self._scanned, channel, attempts)) for channel in self._channels
+            self._turns.run(attempts, partial(self._scanned, channel, attempts))
+            for channel in self._channels
         ]
         return np.unique(np.concatenate(found))
 
@@ -228,15 +240,14 @@ class TableOpening:
         attempts: Attempts,
     ) -> list[ResponseT]:
         """The answers of all shards to a call, in order."""
-        return [
-            attempts.run(
-                lambda channel=channel: channel.call(  # type: ignore[misc]
-                    method,
-                    request(channel),
-                    response_type,
-                    timeout_s=attempts.rest_s,
-                    table=self._spec.name,
-                )
+
+        def ask(channel: ShardChannel) -> ResponseT:
+            return channel.call(
+                method,
+                request(channel),
+                response_type,
+                timeout_s=attempts.rest_s,
+                table=self._spec.name,
             )
-            for channel in self._channels
-        ]
+
+        return [self._turns.run(attempts, partial(ask, channel)) for channel in self._channels]

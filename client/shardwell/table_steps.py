@@ -64,7 +64,7 @@ class TableSteps:
 
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""
-        return self._stand(self._turns.run(attempts, lambda: self._opening.open(attempts)))
+        return self._stand(self._opening.open(attempts))
 
     def put(
         self,
@@ -132,7 +132,7 @@ class TableSteps:
     def _take_seat(self, attempts: Attempts) -> None:
         """Once; only then this worker's steps are the same on all shards for certain."""
         if not self._has_seat:
-            self._stand(self._turns.run(attempts, lambda: self._opening.take_seat(attempts)))
+            self._stand(self._opening.take_seat(attempts))
             self._has_seat = True
 
     def _stand(self, standing: Standing) -> int:
