@@ -254,9 +254,7 @@ class WireTable:
             stub.SetTableLearningRate(request, timeout=CALL_TIMEOUT_S)
 
 
-def _part(
-    ids: list[int], values: Float32, codec: int, **fields: Any
-) -> pb.ExchangeRowsRequest:
+def _part(ids: list[int], values: Float32, codec: int, **fields: Any) -> pb.ExchangeRowsRequest:
     written, exponent = encode(values.reshape(-1), codec)
     payload = np.array(ids, "<i8").tobytes() + written
     rows = pb.Rows(row_count=len(ids), scale_exponent=exponent, crc32c=crc32.iscsi(payload))
