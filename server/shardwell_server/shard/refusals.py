@@ -53,7 +53,7 @@ def table_workers_missing(
     spec: TableSpec, ledger: TableLedger, version: int, patience: Patience
 ) -> WorkersMissingError:
     """Why a table has not reached `version`."""
-    missing, unknown = ledger.missing()
+    missing, unknown = ledger.missing(ledger.version)
     return WorkersMissingError(
         f"table {spec.name!r}: waited {patience.timeout_s:g} s for version {version}, and it is at "
         f"{ledger.version}; missing of {spec.worker_count} workers: "

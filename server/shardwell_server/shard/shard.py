@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
@@ -29,8 +28,6 @@ from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.tables import Tables
 from shardwell_server.store import Layout, ParameterStorage, Store
-
-SliceT = TypeVar("SliceT")
 
 
 class Traffic:
@@ -238,7 +235,8 @@ class Shard:
         Raises:
             StorageError: the disk failed for one, the others notwithstanding.
         """
-        _for_all([*self.parameters(), *self.tables.all()], lambda each: each.sync())
+        parameters, tables = self.parameters(), self.tables.all()
+        _do_all([*(each.sync for each in parameters), *(each.sync for each in tables)])
 
     def make_images(self) -> None:
         """Writes the images whose time it is.
@@ -246,7 +244,7 @@ class Shard:
         Raises:
             StorageError: the disk failed, or is full, for one, the others notwithstanding.
         """
-        _for_all(self.parameters(), lambda each: each.make_image(self.is_stopping))
+        _do_all(functools.partial(each.make_image, self.is_stopping) for each in self.parameters())
 
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""
@@ -265,12 +263,12 @@ class Shard:
         self._store.close()
 
 
-def _for_all(slices: Sequence[SliceT], act: Callable[[SliceT], None]) -> None:
-    """Acts on each, and raises the first StorageError at the end."""
+def _do_all(acts: Iterable[Callable[[], None]]) -> None:
+    """Does each, and raises the first StorageError at the end."""
     failed: StorageError | None = None
-    for each in slices:
+    for act in acts:
         try:
-            act(each)
+            act()
         except StorageError as error:
             failed = failed or error
     if failed is not None:

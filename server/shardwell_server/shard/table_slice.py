@@ -32,7 +32,7 @@ from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.table_ledger import Seat, TableLedger
 from shardwell_server.shard.table_register import TableRegister
 from shardwell_server.shard.table_rows import NonFiniteSumError, TableRows
-from shardwell_server.store import Position, TableLayout, TableStorage
+from shardwell_server.store import TableLayout, TableStorage
 
 PART_COUNT_MAX = 65536
 """Parts of one step on one shard."""
@@ -227,7 +227,7 @@ class TableSlice:
         ids, gradients, header = part
         record, ends = self.storage.record, header.end_of_step
         done = 0 if header.abandons else header.part_index + 1
-        position = Position(seat.index, header.step + ends, 0 if ends else done)
+        position = self._ledger.following(seat, ends_step=ends)
         if self.spec.worker_count < 2:
             following = record._replace(version=record.version + ends)
             if self._ledger.is_sync and not header.sample_count:
@@ -255,17 +255,13 @@ class TableSlice:
                 place = error.place.row * self.spec.dim + error.place.column
                 what = f"sum of step {header.step} with the gradient of {seat.worker_id!r}"
                 raise non_finite_row(self.spec, ids, place, what) from None
-        self._stand(seat, position)
-
-    def _stand(self, seat: Seat, position: Position) -> None:
-        """Notes what stands now."""
         self._ledger.record(seat, position)
-        self._set_version()
+        self._catch_up()
 
-    def _set_version(self) -> None:
-        version = self.storage.record.version
-        if version != self._ledger.version:
-            self._ledger.version = version
+    def _catch_up(self) -> None:
+        """Has the ledger note steps that have closed in the storage, and wakes who waits."""
+        while self._ledger.version < self.storage.record.version:
+            self._ledger.close()
             self._changed.notify_all()
 
     def _finish_step(self) -> None:
@@ -280,7 +276,7 @@ class TableSlice:
                     version=record.version + 1, contribution_count=0, sample_total=0, shift=0
                 ),
             )
-            self._set_version()
+            self._catch_up()
 
     # Rows out.
 
@@ -376,8 +372,8 @@ class TableSlice:
 
     def describe(self, name_count_max: int) -> pb.TableStatus:
         """What GetTableStatus tells of it, with at most so many names of each kind."""
-        missing, unknown = self._ledger.missing()
-        contributed = self._ledger.contributed()
+        missing, unknown = self._ledger.missing(self.version)
+        contributed = self._ledger.contributed(self.version)
         return pb.TableStatus(
             spec=self.spec.to_proto(),
             row_count=self._places.row_count,
