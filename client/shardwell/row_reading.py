@@ -89,7 +89,7 @@ class RowReading:
         )
 
     def answered(self, batch: RowBatch, fetch: RowFetch, out: Float32) -> None:
-        """Fills `out` with what a question has brought, after this worker's gradient."""
+        """Fills `out` with what a question has brought after this worker's last gradient."""
         batch.spread(fetch.rows, out)
         if self._cache is not None:
             with self._lock:
@@ -121,7 +121,11 @@ class RowReading:
             return Prefetched(out, version)
 
         self._turns.check_open()
-        self._prefetches.begin(ids, fetch)
+        try:
+            self._prefetches.begin(ids, fetch)
+        except RuntimeError as error:  # the executor's, when it was shut down meanwhile
+            self._turns.check_open(error)
+            raise
 
     def prefetched(self, ids: Ids, min_version: int, attempts: Attempts) -> Prefetched | None:
         """What was prefetched for the same ids, once it has come; None: they are to be read.

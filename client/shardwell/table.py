@@ -277,7 +277,7 @@ class Table:
         fetch = self._reading.question(wanted, target)
         with self._turns.turn(attempts):
             self._send(batch, sums, count, fetch, attempts)
-        self._reading.answered(wanted, fetch, target)
+            self._reading.answered(wanted, fetch, target)
         if wanted.distinct.ids.size:
             self.version = int(fetch.version)
         return rows

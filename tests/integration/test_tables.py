@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.polling import eventually
 from harness.row_model import OPTIMIZERS, ModelRows
 from harness.together import in_background, together
+from shardwell.row_lanes import LANE_SET_COUNT_MAX
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -366,6 +368,22 @@ def test_a_reader_needs_no_seat(cluster, connect) -> None:
     with pytest.raises(shardwell.SeatsTakenError, match="writer"):
         late.put_row_gradients([1], np.ones((1, DIM)))
     assert late.get_rows([4])[0, 0] == 1
+
+
+def test_more_calls_than_may_be_under_way_wait(cluster, connect) -> None:
+    running = cluster(1)
+    reader, writer = (_table(connect(running, name)) for name in ("reader", "writer"))
+    waiting = [
+        in_background(lambda: reader.get_rows([1], min_version=1))
+        for _ in range(LANE_SET_COUNT_MAX)
+    ]
+    eventually("all wait", lambda: len(reader._streams._pool._busy) == LANE_SET_COUNT_MAX)
+    with pytest.raises(shardwell.DeadlineError, match="8 calls of other threads on table 'rows'"):
+        reader.get_rows([1], timeout_s=0.2)
+    late = in_background(lambda: reader.get_rows([1]))
+    writer.put_row_gradients([1], np.ones((1, DIM)))
+    for each in (*waiting, late):
+        assert each.result(10)[0, 0] == -0.5
 
 
 def test_threads_fetch_beside_gradients(cluster, connect) -> None:
