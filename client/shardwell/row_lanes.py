@@ -18,6 +18,9 @@ from shardwell.siblings import Siblings
 
 LANE_SET_COUNT_MAX = 8
 """Calls on one table that are under way at once; further ones wait."""
+IDLE_LANE_SET_COUNT_MAX = 2
+"""Sets that are kept for later calls: one for those of a thread, one for its prefetches. Each open
+stream costs a shard a thread."""
 
 
 class LaneSet:
@@ -87,7 +90,6 @@ class LanePool:
         try:
             yield lanes
         except BaseException:
-            lanes.close()
             self._give_back(lanes, keep=False)
             raise
         self._give_back(lanes, keep=True)
@@ -126,9 +128,12 @@ class LanePool:
     def _give_back(self, lanes: LaneSet, *, keep: bool) -> None:
         with self._free:
             self._busy.discard(lanes)
-            if keep and not self._closed:
+            keep = keep and not self._closed and len(self._idle) < IDLE_LANE_SET_COUNT_MAX
+            if keep:
                 self._idle.append(lanes)
             self._free.notify()
+        if not keep:
+            lanes.close()
 
 
 def closed_error(table: str) -> ClosedError:

@@ -64,6 +64,7 @@ class TableSteps:
 
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""
+        self._has_seat = False
         return self._stand(self._opening.open(attempts))
 
     def put(

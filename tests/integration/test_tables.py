@@ -15,7 +15,7 @@ import shardwell
 from harness.polling import eventually
 from harness.row_model import OPTIMIZERS, ModelRows
 from harness.together import in_background, together
-from shardwell.row_lanes import LANE_SET_COUNT_MAX
+from shardwell.row_lanes import IDLE_LANE_SET_COUNT_MAX, LANE_SET_COUNT_MAX
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -384,6 +384,9 @@ def test_more_calls_than_may_be_under_way_wait(cluster, connect) -> None:
     writer.put_row_gradients([1], np.ones((1, DIM)))
     for each in (*waiting, late):
         assert each.result(10)[0, 0] == -0.5
+    streams = running.servers[0]._streams
+    kept = IDLE_LANE_SET_COUNT_MAX + 1  # and the writer's
+    eventually("few are kept", lambda: streams.count == kept)
 
 
 def test_threads_fetch_beside_gradients(cluster, connect) -> None:
