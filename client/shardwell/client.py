@@ -17,6 +17,7 @@ from shardwell.malloc import tune_malloc
 from shardwell.names import check_name
 from shardwell.optimizers import Optimizer
 from shardwell.parameter import Parameter
+from shardwell.row_cache import CACHE_ROW_COUNT_MAX
 from shardwell.shards import connect_shards
 from shardwell.specs import (
     SIZE_MAX,
@@ -254,7 +255,7 @@ class Client:
             allow_non_finite=allow_non_finite,
         )
         caching = (
-            check_integer("cache_row_count", cache_row_count, 0, ROW_COUNT_MAX),
+            check_integer("cache_row_count", cache_row_count, 0, CACHE_ROW_COUNT_MAX),
             check_integer("cache_staleness_steps", cache_staleness_steps, 0, STEP_MAX),
         )
         with self._lock:

@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.codec import Float32
+from shardwell.errors import ArgumentError
 from shardwell.row_placement import Ids, mix
 
 WAY_COUNT = 4
 """Places of a set. Of as many ids as there are places, 63 % find one with 1, 81 % with 4."""
+CACHE_ROW_COUNT_MAX = 2**32
 _NEVER = -(2**62)
 
 
@@ -29,16 +31,25 @@ class RowCache:
         row_count: How many there can be; rounded up to a multiple of 4.
         dim: Of the table.
         staleness_steps: How many steps a row is used for, after that at which it was fetched.
+
+    Raises:
+        ArgumentError: there is no memory for so many.
     """
 
     def __init__(self, row_count: int, dim: int, staleness_steps: int) -> None:
         self._set_count = np.uint64(-(-row_count // WAY_COUNT))
         capacity = int(self._set_count) * WAY_COUNT
         self._staleness_steps = staleness_steps
-        self._keys: Ids = np.zeros((int(self._set_count), WAY_COUNT), np.int64)
-        self._steps: Ids = np.full(capacity, _NEVER, np.int64)
-        self._next_ways = np.zeros(int(self._set_count), np.int64)
-        self._rows: Float32 = np.empty((capacity, dim), np.float32)
+        try:  # the largest first, so that nothing is touched in vain
+            self._rows: Float32 = np.empty((capacity, dim), np.float32)
+            self._keys: Ids = np.zeros((int(self._set_count), WAY_COUNT), np.int64)
+            self._steps: Ids = np.full(capacity, _NEVER, np.int64)
+            self._next_ways = np.zeros(int(self._set_count), np.int64)
+        except MemoryError:
+            raise ArgumentError(
+                f"cache_row_count={row_count} with dim {dim} takes "
+                f"{capacity * (4 * dim + 18):,} bytes, more than there are; choose fewer"
+            ) from None
         self._epoch = 0
         self.hit_count = 0
         """Rows that were found; repeated ids of a call count once."""

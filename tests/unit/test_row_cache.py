@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from shardwell.row_cache import WAY_COUNT, RowCache
+import shardwell
+from shardwell.row_cache import CACHE_ROW_COUNT_MAX, WAY_COUNT, RowCache
 
 IDS = st.lists(
     st.one_of(st.integers(0, 12), st.sampled_from([-1, 2**63 - 1, -(2**63)])),
@@ -137,6 +138,11 @@ def test_a_working_set_of_the_caches_size_is_mostly_there() -> None:
         cache.clear()
         _filled(cache, ids[::2].copy())
         assert len(_found(cache, ids[::2].copy())) > 0.93 * ids.size / 2
+
+
+def test_more_than_there_is_memory_for() -> None:
+    with pytest.raises(shardwell.ArgumentError, match="cache_row_count=4294967296 with dim 65536"):
+        RowCache(CACHE_ROW_COUNT_MAX, 65536, 1)
 
 
 def test_no_ids() -> None:
