@@ -430,28 +430,41 @@ def test_a_shard_that_lost_its_memory_is_noticed(connect) -> None:
             table.put_row_gradients(*_batch(2))
 
 
-def test_a_shard_killed_in_the_middle_comes_back_from_its_files(connect, tmp_path) -> None:
-    """Two workers train on; a process is killed twice, and started again on its port."""
-    step_count, flags = 24, (f"--data-dir={tmp_path}",)
+@pytest.mark.parametrize(("mode", "verb"), [("sync", "exchange"), ("async", "put")])
+def test_a_shard_killed_in_the_middle_comes_back_from_its_files(
+    connect, tmp_path, mode, verb
+) -> None:
+    """Two workers train on; one of two shards is killed twice, and started again on its port."""
+    step_count = 14
     tables: list[shardwell.Table] = []
 
     def train(index: int) -> None:
         for step in range(step_count):
-            tables[index].exchange_rows(*_batch(step, index))
+            if verb == "exchange":
+                tables[index].exchange_rows(*_batch(step, index))
+            else:
+                tables[index].put_row_gradients(*_batch(step, index))
 
     with contextlib.ExitStack() as stack:
-        shard = stack.enter_context(ServingShard(*flags))
-        address = shard.address()
-        port = int(address.rpartition(":")[2])
+
+        def serve(index: int, port: int = 0) -> ServingShard:
+            flags = (f"--data-dir={tmp_path}/{index}",)
+            return stack.enter_context(ServingShard(*flags, index=index, count=2, port=port))
+
+        shards = [serve(0), serve(1)]
+        addresses = [shard.address() for shard in shards]
         for index in (0, 1):
-            client = connect(address, f"w{index}", timeout_s=30.0)
-            tables.append(client.table("rows", **{**OPTIONS, "worker_count": 2}))
+            client = connect(",".join(addresses), f"w{index}", timeout_s=30.0)
+            options = {**OPTIONS, "worker_count": 2, "mode": mode}
+            tables.append(client.table("rows", **options))
         training = [in_background(partial(train, index)) for index in (0, 1)]
         for kill_count in (1, 2):
-            eventually("it trains", lambda n=kill_count: tables[0].next_step >= 6 * n)
-            shard.close()
-            shard = stack.enter_context(ServingShard(*flags, port=port))
-            assert shard.address() == address
+            eventually("it trains", lambda n=kill_count: tables[0].next_step >= 4 * n)
+            shards[1].close()
+            shards[1] = serve(1, int(addresses[1].rpartition(":")[2]))
+            assert shards[1].address() == addresses[1]
         for each in training:
             each.result(40)
-        _Model(step_count, 2).check(tables[0].get_rows(EVERY, min_version=step_count))
+        model = _Model(step_count, 2, mode=mode)
+        model.check(tables[0].get_rows(EVERY, min_version=step_count))
+        np.testing.assert_array_equal(tables[1].row_ids(), sorted(model.model.rows))
