@@ -16,6 +16,7 @@ import shardwell
 from harness.commands import ServingShard
 from harness.group_processes import Answer, GroupProcess, answers, ask_all
 from harness.polling import Stopwatch, eventually
+from harness.ports import free_port
 from harness.ranks import error_of, joined
 from harness.together import in_background
 
@@ -127,6 +128,7 @@ def test_two_deaths_at_once(target, start) -> None:
     assert watch.elapsed_s < BOUND_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_member_that_is_stopped(target, start, victim) -> None:
     """As dead, when its lease ends; when it wakes up it is told, and comes back."""
@@ -281,7 +283,8 @@ def test_members_that_leave_in_order(target, start) -> None:
 def test_the_meeting_place_is_killed(start) -> None:
     """The group goes on without it; and with it, when it is back, knows of who dies."""
     with contextlib.ExitStack() as stack:
-        shard = stack.enter_context(ServingShard())
+        port = free_port()
+        shard = stack.enter_context(ServingShard(port=port))
         address = shard.address()
         members = start(address, range(3), 3)
         exact(members)
@@ -291,7 +294,7 @@ def test_the_meeting_place_is_killed(start) -> None:
         for member in members:
             member.begin("sum", size=LONG)
         members[0].await_step()
-        stack.enter_context(ServingShard(port=int(address.rpartition(":")[2]))).address()
+        stack.enter_context(ServingShard(port=port)).address()
         for _ in range(20):
             members[0].await_step()
         kill(members.pop(1))
@@ -301,7 +304,8 @@ def test_the_meeting_place_is_killed(start) -> None:
 
 def test_a_member_is_killed_while_the_meeting_place_is_away(start) -> None:
     with contextlib.ExitStack() as stack:
-        shard = stack.enter_context(ServingShard())
+        port = free_port()
+        shard = stack.enter_context(ServingShard(port=port))
         address = shard.address()
         members = start(address, range(3), 3)
         shard.send(signal.SIGKILL)
@@ -312,7 +316,7 @@ def test_a_member_is_killed_while_the_meeting_place_is_away(start) -> None:
         lost(members, 0)
         for member in members:
             member.begin("rebuild")
-        stack.enter_context(ServingShard(port=int(address.rpartition(":")[2]))).address()
+        stack.enter_context(ServingShard(port=port)).address()
         assert [answer.get("size") for answer in answers(members)] == [2, 2]
         exact(members)
 
