@@ -81,6 +81,8 @@ class MmapTable:
             width = shape[1] if len(shape) > 1 else 1
             stride = width * np.dtype(dtype).itemsize
             file: SparseFile = getattr(SparseFile, kind)(directory / name, shape[0] * stride)
+            if width > 1:
+                file.expect_random_access()
             reached("file")
             self._files.append(file)
             self._row_files.append((file, stride))
