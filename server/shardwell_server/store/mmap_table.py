@@ -287,6 +287,8 @@ class MmapRowChange:
         of._reached("new rows' checks")
         self._is_committed = True
         of.put(StoredTableRecord(of._stored.sequence + 1, record, position))
+        if self._is_saved:
+            of._undo.void()  # which it is already; so that damage there is of no matter
 
     def __exit__(
         self,
