@@ -78,7 +78,9 @@ def test_each_call_of_the_system_fails_once(
             told_count += 1
             assert str(path) in told
             assert HINTS[system.error_number] in told
-    assert call_count - 5 <= told_count < call_count  # a smaller extent may do
+    # Where room for more rows than wanted fails, exactly as much is tried: 11 files, opened and
+    # extended. Directories that exist need not be made.
+    assert call_count - told_count <= 2 * 11 + 2
 
 
 def story_that_is_told_again(store: MmapStore, path: Path) -> str:
