@@ -1,4 +1,4 @@
-"""Messages about rows in fp32, written and read by protobuf and NumPy, for a slice without a wire."""
+"""Messages about rows in fp32, written and read by protobuf and NumPy; no wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table in plain Python, as table.proto and docs/adr/0010-tables.md say: rows in float64, by id."""
+"""A table in plain Python: rows in float64, by id (table.proto, docs/adr/0010-tables.md)."""
 
 from __future__ import annotations
 

@@ -44,12 +44,13 @@ PATIENCE = Patience(0.0, is_active=lambda: True, is_stopping=lambda: False)
 class TableMachine(RuleBasedStateMachine):
     """One table, its model, and all parts that were sent."""
 
-    @initialize(
-        worker_count=st.integers(0, 3), keyed=st.booleans(), optimizer=st.sampled_from("sa")
-    )
-    def begin(self, worker_count: int, keyed: bool, optimizer: str) -> None:
+    worker_count = 0
+
+    @initialize(keyed=st.booleans(), optimizer=st.sampled_from("sa"))
+    def begin(self, keyed: bool, optimizer: str) -> None:
         rate = 0.5
         self.ids = KEYS if keyed else NUMBERED
+        worker_count = self.worker_count
         self.spec = TableSpec(
             name="t",
             row_count=None if keyed else 24,
@@ -68,6 +69,7 @@ class TableMachine(RuleBasedStateMachine):
             worker_count,
             rate,
         )
+        self.samples: dict[str, int] = {}
         self.sent: list[tuple[str, int, int, Any]] = []
         self.open_store()
 
@@ -87,11 +89,14 @@ class TableMachine(RuleBasedStateMachine):
         samples=st.integers(0, 3),
         data=st.data(),
     )
+    def send_part(self, worker: str, ends: bool, samples: int, data: st.DataObject) -> None:
+        self.send(worker, ends, samples, data)
+
     def send(self, worker: str, ends: bool, samples: int, data: st.DataObject) -> None:
         """The next part that is due, or one that has to wait, or of a worker too many."""
         step, count = self.model.next_part(worker)
-        if count and self.model.worker_count:
-            samples = self.model.samples[worker]
+        if count:
+            samples = self.samples[worker]
         gradients = self.gradients(data)
         message = part(step, count, gradients, ends=ends, samples=samples)
         if self.model.is_full(worker):
@@ -108,7 +113,15 @@ class TableMachine(RuleBasedStateMachine):
             if self.model.worker_count == 1 and samples == 0:
                 gradients = {row_id: 0 * value for row_id, value in gradients.items()}
             self.model.take(worker, gradients, samples=samples, ends=ends, first=count == 0)
+            self.samples[worker] = samples
             self.sent.append((worker, step, count, message))
+
+    @rule(samples=st.integers(0, 2), data=st.data())
+    def step(self, samples: int, data: st.DataObject) -> None:
+        """Everybody who has a seat, or may have one, sends something and ends its step."""
+        for worker in WORKERS:
+            if not self.model.is_full(worker) and not self.model.waits(worker):
+                self.send(worker, True, samples, data)
 
     def give(self, worker: str, message: Any) -> bool:
         payload = np.frombuffer(message.payload, np.uint8)
@@ -139,7 +152,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), back=st.integers(0, 1))
     def abandon(self, worker: str, back: int) -> None:
-        step, count = self.model.next_part(worker)
+        step, _ = self.model.next_part(worker)
         if self.model.is_full(worker) or step < back:
             return
         message = part(step - back, 7, {}, ends=True, samples=9)
@@ -155,8 +168,9 @@ class TableMachine(RuleBasedStateMachine):
             self.model.take(worker, {}, samples=0, ends=True, first=False)
             assert self.model.next_part(worker) == (step + 1, 0)
 
-    @rule(older=st.integers(0, 6))
-    def evict(self, older: int) -> None:
+    @rule(back=st.integers(-1, 1))
+    def evict(self, back: int) -> None:
+        older = max(self.model.version - back, 0)
         assert self.table.evict(older) == self.model.evict(older)
 
     @rule(rate=st.sampled_from([0.25, 1.0]), later=st.integers(0, 2))
@@ -218,5 +232,16 @@ class TableMachine(RuleBasedStateMachine):
         self.shard.close()
 
 
-TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+def machine_of(worker_count: int) -> type:
+    kind = type(f"TableMachine{worker_count}", (TableMachine,), {"worker_count": worker_count})
+    test: type = kind.TestCase  # type: ignore[attr-defined]
+    test.settings = settings(  # type: ignore[attr-defined]
+        max_examples=30, stateful_step_count=30, deadline=None
+    )
+    return test
+
+
+TestAsynchronous = machine_of(0)
+TestOneWorker = machine_of(1)
+TestTwoWorkers = machine_of(2)
+TestThreeWorkers = machine_of(3)

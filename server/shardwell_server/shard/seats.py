@@ -19,9 +19,13 @@ from shardwell.errors import LimitError, SeatsTakenError
 class Seated(Protocol):
     """What all kinds of seats have."""
 
-    worker_id: str
-    index: int
-    """0-based, in the order in which seats were taken."""
+    @property
+    def worker_id(self) -> str:
+        """Who has it."""
+
+    @property
+    def index(self) -> int:
+        """0-based, in the order in which seats were taken."""
 
 
 SeatT = TypeVar("SeatT", bound=Seated)

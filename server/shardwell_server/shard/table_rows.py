@@ -204,7 +204,7 @@ class TableRows:
             weights, slots = self._new_rows(ids[is_new])
             with self._lock.writing():
                 self._write(new_places, weights, slots, np.zeros(new_places.size, np.int64), step)
-                storage.sums[places] = sums
+                _items(storage.sums)[places] = _items(sums)
                 storage.has_sum[places] = True
                 self._commit(change, ids, places, is_new, record, position)
         self._touched.append(places[~has_sum])
@@ -309,9 +309,8 @@ class TableRows:
         step: int,
     ) -> None:
         storage = self._storage
-        storage.weights[places] = weights
-        for array, rows in zip(storage.slots, slots, strict=True):
-            array[places] = rows
+        for array, rows in zip((storage.weights, *storage.slots), (weights, *slots), strict=True):
+            _items(array)[places] = _items(rows)
         storage.update_counts[places] = counts
         storage.last_steps[places] = step
 
@@ -351,3 +350,8 @@ class TableRows:
                 f"of {placement.shard_count}; they are damaged: restore a copy or a checkpoint",
                 table=self._spec.name,
             )
+
+
+def _items(rows: Float32) -> npt.NDArray[np.void]:
+    """(n,): each row of (n, width) as one item, a view; NumPy scatters those in half the time."""
+    return rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).reshape(-1)

@@ -26,6 +26,7 @@ def storage_error(path: Path, error: OSError, doing: str) -> StorageError:
         errno.EACCES: "let the shard's user write there, then call again",
         errno.EPERM: "let the shard's user write there, then call again",
         errno.EFBIG: "let it have files so large (file system, ulimit -f), then call again",
+        errno.ENOMEM: "more than this machine can map: lower the limit of rows, or add shards",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",
     }
     hint = hints.get(error.errno or 0, "check the disk")

@@ -121,13 +121,18 @@ class RowUndo:
         self._words[0] = 0
         self._reached("undo voided")
 
-    def roll_back(self) -> None:
-        """Takes back what was written since `save`, and is void then. Safe to begin again."""
+    def roll_back(self) -> int:
+        """Takes back what was written since `save`, and is void then. Safe to begin again.
+
+        Returns:
+            How many rows were saved.
+        """
         _, _, which, n = self._words
         for number in _numbers(which):
             scatter([self._arrays[number]], self._places[:n], [self._saved[number][:n]])
             self._reached("rows taken back")
         self.void()
+        return n
 
     def pending(self) -> int | None:
         """The sequence number of a change that may have been cut off; None if there is none.
