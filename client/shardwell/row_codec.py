@@ -109,6 +109,8 @@ class RowCodec:
         rows: table_pb2.Rows,
         ids: Ids | None,
         values: npt.NDArray[Any] | None,
+        *,
+        peak: float | None = None,
     ) -> bytes:
         """A sealed message of rows.
 
@@ -117,6 +119,7 @@ class RowCodec:
             rows: The Rows inside `header`; filled in.
             ids: (n,) int64, any stride; None: the payload has none.
             values: (n, dim) floating point, C-contiguous (else it is copied); None: none.
+            peak: See `Codec.encode`; at least the largest magnitude.
 
         Raises:
             NonFiniteValueError: a value is not finite and the spec refuses it; `index` is
@@ -130,7 +133,7 @@ class RowCodec:
         if self._lz4 and value_size:
             assert values is not None
             plain = np.empty(value_size, np.uint8)
-            rows.scale_exponent = self._write(values, plain)
+            rows.scale_exponent = self._write(values, plain, peak)
             packed = lz4.block.compress(plain, mode="fast", store_size=False)
             rows.lz4 = len(packed) < value_size
             message = OutgoingMessage(header, id_size + min(len(packed), value_size))
@@ -140,18 +143,19 @@ class RowCodec:
             message = OutgoingMessage(header, id_size + value_size)
             if value_size:
                 assert values is not None
-                rows.scale_exponent = self._write(values, message.payload[id_size:])
+                rows.scale_exponent = self._write(values, message.payload[id_size:], peak)
         if ids is not None:
             message.payload[:id_size].view(np.int64)[:] = ids
         rows.crc32c = crc32.iscsi(message.payload.data)
         return message.seal()
 
-    def _write(self, values: npt.NDArray[Any], payload: Bytes) -> int:
+    def _write(self, values: npt.NDArray[Any], payload: Bytes, peak: float | None) -> int:
         return self.codec.encode(
             values.reshape(-1),
             payload,
             thread_scratch(),
             allow_non_finite=self._allow_non_finite,
+            peak=peak,
         )
 
     def open(
