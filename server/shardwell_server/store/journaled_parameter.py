@@ -18,7 +18,8 @@ from pathlib import Path
 
 from shardwell.codec import Bytes
 from shardwell.errors import StorageError
-from shardwell_server.store.journal import Journal, read_entries, segments
+from shardwell_server.store.chunk_journal import pack_entry, read_entries
+from shardwell_server.store.journal import Journal, segments
 from shardwell_server.store.mapped_file import storage_error, sync_directory, sync_file
 from shardwell_server.store.mmap_parameter import MmapParameter
 from shardwell_server.store.store import JournalEntry
@@ -104,7 +105,7 @@ class JournaledParameter(MmapParameter):
             raise storage_error(self.directory, error, "syncing it") from None
         self._syncs_each = syncs_each
         self._events.is_synced = True
-        self._journal = Journal(self.directory, self._salt, self._reached)
+        self._journal = Journal(self.directory, self._reached)
         self._older_bytes = sum(p.stat().st_size for p in segments(self.directory).values())
         self._journal.begin_segment()
         self.wants_image = not images(self.directory) or self._journal.has_failed
@@ -123,18 +124,10 @@ class JournaledParameter(MmapParameter):
         if self._journal is None:
             return
         sequence = self._stored[chunk_index].sequence + 1
-        self._journal.append(
-            JournalEntry(
-                chunk_index,
-                seat_index,
-                sequence,
-                step,
-                sample_count,
-                exponent,
-                learning_rate,
-                payload,
-            )
+        entry = JournalEntry(
+            chunk_index, seat_index, sequence, step, sample_count, exponent, learning_rate, payload
         )
+        self._journal.append(pack_entry(entry, self._salt))
         size_bytes = self._older_bytes + self._journal.size_bytes
         if size_bytes > max(2 * self._layout.size_bytes, _IMAGE_AT_BYTES_MIN):
             self.wants_image = True
