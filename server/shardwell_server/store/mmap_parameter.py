@@ -36,11 +36,12 @@ from shardwell.codec import Bytes, Float32, blocks
 from shardwell.errors import StorageError
 from shardwell_server.store import chunk_records, undo
 from shardwell_server.store.chunk_records import ChunkRecords, StoredRecord
+from shardwell_server.store.event import Event
 from shardwell_server.store.event_log import EventLog
 from shardwell_server.store.layout_file import write_layout
 from shardwell_server.store.mapped_file import MappedFile, sync_directory, sync_file
 from shardwell_server.store.marks import Marks
-from shardwell_server.store.store import ChunkRecord, Event, JournalEntry, Layout, Transition
+from shardwell_server.store.store import ChunkRecord, JournalEntry, Layout, Transition
 from shardwell_server.store.undo import Arrays, UndoArea
 
 

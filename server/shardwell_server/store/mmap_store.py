@@ -22,6 +22,7 @@ from shardwell_server.store.layout_file import read_layout
 from shardwell_server.store.mapped_file import storage_error, sync_directory
 from shardwell_server.store.mmap_parameter import MmapParameter
 from shardwell_server.store.store import Layout, ParameterStorage
+from shardwell_server.store.table_storage import TableLayout, TableStorage
 
 _LOG = logging.getLogger("shardwell_server")
 
@@ -159,6 +160,14 @@ class MmapStore:
         self._names.add(layout.name)
         self._open.append(storage)
         return storage
+
+    def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
+        """See Store: not yet."""
+        return []
+
+    def create_table(self, layout: TableLayout) -> TableStorage:
+        """See Store: not yet."""
+        raise StorageError(f"table {layout.name!r} can't be kept in files yet", table=layout.name)
 
     def close(self) -> None:
         """See Store. The files stay; they are unmapped when nobody uses the arrays any more.

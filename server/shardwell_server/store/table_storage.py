@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.codec import Float32
-from shardwell_server.store.store import Event
+from shardwell_server.store.event import Event
 
 Places: TypeAlias = npt.NDArray[np.int64]
 """(n,) int64: places of rows, without repeats."""
@@ -86,11 +86,15 @@ class RowChange(Protocol):
     """
 
     weights: Float32
-    """(n, dim): a copy of the rows as they were, to compute with; may be written."""
+    """(n, dim): a copy of the rows as they were, to compute with; may be written.
+
+    C-contiguous; gone when the change ends. Without rows where the change is not of `values`. What
+    it holds of new rows has no meaning.
+    """
     slots: tuple[Float32, ...]
     """The same of optimizer state: (n, width) each."""
     sums: Float32 | None
-    """The same of the sums."""
+    """The same of the sums; without rows where the change is not of `sums`."""
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
         """Makes it all stand: the rows as written, `record`, and what a worker has contributed."""
@@ -135,6 +139,7 @@ class TableStorage(Protocol):
         """Makes room for places from 0 to below `row_count`.
 
         Raises:
+            LimitError: that is more than `row_capacity`; nothing changed.
             StorageError: there is no disk space; nothing changed.
         """
 
