@@ -12,10 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from shardwell.errors import LimitError, ShardwellError
+from harness.images import in_memory
+from shardwell.errors import LimitError, ShardwellError, StorageError
 from shardwell_server.store import (
     FREE,
+    Layout,
     MemoryStore,
+    MmapStore,
     Position,
     Store,
     TableLayout,
@@ -41,6 +44,11 @@ def layout(name: str = "t", **changed: Any) -> TableLayout:
 
 def places_of(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
+
+
+def add_seat(storage: TableStorage, worker_id: str) -> None:
+    storage.add_seat()
+    storage.log({"kind": "seat", "worker_id": worker_id})
 
 
 def put_rows(
@@ -99,6 +107,11 @@ class TableStoreContract:
 
     def make(self, path: Path) -> Store:
         raise NotImplementedError
+
+    @pytest.fixture
+    def tmp_path(self, tmp_path: Path) -> Iterator[Path]:
+        with in_memory(tmp_path) as path:
+            yield path
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
@@ -160,8 +173,8 @@ class TableStoreContract:
 
     def test_what_is_committed_is_as_it_was_written(self, store: Store) -> None:
         made = store.create_table(layout())
-        made.add_seat()
-        made.add_seat()
+        for worker_id in ("w0", "w1"):
+            add_seat(made, worker_id)
         position = Position(1, 7, 3)
         put_rows(made, places_of(0, 1, 2, 3), 5, record=TableRecord(version=9), position=position)
         put_rows(made, places_of(3, 1), 6)
@@ -207,7 +220,7 @@ class TableStoreContract:
         self, store: Store, values: bool, sums: bool, fails: bool
     ) -> None:
         made = store.create_table(layout())
-        made.add_seat()
+        add_seat(made, "w0")
         some = places_of(*range(20))
         put_rows(made, some, 5)
         put_sums(made, places_of(3, 4, 5), 8)
@@ -241,9 +254,20 @@ class TableStoreContract:
         put_rows(made, changing, 6)
         assert_rows(made, changing, 6)
 
+    def test_a_new_row_has_no_sum_of_a_change_that_never_was(self, store: Store) -> None:
+        made = store.create_table(layout())
+        put_rows(made, places_of(0), 5)
+        made.reserve(3)
+        with made.change(places_of(1, 2), values=False, sums=True):
+            made.has_sum[1:3] = True
+        put_rows(made, places_of(1, 2), 5)
+        assert not made.has_sum[:3].any()
+        put_sums(made, places_of(1), 3)
+        made.verify(places_of(0, 1, 2))
+
     def test_a_change_of_no_rows(self, store: Store) -> None:
         made = store.create_table(layout(slot_widths=(), with_sum=False))
-        made.add_seat()
+        add_seat(made, "w0")
         with made.change(places_of(), values=True, sums=True) as change:
             assert change.weights.shape == (0, 3)
             change.commit(TableRecord(version=1), Position(0, 1, 0))
@@ -287,3 +311,131 @@ class TestMemoryStore(TableStoreContract):
         made = store.create_table(layout(row_capacity=2**29, dim=2**14, slot_widths=()))
         put_rows(made, places_of(0, 2**29 - 1), 3)
         assert_rows(made, places_of(2**29 - 1), 3)
+
+
+class TestMmapStore(TableStoreContract):
+    no_room_error = StorageError
+
+    def make(self, path: Path) -> Store:
+        return MmapStore(path)
+
+    def reopened(self, path: Path) -> TableStorage:
+        store = self.make(path)
+        assert store.recover() == []
+        ((_, storage),) = store.recover_tables()
+        return storage
+
+    @pytest.mark.parametrize("slot_widths", [(), (7,), (7, 1)])
+    @pytest.mark.parametrize("with_sum", [False, True])
+    @pytest.mark.parametrize("dim", [1, 7])
+    def test_all_is_there_again(
+        self,
+        store: Store,
+        tmp_path: Path,
+        slot_widths: tuple[int, ...],
+        with_sum: bool,
+        dim: int,
+    ) -> None:
+        asked = layout(
+            dim=dim,
+            slot_widths=slot_widths,
+            with_sum=with_sum,
+            description={"any": ["thing", 1, 0.1]},
+        )
+        made = store.create_table(asked)
+        for worker_id in ("w0", "w1", "w2"):
+            add_seat(made, worker_id)
+        made.log({"kind": "other", "number": 0.1})
+        rng = np.random.default_rng(dim)
+        for number in range(5):
+            used = made.record.row_used
+            places = rng.permutation(used + 10)[: 20 + number]
+            places = np.union1d(places, np.arange(used, places.max(initial=used) + 1))
+            record = TableRecord(version=2**40 + number, sample_total=7, shift=-3)
+            position = Position(number % 2, 2**40 + number, number)
+            put_rows(made, places, number + 1, record=record, position=position)
+            made_rows = np.arange(made.record.row_used)
+            weights = rng.standard_normal((made_rows.size, dim)).astype(np.float32)
+            for start in range(0, made_rows.size, 64):
+                part = made_rows[start : start + 64]
+                with made.change(part, values=True, sums=with_sum) as change:
+                    made.weights[part] = weights[part]
+                    if made.sums is not None:
+                        made.sums[part] = -weights[part]
+                        made.has_sum[part] = part % 3 == number % 3
+                    change.commit(made.record, None)
+        again = self.reopened(tmp_path)
+        again.verify(made_rows[::-1].copy())
+        again.verify(made_rows)
+        assert again.record == made.record
+        assert again.positions() == made.positions()
+        assert again.positions()[0] == Position(0, 2**40 + 4, 4)
+        assert list(again.events()) == list(made.events())
+        assert again.reserved_row_count == made.record.row_used
+        for one, other in zip(rows_of(again, made_rows), rows_of(made, made_rows), strict=True):
+            np.testing.assert_array_equal(one, other)
+        put_rows(again, places_of(0, made_rows.size), 9)
+        assert_rows(self.reopened(tmp_path), places_of(0, made_rows.size), 9)
+
+    def test_the_layout_is_there_again(self, store: Store, tmp_path: Path) -> None:
+        asked = [layout("t"), layout("T", dim=2, slot_widths=(), with_sum=False, row_capacity=9)]
+        for one in asked:
+            store.create_table(one)
+        again = self.make(tmp_path)
+        again.recover()
+        assert [found for found, _ in again.recover_tables()] == asked
+        with pytest.raises(ValueError, match="'T' exists"):
+            again.create_table(layout("T"))
+        again.create_table(layout("u"))
+        third = self.make(tmp_path)
+        third.recover()
+        assert [found.name for found, _ in third.recover_tables()] == ["t", "T", "u"]
+
+    def test_files_cost_what_rows_do(self, store: Store, tmp_path: Path) -> None:
+        """2^34 rows, 16 TiB of files on a disk that has no such room."""
+        asked = layout(dim=250, slot_widths=(), with_sum=False, row_capacity=2**34)
+        made = store.create_table(asked)
+        put_rows(made, np.arange(64), 3)
+        weights = tmp_path / "tables" / "000001" / "weights"
+        assert weights.stat().st_size == 2**34 * 1000
+        files = list(weights.parent.iterdir())
+        assert sum(path.stat().st_blocks * 512 for path in files) < 4 << 20
+        assert_rows(self.reopened(tmp_path), np.arange(64), 3)
+
+    def test_rows_of_an_earlier_process_are_verified_once(
+        self, store: Store, tmp_path: Path
+    ) -> None:
+        put_rows(store.create_table(layout()), np.arange(50), 3)
+        again = self.reopened(tmp_path)
+        again.weights[7, 1] = 4  # as damage would
+        again.verify(np.arange(7))
+        again.verify(np.arange(8, 50))
+        for _ in range(2):
+            with pytest.raises(
+                StorageError, match=r"weights: the row at place 7 \(id 1007\) .*'t'"
+            ):
+                again.verify(np.arange(50))
+            with pytest.raises(StorageError, match="place 7"):
+                again.change(places_of(3, 7), values=False, sums=True)
+        again.weights[7, 1] = 3
+        again.verify(places_of(7))
+        again.weights[7, 1] = 4  # nobody looks again
+        again.verify(np.arange(50))
+        with pytest.raises(StorageError, match="place 7"):
+            self.reopened(tmp_path).verify(np.arange(50))
+
+    def test_what_was_never_made_is_removed(self, store: Store, tmp_path: Path) -> None:
+        store.create_table(layout())
+        left = tmp_path / "tables" / "000002.new"
+        left.mkdir()
+        (left / "weights").write_bytes(b"half")
+        self.reopened(tmp_path)
+        assert not left.exists()
+
+    def test_tables_and_parameters_have_their_own_names(self, store: Store, tmp_path: Path) -> None:
+        store.create_table(layout("t"))
+        parameter = Layout(name="t", slice_size=5, chunk_element_count=16, with_sum=False)
+        store.create(parameter)
+        again = self.make(tmp_path)
+        assert [found.name for found, _ in again.recover()] == ["t"]
+        assert [found.name for found, _ in again.recover_tables()] == ["t"]

@@ -81,6 +81,7 @@ class MemoryRowChange:
         self._of = of
         self._places = places
         self._is_committed = False
+        self._writes_sums = sums
         arrays, saved = of._arrays, of._saved
         pairs = [
             *(zip(arrays.of_values, saved.of_values, strict=True) if values else ()),
@@ -101,6 +102,8 @@ class MemoryRowChange:
     def commit(self, record: TableRecord, position: Position | None) -> None:
         """See RowChange."""
         of = self._of
+        if not self._writes_sums:
+            of.has_sum[of.record.row_used : record.row_used] = False
         of.record = record
         if position is not None:
             of._positions[position.seat_index] = position

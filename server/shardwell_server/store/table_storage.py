@@ -47,9 +47,9 @@ class TableLayout:
 
     @property
     def row_size_bytes(self) -> int:
-        """Bytes of one row in all arrays."""
+        """Bytes of one row in all arrays, with key, counts and checks."""
         values = self.dim * (1 + self.with_sum) + sum(self.slot_widths)
-        return 4 * values + 4 * 8
+        return 4 * values + 5 * 8 + self.with_sum * (8 + 1)
 
 
 class TableRecord(NamedTuple):
@@ -82,13 +82,15 @@ class RowChange(Protocol):
     """One change under way. The caller is the table's only writer, and nobody reads meanwhile.
 
     The arrays may be written directly, at the places and in the arrays that the change was begun
-    with, and at places from `row_used` on.
+    with, and at places from `row_used` on. Of new rows, those from `row_used` to below that of the
+    record that is committed, all arrays must be written; but for `has_sum`, which becomes False
+    where the change is not of `sums`.
     """
 
     weights: Float32
     """(n, dim): a copy of the rows as they were, to compute with; may be written.
 
-    C-contiguous; gone when the change ends. Without rows where the change is not of `values`. What
+    C-contiguous; gone with `commit`. Without rows where the change is not of `values`. What
     it holds of new rows has no meaning.
     """
     slots: tuple[Float32, ...]
@@ -117,8 +119,10 @@ class TableStorage(Protocol):
     """(row_capacity, dim): sums of the open step's gradients."""
     has_sum: npt.NDArray[np.bool_]
     """(row_capacity,): whether the row's sum has a meaning."""
-    record: TableRecord
-    """Where the table stands."""
+
+    @property
+    def record(self) -> TableRecord:
+        """Where the table stands."""
 
     def positions(self) -> list[Position]:
         """What each seat has contributed, by seat."""
