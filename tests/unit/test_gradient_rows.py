@@ -19,7 +19,9 @@ from shardwell_server.store.gradient_rows import (
 )
 
 DIM = 3
-ROWS = st.lists(st.integers(-3, 40), max_size=80)
+ROWS = st.lists(
+    st.integers(-3, 40) | st.sampled_from([2**62, -(2**62), 2**63 - 1, -(2**63)]), max_size=80
+)
 
 
 @given(rows=ROWS, seed=st.integers(0, 99))
@@ -68,9 +70,12 @@ def test_a_sum_is_added_to_or_overwritten(has_sum: list[bool], seed: int, factor
     scaled = np.float32(factor) * gradients
     expected = np.where(flags[:, None], sums + scaled, scaled)
     sums[~flags] = np.nan
-    added = add_rows(sums, flags, gradients, factor)
+    sums.flags.writeable = False
+    added = add_rows(sums, flags, gradients.copy(), factor, out=np.empty_like(sums))
     assert added.tobytes() == expected.tobytes()
-    assert added is sums
+    in_place = sums.copy()
+    assert add_rows(in_place, flags, gradients, factor) is in_place
+    assert in_place.tobytes() == expected.tobytes()
 
 
 @given(seed=st.integers(0, 99), cut=st.integers(0, 50))
