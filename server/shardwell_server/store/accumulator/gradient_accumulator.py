@@ -92,7 +92,7 @@ class MmapGradientAccumulator:
         recover: What becomes of a file that was not closed, because its process was killed: True
             (default) takes back the calls that were under way, False refuses it. A damaged file
             is refused in any case, and so is one that another accumulator has open.
-        reached: Called after every write to the file, with its name; for tests.
+        reached: Called after every write, with what was written; for tests.
 
     Raises:
         ArgumentError: an argument is out of range.
@@ -122,6 +122,7 @@ class MmapGradientAccumulator:
         stripe = min(check_integer("rows_per_lock", rows_per_lock, 1, 2**62), self.row_count)
         self._touched = TouchedRows(self.row_count, stripe)
         self._locks = StripeLocks(self._touched.stripe_count)
+        self._reached = reached
         self._was_recovered = False
         self._file: GradientFile | None = None
         self._sums: RowSums | None = None
@@ -133,14 +134,14 @@ class MmapGradientAccumulator:
                 Path(path), self._layout, reached, recover=bool(recover)
             )
             try:
-                self._sums = self._opened(self._file, reached)
+                self._sums = self._opened(self._file)
             except BaseException:
                 self._file.close()
                 raise
 
-    def _opened(self, file: GradientFile, reached: Callable[[str], None]) -> RowSums:
+    def _opened(self, file: GradientFile) -> RowSums:
         """What is in the file, checked, and recovered where it was not closed."""
-        sums = RowSums(file, self._layout, file.salt, reached)
+        sums = RowSums(file, self._layout, file.salt, self._reached)
         state = file.state.get()
         sums.take_back()
         rows = sums.find()
@@ -269,6 +270,7 @@ class MmapGradientAccumulator:
                         element_index=int(part[bad.row]) * self.dim + bad.column,
                     )
                 target[part] -= products
+                self._reached("rows applied")
                 sums.clear(part)
             self._touched.clear(touched, hold.stripes)
             return int(found.size)
