@@ -12,7 +12,6 @@ import errno
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pytest
 
 import shardwell
 from harness.images import image_of, restore
+from harness.small_disk import SmallDisk, small_disk
 from harness.story import (
     CONFIG,
     SYNC,
@@ -144,48 +144,10 @@ def test_no_more_open_files(tmp_path: Path) -> None:
         assert len([*(tmp_path / "parameters").iterdir()]) == 1
 
 
-class SmallDisk:
-    """A file system of its own, which is filled and emptied."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._filler = path / "filler"
-
-    def fill(self) -> None:
-        """Leaves no byte."""
-        with self._filler.open("ab", buffering=0) as file:
-            for size in (4096, 1):
-                with contextlib.suppress(OSError):
-                    while True:
-                        file.write(bytes(size))
-        assert shutil.disk_usage(self.path).free == 0
-
-    def empty(self) -> None:
-        """Gives back what `fill` took."""
-        self._filler.unlink()
-
-    def remount(self, how: str) -> None:
-        """`ro` or `rw`."""
-        subprocess.run(["mount", "-o", f"remount,{how}", self.path], check=True)
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("only root may mount a small disk")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", path],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"no small disk can be mounted: {mounted.stderr.decode().strip()}")
-    try:
-        yield SmallDisk(path)
-    finally:
-        subprocess.run(["umount", "--lazy", path], check=True)
+    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
+        yield disk
 
 
 def test_a_parameter_on_a_full_disk(disk: SmallDisk) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from shardwell.codec import BLOCK_ELEMENT_COUNT, Float32
-from shardwell.errors import NonFiniteError
+from shardwell.errors import NonFiniteError, StorageError
 from shardwell.scratch import thread_scratch
 from shardwell_server.store.accumulator.file_head import Summary
 from shardwell_server.store.accumulator.sum_layout import UNDO_ENTRY_COUNT, SumLayout
@@ -168,7 +168,13 @@ class RowSums:
         for undo in self._undo:
             self._memory.reserve(*undo.room(0)[0])
         # All are looked at before anything is written.
-        pending = [undo for undo in self._undo if undo.pending() is not None]
+        try:
+            pending = [undo for undo in self._undo if undo.pending() is not None]
+        except StorageError:
+            raise StorageError(
+                f"{self._memory.path}: what takes back an unfinished call was damaged; restore it "
+                "from a copy, or remove it"
+            ) from None
         for undo in pending:
             undo.roll_back()
         return len(pending)
