@@ -81,6 +81,8 @@ class MmapTable:
             width = shape[1] if len(shape) > 1 else 1
             stride = width * np.dtype(dtype).itemsize
             file: SparseFile = getattr(SparseFile, kind)(directory / name, shape[0] * stride)
+            if width > 1:
+                file.expect_random_access()
             reached("file")
             self._files.append(file)
             self._row_files.append((file, stride))
@@ -285,6 +287,8 @@ class MmapRowChange:
         of._reached("new rows' checks")
         self._is_committed = True
         of.put(StoredTableRecord(of._stored.sequence + 1, record, position))
+        if self._is_saved:
+            of._undo.void()  # which it is already; so that damage there is of no matter
 
     def __exit__(
         self,

@@ -7,6 +7,7 @@ mapped page that the full disk has no room for kills the process.
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Self
@@ -58,6 +59,11 @@ class SparseFile(MappedFile):
             return cls(path, file, size_bytes)
         finally:
             os.close(file)
+
+    def expect_random_access(self) -> None:
+        """Has a page that is not in memory read alone, without those that follow it."""
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_RANDOM)
 
     def reserve(self, size_bytes: int) -> None:
         """Takes disk space for the first `size_bytes`, in whole pages; exactly, see `extended`.
