@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.disks import HINTS, FailingSystem, SmallDisk, small_disk
 from harness.images import image_of, restore
 from harness.small_disk import SmallDisk, small_disk
 from harness.story import (
@@ -36,47 +37,16 @@ from harness.story import (
 from harness.telling import Undisturbed, recovered, state_at, undisturbed_story
 from shardwell.errors import StorageError
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MmapStore, mapped_file
+from shardwell_server.store import MmapStore
 from shardwell_server.store.data_dir import DataDir, DataDirError
 
 DISK_BYTES = 2**20
 STORY = story()
-HINTS = {
-    errno.ENOSPC: "free space on that disk",
-    errno.EDQUOT: "raise the quota",
-    errno.EROFS: "remount the disk for writing",
-    errno.EACCES: "let the shard's user write there",
-    errno.EMFILE: "raise the limit of open files",
-    errno.EIO: "check the disk",
-}
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Undisturbed:
     return undisturbed_story()
-
-
-class FailingSystem:
-    """Calls of the system, of which one, by number, fails."""
-
-    NAMES = ("open", "posix_fallocate", "pwrite", "replace", "mkdir")
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.call_count = 0
-        self.failing = -1
-        self.error_number = errno.ENOSPC
-        for name in self.NAMES:
-            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
-        monkeypatch.setattr(mapped_file.mmap, "mmap", self._wrapped(mapped_file.mmap.mmap))
-
-    def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.call_count += 1
-            if self.call_count == self.failing:
-                raise OSError(self.error_number, os.strerror(self.error_number))
-            return call(*args, **kwargs)
-
-        return counted
 
 
 def test_each_call_of_the_system_fails_once(

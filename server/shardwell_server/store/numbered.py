@@ -68,7 +68,8 @@ class Numbered:
         at = making = directory.with_suffix(".new")
         try:
             self._path.mkdir(exist_ok=True)
-            shutil.rmtree(making, ignore_errors=True)  # removing one may have failed before
+            if making.exists():  # removing one may have failed before
+                shutil.rmtree(making)
             making.mkdir()
             fill(making)
             self._reached("files")
@@ -80,14 +81,14 @@ class Numbered:
                 sync_directory(self._path)
             self._reached("files' name")
             yield directory
-        except (OSError, OverflowError, StorageError) as error:
+        except (OSError, MemoryError, OverflowError, StorageError) as error:
             if at is directory:
                 with contextlib.suppress(OSError):
                     os.replace(directory, making)
             shutil.rmtree(making, ignore_errors=True)
             if isinstance(error, OSError):
                 raise storage_error(directory, error, doing) from None
-            if isinstance(error, OverflowError):
-                raise StorageError(f"{directory}: {doing} failed: {error}") from None
+            if isinstance(error, (MemoryError, OverflowError)):
+                raise StorageError(f"{directory}: {doing} failed: {error}; add shards") from None
             raise
         self._next_number += 1
