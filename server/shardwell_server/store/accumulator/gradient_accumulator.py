@@ -192,7 +192,8 @@ class MmapGradientAccumulator:
 
         Raises:
             ArgumentError: the row is out of range, or the gradient has another length or dtype.
-            NonFiniteError: the gradient, or the row's sum with it, has NaN or infinity.
+            NonFiniteError: the gradient has NaN or infinity; `element_index` is the first one's
+                place. Or the row's sum would be beyond float32: -1.
             StorageError: there is no disk space for the row.
             ClosedError: the accumulator is closed.
         """
@@ -209,8 +210,7 @@ class MmapGradientAccumulator:
 
         Raises:
             ArgumentError: as `accumulate`; the shapes don't fit. Names the first place.
-            NonFiniteError: as `accumulate`. `element_index` is the place in `gradients` where one
-                gradient is to blame, else -1.
+            NonFiniteError: as `accumulate`; names the row where it is a sum.
             StorageError: there is no disk space for the rows, or to take the call back.
             ClosedError: the accumulator is closed.
         """
@@ -247,8 +247,9 @@ class MmapGradientAccumulator:
 
         Raises:
             ArgumentError: an argument can't be used.
-            NonFiniteError: a product is beyond float32. Blocks before it were applied, and their
-                sums are gone; call again with a smaller rate for the others.
+            NonFiniteError: a product is beyond float32; `element_index` is its place in `rows`.
+                Blocks before it were applied, and their sums are gone; call again with a smaller
+                rate for the others.
             ClosedError: the accumulator is closed.
         """
         if check_learning_rate("learning_rate", learning_rate) > _RATE_MAX:

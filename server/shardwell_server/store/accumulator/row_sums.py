@@ -24,7 +24,7 @@ from shardwell.scratch import thread_scratch
 from shardwell_server.store.accumulator.file_head import Summary
 from shardwell_server.store.accumulator.sum_layout import UNDO_ENTRY_COUNT, SumLayout
 from shardwell_server.store.accumulator.sum_memory import SumMemory
-from shardwell_server.store.gradient_rows import Rows, add_rows, first_bad_place
+from shardwell_server.store.gradient_rows import Flags, Rows, add_rows, first_bad_place
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.row_arrays import gather
 from shardwell_server.store.row_checks import Checks, RowChecks
@@ -91,8 +91,7 @@ class RowSums:
             gradients: (n, dim), finite.
 
         Raises:
-            NonFiniteError: a sum would leave float32's range; `element_index` is its place in
-                `gradients`.
+            NonFiniteError: a sum would leave float32's range.
             StorageError: there is no disk space for the undo.
         """
         number = self._take_undo()
@@ -103,7 +102,7 @@ class RowSums:
                 has_sum = words != 0
                 for start in range(0, rows.size, self._block_row_count):
                     part = slice(start, start + self._block_row_count)
-                    self._add_block(rows[part], sums[part], has_sum[part], gradients[part], start)
+                    self._add_block(rows[part], sums[part], has_sum[part], gradients[part])
                 undo.void()
             except BaseException:
                 if undo.pending() is not None:  # else it was not saved yet, or stands already
@@ -112,17 +111,14 @@ class RowSums:
         finally:
             self._undo_locks[number].release()
 
-    def _add_block(
-        self, rows: Rows, sums: Float32, has_sum: np.ndarray, gradients: Float32, start: int
-    ) -> None:
+    def _add_block(self, rows: Rows, sums: Float32, has_sum: Flags, gradients: Float32) -> None:
         added = thread_scratch().values[: sums.size].reshape(sums.shape)
         add_rows(sums, has_sum, gradients, out=added)
         bad = first_bad_place(added)
         if bad is not None:
             raise NonFiniteError(
                 f"the sum of row {rows[bad.row]} would be {added[bad]} in column {bad.column}, "
-                "beyond float32; apply or clear the sums more often, or scale the gradients down",
-                element_index=(start + bad.row) * self._layout.dim + bad.column,
+                "beyond float32; apply or clear the sums more often, or scale the gradients down"
             )
         self._sums[rows] = added
         self._reached("sums")
