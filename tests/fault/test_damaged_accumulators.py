@@ -21,7 +21,7 @@ import pytest
 
 from harness.accumulator_story import DIM, ROW_COUNT, STATES, STORY, Sums, die, told
 from harness.images import image_of, in_memory, restore
-from harness.small_disk import small_disk
+from harness.disks import small_disk
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
 from shardwell_server.store.accumulator import file_head, gradient_file

@@ -22,7 +22,6 @@ import pytest
 import shardwell
 from harness.disks import HINTS, FailingSystem, SmallDisk, small_disk
 from harness.images import image_of, restore
-from harness.small_disk import SmallDisk, small_disk
 from harness.story import (
     CONFIG,
     SYNC,
