@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from harness.accumulator_story import DIM, ROW_COUNT, STATES, STORY, Sums, die, told
+from harness.disks import HINTS, FailingSystem, small_disk
 from harness.images import image_of, in_memory, restore
-from harness.disks import small_disk
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
 from shardwell_server.store.accumulator import file_head, gradient_file
@@ -209,6 +209,55 @@ def test_what_a_killed_maker_left_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "sums.new").write_bytes(b"half of a head")
     with MmapGradientAccumulator(tmp_path / "sums", DIM, ROW_COUNT):
         assert [*image_of(tmp_path)] == ["sums"]
+
+
+def test_each_call_of_the_system_fails_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call of ours that needed it is refused, changes nothing, and may be made again."""
+    system = FailingSystem(monkeypatch)
+    refused_count, number = 0, 0
+    while True:
+        number += 1
+        path = restore({}, tmp_path / str(number)) / "sums"
+        system.call_count, system.failing = 0, number
+        system.error_number = list(HINTS)[number % len(HINTS)]
+        errors: list[str] = []
+
+        def again(call: Callable[[], object], errors: list[str] = errors) -> None:
+            try:
+                call()
+            except StorageError as error:
+                errors.append(str(error))
+                call()
+
+        opened: list[MmapGradientAccumulator] = []
+        for count in (1, 2):
+            again(
+                lambda path=path, opened=opened: opened.append(
+                    MmapGradientAccumulator(path, WIDE, ROWS)
+                )
+            )
+            accumulator = opened[-1]
+            assert accumulator.was_recovered == (count == 2)
+            for rows in ([3], [3, 9000]):
+                gradients = np.ones((len(rows), WIDE), np.float32)
+                again(lambda a=accumulator, r=rows, g=gradients: a.accumulate_rows(r, g))
+            assert accumulator.get_grad(3)[0] == 2 * count
+            assert accumulator.get_grad(9000)[0] == count
+            if count == 1:
+                die(accumulator)
+        is_over = system.call_count < number
+        system.failing = -1
+        accumulator.close()
+        assert [*image_of(path.parent)] == ["sums"]
+        if is_over:
+            break
+        (told_of,) = errors
+        assert str(path) in told_of
+        assert HINTS[system.error_number] in told_of
+        refused_count += 1
+    assert refused_count > 20
 
 
 WIDE, ROWS = 256, 20_000

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 
 from shardwell_server import MmapGradientAccumulator
-from shardwell_server.store.accumulator import row_sums
+from shardwell_server.store.accumulator import stored_sums
 
 DIM = 3
 ROW_COUNT = 40
@@ -27,7 +27,7 @@ Sums = dict[int, list[float]]
 
 def short_blocks() -> contextlib.AbstractContextManager[Any]:
     """While it lasts, accumulators are made that work on a few rows at a time."""
-    return mock.patch.object(row_sums, "BLOCK_ELEMENT_COUNT", DIM * BLOCK_ROW_COUNT)
+    return mock.patch.object(stored_sums, "BLOCK_ELEMENT_COUNT", DIM * BLOCK_ROW_COUNT)
 
 
 def gradients_of(rows: Sequence[int], value: int) -> np.ndarray:

@@ -44,7 +44,7 @@ def test_very_many_repeats_lose_little() -> None:
     gradients = np.full((100_000, 1), 0.1, np.float32)
     _, sums = merge_repeats(np.zeros(100_000, np.int64), gradients)
     expected = gradients.astype(np.float64).sum()
-    assert abs(sums[0, 0] - expected) <= 17 * 2.0**-24 * expected  # an addition in a row: 0.01 off
+    assert abs(sums[0, 0] - expected) <= 42 * 2.0**-24 * expected  # one by one: 2400
 
 
 def test_of_rows_that_ascend_nothing_is_copied() -> None:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from shardwell.codec import Float32
 from shardwell.reduction import first_non_finite
+from shardwell.row_batches import stable_order
+from shardwell.row_sums import add_groups
 
 Flags = npt.NDArray[np.bool_]
 """(n,) bool."""
@@ -63,11 +65,7 @@ def add_rows(
 
 
 def merge_repeats(rows: Rows, gradients: Float32) -> tuple[Rows, Float32]:
-    """Each row once, ascending, with the sum of its gradients.
-
-    Of a row's gradients, in the order in which they come, neighbours are added, then neighbours
-    of what remains, and so on: whole-array passes that get shorter, as many as the logarithm of
-    the largest number of repeats, and errors that grow with it instead of with the number.
+    """Each row once, ascending, with the sum of its gradients, added up as a worker does.
 
     Args:
         rows: (n,), in any order.
@@ -78,52 +76,15 @@ def merge_repeats(rows: Rows, gradients: Float32) -> tuple[Rows, Float32]:
     """
     if rows.size < 2 or bool((rows[1:] > rows[:-1]).all()):
         return rows, gradients
-    rows, order = _sorted(rows)
+    order = stable_order(rows)
+    rows = rows[order]
     starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
     merged: Float32 = np.take(gradients, order[starts], axis=0)
-    sizes = np.diff(starts, append=rows.size)
-    repeated = np.flatnonzero(sizes > 1)
+    counts = np.diff(starts, append=rows.size)
+    repeated = np.flatnonzero(counts > 1)
     if repeated.size:
-        sizes = sizes[repeated]
-        numbers = _numbers_in_runs(sizes)
-        several = np.take(gradients, order[numbers + np.repeat(starts[repeated], sizes)], axis=0)
-        _add_neighbours(several, numbers)
-        merged[repeated] = several[numbers == 0]
+        merged[repeated] = add_groups(gradients, order, starts[repeated], counts[repeated])
     return rows[starts], merged
-
-
-def _sorted(rows: Rows) -> tuple[Rows, Rows]:
-    """Rows, ascending, and where each was; equal ones in the order in which they come."""
-    shift = (rows.size - 1).bit_length()
-    limit = 1 << 63 - shift
-    if not -limit <= rows.min() <= rows.max() < limit:
-        order = np.argsort(rows, kind="stable")
-        return rows[order], order
-    # Sorting numbers is twice as fast as sorting places by what they hold.
-    both = np.sort(rows << shift | np.arange(rows.size))
-    return both >> shift, both & (1 << shift) - 1
-
-
-def _numbers_in_runs(sizes: Rows) -> Rows:
-    """0, 1, ... for each run, one after another."""
-    ends = np.cumsum(sizes)
-    return np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
-
-
-def _add_neighbours(values: Float32, numbers: Rows) -> None:
-    """Adds up each run of rows, which are numbered from 0, into its first row."""
-    places = np.arange(numbers.size)
-    with np.errstate(over="ignore", invalid="ignore"):
-        while places.size:
-            is_even = (numbers & 1) == 0
-            odd = np.flatnonzero(~is_even)
-            into = places[odd - 1]
-            values[into] = values[into] + values[places[odd]]
-            places, numbers = places[is_even], numbers[is_even] >> 1
-            # Runs of which one row is left are done with.
-            is_first = numbers == 0
-            is_left = ~(is_first & np.append(is_first[1:], True))
-            places, numbers = places[is_left], numbers[is_left]
 
 
 def touched_rows(has_sum: Flags, row_count: int) -> Rows:

@@ -1,7 +1,7 @@
 """`MmapGradientAccumulator`: many threads add gradients to rows of a file, one applies them.
 
-Role: arguments, locks and lifetime; the bytes are `RowSums`', the file `GradientFile`'s. Invariant:
-a row's sum, word and flag are read and written only by who holds its stripe.
+Role: arguments, locks and lifetime; the bytes are `StoredSums`', the file `GradientFile`'s.
+Invariant: a row's sum, word and flag are read and written only by who holds its stripe.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwell_server.store.accumulator.row_batch import (
     check_row_id,
     check_rows,
 )
-from shardwell_server.store.accumulator.row_sums import RowSums
+from shardwell_server.store.accumulator.stored_sums import StoredSums
 from shardwell_server.store.accumulator.stripe_locks import StripeLocks
 from shardwell_server.store.accumulator.sum_layout import SumLayout
 from shardwell_server.store.accumulator.sum_memory import SumMemory
@@ -125,10 +125,10 @@ class MmapGradientAccumulator:
         self._reached = reached
         self._was_recovered = False
         self._file: GradientFile | None = None
-        self._sums: RowSums | None = None
+        self._sums: StoredSums | None = None
         if path is None:
             memory = SumMemory(self._layout.size_bytes)
-            self._sums = RowSums(memory, self._layout, secrets.randbits(32), reached)
+            self._sums = StoredSums(memory, self._layout, secrets.randbits(32), reached)
         else:
             self._file = GradientFile.open_or_make(
                 Path(path), self._layout, reached, recover=bool(recover)
@@ -139,9 +139,9 @@ class MmapGradientAccumulator:
                 self._file.close()
                 raise
 
-    def _opened(self, file: GradientFile) -> RowSums:
+    def _opened(self, file: GradientFile) -> StoredSums:
         """What is in the file, checked, and recovered where it was not closed."""
-        sums = RowSums(file, self._layout, file.salt, self._reached)
+        sums = StoredSums(file, self._layout, file.salt, self._reached)
         state = file.state.get()
         sums.take_back()
         rows = sums.find()
@@ -205,7 +205,7 @@ class MmapGradientAccumulator:
 
         Args:
             row_ids: (n,), or of any shape: an array of any integer dtype, or a list, in any order.
-                Repeated ids add up, first among themselves, by neighbours.
+                Repeated ids add up, first among themselves, in segments of 8.
             gradients: (n, dim), or the shape of `row_ids` and `dim`: as in `accumulate`.
 
         Raises:
@@ -336,7 +336,7 @@ class MmapGradientAccumulator:
             if sums is not None and self._file is not None:
                 self._file.end(sums.summary(sums.with_sum(self._touched.rows_of(None))))
 
-    def _open_sums(self) -> RowSums:
+    def _open_sums(self) -> StoredSums:
         if self._sums is None:
             raise ClosedError("the gradient accumulator is closed; open another one")
         return self._sums

@@ -39,7 +39,7 @@ _NUMBERS = (0, 1)
 """Of words and sums among the arrays of an undo entry."""
 
 
-class RowSums:
+class StoredSums:
     """The sums of an accumulator.
 
     Args:
