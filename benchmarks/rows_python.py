@@ -1,0 +1,178 @@
+"""How much Python a batch of rows costs: bytecodes executed, in the worker and in the shards.
+
+    python benchmarks/rows_python.py [--batches 1 256 4096 65536] [--dim 64] [--codec fp16]
+                                     [--optimizer adagrad] [--print-json]
+
+A cluster and a worker in one process, all threads traced, so that each bytecode is counted exactly
+(and times mean nothing). Threads that run the service's code, or gRPC's server's, are the shards';
+all others are the worker's. If any Python were run for each row, the count would grow with the
+batch; what grows is the number of messages. `Python ms` is the count times the mean cost of a
+bytecode of plain Python on this machine, measured here without tracing: what C functions do that
+they call, NumPy's and gRPC's, is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import shardwell
+from peers.row_tables import OPTIMIZERS, open_table
+from shardwell_server import LocalCluster
+
+ROW_COUNT = 10**6
+CALL_COUNT = 4
+SHARD_COUNT = 2
+DOES = ("get", "put", "exchange")
+SIDES = ("worker", "shards")
+_SERVICE = ("/shardwell_server/", "/grpc/_server.py")
+_CALIBRATION_ROUNDS = 5
+_CALIBRATION_LOOPS = 20_000
+
+
+class Counter:
+    """Counts the bytecodes of all threads that start after it was made, and of its own."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, list[int]] = {}
+        self._shard_threads: set[int] = set()
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+
+    def read(self) -> dict[str, int]:
+        """Bytecodes so far, by side."""
+        found = dict.fromkeys(SIDES, 0)
+        for thread, count in list(self._counts.items()):
+            found[SIDES[thread in self._shard_threads]] += count[0]
+        return found
+
+    def stop(self) -> None:
+        """Counts no more, in this thread and in new ones."""
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        thread = threading.get_ident()
+        count = self._counts.setdefault(thread, [0])
+        if any(part in frame.f_code.co_filename for part in _SERVICE):
+            self._shard_threads.add(thread)
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+
+        def local(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "opcode":
+                count[0] += 1
+            return local
+
+        return local
+
+
+class _Thing:
+    """What plain Python works with."""
+
+    def __init__(self) -> None:
+        self.values = {"rows": 1, "count": 2}
+        self.total = 0
+
+    def add(self, name: str, *, factor: int = 1) -> int:
+        """Calls, attributes, a dict, numbers, a branch."""
+        value = self.values.get(name)
+        if value is None:
+            return 0
+        self.total += value * factor
+        return self.total
+
+
+def _plain_python() -> None:
+    thing = _Thing()
+    for index in range(_CALIBRATION_LOOPS):
+        thing.add("rows" if index & 1 else "count", factor=2)
+
+
+def bytecode_ns() -> float:
+    """The mean cost of a bytecode of plain Python, without tracing."""
+    counter = Counter()
+    _plain_python()
+    counter.stop()
+    count = counter.read()["worker"]
+    fastest = min(_seconds() for _ in range(_CALIBRATION_ROUNDS))
+    return fastest / count * 1e9
+
+
+def _seconds() -> float:
+    start = time.thread_time()
+    _plain_python()
+    return time.thread_time() - start
+
+
+def count(batches: list[int], dim: int, optimizer: str, codec: str) -> list[dict[str, Any]]:
+    """Bytecodes and milliseconds of a batch, by batch and by what is done."""
+    cost_ns = bytecode_ns()
+    found = []
+    counter = Counter()
+    with (
+        LocalCluster(SHARD_COUNT) as cluster,
+        shardwell.connect(cluster.target, worker_id="w0") as client,
+    ):
+        table = open_table(client, ROW_COUNT, dim, optimizer, codec)
+        rng = np.random.default_rng(0)
+        for batch in batches:
+            ids = rng.choice(ROW_COUNT, batch, replace=False)
+            gradients = rng.standard_normal((batch, dim), np.float32)
+            calls = {
+                "get": lambda ids=ids: table.get_rows(ids),
+                "put": lambda ids=ids, g=gradients: table.put_row_gradients(ids, g),
+                "exchange": lambda ids=ids, g=gradients: table.exchange_rows(ids, g),
+            }
+            calls["put"]()  # the rows exist
+            for do, call in calls.items():
+                call()
+                before = counter.read()
+                for _ in range(CALL_COUNT):
+                    call()
+                after = counter.read()
+                entry: dict[str, Any] = {"batch": batch, "do": do}
+                for side in SIDES:
+                    executed = (after[side] - before[side]) / CALL_COUNT
+                    entry[side] = {
+                        "bytecodes": round(executed),
+                        "python_ms": round(executed * cost_ns / 1e6, 4),
+                    }
+                found.append(entry)
+        counter.stop()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 256, 4096, 65536])
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--codec", default="fp16")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adagrad")
+    parser.add_argument("--print-json", action="store_true", help="and no table")
+    args = parser.parse_args()
+    found = count(args.batches, args.dim, args.optimizer, args.codec)
+    if args.print_json:
+        print(json.dumps(found))
+        return
+    table = Table(box=box.SIMPLE)
+    for column in ("ids", "", *(f"{s}: {c}" for s in SIDES for c in ("bytecodes", "Python ms"))):
+        table.add_column(column, justify="right")
+    for entry in found:
+        cells = [f"{entry[s]['bytecodes']:,}|{entry[s]['python_ms']:.3g}" for s in SIDES]
+        table.add_row(f"{entry['batch']:,}", entry["do"], *"|".join(cells).split("|"))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
