@@ -83,7 +83,7 @@ def fill(systems: list[System], row_counts: list[int]) -> None:
     """Creates the rows of the working set."""
     for rows in row_counts:
         for system in systems:
-            if system.has_rows and "put" in system.does and not system.order.get("pipelined"):
+            if system.has_rows:
                 system.crew.step(do="fill", rows=rows, **system.order)
 
 
@@ -294,6 +294,7 @@ def rates(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, An
             cells.insert(0, (1, "uniform"))
         for batch, distribution in cells:
             asked = systems[:1] if batch == 1 else systems
+            asked = [system for system in asked if distribution in system.distributions]
             samples = measure(asked, args.rows, batch, distribution, args.steps)
             figures = figures_of(samples, asked, args.rows)
             for rows in args.rows:

@@ -137,6 +137,8 @@ class RowBench(Bench):
     def check(self, ids: Ids, rows: Rows) -> None:
         """Whether rows that were fetched can be what was asked for."""
         assert np.isfinite(rows).all()
+        if self.order["do"] != "get":  # another worker may change a row between its repeats
+            return
         order = np.argsort(ids, kind="stable")
         same = np.flatnonzero(np.diff(ids[order]) == 0)
         assert np.array_equal(rows[order[same]], rows[order[same + 1]])

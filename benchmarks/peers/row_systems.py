@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class System:
     """How values travel."""
     has_rows: bool = True
     """Whether rows must be put there first."""
+    distributions: tuple[str, ...] = ("uniform", "zipf")
+    """Of the ids of a batch, for which it is measured."""
 
 
 def shardwell_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[System]:
@@ -88,23 +90,34 @@ def redis_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list
     systems = []
     for client in args.redis_clients:
         for codec in [codec for codec in args.codecs if codec in PACKED_CODECS]:
-            order = {"client": client, "codec": codec}
-            for pipelined in (False, True):
-                if pipelined and (client != REDIS_PACKAGE or codec != args.codecs[0]):
-                    continue
-                end = ", SETs" if pipelined else ""
-                systems.append(
-                    System(
-                        name=f"{client}_{codec}{'_pipelined' if pipelined else ''}",
-                        label=f"Redis {codec}, {client}{end}",
-                        crew=crew,
-                        worker_count=args.workers,
-                        order={**order, "pipelined": pipelined},
-                        does=("put",) if pipelined else DOES,
-                        codec=codec,
-                    )
+            systems.append(
+                System(
+                    name=f"{client}_{codec}",
+                    label=f"Redis {codec}, {client}",
+                    crew=crew,
+                    worker_count=args.workers,
+                    order={"client": client, "codec": codec},
+                    codec=codec,
                 )
-    return systems
+            )
+    first = systems[0]
+    pipeline = replace(
+        first,
+        name=f"{first.name}_pipeline",
+        label=f"{first.label}, pipeline of SET",
+        order={**first.order, "pipelined": True},
+        does=("put",),
+        has_rows=False,
+    )
+    repeats = replace(
+        first,
+        name=f"{first.name}_repeats",
+        label=f"{first.label}, repeats too",
+        order={**first.order, "repeats": True},
+        distributions=("zipf",),
+        has_rows=False,
+    )
+    return [first, pipeline, repeats, *systems[1:]]
 
 
 def torch_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[System]:
@@ -162,4 +175,5 @@ def start(
     command = worker_command(file, *flags, python=python)
     benchmarks = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
-    return stack.enter_context(Crew([command] * count, count, {"PYTHONPATH": path}))
+    environment = {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}  # torch's threads: sleep
+    return stack.enter_context(Crew([command] * count, count, environment))
