@@ -228,26 +228,33 @@ def show_python(
     )
     table.add_column("ids")
     table.add_column("", no_wrap=True)
-    for side in ("worker", "shards"):
-        for label in ("CPU ms", "bytecodes", "Python ms"):
+    sides = {"worker": "worker_cpu_ms", "shards": "server_cpu_ms"}
+    for side in sides:
+        for label in ("CPU ms", "bytecodes", "Python ms, at most"):
             table.add_column(f"{side}: {label}", justify="right")
-    first = min((result["rows"] for result in results), default=0)
+    smallest = min((result["rows"] for result in results), default=0)
+    measured = {
+        result["batch"]: result["systems"][base]
+        for result in results
+        if (result["rows"], result["distribution"]) == (smallest, "uniform")
+    }
     for entry in counts:
         cells = [f"{entry['batch']:,}", entry["do"]]
-        measured = [
-            result["systems"][base]
-            for result in results
-            if (result["batch"], result["distribution"]) == (entry["batch"], "uniform")
-            and result["rows"] == first
-        ]
-        for side, column in (("worker", "worker_cpu_ms"), ("shards", "server_cpu_ms")):
-            cells.append(f"{measured[0][entry['do'] + '_' + column]:.3g}" if measured else "")
-            cells.append(f"{entry[side]['bytecodes']:,.0f}")
-            cells.append(f"{entry[side]['python_ms']:.3g}")
+        alone = next(one for one in counts if (one["batch"], one["do"]) == (1, entry["do"]))
+        for side, column in sides.items():
+            name = f"{entry['do']}_{column}"
+            of_all, of_one = (measured.get(n, {}).get(name) for n in (entry["batch"], 1))
+            entry[f"{side}_cpu_ms"] = of_all
+            if of_one is not None:
+                entry[f"{side}_python_ms_max"] = round(of_one * entry[side] / alone[side], 3)
+            cells.append("" if of_all is None else f"{of_all:.3g}")
+            cells.append(f"{entry[side]:,}")
+            cells.append("" if of_one is None else f"{entry[f'{side}_python_ms_max']:.3g}")
         table.add_row(*cells)
     console.print(table)
     console.print(
-        "bytecodes: counted in an own process. Python ms: as many of plain Python's, in the mean.\n"
+        "bytecodes: executed, counted in a process of its own (rows_python.py); at most: the CPU "
+        "time of a batch of one\nrow, gRPC's included, as many times as there are more bytecodes.\n"
     )
 
 

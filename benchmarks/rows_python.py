@@ -6,9 +6,8 @@
 A cluster and a worker in one process, all threads traced, so that each bytecode is counted exactly
 (and times mean nothing). Threads that run the service's code, or gRPC's server's, are the shards';
 all others are the worker's. If any Python were run for each row, the count would grow with the
-batch; what grows is the number of messages. `Python ms` is the count times the mean cost of a
-bytecode of plain Python on this machine, measured here without tracing: what C functions do that
-they call, NumPy's and gRPC's, is not in it.
+batch; what grows is the number of messages. What C functions do that are called, NumPy's and
+gRPC's, is not in it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import argparse
 import json
 import sys
 import threading
-import time
 from types import FrameType
 from typing import Any
 
@@ -36,8 +34,6 @@ SHARD_COUNT = 2
 DOES = ("get", "put", "exchange")
 SIDES = ("worker", "shards")
 _SERVICE = ("/shardwell_server/", "/grpc/_server.py")
-_CALIBRATION_ROUNDS = 5
-_CALIBRATION_LOOPS = 20_000
 
 
 class Counter:
@@ -77,47 +73,8 @@ class Counter:
         return local
 
 
-class _Thing:
-    """What plain Python works with."""
-
-    def __init__(self) -> None:
-        self.values = {"rows": 1, "count": 2}
-        self.total = 0
-
-    def add(self, name: str, *, factor: int = 1) -> int:
-        """Calls, attributes, a dict, numbers, a branch."""
-        value = self.values.get(name)
-        if value is None:
-            return 0
-        self.total += value * factor
-        return self.total
-
-
-def _plain_python() -> None:
-    thing = _Thing()
-    for index in range(_CALIBRATION_LOOPS):
-        thing.add("rows" if index & 1 else "count", factor=2)
-
-
-def bytecode_ns() -> float:
-    """The mean cost of a bytecode of plain Python, without tracing."""
-    counter = Counter()
-    _plain_python()
-    counter.stop()
-    count = counter.read()["worker"]
-    fastest = min(_seconds() for _ in range(_CALIBRATION_ROUNDS))
-    return fastest / count * 1e9
-
-
-def _seconds() -> float:
-    start = time.thread_time()
-    _plain_python()
-    return time.thread_time() - start
-
-
 def count(batches: list[int], dim: int, optimizer: str, codec: str) -> list[dict[str, Any]]:
-    """Bytecodes and milliseconds of a batch, by batch and by what is done."""
-    cost_ns = bytecode_ns()
+    """Bytecodes of a batch, by batch and by what is done."""
     found = []
     counter = Counter()
     with (
@@ -143,11 +100,7 @@ def count(batches: list[int], dim: int, optimizer: str, codec: str) -> list[dict
                 after = counter.read()
                 entry: dict[str, Any] = {"batch": batch, "do": do}
                 for side in SIDES:
-                    executed = (after[side] - before[side]) / CALL_COUNT
-                    entry[side] = {
-                        "bytecodes": round(executed),
-                        "python_ms": round(executed * cost_ns / 1e6, 4),
-                    }
+                    entry[side] = round((after[side] - before[side]) / CALL_COUNT)
                 found.append(entry)
         counter.stop()
     return found
@@ -166,11 +119,11 @@ def main() -> None:
         print(json.dumps(found))
         return
     table = Table(box=box.SIMPLE)
-    for column in ("ids", "", *(f"{s}: {c}" for s in SIDES for c in ("bytecodes", "Python ms"))):
+    for column in ("ids", "bytecodes", *SIDES):
         table.add_column(column, justify="right")
     for entry in found:
-        cells = [f"{entry[s]['bytecodes']:,}|{entry[s]['python_ms']:.3g}" for s in SIDES]
-        table.add_row(f"{entry['batch']:,}", entry["do"], *"|".join(cells).split("|"))
+        cells = [f"{entry[side]:,}" for side in SIDES]
+        table.add_row(f"{entry['batch']:,}", entry["do"], *cells)
     Console().print(table)
 
 
