@@ -61,13 +61,13 @@ REDIS_GOAL, FLAT_GOAL = 3.0, 1.2
 
 
 class Sample(NamedTuple):
-    """One step, a call of all workers at the mean."""
+    """One step, a call at the mean."""
 
     rows_per_s: float
     worker_cpu_ms: float
     """Of one worker."""
     server_cpu_ms: float
-    """Of all servers, for one call of each worker."""
+    """Of all servers, for a call of one worker."""
 
 
 Samples = dict[tuple[int, str, str], list[Sample]]
@@ -101,13 +101,17 @@ def measure(
                     order |= {"calls": calls, "turn": turn * len(DOES) + number}
                     before = cpu_s(system.server_pids)
                     step = system.crew.step(**order, **system.order)
+                    server_cpu_s = (cpu_s(system.server_pids) - before) / system.worker_count
                     if turn < WARM_UP_COUNT:  # the first steps open streams and touch memory
                         continue
                     samples.setdefault((rows, system.name, do), []).append(
                         Sample(
                             system.worker_count * batch * calls / step.seconds,
                             step.cpu_s / calls * 1e3,
-                            (cpu_s(system.server_pids) - before) / calls * 1e3,
+                            (cpu_s(system.server_pids) - before)
+                            / calls
+                            / system.worker_count
+                            * 1e3,
                         )
                     )
     return samples

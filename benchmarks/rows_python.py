@@ -1,7 +1,7 @@
 """How much Python a batch of rows costs: bytecodes executed, in the worker and in the shards.
 
     python benchmarks/rows_python.py [--batches 1 256 4096 65536] [--dim 64] [--codec fp16]
-                                     [--optimizer adagrad] [--print-json]
+                                     [--optimizer adagrad] [--functions] [--print-json]
 
 A cluster and a worker in one process, all threads traced, so that each bytecode is counted exactly
 (and times mean nothing). Threads that run the service's code, or gRPC's server's, are the shards';
@@ -13,10 +13,11 @@ gRPC's, is not in it.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import sys
 import threading
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ CALL_COUNT = 4
 SHARD_COUNT = 2
 DOES = ("get", "put", "exchange")
 SIDES = ("worker", "shards")
+MOST_COUNT = 4
+Counted = collections.Counter[CodeType]
 _SERVICE = ("/shardwell_server/", "/grpc/_server.py")
 
 
@@ -40,16 +43,19 @@ class Counter:
     """Counts the bytecodes of all threads that start after it was made, and of its own."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, list[int]] = {}
+        self._counts: dict[tuple[int, CodeType], list[int]] = {}
         self._shard_threads: set[int] = set()
+        self._thread = threading.get_ident()  # it starts shards, and then is the worker's
         threading.settrace(self._trace)
         sys.settrace(self._trace)
 
-    def read(self) -> dict[str, int]:
-        """Bytecodes so far, by side."""
-        found = dict.fromkeys(SIDES, 0)
-        for thread, count in list(self._counts.items()):
-            found[SIDES[thread in self._shard_threads]] += count[0]
+    def read(self) -> dict[str, Counted]:
+        """Bytecodes so far, by side, and by function."""
+        sys.settrace(None)  # this is no part of it
+        found: dict[str, Counted] = {side: collections.Counter() for side in SIDES}
+        for (thread, code), count in list(self._counts.items()):
+            found[SIDES[thread in self._shard_threads]][code] += count[0]
+        sys.settrace(self._trace)
         return found
 
     def stop(self) -> None:
@@ -58,9 +64,9 @@ class Counter:
         threading.settrace(None)  # type: ignore[arg-type]
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        thread = threading.get_ident()
-        count = self._counts.setdefault(thread, [0])
-        if any(part in frame.f_code.co_filename for part in _SERVICE):
+        thread, code = threading.get_ident(), frame.f_code
+        count = self._counts.setdefault((thread, code), [0])
+        if thread != self._thread and any(part in code.co_filename for part in _SERVICE):
             self._shard_threads.add(thread)
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
@@ -100,7 +106,12 @@ def count(batches: list[int], dim: int, optimizer: str, codec: str) -> list[dict
                 after = counter.read()
                 entry: dict[str, Any] = {"batch": batch, "do": do}
                 for side in SIDES:
-                    entry[side] = round((after[side] - before[side]) / CALL_COUNT)
+                    executed = after[side] - before[side]
+                    entry[side] = round(executed.total() / CALL_COUNT)
+                    entry[f"{side}_most"] = [
+                        f"{code.co_qualname} {round(times / CALL_COUNT):,}"
+                        for code, times in executed.most_common(MOST_COUNT)
+                    ]
                 found.append(entry)
         counter.stop()
     return found
@@ -112,6 +123,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--codec", default="fp16")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adagrad")
+    parser.add_argument("--functions", action="store_true", help="name those that run the most")
     parser.add_argument("--print-json", action="store_true", help="and no table")
     args = parser.parse_args()
     found = count(args.batches, args.dim, args.optimizer, args.codec)
@@ -121,10 +133,12 @@ def main() -> None:
     table = Table(box=box.SIMPLE)
     for column in ("ids", "bytecodes", *SIDES):
         table.add_column(column, justify="right")
+    table.add_column("most of them in")
     for entry in found:
         cells = [f"{entry[side]:,}" for side in SIDES]
-        table.add_row(f"{entry['batch']:,}", entry["do"], *cells)
-    Console().print(table)
+        most = "; ".join(f"{side}: {', '.join(entry[f'{side}_most'])}" for side in SIDES)
+        table.add_row(f"{entry['batch']:,}", entry["do"], *cells, most if args.functions else "")
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":
