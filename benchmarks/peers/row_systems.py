@@ -89,7 +89,8 @@ def redis_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list
     crew = start(args, stack, "redis_rows.py", *words, python=args.redis_python)
     systems = []
     for client in args.redis_clients:
-        for codec in [codec for codec in args.codecs if codec in PACKED_CODECS]:
+        codecs = [codec for codec in args.codecs if codec in PACKED_CODECS] or PACKED_CODECS[:1]
+        for codec in codecs if client == args.redis_clients[0] else codecs[:1]:
             systems.append(
                 System(
                     name=f"{client}_{codec}",

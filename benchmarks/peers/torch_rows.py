@@ -89,6 +89,7 @@ def _untouched(row_count: int, dim: int) -> torch.Tensor:
 
 def main() -> None:
     args = row_parser().parse_args()
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default; said, it does not warn
     work(args.socket, args.rank, TorchRows(args))
 
 
