@@ -135,12 +135,11 @@ def figures_of(
                     figures[f"{do}_{column}"] = round(median, 3)
         names = {system.name for system in systems}
         for system in systems:
-            codec = system.codec or row_systems.PACKED_CODECS[-1]
-            redis = REDIS_PACKAGE if f"{REDIS_PACKAGE}_{codec}" in names else "raw"
+            redis = REDIS_PACKAGE if f"{REDIS_PACKAGE}_{system.codec}" in names else "raw"
             for other, column in (
-                (f"{redis}_{codec}", "over_redis"),
-                (f"raw_{codec}", "over_raw_redis"),
-                (f"bare_{codec}", "over_bare"),
+                (f"{redis}_{system.codec}", "over_redis"),
+                (f"raw_{system.codec}", "over_raw_redis"),
+                (f"bare_{system.codec}", "over_bare"),
             ):
                 for do in system.does if other in names else ():
                     mine, theirs = (

@@ -43,8 +43,8 @@ class System:
     """What can be asked of it."""
     server_pids: list[int] = field(default_factory=list)
     """Processes that work for the crew."""
-    codec: str = ""
-    """How values travel."""
+    codec: str
+    """How values travel, or those of the systems that it is compared with."""
     has_rows: bool = True
     """Whether rows must be put there first."""
     distributions: tuple[str, ...] = ("uniform", "zipf")
@@ -132,6 +132,7 @@ def torch_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list
             crew=crew,
             worker_count=1,
             order={"optimizer": kind},
+            codec=args.codecs[0],
         )
         for kind in kinds
     ]
