@@ -12,7 +12,8 @@ Two workers, two shards; each worker gets the rows of batches of ids, puts gradi
 exchanges, which does both. A table has a working set, scattered over all its rows, the same places
 of it whatever the table's size is; its rows are created before, and batches are drawn from it,
 uniformly or by Zipf's law with exponent 1.1. Shardwell's tables are asynchronous; measured are the
-first optimizer, codec and store that are named, and each of the others in the place of the first.
+first optimizer, codec and store that are named, and each of the others in the place of the first;
+with larger tables than the smallest, the first codec and optimizer alone.
 
 Beside it: Redis, a server a shard on 127.0.0.1 that keeps the same rows packed as bytes (MGET,
 MSET; also SET in a pipeline), the client splitting batches by id. It stores what it is sent, and
@@ -71,6 +72,8 @@ class Sample(NamedTuple):
     """Of all servers, for a call of one worker."""
 
 
+Cells = dict[int, list[System]]
+"""By rows of the table: what is measured with it."""
 Samples = dict[tuple[int, str, str], list[Sample]]
 """By rows of the table, name of the system, and what was done."""
 
@@ -80,22 +83,20 @@ def cpu_s(pids: list[int]) -> float:
     return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)  # clock_getcpuclockid(3)'s
 
 
-def fill(systems: list[System], row_counts: list[int]) -> None:
+def fill(cells: Cells) -> None:
     """Creates the rows of the working set."""
-    for rows in row_counts:
+    for rows, systems in cells.items():
         for system in systems:
             if system.has_rows:
                 system.crew.step(do="fill", rows=rows, **system.order)
 
 
-def measure(
-    systems: list[System], row_counts: list[int], batch: int, distribution: str, step_count: int
-) -> Samples:
+def measure(cells: Cells, batch: int, distribution: str, step_count: int) -> Samples:
     """Steps of batches of one size; systems, and tables of all sizes, take turns."""
     samples: Samples = {}
     calls = min(max(ROWS_PER_STEP // batch, 1), CALLS_MAX)
     for turn in range(step_count + WARM_UP_COUNT):
-        for rows in row_counts:
+        for rows, systems in cells.items():
             for system in systems:
                 for number, do in enumerate(system.does):
                     order = {"do": do, "rows": rows, "distribution": distribution, "batch": batch}
@@ -115,59 +116,61 @@ def measure(
     return samples
 
 
-def figures_of(
-    samples: Samples, systems: list[System], row_counts: list[int]
-) -> dict[tuple[int, str], dict[str, Any]]:
-    """By rows of the table and name of the system: what each column says."""
-    found: dict[tuple[int, str], dict[str, Any]] = {}
-    for rows in row_counts:
-        for system in systems:
-            figures = found[rows, system.name] = {}
-            for do in system.does:
-                taken = samples[rows, system.name, do]
-                rates = [sample.rows_per_s for sample in taken]
-                figures[f"{do}_rows_per_s"] = round(statistics.median(rates))
-                quartiles = statistics.quantiles(rates, n=4, method="inclusive")
-                spread = (quartiles[2] - quartiles[0]) / 2 / quartiles[1]
-                figures[f"{do}_spread"] = round(spread, 3)
-                for column in ("worker_cpu_ms", "server_cpu_ms"):
-                    median = statistics.median(getattr(sample, column) for sample in taken)
-                    figures[f"{do}_{column}"] = round(median, 3)
-        names = {system.name for system in systems}
-        for system in systems:
-            redis = REDIS_PACKAGE if f"{REDIS_PACKAGE}_{system.codec}" in names else "raw"
-            for other, column in (
-                (f"{redis}_{system.codec}", "over_redis"),
-                (f"raw_{system.codec}", "over_raw_redis"),
-                (f"bare_{system.codec}", "over_bare"),
-            ):
-                for do in system.does if other in names else ():
-                    mine, theirs = (
-                        found[rows, name][f"{do}_rows_per_s"] for name in (system.name, other)
-                    )
-                    found[rows, system.name][f"{do}_{column}"] = round(mine / theirs, 3)
+def figures_of(samples: Samples, rows: int, systems: list[System]) -> dict[str, dict[str, Any]]:
+    """By name of the system: what each column says."""
+    found: dict[str, dict[str, Any]] = {}
+    for system in systems:
+        figures = found[system.name] = {}
+        for do in system.does:
+            taken = samples[rows, system.name, do]
+            rates = [sample.rows_per_s for sample in taken]
+            figures[f"{do}_rows_per_s"] = round(statistics.median(rates))
+            quartiles = statistics.quantiles(rates, n=4, method="inclusive")
+            figures[f"{do}_spread"] = round((quartiles[2] - quartiles[0]) / 2 / quartiles[1], 3)
+            for column in ("worker_cpu_ms", "server_cpu_ms"):
+                median = statistics.median(getattr(sample, column) for sample in taken)
+                figures[f"{do}_{column}"] = round(median, 3)
+    for system in systems:
+        redis = REDIS_PACKAGE if f"{REDIS_PACKAGE}_{system.codec}" in found else "raw"
+        for other, column in (
+            (f"{redis}_{system.codec}", "over_redis"),
+            (f"raw_{system.codec}", "over_raw_redis"),
+            (f"bare_{system.codec}", "over_bare"),
+        ):
+            for do in system.does if other in found else ():
+                mine, theirs = (found[n][f"{do}_rows_per_s"] for n in (system.name, other))
+                found[system.name][f"{do}_{column}"] = round(mine / theirs, 3)
     return found
 
 
+COLUMNS = {
+    "get_over_redis": "get / Redis",
+    "put_over_redis": "put / Redis",
+    "get_over_bare": "get / bare",
+    "put_over_bare": "put / bare",
+    "exchange_over_bare": "exch / bare",
+}
+
+
+def cpu_ms(figures: dict[str, Any], do: str) -> float:
+    """Of a worker and all servers, for one batch."""
+    worker_ms: float = figures[f"{do}_worker_cpu_ms"]
+    return worker_ms + float(figures[f"{do}_server_cpu_ms"])
+
+
 def show(
-    console: Console,
-    title: str,
-    systems: list[System],
-    figures: dict[str, dict[str, Any]],
+    console: Console, title: str, systems: list[System], figures: dict[str, dict[str, Any]]
 ) -> None:
     """Prints one table: systems under each other."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("million rows/s", no_wrap=True)
-    columns = [
-        (f"{do}_{end}", f"{do[:4]} / {label}")
-        for end, label in (("over_redis", "Redis"), ("over_bare", "bare"))
-        for do in DOES
-    ]
+    table.add_column("million rows/s; CPU ms a batch", no_wrap=True)
     for do in DOES:
         table.add_column(do, justify="right", no_wrap=True)
-    columns = [column for column in columns if any(column[0] in f for f in figures.values())]
-    for _, label in columns:
-        table.add_column(label, justify="right")
+    columns = [name for name in COLUMNS if any(name in found for found in figures.values())]
+    for name in columns:
+        table.add_column(COLUMNS[name], justify="right")
+    for do in DOES[:2]:
+        table.add_column(f"{do}, CPU", justify="right")
     for system in systems:
         mine = figures[system.name]
         cells = [
@@ -176,7 +179,8 @@ def show(
             else ""
             for do in DOES
         ]
-        cells += [f"{mine[name]:.3g}" if name in mine else "" for name, _ in columns]
+        cells += [f"{mine[name]:.3g}" if name in mine else "" for name in columns]
+        cells += [f"{cpu_ms(mine, do):.3g}" if do in system.does else "" for do in DOES[:2]]
         table.add_row(system.label, *cells)
     console.print(table)
 
@@ -200,8 +204,8 @@ def show_goals(console: Console, results: list[dict[str, Any]], base: str, codec
             if not same or smallest["rows"] >= largest["rows"] or smallest["batch"] == 1:
                 continue
             ratios = {
-                name: figures["get_rows_per_s"] / largest["systems"][name]["get_rows_per_s"]
-                for name, figures in smallest["systems"].items()
+                name: smallest["systems"][name]["get_rows_per_s"] / figures["get_rows_per_s"]
+                for name, figures in largest["systems"].items()
                 if "get_rows_per_s" in figures
             }
             others = ", ".join(f"{name} {r:.2f}" for name, r in ratios.items() if name != base)
@@ -297,31 +301,38 @@ def rates(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, An
         for peer in ("redis", "torch", "bare"):
             if peer in args.peers:
                 systems += getattr(row_systems, f"{peer}_systems")(args, stack)
-        fill(systems, args.rows)
-        cells = [(b, d) for b in args.batches for d in args.distributions]
+        smallest = min(args.rows)
+        all_cells = {
+            rows: [system for system in systems if rows == smallest or system.all_sizes]
+            for rows in args.rows
+        }
+        fill(all_cells)
+        loads = [(b, d) for b in args.batches for d in args.distributions]
         if "python" in args.parts:
-            cells.insert(0, (1, "uniform"))
-        for batch, distribution in cells:
-            asked = systems[:1] if batch == 1 else systems
-            asked = [system for system in asked if distribution in system.distributions]
-            samples = measure(asked, args.rows, batch, distribution, args.steps)
-            figures = figures_of(samples, asked, args.rows)
-            for rows in args.rows:
-                mine = {system.name: figures[rows, system.name] for system in asked}
+            loads.insert(0, (1, "uniform"))
+        for batch, distribution in loads:
+            cells = {
+                rows: [one for one in asked if distribution in one.distributions]
+                for rows, asked in all_cells.items()
+            }
+            if batch == 1:
+                cells = {smallest: systems[:1]}
+            samples = measure(cells, batch, distribution, args.steps)
+            for rows, asked in cells.items():
+                figures = figures_of(samples, rows, asked)
                 result = {"batch": batch, "distribution": distribution, "rows": rows}
-                results.append({**result, "systems": mine})
+                results.append({**result, "systems": figures})
                 if batch > 1:
                     title = f"{batch:,} ids a batch, {distribution}, {rows:,} rows"
-                    show(console, title, asked, mine)
+                    show(console, title, asked, figures)
     return results, base
 
 
 def python_counts(args: argparse.Namespace) -> list[dict[str, Any]]:
     """What rows_python.py counts, in a process of its own, which it slows down."""
-    script = Path(__file__).with_name("rows_python.py")
-    command = [sys.executable, str(script), "--print-json", "--dim", str(args.dim)]
-    command += ["--optimizer", args.optimizers[0], "--codec", args.codecs[0], "--batches", "1"]
-    command += [str(batch) for batch in args.batches]
+    command = [sys.executable, str(Path(__file__).with_name("rows_python.py")), "--print-json"]
+    command += ["--optimizer", args.optimizers[0], "--codec", args.codecs[0]]
+    command += ["--dim", str(args.dim), "--batches", "1", *map(str, args.batches)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     counts: list[dict[str, Any]] = json.loads(done.stdout)
     return counts

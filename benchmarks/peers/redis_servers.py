@@ -36,15 +36,15 @@ def version(program: str) -> str:
 
 
 @contextlib.contextmanager
-def serving(program: str, count: int) -> Iterator[list[int]]:
-    """The ports of so many servers.
+def serving(program: str, count: int) -> Iterator[tuple[list[int], list[int]]]:
+    """The ports of so many servers, and their process ids.
 
     Raises:
         RuntimeError: one did not start.
     """
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
-        ports = [_free_port() for _ in range(count)]
+        ports, pids = [_free_port() for _ in range(count)], []
         for port in ports:
             command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
             command += ["--appendonly", "no", "--daemonize", "no", "--loglevel", "warning"]
@@ -54,8 +54,9 @@ def serving(program: str, count: int) -> Iterator[list[int]]:
                 stdout=subprocess.DEVNULL,
             )
             stack.callback(_end, process)
+            pids.append(process.pid)
             _wait(process, port)
-        yield ports
+        yield ports, pids
 
 
 def _free_port() -> int:

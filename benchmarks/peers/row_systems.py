@@ -49,6 +49,8 @@ class System:
     """Whether rows must be put there first."""
     distributions: tuple[str, ...] = ("uniform", "zipf")
     """Of the ids of a batch, for which it is measured."""
+    all_sizes: bool = True
+    """Whether it is measured with tables of all sizes, or with the smallest alone."""
 
 
 def shardwell_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[System]:
@@ -77,6 +79,7 @@ def shardwell_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> 
             order={"optimizer": optimizer, "codec": codec, "store": store},
             server_pids=[child.pid for child in clusters[store].children],
             codec=codec,
+            all_sizes=(optimizer, codec) == (args.optimizers[0], args.codecs[0]),
         )
         for optimizer, codec, store in variants
     ]
@@ -84,7 +87,8 @@ def shardwell_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> 
 
 def redis_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[System]:
     """Starts Redis servers and workers."""
-    ports = stack.enter_context(redis_servers.serving(args.redis_server, args.shards))
+    serving = redis_servers.serving(args.redis_server, args.shards)
+    ports, pids = stack.enter_context(serving)
     words = ["--ports", *map(str, ports), "--clients", *args.redis_clients]
     crew = start(args, stack, "redis_rows.py", *words, python=args.redis_python)
     systems = []
@@ -98,7 +102,9 @@ def redis_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list
                     crew=crew,
                     worker_count=args.workers,
                     order={"client": client, "codec": codec},
+                    server_pids=pids,
                     codec=codec,
+                    all_sizes=codec == args.codecs[0],
                 )
             )
     first = systems[0]
@@ -109,6 +115,7 @@ def redis_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list
         order={**first.order, "pipelined": True},
         does=("put",),
         has_rows=False,
+        all_sizes=False,
     )
     repeats = replace(
         first,
@@ -142,9 +149,11 @@ def bare_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[
     """Starts servers that answer with bytes, and workers."""
     context = multiprocessing.get_context("spawn")
     found: Any = context.Queue()
+    pids = []
     for _ in range(args.shards):
         server = context.Process(target=serve, args=(found, True), daemon=True)
         server.start()
+        pids.append(server.pid)
         stack.callback(server.join)
         stack.callback(server.terminate)
     ports = [str(found.get(timeout=60)) for _ in range(args.shards)]
@@ -156,8 +165,10 @@ def bare_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[
             crew=crew,
             worker_count=args.workers,
             order={"codec": codec},
+            server_pids=pids,
             codec=codec,
             has_rows=False,
+            all_sizes=codec == args.codecs[0],
         )
         for codec in args.codecs
     ]
