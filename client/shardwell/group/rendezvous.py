@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
 
 from shardwell.channel import parse_target
+from shardwell.closing import Closing
 from shardwell.connection import CHANNEL_OPTIONS
 from shardwell.errors import (
     ClosedError,
@@ -55,7 +55,7 @@ class Formed:
     """All, by rank."""
 
 
-class Rendezvous:
+class Rendezvous(Closing):
     """Where a group's workers meet. A context manager; any thread may use it.
 
     Args:
@@ -232,17 +232,6 @@ class Rendezvous:
             ) from None
         finally:
             call.cancel()  # after Ctrl-C, nobody waits for it
-
-    def __enter__(self) -> Rendezvous:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Waiting:
