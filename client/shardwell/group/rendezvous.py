@@ -26,6 +26,7 @@ from shardwell.errors import (
     WorkersMissingError,
     WorkerUnreachableError,
 )
+from shardwell.rank_words import in_words
 from shardwell.status import from_rpc_error
 from shardwell.v1 import group_pb2 as pb
 
@@ -281,8 +282,8 @@ class _Waiting:
         there = [rank for rank in range(count) if rank not in missing]
         verb = "have not reached all others" if last.members else "did not come"
         parts = [
-            f"group {name!r}: {_ranks(missing)} of {count} {verb} within {self._timeout_s:g} s; "
-            f"{_ranks(there)} did"
+            f"group {name!r}: {in_words(missing)} of {count} {verb} within {self._timeout_s:g} s; "
+            f"{in_words(there)} did"
         ]
         parts += [f"refused: {refusal}" for refusal in last.refusals]
         silence_s = time.monotonic() - self._answered_s
@@ -290,9 +291,3 @@ class _Waiting:
             parts.append(f"the rendezvous has not answered for {silence_s:.3g} s ({self._error})")
         parts.append(f"start the workers that are missing, or raise timeout_s ({self._address})")
         return WorkersMissingError("; ".join(parts), missing_ranks=missing, rank=self._rank)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "no rank"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
