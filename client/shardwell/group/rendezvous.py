@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from shardwell.channel import parse_target
 from shardwell.closing import Closing
-from shardwell.connection import CHANNEL_OPTIONS
+from shardwell.connection import CHANNEL_OPTIONS, unary_stub
 from shardwell.errors import (
     ClosedError,
     DeadlineError,
@@ -41,7 +42,6 @@ _SILENCE_S = 2.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"].full_name
 
 Greet = Callable[[Sequence[pb.Member]], list[pb.UnreachableMember]]
-ResponseT = TypeVar("ResponseT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,13 +206,9 @@ class Rendezvous(Closing):
         raise waiting.given_up()
 
     def _begin(
-        self, method: str, request: Any, response_type: type[ResponseT], timeout_s: float
+        self, method: str, request: Any, response_type: type[Message], timeout_s: float
     ) -> Any:
-        stub: Any = self._channel.unary_unary(
-            f"/{_SERVICE}/{method}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=response_type.FromString,  # type: ignore[attr-defined]
-        )
+        stub = unary_stub(self._channel, f"/{_SERVICE}/{method}", response_type)
         try:
             return stub.future(request, timeout=timeout_s, wait_for_ready=True)
         except ValueError as error:  # what gRPC raises for a closed channel
