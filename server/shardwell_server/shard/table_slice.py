@@ -366,6 +366,14 @@ class TableSlice:
         """
         self.storage.sync()
 
+    def make_image(self, is_stopping: Callable[[], bool]) -> None:
+        """Writes an image if it is time, and unless the shard is stopping meanwhile.
+
+        Raises:
+            StorageError: the disk failed, or is full; or a row was damaged.
+        """
+        self.storage.make_image(is_stopping)
+
     # The rest.
 
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
