@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import NamedTuple
 
 import click
 from google.protobuf import json_format
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from shardwell.channel import ShardChannel, parse_target
@@ -19,9 +16,7 @@ from shardwell.specs import ParameterSpec
 from shardwell.table_spec import TableSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
-
-_PIPE_WIDTH = 200
-"""Nobody knows how wide a pipe is; what is in it should not be wrapped."""
+from shardwell_server.cli.tables import console, table
 
 
 class _Status(NamedTuple):
@@ -61,13 +56,13 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         for address, answer in answers:
             _print_json(address, answer)
     else:
-        console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-        console.print(_shard_table(answers))
-        console.print(_parameter_table(answers))
+        screen = console()
+        screen.print(_shard_table(answers))
+        screen.print(_parameter_table(answers))
         if any(status.tables.tables for _, status in _given(answers)):
-            console.print(_tables_table(answers))
+            screen.print(_tables_table(answers))
         for message in failed:
-            console.print(message, style="red", markup=False, highlight=False)
+            screen.print(message, style="red", markup=False, highlight=False)
     if failed:
         raise click.exceptions.Exit(1)
 
@@ -107,14 +102,14 @@ def _print_json(address: str, answer: _Status | ShardwellError) -> None:
 def _shard_table(answers: list[_Answer]) -> Table:
     names = {status.shard.shard.cluster_id for _, status in _given(answers)}
     title = f"cluster {', '.join(sorted(names))}" if names else "no shard answers"
-    table = _table(title, "shard", "address", "state", ">up", ">stored", ">in", ">out", ">streams")
+    shards = table(title, "shard", "address", "state", ">up", ">stored", ">in", ">out", ">streams")
     for index, (address, answer) in enumerate(answers):
         if isinstance(answer, ShardwellError):
-            table.add_row(str(index), address, "[red]no answer[/red]")
+            shards.add_row(str(index), address, "[red]no answer[/red]")
             continue
         status, shard = answer.shard, answer.shard.shard
         right = shard.shard_index == index and shard.shard_count == len(answers)
-        table.add_row(
+        shards.add_row(
             f"{shard.shard_index} of {shard.shard_count}",
             address,
             "[green]serving[/green]" if right else "[red]wrong place[/red]",
@@ -124,11 +119,13 @@ def _shard_table(answers: list[_Answer]) -> Table:
             _megabytes(status.sent_payload_bytes),
             str(status.open_stream_count),
         )
-    return table
+    return shards
 
 
 def _parameter_table(answers: list[_Answer]) -> Table:
-    table = _table("parameters", "name", ">shard", "elements", "optimizer", "codec", "open step")
+    parameters = table(
+        "parameters", "name", ">shard", "elements", "optimizer", "codec", "open step"
+    )
     rows = sorted(
         (parameter.spec.name, status.shard.shard.shard_index, parameter)
         for _, status in _given(answers)
@@ -138,7 +135,7 @@ def _parameter_table(answers: list[_Answer]) -> Table:
         spec = ParameterSpec.from_proto(parameter.spec)
         last = parameter.slice_offset + parameter.slice_size - 1
         rate = "" if isinstance(spec.optimizer, Average) else f" {parameter.learning_rate:g}"
-        table.add_row(
+        parameters.add_row(
             name,
             str(shard_index),
             f"{parameter.slice_offset} to {last}" if parameter.slice_size else "none",
@@ -147,12 +144,12 @@ def _parameter_table(answers: list[_Answer]) -> Table:
             _open_step(spec, parameter),
         )
     if not rows:
-        table.add_row("none")
-    return table
+        parameters.add_row("none")
+    return parameters
 
 
 def _tables_table(answers: list[_Answer]) -> Table:
-    table = _table("tables", "name", ">shard", ">rows", ">dim", "optimizer", "codec", "open step")
+    tables = table("tables", "name", ">shard", ">rows", ">dim", "optimizer", "codec", "open step")
     rows = sorted(
         (
             (found.spec.name, status.shard.shard.shard_index, found)
@@ -163,7 +160,7 @@ def _tables_table(answers: list[_Answer]) -> Table:
     )
     for name, shard_index, found in rows:
         spec = TableSpec.from_proto(found.spec)
-        table.add_row(
+        tables.add_row(
             name,
             str(shard_index),
             f"{found.row_count:,}",
@@ -172,28 +169,7 @@ def _tables_table(answers: list[_Answer]) -> Table:
             spec.codec,
             _taking_part(str(found.version), spec.mode, found),
         )
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A table that fits a narrow terminal; a column that begins with ">" has numbers."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
-    )
-    for column in columns:
-        numeric = column.startswith(">")
-        table.add_column(
-            column.lstrip(">"),
-            justify="right" if numeric else "left",
-            overflow="fold",
-            no_wrap=column in ("address", "state"),
-        )
-    return table
+    return tables
 
 
 def _open_step(spec: ParameterSpec, parameter: pb.ParameterStatus) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -78,7 +79,7 @@ class TableRows:
             placement.local_row_count() <= _DIRECT_ROW_COUNT_MAX
         )
         self._index: DirectRowIndex | HashRowIndex = (
-            DirectRowIndex(placement) if is_direct else HashRowIndex()
+            DirectRowIndex(placement) if is_direct else HashRowIndex(secrets.randbits(64))
         )
         self._recover(placement, shard_index)
         # Which rows have a sum, so that nobody has to look for them.
