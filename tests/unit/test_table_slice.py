@@ -19,7 +19,7 @@ import shardwell
 from harness.table_messages import answered, asking, part
 from harness.together import together
 from shardwell.errors import LimitError, NonFiniteError, StorageError, WorkersMissingError
-from shardwell.row_codec import RowCodec, rows_per_message_max
+from shardwell.row_codec import RowCodec
 from shardwell.row_placement import RowPlacement
 from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2 as pb
@@ -378,8 +378,7 @@ def test_a_table_of_another_version_is_refused() -> None:
     config = ShardConfig(shard_index=0, shard_count=2)
     tables = Tables(config, MemoryStore(), threading.Lock(), StoredBytes(2**40))
     made, _ = tables.open(SPEC)
-    assert made.layout.rows_per_change_max == 500  # rows that there can be here
-    assert made.rows_per_message_max == rows_per_message_max(SPEC)
+    assert made.rows_per_message_max == 500  # rows that there can be here
     smaller = dataclasses.replace(made.layout, row_capacity=7, rows_per_change_max=5)
     with recovering(made.storage, smaller) as found:  # of a process with other limits
         assert found.table("t").rows_per_message_max == 5

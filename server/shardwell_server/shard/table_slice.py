@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwell.codec import Bytes, Float32, NonFiniteValueError
 from shardwell.errors import ArgumentError, StorageError
-from shardwell.row_codec import ROWS_PER_MESSAGE_MAX, RowCodec, rows_per_scan_message_max
+from shardwell.row_codec import RowCodec, rows_per_scan_message_max
 from shardwell.row_placement import Ids, RowPlacement
 from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2 as pb
@@ -68,13 +68,7 @@ class TableSlice:
         self.spec = spec
         self.layout = layout
         self.storage = storage
-        # No message has more distinct ids than there are here, and no bound of its own need say so.
-        holds_all = (
-            spec.row_count is not None and layout.rows_per_change_max >= placement.local_row_count()
-        )
-        self._codec = RowCodec.of(
-            spec, ROWS_PER_MESSAGE_MAX if holds_all else layout.rows_per_change_max
-        )
+        self._codec = RowCodec.of(spec, layout.rows_per_change_max)
         self._reader = PartReader(spec, self._codec, placement, shard_index)
         self._changed = threading.Condition(threading.Lock())
         self._ledger = TableLedger(
