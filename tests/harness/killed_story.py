@@ -1,9 +1,10 @@
-"""A program that tells the story once for each write of the store, and is killed right after it.
+"""A program that tells the story again and again, and is killed after a later write each time.
 
-Usage: killed_story.py DIRECTORY
+Usage: killed_story.py DIRECTORY FIRST PACE
 
-Of the n-th telling it leaves DIRECTORY/n/store, and DIRECTORY/n/answered with a byte for each call
-that was answered. A process of its own, so that it can fork: nothing else runs in it.
+Tellings are cut off after write n = FIRST, FIRST + PACE, ... until one comes to its end. Each
+leaves DIRECTORY/n/store, and DIRECTORY/n/answered with a byte for each call that was answered. A
+process of its own, so that it can fork: nothing else runs in it.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def tell(path: Path, killed_after: int) -> None:
             os.write(answered, b".")
 
 
-def main(directory: Path) -> int:
-    """Prints how many tellings were cut off."""
-    number = 1
+def main(directory: Path, first: int, pace: int) -> int:
+    """Prints the number of the one that came to its end."""
+    number = first
     while True:
         child = os.fork()
         if child == 0:
@@ -53,10 +54,10 @@ def main(directory: Path) -> int:
                 os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status != -signal.SIGKILL:
-            print(number - 1)
+            print(number)
             return status
-        number += 1
+        number += pace
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
