@@ -32,6 +32,7 @@ from shardwell.errors import (
     StepOrderError,
     StorageError,
     UnknownParameterError,
+    UnknownTableError,
     WorkerLostError,
     WorkersMissingError,
     WorkerUnreachableError,
@@ -41,10 +42,24 @@ from shardwell.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSy
 from shardwell.group.group import Group
 from shardwell.group.joining import join_group
 from shardwell.group.strategies import Centralized, Ring, Strategy, Tree
+from shardwell.initializers import Initializer, Normal, Uniform, Zeros
 from shardwell.malloc import tune_malloc
 from shardwell.manifest import inspect_checkpoint
+from shardwell.optimizers import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Average,
+    Optimizer,
+    RMSProp,
+    RowWiseAdagrad,
+)
 from shardwell.parameter import Parameter
-from shardwell.specs import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
+from shardwell.specs import ParameterSpec
+from shardwell.table import Table
+from shardwell.table_spec import TableSpec
 from shardwell.threaded_sync import ThreadedSync
 from shardwell.traffic import Traffic
 
@@ -54,6 +69,7 @@ logging.getLogger("shardwell").addHandler(logging.NullHandler())
 __version__ = "0.1.0"
 
 __all__ = [
+    "FTRL",
     "SGD",
     "Adagrad",
     "Adam",
@@ -74,10 +90,12 @@ __all__ = [
     "GroupMismatchError",
     "GroupSync",
     "InitSupersededError",
+    "Initializer",
     "InternalError",
     "LimitError",
     "LocalSync",
     "NonFiniteError",
+    "Normal",
     "NotInitializedError",
     "Optimizer",
     "Parameter",
@@ -85,6 +103,7 @@ __all__ = [
     "RMSProp",
     "RankTakenError",
     "Ring",
+    "RowWiseAdagrad",
     "SeatsTakenError",
     "ServerSync",
     "ShardUnavailableError",
@@ -94,15 +113,20 @@ __all__ = [
     "StepResult",
     "StorageError",
     "Strategy",
+    "Table",
+    "TableSpec",
     "ThreadedSync",
     "Traffic",
     "Tree",
+    "Uniform",
     "UnknownParameterError",
+    "UnknownTableError",
     "Update",
     "WorkerLostError",
     "WorkerUnreachableError",
     "WorkersMissingError",
     "WrongShardError",
+    "Zeros",
     "__version__",
     "connect",
     "inspect_checkpoint",

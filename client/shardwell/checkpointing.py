@@ -22,11 +22,12 @@ from shardwell.errors import (
 )
 from shardwell.first_weights import FirstWeights
 from shardwell.manifest import inspect_checkpoint, write_manifest
+from shardwell.optimizers import Average
 from shardwell.partition import Slice
 from shardwell.shards import Shards
 from shardwell.slice_file import SliceReader
 from shardwell.snapshots import ParameterSnapshot
-from shardwell.specs import Average, ParameterSpec
+from shardwell.specs import ParameterSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.whole_directory import whole_directory

@@ -24,9 +24,10 @@ from shardwell.batches import Merging, Update, count_samples, micro_batches, sha
 from shardwell.codec import BLOCK_ELEMENT_COUNT, Float32, blocks
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
+from shardwell.optimizers import Average, Optimizer, check_learning_rate
 from shardwell.reduction import first_non_finite
 from shardwell.scratch import thread_scratch
-from shardwell.specs import SAMPLE_COUNT_MAX, Average, Optimizer, check_learning_rate
+from shardwell.specs import SAMPLE_COUNT_MAX
 from shardwell.threaded_sync import ThreadedSync
 from shardwell.update_rules import UpdateRule
 from shardwell.values import as_flat, check_integer

@@ -5,6 +5,7 @@
     │   └── NonFiniteError                NaN or infinity, with the index of the first
     ├── SpecMismatchError                 the parameter exists with another spec
     ├── UnknownParameterError             no such parameter on a shard
+    ├── UnknownTableError                 no such table on a shard
     ├── NotInitializedError               put or get before init()
     ├── InitSupersededError               another client took over setting first weights
     ├── StepOrderError                    a step that closed without this worker, or was skipped
@@ -24,8 +25,8 @@
     ├── ClosedError                       the client or group was closed
     └── InternalError                     a defect of Shardwell
 
-Each carries what a program needs to act: `shard_index`, `worker_id`, `parameter`, `rank` (None
-where they do not apply) and `retryable`, which is true when the same call may succeed later.
+Each carries what a program needs to act: `shard_index`, `worker_id`, `parameter`, `table`, `rank`
+(None where they do not apply) and `retryable`, which is true when the same call may succeed later.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ class ShardwellError(Exception):
         worker_id: str | None = None,
         parameter: str | None = None,
         rank: int | None = None,
+        table: str | None = None,
     ) -> None:
         super().__init__(message)
         self.shard_index = shard_index
         self.worker_id = worker_id
         self.parameter = parameter
+        self.table = table
         self.rank = rank
 
     @property
@@ -66,7 +69,8 @@ class ArgumentError(ShardwellError, ValueError):
 class NonFiniteError(ArgumentError):
     """A gradient or weight is NaN or infinite.
 
-    `element_index` is the first such element's place in the parameter (0-based).
+    `element_index` is the first such element's place in the parameter (0-based), or, of gradients
+    of rows, in the array that was passed.
     """
 
     def __init__(self, message: str, *, element_index: int = -1, **where: Any) -> None:
@@ -75,11 +79,15 @@ class NonFiniteError(ArgumentError):
 
 
 class SpecMismatchError(ShardwellError):
-    """The parameter exists with another spec; the message lists the differences."""
+    """The parameter or table exists with another spec; the message lists the differences."""
 
 
 class UnknownParameterError(ShardwellError):
     """The shard holds no parameter of that name."""
+
+
+class UnknownTableError(ShardwellError):
+    """The shard holds no table of that name."""
 
 
 class NotInitializedError(ShardwellError):
@@ -95,7 +103,7 @@ class InitSupersededError(ShardwellError):
 
 
 class StepOrderError(ShardwellError):
-    """A step closed without this worker, or the worker skipped one."""
+    """A step closed without this worker, the worker skipped one, or began it with other rows."""
 
 
 class SeatsTakenError(ShardwellError):

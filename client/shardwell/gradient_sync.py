@@ -14,9 +14,10 @@ import numpy as np
 
 from shardwell.codec import Float32
 from shardwell.errors import ArgumentError, NonFiniteError
+from shardwell.optimizers import Average
 from shardwell.parameter import Parameter
 from shardwell.reduction import ReductionName, first_non_finite
-from shardwell.specs import SAMPLE_COUNT_MAX, Average
+from shardwell.specs import SAMPLE_COUNT_MAX
 from shardwell.values import as_writable, check_integer, check_timeout
 
 

@@ -35,8 +35,9 @@ from google.protobuf import json_format
 from shardwell.checkpoint import Checkpoint, CheckpointParameter, SliceFile
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.names import check_name
+from shardwell.optimizers import check_learning_rate
 from shardwell.slice_file import file_error
-from shardwell.specs import SIZE_MAX, STEP_MAX, ParameterSpec, check_learning_rate
+from shardwell.specs import SIZE_MAX, STEP_MAX, ParameterSpec
 from shardwell.v1 import types_pb2
 from shardwell.values import check_integer
 

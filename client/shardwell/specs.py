@@ -1,4 +1,4 @@
-"""What a parameter is: optimizers and the spec that every worker must agree on.
+"""What a parameter is: the spec that every worker must agree on.
 
 Value objects, checked when made; the wire knows them through `to_proto` and `from_proto`.
 """
@@ -6,238 +6,50 @@ Value objects, checked when made; the wire knows them through `to_proto` and `fr
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from shardwell.errors import ArgumentError
 from shardwell.names import check_name
+from shardwell.optimizers import OF_TABLES, Optimizer
+from shardwell.spec_fields import check_whole_number, name_of
 from shardwell.v1 import types_pb2
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
 ModeName = Literal["sync", "async"]
 
 SIZE_MAX = 2**48
-_NUMBER_MAX = float(2**1023)  # what comes here is turned into a float
 WORKER_COUNT_MAX = 2**16
 SAMPLE_COUNT_MAX = 2**24
 STEP_MAX = 2**62
-
-
-def _check_number(what: str, value: float, *, low: float = 0.0, below: float = math.inf) -> None:
-    """Refuses what is no real number in [low, below)."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (good and low <= value < below and value <= _NUMBER_MAX):
-        limit = f"at least {low:g}" if below == math.inf else f"in [{low:g}, {below:g})"
-        raise ArgumentError(f"{what} must be a finite number {limit}; got {value!r}")
-
-
-def check_learning_rate(what: str, value: float) -> float:
-    """Returns `value` if it can be a learning rate: finite and at least 0.
-
-    Raises:
-        ArgumentError: it is not.
-    """
-    _check_number(what, value)
-    return float(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """What all update rules share. Runs on the shards, per chunk, in float32."""
-
-    clip_value: float = 0.0
-    """Elements of the mean gradient are clipped to [-clip_value, clip_value] first. 0 (default):
-    no clipping."""
-
-    field_name: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("bool", bool):
-                if not isinstance(value, bool):
-                    raise ArgumentError(f"{self._name(field.name)} must be a bool; got {value!r}")
-            else:
-                below = 1.0 if field.name in _IN_UNIT_INTERVAL else math.inf
-                _check_number(self._name(field.name), value, below=below)
-        if getattr(self, "epsilon", 1.0) == 0.0:
-            raise ArgumentError(f"{self._name('epsilon')} must be above 0; got 0.0")
-
-    def _name(self, field: str) -> str:
-        return f"{type(self).__name__}.{field}"
-
-    @property
-    def slot_names(self) -> tuple[str, ...]:
-        """Arrays of state, in the order of the shards', named as torch.optim names them."""
-        return ()
-
-    def to_proto(self) -> types_pb2.Optimizer:
-        """The wire's form."""
-        rule = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        clip_value = rule.pop("clip_value")
-        message = types_pb2.Optimizer(clip_value=clip_value)
-        target = getattr(message, self.field_name)
-        target.SetInParent()
-        for name, value in rule.items():
-            setattr(target, name, value)
-        return message
-
-    @staticmethod
-    def from_proto(message: types_pb2.Optimizer) -> Optimizer:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: no rule is set, or a value is out of range.
-        """
-        name = message.WhichOneof("rule")
-        kind = next((k for k in Optimizer.__subclasses__() if k.field_name == name), None)
-        if name is None or kind is None:
-            raise ArgumentError("optimizer.rule must be set; it is missing")
-        rule = getattr(message, name)
-        values = {field.name: getattr(rule, field.name) for field in rule.DESCRIPTOR.fields}
-        return kind(clip_value=message.clip_value, **values)
-
-
-_IN_UNIT_INTERVAL = frozenset({"momentum", "beta1", "beta2", "decay"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Average(Optimizer):
-    """No optimizer: the weights become the step's mean gradient, so `exchange` is an all-reduce."""
-
-    field_name: ClassVar[str] = "average"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SGD(Optimizer):
-    """Stochastic gradient descent, as torch.optim.SGD computes it."""
-
-    learning_rate: float
-    """Step length, at least 0. No default: it depends on the model."""
-    momentum: float = 0.0
-    """In [0, 1). 0 (default) keeps no state on the shard."""
-    dampening: float = 0.0
-    """In [0, 1]. 0 is the usual choice."""
-    nesterov: bool = False
-    """Nesterov's momentum; needs momentum above 0 and no dampening."""
-    weight_decay: float = 0.0
-    """L2 factor; 0 (default) is none."""
-
-    field_name: ClassVar[str] = "sgd"
-
-    @property
-    def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
-        return ("momentum_buffer",) if self.momentum else ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dampening > 1.0:
-            raise ArgumentError(f"SGD.dampening must be in [0, 1]; got {self.dampening}")
-        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
-            raise ArgumentError(
-                "SGD.nesterov needs momentum above 0 and dampening 0; got "
-                f"momentum={self.momentum}, dampening={self.dampening}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adagrad(Optimizer):
-    """Adagrad (Duchi et al., 2011), as torch.optim.Adagrad computes it."""
-
-    learning_rate: float
-    """Step length, at least 0."""
-    epsilon: float = 1e-10
-    """Added to the denominator; the field's default."""
-    initial_accumulator: float = 0.0
-    """Where the sums of squares start."""
-    weight_decay: float = 0.0
-    """L2 factor."""
-
-    field_name: ClassVar[str] = "adagrad"
-
-    @property
-    def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
-        return ("sum",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RMSProp(Optimizer):
-    """RMSProp (Tieleman and Hinton, 2012), as torch.optim.RMSprop computes it, not centered."""
-
-    learning_rate: float
-    """Step length, at least 0."""
-    decay: float = 0.99
-    """Of the running mean of squares; in [0, 1)."""
-    epsilon: float = 1e-8
-    """Added to the denominator."""
-    momentum: float = 0.0
-    """In [0, 1). 0 (default) keeps no second state."""
-    weight_decay: float = 0.0
-    """L2 factor."""
-
-    field_name: ClassVar[str] = "rms_prop"
-
-    @property
-    def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
-        return ("square_avg", "momentum_buffer") if self.momentum else ("square_avg",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adam(Optimizer):
-    """Adam (Kingma and Ba, 2015), as torch.optim.Adam computes it."""
-
-    learning_rate: float = 1e-3
-    """Step length; the paper's default."""
-    beta1: float = 0.9
-    """Decay of the first moment; in [0, 1)."""
-    beta2: float = 0.999
-    """Decay of the second moment; in [0, 1)."""
-    epsilon: float = 1e-8
-    """Added to the denominator."""
-    weight_decay: float = 0.0
-    """L2 factor, added to the gradient."""
-
-    field_name: ClassVar[str] = "adam"
-
-    @property
-    def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
-        return ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as torch.optim.AdamW."""
-
-    learning_rate: float = 1e-3
-    """Step length; the paper's default."""
-    beta1: float = 0.9
-    """Decay of the first moment; in [0, 1)."""
-    beta2: float = 0.999
-    """Decay of the second moment; in [0, 1)."""
-    epsilon: float = 1e-8
-    """Added to the denominator."""
-    weight_decay: float = 0.01
-    """Decoupled decay factor; the paper's (and torch's) default."""
-
-    field_name: ClassVar[str] = "adam_w"
-
-    @property
-    def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
-        return ("exp_avg", "exp_avg_sq")
-
 
 WIRE_CODECS = {
     "fp32": types_pb2.CODEC_FP32,
     "fp16": types_pb2.CODEC_FP16,
     "bf16": types_pb2.CODEC_BF16,
 }
-_MODES = {"sync": types_pb2.MODE_SYNC, "async": types_pb2.MODE_ASYNC}
+WIRE_MODES = {"sync": types_pb2.MODE_SYNC, "async": types_pb2.MODE_ASYNC}
+
+
+def codec_to_wire(codec: CodecName) -> tuple[types_pb2.Codec, types_pb2.Compression]:
+    """The wire's form of a codec's name."""
+    name = codec.removesuffix("+lz4")
+    lz4 = types_pb2.COMPRESSION_NONE if name == codec else types_pb2.COMPRESSION_LZ4
+    return WIRE_CODECS[name], lz4
+
+
+def codec_from_wire(codec: types_pb2.Codec, compression: types_pb2.Compression) -> str:
+    """The name that `codec_to_wire` was given.
+
+    Raises:
+        ArgumentError: one of them is unspecified or unknown.
+    """
+    name: str = name_of(WIRE_CODECS, "codec", codec)
+    if compression == types_pb2.COMPRESSION_LZ4:
+        return f"{name}+lz4"
+    if compression != types_pb2.COMPRESSION_NONE:
+        raise ArgumentError(f"compression {compression} is unspecified or unknown")
+    return name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,8 +77,9 @@ class ParameterSpec:
 
     def __post_init__(self) -> None:
         check_name("parameter name", self.name)
-        _check_integer("size", self.size, 1, SIZE_MAX)
-        if not isinstance(self.optimizer, Optimizer) or type(self.optimizer) is Optimizer:
+        check_whole_number("size", self.size, 1, SIZE_MAX)
+        is_rule = isinstance(self.optimizer, Optimizer) and type(self.optimizer) is not Optimizer
+        if not is_rule or isinstance(self.optimizer, OF_TABLES):
             raise ArgumentError(
                 "optimizer must be one of shardwell.SGD, Adagrad, RMSProp, Adam, AdamW, Average; "
                 f"got {self.optimizer!r:.80}"
@@ -278,9 +91,9 @@ class ParameterSpec:
         if not isinstance(self.allow_non_finite, bool):
             raise ArgumentError(f"allow_non_finite must be a bool; got {self.allow_non_finite!r}")
         if self.mode == "sync":
-            _check_integer("worker_count", self.worker_count, 1, WORKER_COUNT_MAX)
+            check_whole_number("worker_count", self.worker_count, 1, WORKER_COUNT_MAX)
         else:
-            _check_integer("worker_count (in async mode)", self.worker_count, 0, 0)
+            check_whole_number("worker_count (in async mode)", self.worker_count, 0, 0)
 
     @property
     def lz4(self) -> bool:
@@ -294,12 +107,13 @@ class ParameterSpec:
 
     def to_proto(self) -> types_pb2.ParameterSpec:
         """The wire's form."""
+        codec, compression = codec_to_wire(self.codec)
         return types_pb2.ParameterSpec(
             name=self.name,
             size=self.size,
-            codec=WIRE_CODECS[self.codec_name],
-            compression=(types_pb2.COMPRESSION_LZ4 if self.lz4 else types_pb2.COMPRESSION_NONE),
-            mode=_MODES[self.mode],
+            codec=codec,
+            compression=compression,
+            mode=WIRE_MODES[self.mode],
             worker_count=self.worker_count,
             optimizer=self.optimizer.to_proto(),
             allow_non_finite=self.allow_non_finite,
@@ -312,14 +126,9 @@ class ParameterSpec:
         Raises:
             ArgumentError: an enum is unspecified or unknown, or a value is out of range.
         """
-        codec = _name_of(WIRE_CODECS, "codec", message.codec)
-        if message.compression == types_pb2.COMPRESSION_LZ4:
-            codec += "+lz4"
-        elif message.compression != types_pb2.COMPRESSION_NONE:
-            raise ArgumentError(f"compression {message.compression} is unspecified or unknown")
         values: dict[str, Any] = {
-            "codec": codec,
-            "mode": _name_of(_MODES, "mode", message.mode),
+            "codec": codec_from_wire(message.codec, message.compression),
+            "mode": name_of(WIRE_MODES, "mode", message.mode),
         }
         return ParameterSpec(
             name=message.name,
@@ -337,15 +146,3 @@ class ParameterSpec:
             for field in dataclasses.fields(self)
             if (mine := getattr(self, field.name)) != (theirs := getattr(other, field.name))
         ]
-
-
-def _check_integer(what: str, value: int, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ArgumentError(f"{what} must be an integer from {low} to {high}; got {value!r}")
-
-
-def _name_of(names: dict[str, Any], what: str, value: int) -> str:
-    for name, number in names.items():
-        if number == value:
-            return name
-    raise ArgumentError(f"{what} {value} is unspecified or unknown")

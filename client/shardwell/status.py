@@ -34,6 +34,7 @@ _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.St
         types_pb2.ERROR_CODE_UNKNOWN_PARAMETER,
         grpc.StatusCode.NOT_FOUND,
     ),
+    (errors.UnknownTableError, types_pb2.ERROR_CODE_UNKNOWN_TABLE, grpc.StatusCode.NOT_FOUND),
     (
         errors.NotInitializedError,
         types_pb2.ERROR_CODE_NOT_INITIALIZED,
@@ -95,6 +96,7 @@ def to_detail(error: errors.ShardwellError) -> types_pb2.ErrorDetail:
         code=code,
         shard_index=error.shard_index or 0,
         parameter=error.parameter or "",
+        table=error.table or "",
         worker_id=error.worker_id or "",
         element_index=getattr(error, "element_index", -1),
         missing_worker_ids=_bounded(getattr(error, "missing_worker_ids", ())),
@@ -126,6 +128,7 @@ def from_rpc_error(
     shard_index: int | None,
     address: str,
     parameter: str | None = None,
+    table: str | None = None,
     role: str | None = None,
 ) -> errors.ShardwellError:
     """The exception that a failed call stands for.
@@ -135,42 +138,37 @@ def from_rpc_error(
         shard_index: Which shard was called; None: something else was.
         address: Where, for the message.
         parameter: On behalf of which parameter.
+        table: On behalf of which table.
         role: What was called, for the message, if not "shard I".
     """
     code, details = error.code(), error.details() or ""
     detail = _detail_of(error)
     if detail is not None and detail.code in _BY_CODE:
         return from_detail(detail, details)
+    of: dict[str, Any] = {"shard_index": shard_index, "parameter": parameter, "table": table}
     where = f"{role or f'shard {shard_index}'} at {address}"
     match code:
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
             return errors.ShardUnavailableError(
                 f"{where} can't be reached or went away ({details or code.name}); "
                 "check that it runs, then call again",
-                shard_index=shard_index,
-                parameter=parameter,
+                **of,
             )
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineError(
                 f"{where} did not answer within the deadline; "
                 "check the network and its load, or raise timeout_s",
-                shard_index=shard_index,
-                parameter=parameter,
+                **of,
             )
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return errors.LimitError(
-                f"{where} is at a limit: {details}", shard_index=shard_index, parameter=parameter
-            )
+            return errors.LimitError(f"{where} is at a limit: {details}", **of)
         case grpc.StatusCode.UNIMPLEMENTED:
             return errors.WrongShardError(
                 f"{where} is no Shardwell shard of this version: {details}",
-                shard_index=shard_index,
-                parameter=parameter,
+                **of,
             )
         case _:
-            return errors.InternalError(
-                f"{where}: {code.name}: {details}", shard_index=shard_index, parameter=parameter
-            )
+            return errors.InternalError(f"{where}: {code.name}: {details}", **of)
 
 
 def from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.ShardwellError:
@@ -179,6 +177,7 @@ def from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.Shardwell
         "shard_index": detail.shard_index,
         "worker_id": detail.worker_id or None,
         "parameter": detail.parameter or None,
+        "table": detail.table or None,
         "rank": detail.rank if detail.HasField("rank") else None,
     }
     kind = _BY_CODE.get(detail.code, errors.InternalError)

@@ -18,7 +18,7 @@ import shardwell
 from harness.polling import eventually
 from harness.power import OPTIMIZERS, SIZE, Disk, Run, failing, gradient, served
 from shardwell.errors import StorageError
-from shardwell_server.store import journaled_parameter
+from shardwell_server.store import image_files
 
 
 def test_a_sync_that_failed_is_made_good_by_an_image(
@@ -81,7 +81,7 @@ def test_a_failed_sync_is_remembered_by_the_next_process(
 def test_one_image_that_fails_stops_no_other_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journaled_parameter, "_IMAGE_AT_BYTES_MIN", 0)
+    monkeypatch.setattr(image_files, "IMAGE_AT_BYTES_MIN", 0)
     disk = Disk(monkeypatch)
     with (
         served(tmp_path / "first", "0.05") as target,

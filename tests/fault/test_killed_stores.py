@@ -42,6 +42,9 @@ PART_COUNT = 4
 LOWEST_WRITE_COUNT = 300
 """The story has more; a hook that is never called would make these tests empty."""
 
+TABLE_MODULES = {"mmap_table", "row_undo"}
+"""Their writes are those of test_killed_tables.py."""
+
 
 @pytest.fixture(autouse=True)
 def _short_blocks() -> Iterator[None]:
@@ -84,7 +87,7 @@ def test_killed_after_each_write(tmp_path: Path, undisturbed: Undisturbed, part:
         check=False,
     )
     assert told.returncode == 0, told.stderr
-    last = int(told.stdout)
+    last = int(told.stdout) + 1
     assert last > LOWEST_WRITE_COUNT
     for number in range(1 + part, last + 1, PART_COUNT):  # the last was told to its end
         path = tmp_path / str(number)
@@ -191,6 +194,8 @@ def test_the_story_reaches_every_point_of_the_store(writes: list[Written]) -> No
     source = Path(shardwell_server.store.__file__).parent
     named = set()
     for path in source.glob("*.py"):
+        if path.stem in TABLE_MODULES:
+            continue
         named.update(re.findall(r'reached\("([^"]+)"\)', path.read_text()))
     recovering = {"taken back", "undo done"}
     journaled = {"journal segment", "journal entry", "image begun", "image written"}

@@ -25,9 +25,10 @@ import shardwell
 from shardwell.checkpoint import Checkpoint, CheckpointParameter, SliceFile, slice_path
 from shardwell.errors import ArgumentError, DeadlineError, StorageError
 from shardwell.manifest import write_manifest
+from shardwell.optimizers import SGD, Adagrad, Adam, AdamW, Average, Optimizer, RMSProp
 from shardwell.partition import slice_of
 from shardwell.slice_file import SliceReader, SliceWriter
-from shardwell.specs import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
+from shardwell.specs import ParameterSpec
 from shardwell.update_rules import UpdateRule
 from shardwell.whole_directory import whole_directory
 

@@ -14,8 +14,9 @@ from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
 from shardwell.codec import CODECS, NonFiniteValueError, Scratch
 from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
+from shardwell.optimizers import Average
 from shardwell.partition import Slice
-from shardwell.specs import Average, ParameterSpec
+from shardwell.specs import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from unit.codec_oracle import decoded

@@ -40,6 +40,8 @@ PROMISED = {
     "Client",
     "Parameter",
     "ParameterSpec",
+    "Table",
+    "TableSpec",
     "Traffic",
     "Optimizer",
     "SGD",
@@ -48,6 +50,12 @@ PROMISED = {
     "AdamW",
     "Average",
     "RMSProp",
+    "RowWiseAdagrad",
+    "FTRL",
+    "Initializer",
+    "Normal",
+    "Uniform",
+    "Zeros",
 }
 ERRORS = {
     name: kind

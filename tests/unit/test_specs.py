@@ -15,9 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
+from shardwell import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Average,
+    Optimizer,
+    ParameterSpec,
+    RMSProp,
+    RowWiseAdagrad,
+)
 from shardwell.errors import ArgumentError
-from shardwell.specs import check_learning_rate
+from shardwell.optimizers import check_learning_rate
 from shardwell.v1 import types_pb2
 
 CODECS = {"fp32": 1, "fp16": 2, "bf16": 3}
@@ -91,7 +102,8 @@ def test_the_message_has_the_protos_numbers(sent: ParameterSpec) -> None:
 def test_every_rule_of_the_proto_has_its_class() -> None:
     rules = types_pb2.Optimizer.DESCRIPTOR.oneofs_by_name["rule"].fields
     made = {Average(), SGD(learning_rate=1), Adagrad(learning_rate=1), RMSProp(learning_rate=1)}
-    found = {kind.to_proto().WhichOneof("rule") for kind in made | {Adam(), AdamW()}}
+    others = {Adam(), AdamW(), RowWiseAdagrad(learning_rate=1), FTRL(learning_rate=1)}
+    found = {kind.to_proto().WhichOneof("rule") for kind in made | others}
     assert found == {field.name for field in rules}
 
 

@@ -22,6 +22,7 @@ WIRE: dict[str, tuple[type[errors.ShardwellError], grpc.StatusCode]] = {
     "CORRUPT_CHUNK": (errors.CorruptChunkError, Code.DATA_LOSS),
     "SPEC_MISMATCH": (errors.SpecMismatchError, Code.FAILED_PRECONDITION),
     "UNKNOWN_PARAMETER": (errors.UnknownParameterError, Code.NOT_FOUND),
+    "UNKNOWN_TABLE": (errors.UnknownTableError, Code.NOT_FOUND),
     "NOT_INITIALIZED": (errors.NotInitializedError, Code.FAILED_PRECONDITION),
     "INIT_SUPERSEDED": (errors.InitSupersededError, Code.ABORTED),
     "WRONG_SHARD": (errors.WrongShardError, Code.FAILED_PRECONDITION),

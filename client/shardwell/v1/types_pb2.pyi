@@ -49,6 +49,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_WORKER_LOST: _ClassVar[ErrorCode]
     ERROR_CODE_WORKER_UNREACHABLE: _ClassVar[ErrorCode]
     ERROR_CODE_COLLECTIVE_MISMATCH: _ClassVar[ErrorCode]
+    ERROR_CODE_UNKNOWN_TABLE: _ClassVar[ErrorCode]
 CODEC_UNSPECIFIED: Codec
 CODEC_FP32: Codec
 CODEC_FP16: Codec
@@ -80,6 +81,7 @@ ERROR_CODE_RANK_TAKEN: ErrorCode
 ERROR_CODE_WORKER_LOST: ErrorCode
 ERROR_CODE_WORKER_UNREACHABLE: ErrorCode
 ERROR_CODE_COLLECTIVE_MISMATCH: ErrorCode
+ERROR_CODE_UNKNOWN_TABLE: ErrorCode
 
 class ShardIdentity(_message.Message):
     __slots__ = ("cluster_id", "shard_index", "shard_count")
@@ -163,14 +165,40 @@ class AdamW(_message.Message):
     weight_decay: float
     def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., epsilon: _Optional[float] = ..., weight_decay: _Optional[float] = ...) -> None: ...
 
+class RowWiseAdagrad(_message.Message):
+    __slots__ = ("learning_rate", "epsilon", "initial_accumulator", "weight_decay")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_ACCUMULATOR_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    epsilon: float
+    initial_accumulator: float
+    weight_decay: float
+    def __init__(self, learning_rate: _Optional[float] = ..., epsilon: _Optional[float] = ..., initial_accumulator: _Optional[float] = ..., weight_decay: _Optional[float] = ...) -> None: ...
+
+class Ftrl(_message.Message):
+    __slots__ = ("learning_rate", "beta", "l1", "l2")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA_FIELD_NUMBER: _ClassVar[int]
+    L1_FIELD_NUMBER: _ClassVar[int]
+    L2_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta: float
+    l1: float
+    l2: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta: _Optional[float] = ..., l1: _Optional[float] = ..., l2: _Optional[float] = ...) -> None: ...
+
 class Optimizer(_message.Message):
-    __slots__ = ("average", "sgd", "adagrad", "rms_prop", "adam", "adam_w", "clip_value")
+    __slots__ = ("average", "sgd", "adagrad", "rms_prop", "adam", "adam_w", "row_wise_adagrad", "ftrl", "clip_value")
     AVERAGE_FIELD_NUMBER: _ClassVar[int]
     SGD_FIELD_NUMBER: _ClassVar[int]
     ADAGRAD_FIELD_NUMBER: _ClassVar[int]
     RMS_PROP_FIELD_NUMBER: _ClassVar[int]
     ADAM_FIELD_NUMBER: _ClassVar[int]
     ADAM_W_FIELD_NUMBER: _ClassVar[int]
+    ROW_WISE_ADAGRAD_FIELD_NUMBER: _ClassVar[int]
+    FTRL_FIELD_NUMBER: _ClassVar[int]
     CLIP_VALUE_FIELD_NUMBER: _ClassVar[int]
     average: Average
     sgd: Sgd
@@ -178,8 +206,10 @@ class Optimizer(_message.Message):
     rms_prop: RmsProp
     adam: Adam
     adam_w: AdamW
+    row_wise_adagrad: RowWiseAdagrad
+    ftrl: Ftrl
     clip_value: float
-    def __init__(self, average: _Optional[_Union[Average, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ..., rms_prop: _Optional[_Union[RmsProp, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., adam_w: _Optional[_Union[AdamW, _Mapping]] = ..., clip_value: _Optional[float] = ...) -> None: ...
+    def __init__(self, average: _Optional[_Union[Average, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ..., rms_prop: _Optional[_Union[RmsProp, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., adam_w: _Optional[_Union[AdamW, _Mapping]] = ..., row_wise_adagrad: _Optional[_Union[RowWiseAdagrad, _Mapping]] = ..., ftrl: _Optional[_Union[Ftrl, _Mapping]] = ..., clip_value: _Optional[float] = ...) -> None: ...
 
 class ParameterSpec(_message.Message):
     __slots__ = ("name", "size", "codec", "compression", "mode", "worker_count", "optimizer", "allow_non_finite")
@@ -242,7 +272,7 @@ class GradientChunk(_message.Message):
     def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index", "rank", "missing_ranks")
+    __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index", "rank", "missing_ranks", "table")
     CODE_FIELD_NUMBER: _ClassVar[int]
     SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +281,7 @@ class ErrorDetail(_message.Message):
     ELEMENT_INDEX_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     code: ErrorCode
     shard_index: int
     parameter: str
@@ -259,4 +290,5 @@ class ErrorDetail(_message.Message):
     element_index: int
     rank: int
     missing_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., shard_index: _Optional[int] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., element_index: _Optional[int] = ..., rank: _Optional[int] = ..., missing_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    table: str
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., shard_index: _Optional[int] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., element_index: _Optional[int] = ..., rank: _Optional[int] = ..., missing_ranks: _Optional[_Iterable[int]] = ..., table: _Optional[str] = ...) -> None: ...

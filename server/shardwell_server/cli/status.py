@@ -10,7 +10,8 @@ from rich.table import Table
 
 from shardwell.channel import ShardChannel, parse_target
 from shardwell.errors import ShardwellError
-from shardwell.specs import Average, ParameterSpec
+from shardwell.optimizers import Average
+from shardwell.specs import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.cli.tables import console, table
 

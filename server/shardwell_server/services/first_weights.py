@@ -10,8 +10,8 @@ from shardwell import framing
 from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import CODECS
 from shardwell.errors import ArgumentError
+from shardwell.optimizers import check_learning_rate
 from shardwell.partition import Slice
-from shardwell.specs import check_learning_rate
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.refusals import non_finite

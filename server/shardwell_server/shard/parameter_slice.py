@@ -17,8 +17,9 @@ import numpy as np
 from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import Bytes, Float32
 from shardwell.errors import ArgumentError
+from shardwell.optimizers import Average
 from shardwell.partition import Slice
-from shardwell.specs import STEP_MAX, Average, ParameterSpec
+from shardwell.specs import STEP_MAX, ParameterSpec
 from shardwell.update_rules import UpdateRule
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2

@@ -25,7 +25,8 @@ from shardwell.errors import (
     StepOrderError,
     StorageError,
 )
-from shardwell.specs import Average, ParameterSpec
+from shardwell.optimizers import Average
+from shardwell.specs import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.config import Limits
 from shardwell_server.shard.first_weights import FirstWeightsState

@@ -36,12 +36,12 @@ from shardwell.codec import Bytes, Float32, blocks
 from shardwell.errors import StorageError
 from shardwell_server.store import chunk_records, undo
 from shardwell_server.store.chunk_records import ChunkRecords, StoredRecord
+from shardwell_server.store.event import Event
 from shardwell_server.store.event_log import EventLog
 from shardwell_server.store.layout_file import write_layout
 from shardwell_server.store.mapped_file import MappedFile, sync_directory, sync_file
-from shardwell_server.store.mark_recovery import recover_marks
-from shardwell_server.store.marks import Marks
-from shardwell_server.store.store import ChunkRecord, Event, JournalEntry, Layout, Transition
+from shardwell_server.store.marks import Marks, recover_marks, seat_count
+from shardwell_server.store.store import ChunkRecord, JournalEntry, Layout, Transition
 from shardwell_server.store.undo import Arrays, UndoArea
 
 
@@ -151,9 +151,13 @@ class MmapParameter:
                 made.verify(index)
                 made.rolled_back_count += 1
             entry.void()
-        made._seat_count = sum(event.get("kind") == "seat" for event in made._events.read())
-        recover_marks(made._marks, made._stored, made._seat_count, directory, is_torn=is_torn)
+        made._recover_marks()
         return made
+
+    def _recover_marks(self) -> None:
+        self._seat_count = seat_count(self._events.read())
+        latest = [(stored.seat_index, stored.step) for stored in self._stored]
+        recover_marks(self._marks, self._seat_count, latest, is_torn=self.is_torn)
 
     def records(self) -> list[ChunkRecord]:
         """See ParameterStorage."""

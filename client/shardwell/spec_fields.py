@@ -1,0 +1,46 @@
+"""Checks that the fields of specs share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shardwell.errors import ArgumentError
+
+_NUMBER_MAX = float(2**1023)  # what comes here is turned into a float
+
+
+def check_number(what: str, value: float, *, low: float = 0.0, below: float = math.inf) -> None:
+    """Refuses what is no finite real number in [low, below).
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (good and low <= value < below and value <= _NUMBER_MAX):
+        limit = f"in [{low:g}, {below:g})"
+        if below == math.inf:
+            limit = "" if low == -math.inf else f"at least {low:g}"
+        raise ArgumentError(f"{what} must be a finite number {limit}; got {value!r}")
+
+
+def check_whole_number(what: str, value: int, low: int, high: int) -> None:
+    """Refuses what is no int from low to high.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ArgumentError(f"{what} must be an integer from {low} to {high}; got {value!r}")
+
+
+def name_of(names: dict[str, Any], what: str, value: int) -> str:
+    """The name of an enum's value.
+
+    Raises:
+        ArgumentError: it is unspecified or unknown.
+    """
+    for name, number in names.items():
+        if number == value:
+            return name
+    raise ArgumentError(f"{what} {value} is unspecified or unknown")

@@ -1,0 +1,143 @@
+"""What a table is: the spec that every worker must agree on. A value object, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from shardwell.errors import ArgumentError
+from shardwell.initializers import Initializer
+from shardwell.names import check_name
+from shardwell.optimizers import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad
+from shardwell.spec_fields import check_whole_number, name_of
+from shardwell.specs import (
+    WIRE_MODES,
+    WORKER_COUNT_MAX,
+    CodecName,
+    ModeName,
+    codec_from_wire,
+    codec_to_wire,
+)
+from shardwell.v1 import table_pb2
+
+ROW_COUNT_MAX = 2**62
+DIM_MAX = 2**16
+OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, FTRL)
+"""Those that know rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """What all workers of a table must agree on; checked when made.
+
+    Raises:
+        ArgumentError: a value is out of its range.
+    """
+
+    name: str
+    """1 to 128 letters, digits, `.`, `_`, `-`."""
+    row_count: int | None
+    """Ids are 0 to row_count - 1, row_count at most 2^62; None: any 64-bit integer is a key."""
+    dim: int
+    """Values of a row, 1 to 65536."""
+    optimizer: Optimizer
+    """The update rule of rows that have a gradient."""
+    initializer: Initializer
+    """What rows are before their first gradient."""
+    worker_count: int
+    """Workers that make a synchronous step; 0 in asynchronous mode, where it has no meaning."""
+    codec: CodecName = "fp16"
+    """How values travel."""
+    mode: ModeName = "sync"
+    """`sync`: the mean of worker_count gradients a step; `async`: each gradient as it arrives."""
+    allow_non_finite: bool = False
+    """Let NaN and infinity through; the default refuses them, with their place."""
+
+    def __post_init__(self) -> None:
+        check_name("table name", self.name)
+        if self.row_count is not None:
+            check_whole_number("row_count", self.row_count, 1, ROW_COUNT_MAX)
+        check_whole_number("dim", self.dim, 1, DIM_MAX)
+        if type(self.optimizer) not in OPTIMIZERS:
+            raise ArgumentError(
+                f"optimizer of a table must be one of {', '.join(k.__name__ for k in OPTIMIZERS)}; "
+                f"got {self.optimizer!r:.80}"
+            )
+        if not isinstance(self.initializer, Initializer) or type(self.initializer) is Initializer:
+            raise ArgumentError(
+                "initializer must be one of shardwell.Zeros, Uniform, Normal; "
+                f"got {self.initializer!r:.80}"
+            )
+        if self.codec not in get_args(CodecName):
+            raise ArgumentError(f"codec must be one of {get_args(CodecName)}; got {self.codec!r}")
+        if self.mode not in get_args(ModeName):
+            raise ArgumentError(f"mode must be 'sync' or 'async'; got {self.mode!r}")
+        if not isinstance(self.allow_non_finite, bool):
+            raise ArgumentError(f"allow_non_finite must be a bool; got {self.allow_non_finite!r}")
+        if self.mode == "sync":
+            check_whole_number("worker_count", self.worker_count, 1, WORKER_COUNT_MAX)
+        else:
+            check_whole_number("worker_count (in async mode)", self.worker_count, 0, 0)
+
+    @property
+    def lz4(self) -> bool:
+        """Whether values may be compressed."""
+        return self.codec.endswith("+lz4")
+
+    @property
+    def codec_name(self) -> str:
+        """The codec without its compression."""
+        return self.codec.removesuffix("+lz4")
+
+    @property
+    def slot_widths(self) -> tuple[int, ...]:
+        """Values that a row has of each array of optimizer state."""
+        width = 1 if isinstance(self.optimizer, RowWiseAdagrad) else self.dim
+        return (width,) * len(self.optimizer.slot_names)
+
+    def to_proto(self) -> table_pb2.TableSpec:
+        """The wire's form."""
+        codec, compression = codec_to_wire(self.codec)
+        return table_pb2.TableSpec(
+            name=self.name,
+            row_count=self.row_count or 0,
+            dim=self.dim,
+            optimizer=self.optimizer.to_proto(),
+            initializer=self.initializer.to_proto(),
+            codec=codec,
+            compression=compression,
+            mode=WIRE_MODES[self.mode],
+            worker_count=self.worker_count,
+            allow_non_finite=self.allow_non_finite,
+        )
+
+    @staticmethod
+    def from_proto(message: table_pb2.TableSpec) -> TableSpec:
+        """The value that a message describes.
+
+        Raises:
+            ArgumentError: an enum is unspecified or unknown, or a value is out of range.
+        """
+        values: dict[str, Any] = {
+            "codec": codec_from_wire(message.codec, message.compression),
+            "mode": name_of(WIRE_MODES, "mode", message.mode),
+        }
+        return TableSpec(
+            name=message.name,
+            row_count=message.row_count or None,
+            dim=message.dim,
+            optimizer=Optimizer.from_proto(message.optimizer),
+            initializer=Initializer.from_proto(message.initializer),
+            worker_count=message.worker_count,
+            allow_non_finite=message.allow_non_finite,
+            **values,
+        )
+
+    def differences(self, other: TableSpec) -> list[str]:
+        """Fields in which `other` differs, each as "field: mine exists, theirs was asked for"."""
+        return [
+            f"{field.name}: {mine!r} exists, {theirs!r} was asked for"
+            for field in dataclasses.fields(self)
+            if (mine := getattr(self, field.name)) != (theirs := getattr(other, field.name))
+        ]

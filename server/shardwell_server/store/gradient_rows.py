@@ -1,0 +1,98 @@
+"""Sums of gradients by row, and which rows have one. Pure functions on whole arrays.
+
+A row's sum has a meaning only while its flag is set; what the array holds of other rows may be
+anything, NaN too. The results are the same bits however rows are put into batches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.codec import Float32
+from shardwell.reduction import first_non_finite
+from shardwell.row_batches import stable_order
+from shardwell.row_sums import add_groups
+
+Flags = npt.NDArray[np.bool_]
+"""(n,) bool."""
+Rows = npt.NDArray[np.int64]
+"""(n,) int64: numbers of rows."""
+
+
+class Place(NamedTuple):
+    """One value of a batch of rows."""
+
+    row: int
+    """Which row of the batch."""
+    column: int
+
+
+def add_rows(
+    sums: Float32,
+    has_sum: Flags,
+    gradients: Float32,
+    factor: float = 1.0,
+    out: Float32 | None = None,
+) -> Float32:
+    """New sums of a batch of rows: sum + factor * gradient, or just the latter where no sum is.
+
+    Args:
+        sums: (n, dim): the sums so far.
+        has_sum: (n,): which of them have a meaning.
+        gradients: (n, dim), overwritten unless `factor` is 1.
+        factor: Of all gradients; float32 holds it exactly.
+        out: (n, dim), where the new sums go; default: into `sums`.
+
+    Returns:
+        `out`. A value may be infinite where the sum is beyond float32: see `first_bad_place`.
+    """
+    out = sums if out is None else out
+    with np.errstate(over="ignore", invalid="ignore"):
+        if factor != 1.0:
+            np.multiply(gradients, np.float32(factor), out=gradients)
+        sum_count = np.count_nonzero(has_sum)
+        if sum_count == 0:
+            np.copyto(out, gradients)
+            return out
+        np.add(sums, gradients, out=out)
+    if sum_count < has_sum.size:
+        fresh = np.flatnonzero(~has_sum)
+        out[fresh] = gradients[fresh]
+    return out
+
+
+def merge_repeats(rows: Rows, gradients: Float32) -> tuple[Rows, Float32]:
+    """Each row once, ascending, with the sum of its gradients, added up as a worker does.
+
+    Args:
+        rows: (n,), in any order.
+        gradients: (n, dim), unchanged.
+
+    Returns:
+        (m,) and (m, dim) float32, which is `gradients` itself where rows ascend without repeats.
+    """
+    if rows.size < 2 or bool((rows[1:] > rows[:-1]).all()):
+        return rows, gradients
+    order = stable_order(rows)
+    rows = rows[order]
+    starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
+    merged: Float32 = np.take(gradients, order[starts], axis=0)
+    counts = np.diff(starts, append=rows.size)
+    repeated = np.flatnonzero(counts > 1)
+    if repeated.size:
+        merged[repeated] = add_groups(gradients, order, starts[repeated], counts[repeated])
+    return rows[starts], merged
+
+
+def touched_rows(has_sum: Flags, row_count: int) -> Rows:
+    """(n,) int64, ascending: rows below `row_count` that have a sum."""
+    return np.flatnonzero(has_sum[:row_count])
+
+
+def first_bad_place(values: Float32) -> Place | None:
+    """The first NaN or infinity of (n, dim) values, C-contiguous; None if all are finite."""
+    index = first_non_finite(values.reshape(-1))
+    return None if index is None else Place(*divmod(index, values.shape[1]))
