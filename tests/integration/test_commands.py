@@ -221,7 +221,6 @@ class TestCluster:
             assert any("shard" in line and "exit code -9" in line for line in program.log)
             eventually("the other has ended", lambda: not is_running(children[0]))
 
-    @pytest.mark.slow
     def test_with_a_data_dir_a_shard_that_dies_goes_on(self, tmp_path) -> None:
         arguments = ["-m", "shardwell_server", "cluster", "--shards=2", f"--data-dir={tmp_path}"]
         with Program(*arguments) as program:
