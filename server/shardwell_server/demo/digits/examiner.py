@@ -8,8 +8,8 @@ from types import TracebackType
 import numpy as np
 
 import shardwell
-from shardwell_server.demo.digits import Samples
-from shardwell_server.demo.worker import MODEL, Task, open_weights
+from shardwell_server.demo.digits.samples import Samples
+from shardwell_server.demo.digits.worker import MODEL, Task, open_weights
 
 _TIMEOUT_S = 20.0
 

@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 import shardwell
 from shardwell.errors import ArgumentError
-from shardwell_server.demo.digits import Batches, Digits
-from shardwell_server.demo.model import FloatArray
-from shardwell_server.demo.reports import Report, Reporter
-from shardwell_server.demo.worker import (
+from shardwell_server.demo.digits.model import FloatArray
+from shardwell_server.demo.digits.samples import Batches, Digits
+from shardwell_server.demo.digits.worker import (
     BATCH_SIZE,
     FIRST_WEIGHTS_SEED,
     MODEL,
@@ -25,6 +24,7 @@ from shardwell_server.demo.worker import (
     Task,
     train,
 )
+from shardwell_server.demo.reports import Report, Reporter
 
 _STRATEGIES: dict[str, shardwell.Strategy] = {
     "ring": shardwell.Ring(),
