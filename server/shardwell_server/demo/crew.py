@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -57,8 +57,8 @@ class Member:
         """What it reported last."""
         self.loss: float | None = None
         """The loss that it reported last."""
-        self.accuracy: float | None = None
-        """The accuracy that it reported last."""
+        self.measures: Mapping[str, float] = {}
+        """The measures that it reported last."""
         self.first_loss: float | None = None
         """The loss of its first step."""
         self.first_step_s: float | None = None
@@ -138,8 +138,8 @@ class Member:
                 if self.first_loss is None:
                     self.first_loss = told.loss
                     self.first_step_s = self.heard_s
-            if told.accuracy is not None:
-                self.accuracy = told.accuracy
+            if told.measures:
+                self.measures = told.measures
             self.latest = told
 
     def _stderr_tail(self) -> str:

@@ -176,7 +176,7 @@ def _watch(
                 accuracy = examiner.accuracy()
                 exam_due_s = time.monotonic() + _EXAM_INTERVAL_S
             elif task.sync != "server":
-                accuracy = crew.members[0].accuracy
+                accuracy = crew.members[0].measures.get("accuracy")
             screen.show(standing, accuracy, last=finished)
             if finished:
                 assert accuracy is not None
