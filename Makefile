@@ -3,6 +3,9 @@
 
 PYTHON ?= python3
 MINUTES ?= 10
+# Processes that run tests at once, more than cores, as tests often wait.
+# WORKERS=0 runs them one by one.
+WORKERS ?= 4
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
@@ -26,7 +29,7 @@ demo: .venv/.has-demo
 	@$(BIN)/shardwell demo
 
 test: .venv/.has-test
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 soak: .venv/.has-test
 	@SHARDWELL_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m soak -s tests/fault/test_kill_nine.py

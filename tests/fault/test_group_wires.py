@@ -7,7 +7,6 @@ before one rank's server (advertise=).
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 import shardwell
 from harness.polling import Stopwatch
+from harness.ports import free_port
 from harness.proxy import Direction, Proxy
 from harness.ranks import STRATEGIES, error_of, joined, summed
 from harness.together import in_background
@@ -32,11 +32,6 @@ LONG = 3_000_000
 def place(cluster) -> str:
     """Where groups meet."""
     return str(cluster(1).target)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -28,6 +28,8 @@ from harness.telling import (
 )
 from shardwell_server.store import journaled_parameter
 
+pytestmark = pytest.mark.slow
+
 MAPPED = {"weights", "gradient_sum", "slot-0", "slot-1", "records", "marks", "undo"}
 
 

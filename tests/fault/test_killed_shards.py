@@ -13,6 +13,7 @@ import pytest
 import shardwell
 from harness.commands import ServingShard
 from harness.polling import Stopwatch, eventually
+from harness.ports import free_port
 from harness.together import in_background
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,14 +104,15 @@ def test_killed_in_the_middle_of_training(running, connect) -> None:
 
 
 def test_a_shard_that_comes_back_empty_says_so(connect) -> None:
-    with ServingShard() as first:
+    port = free_port()
+    with ServingShard(port=port) as first:
         address = first.address()
         client = connect(address, "w0")
         model = client.parameter("m", size=SIZE, optimizer=SGD)
         model.init(np.zeros(SIZE, np.float32))
         model.exchange(np.ones(SIZE, np.float32))
         first.close()
-        with ServingShard(port=int(address.rpartition(":")[2])) as second:
+        with ServingShard(port=port) as second:
             assert second.address() == address
             watch = Stopwatch()
             with pytest.raises(shardwell.UnknownParameterError, match="lost its memory"):

@@ -36,6 +36,8 @@ from harness.telling import (
 from shardwell_server.store import ChunkRecord, Layout, MmapStore, Transition
 from shardwell_server.store.undo import ENTRY_COUNT_MAX
 
+pytestmark = pytest.mark.slow
+
 STORY = story()
 KILLS_TIMEOUT_S = 60.0
 LOWEST_WRITE_COUNT = 300

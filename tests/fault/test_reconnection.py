@@ -20,6 +20,7 @@ import shardwell
 from harness.commands import Program, ServingShard
 from harness.model import integer_gradient
 from harness.polling import Stopwatch, eventually
+from harness.ports import free_port
 from harness.proxy import Direction, Proxy
 from harness.together import in_background, together
 
@@ -347,9 +348,9 @@ def test_a_shard_killed_in_the_middle_comes_back_from_its_files(connect, tmp_pat
         return weights
 
     with contextlib.ExitStack() as stack:
-        shard = stack.enter_context(ServingShard(*flags))
+        port = free_port()
+        shard = stack.enter_context(ServingShard(*flags, port=port))
         address = shard.address()
-        port = int(address.rpartition(":")[2])
         for index in (0, 1):
             client = connect(address, f"w{index}", timeout_s=30.0)
             models.append(client.parameter("model", size=SIZE, optimizer=SGD, worker_count=2))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-import socket
 import time
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from harness.ports import free_port
 from harness.zygote import ForkedProcess, Zygote
 
 MODULES = ("shardwell_server.cli.serve", "harness.training_plan", "harness.first_weights_plan")
@@ -71,7 +70,7 @@ class ForkedCluster:
 
     def _start_anywhere(self, shard_index: int) -> None:
         for _ in range(_PORT_TRY_COUNT):
-            address = f"127.0.0.1:{_free_port()}"
+            address = f"127.0.0.1:{free_port()}"
             shard = self._started(shard_index, address)
             self.shards[shard_index:] = [shard]
             if shard.await_line(SERVING, timeout_s=_START_TIMEOUT_S) == address:
@@ -134,17 +133,3 @@ class ForkedCluster:
 
     def __exit__(self, *reason: object) -> None:
         self.close()
-
-
-def _free_port() -> int:
-    """A port below those for outgoing connections, on which nobody listens just now."""
-    limits = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    for _ in range(_PORT_TRY_COUNT):
-        port = random.SystemRandom().randrange(10_000, int(limits[0]))
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no free port found")

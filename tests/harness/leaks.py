@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_LISTENING = "0A"
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+_IS_LISTENING = socket.SO_ACCEPTCONN
+_KNOWS_CHILDREN = Path("/proc/thread-self/children").exists()
+"""Whether the kernel lists them; without, every process is looked at, which takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,17 @@ class Belongings:
 
 
 def child_pids(parent_pid: int) -> set[int]:
-    """Processes whose parent is `parent_pid`."""
+    """Processes whose parent is `parent_pid`, zombies included."""
+    if not _KNOWS_CHILDREN:
+        return _child_pids_among_all(parent_pid)
+    found: set[int] = set()
+    for entry in Path(f"/proc/{parent_pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found.update(map(int, entry.read_text().split()))
+    return found
+
+
+def _child_pids_among_all(parent_pid: int) -> set[int]:
     found = set()
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -64,18 +78,17 @@ def is_running(pid: int) -> bool:
 
 
 def listening_ports() -> set[int]:
-    """TCP ports on which this process listens."""
-    inodes = set()
-    for entry in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):
-            target = os.readlink(entry)
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
+    """TCP ports on which this process listens.
+
+    Each socket is asked: /proc/net/tcp takes the kernel milliseconds, and every test looks twice.
+    """
     ports = set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENING and fields[9] in inodes:
-                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # it is no socket, or is closed by now
+            one = socket.socket(fileno=int(entry.name))
+            try:
+                if one.family in _INTERNET and one.getsockopt(socket.SOL_SOCKET, _IS_LISTENING):
+                    ports.add(one.getsockname()[1])
+            finally:
+                one.detach()  # it is another's
     return ports

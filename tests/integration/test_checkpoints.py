@@ -93,8 +93,12 @@ def test_training_goes_on_while_one_version_is_taken(
     saver = connect(running, "saver")
     training = Training(models)
     assert training.going.wait(20)
+    made: list[shardwell.Checkpoint] = []
     try:
-        made = [saver.save_checkpoint(tmp_path / f"c{number}") for number in range(6)]
+        for number in range(6):
+            made.append(saver.save_checkpoint(tmp_path / f"c{number}"))
+            version = made[-1].parameters[0].version
+            eventually("training goes on", lambda last=version: models[0].next_step > last)
     finally:
         training.stop()
     versions = [checkpoint.parameters[0].version for checkpoint in made]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 
 import numpy as np
 import pytest
@@ -14,16 +13,12 @@ import shardwell
 from harness.commands import Program, ServingShard, run_command
 from harness.leaks import child_pids, is_running
 from harness.polling import eventually
+from harness.ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
 
 SGD = shardwell.SGD(learning_rate=0.5)
 WIDE = {"COLUMNS": "250"}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture
@@ -82,7 +77,7 @@ def test_status_takes_its_target_from_the_environment(trained) -> None:
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_status_of_a_shard_that_is_down(trained, flags) -> None:
-    down = f"127.0.0.1:{_free_port()}"
+    down = f"127.0.0.1:{free_port()}"
     target = f"{trained.addresses[0]},{down}"
     code, output, _ = run_command("status", *flags, "--timeout-s=2", target, environment=WIDE)
     assert code == 1
@@ -204,6 +199,7 @@ class TestCluster:
             assert any("shard" in line and "exit code -9" in line for line in program.log)
             eventually("the other has ended", lambda: not is_running(children[0]))
 
+    @pytest.mark.slow
     def test_with_a_data_dir_a_shard_that_dies_goes_on(self, tmp_path) -> None:
         arguments = ["-m", "shardwell_server", "cluster", "--shards=2", f"--data-dir={tmp_path}"]
         with Program(*arguments) as program:

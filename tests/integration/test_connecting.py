@@ -12,6 +12,7 @@ import pytest
 
 import shardwell
 from harness.polling import Stopwatch
+from harness.ports import free_port
 from harness.together import in_background
 from shardwell_server import LocalCluster, ShardConfig, ShardServer
 
@@ -25,11 +26,6 @@ def _refused(target: str, **options: object) -> shardwell.ShardwellError:
     with pytest.raises(shardwell.ShardwellError) as caught:
         shardwell.connect(target, worker_id="w0", **options).close()
     return caught.value
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_shards_in_another_order(cluster) -> None:
@@ -70,7 +66,7 @@ def test_a_cluster_with_another_name(cluster) -> None:
 
 def test_a_shard_that_changed_behind_an_address(cluster, connect) -> None:
     """The check at connect is not the only one: every call says which shard it means."""
-    port = _free_port()
+    port = free_port()
     config = {"shard_index": 0, "shard_count": 1, "listen": f"127.0.0.1:{port}"}
     client = None
     with contextlib.ExitStack() as stack:
@@ -92,7 +88,7 @@ def test_a_shard_that_changed_behind_an_address(cluster, connect) -> None:
 
 
 def test_a_closed_port_is_named_in_time() -> None:
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     watch = Stopwatch()
     error = _refused(address, connect_timeout_s=0.6)
     assert 0.5 < watch.elapsed_s < 6
@@ -144,7 +140,7 @@ def test_a_grpc_server_of_another_service() -> None:
 
 
 def test_a_shard_that_starts_late_is_waited_for(cluster) -> None:
-    port = _free_port()
+    port = free_port()
     early = ShardServer(ShardConfig(shard_index=0, shard_count=2, cluster_id="late"))
     late = ShardConfig(shard_index=1, shard_count=2, cluster_id="late", listen=f"127.0.0.1:{port}")
     with early:

@@ -19,9 +19,12 @@ import pytest
 
 from harness.leaks import child_pids, is_running
 from harness.polling import eventually
+from harness.ports import free_port
 
 pytest.importorskip("sklearn", reason="scikit-learn brings the digits")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+pytestmark = pytest.mark.slow
 
 COMMAND = [sys.executable, "-m", "shardwell_server"]
 DEADLINE_S = 90.0
@@ -252,14 +255,6 @@ def test_workers_of_a_deployment_train_on_shards_that_start_after_them():
         assert "step 200/200  loss 0." in output
         assert "Passed: held-out accuracy 0.9" in output
     assert "step 200 of 200" in again, "a worker that is started again has nothing left to do"
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.parametrize("sync", ["ring", "tree", "centralized", "threads"])

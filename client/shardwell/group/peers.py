@@ -147,7 +147,8 @@ class Outgoing:
 
     def _ended(self) -> None:
         """The stream is over, because the other rank has everything, or is gone."""
-        finished = self._messages.empty() or self._is_cut
+        # The mark of `finish` may not be taken yet.
+        finished = self._taken_count == self._sent_count or self._is_cut
         self._messages.put(None)
         self._has_ended.set()
         if not finished:
