@@ -1,10 +1,10 @@
-"""What the commands that train the digits classifier have in common: options, and how they end."""
+"""What the demo and the commands that train its digits have in common: options, and their ends."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, TypeAlias, get_args
 
 import click
 
@@ -12,45 +12,58 @@ from shardwell.specs import CodecName, ModeName
 from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName
 from shardwell_server.demo.stop import StopRequest
 
+Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def steps_option(default: int | None, told: str) -> Decorator:
+    """--steps, as `step_count`."""
+    return click.option(
+        "--steps",
+        "step_count",
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=default is not None,
+        envvar="SHARDWELL_STEPS",
+        help=told,
+    )
+
+
+def mode_option(default: ModeName | None, told: str) -> Decorator:
+    """--mode; `told` follows what the modes are."""
+    what = "sync: a step is the mean of all workers' gradients; async: each as it arrives."
+    return click.option(
+        "--mode",
+        type=click.Choice(get_args(ModeName)),
+        default=default,
+        show_default=default is not None,
+        envvar="SHARDWELL_MODE",
+        help=f"{what} {told}".rstrip(),
+    )
+
+
+sync_option: Decorator = click.option(
+    "--sync",
+    type=click.Choice(get_args(SyncName)),
+    default="server",
+    show_default=True,
+    envvar="SHARDWELL_SYNC",
+    help="Who averages: the shards; the workers among themselves, in a ring, a tree or around one "
+    "of them; or threads of one process.",
+)
+codec_option: Decorator = click.option(
+    "--codec",
+    type=click.Choice(get_args(CodecName)),
+    default="fp16",
+    show_default=True,
+    envvar="SHARDWELL_CODEC",
+    help="How gradients and weights travel.",
+)
+
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What the demo and its workers have in common."""
-    for option in (
-        click.option(
-            "--steps",
-            "step_count",
-            type=click.IntRange(min=1),
-            default=STEP_COUNT,
-            show_default=True,
-            envvar="SHARDWELL_STEPS",
-            help="Steps that each worker makes.",
-        ),
-        click.option(
-            "--mode",
-            type=click.Choice(get_args(ModeName)),
-            default="sync",
-            show_default=True,
-            envvar="SHARDWELL_MODE",
-            help="sync: a step is the mean of all workers' gradients; async: each as it arrives.",
-        ),
-        click.option(
-            "--sync",
-            type=click.Choice(get_args(SyncName)),
-            default="server",
-            show_default=True,
-            envvar="SHARDWELL_SYNC",
-            help="Who averages: the shards; the workers among themselves, in a ring, a tree or "
-            "around one of them; or threads of one process.",
-        ),
-        click.option(
-            "--codec",
-            type=click.Choice(get_args(CodecName)),
-            default="fp16",
-            show_default=True,
-            envvar="SHARDWELL_CODEC",
-            help="How gradients and weights travel.",
-        ),
-    ):
+    """All of these, as workers of the digits classifier have them."""
+    steps = steps_option(STEP_COUNT, "Steps that each worker makes.")
+    for option in (steps, mode_option("sync", ""), sync_option, codec_option):
         command = option(command)
     return command
 

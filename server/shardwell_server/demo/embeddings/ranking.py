@@ -65,12 +65,12 @@ class Examination:
         Raises:
             ArgumentError: a score is not finite; the model has diverged.
         """
-        heads, relation_rows, tails = (
-            rows[self._facts[:, place]]
-            for place, rows in ((_HEAD, entities), (_RELATION, relations), (_TAIL, entities))
+        asked_tails = self._scores_of_tails(model, entities, relations)
+        tails, asked_relations = (
+            entities[self._facts[:, _TAIL]],
+            relations[self._facts[:, _RELATION]],
         )
-        asked_tails = model.tail_queries(heads, relation_rows) @ entities.T
-        asked_heads = model.head_queries(tails, relation_rows) @ entities.T
+        asked_heads = model.head_queries(tails, asked_relations) @ entities.T
         return np.concatenate(
             [
                 filtered_ranks(asked_tails, self._facts[:, _TAIL], self._other_tails),
@@ -78,9 +78,20 @@ class Examination:
             ]
         )
 
+    def best_tails(self, model: ComplEx, entities: Rows, relations: Rows) -> Ids:
+        """(n,): the entity of the highest score, other true answers left out."""
+        scores = self._scores_of_tails(model, entities, relations)
+        best: Ids = np.where(self._other_tails, -np.inf, scores).argmax(axis=1)
+        return best
+
     def ranking(self, model: ComplEx, entities: Rows, relations: Rows) -> Ranking:
         """What `ranks` comes to."""
         return Ranking.of(self.ranks(model, entities, relations))
+
+    def _scores_of_tails(self, model: ComplEx, entities: Rows, relations: Rows) -> Rows:
+        heads, asked = entities[self._facts[:, _HEAD]], relations[self._facts[:, _RELATION]]
+        scores: Rows = model.tail_queries(heads, asked) @ entities.T
+        return scores
 
 
 def filtered_ranks(scores: npt.NDArray[Any], answers: Ids, others: Flags) -> Ranks:
