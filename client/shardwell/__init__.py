@@ -58,6 +58,8 @@ from shardwell.optimizers import (
 )
 from shardwell.parameter import Parameter
 from shardwell.specs import ParameterSpec
+from shardwell.table import Table
+from shardwell.table_spec import TableSpec
 from shardwell.threaded_sync import ThreadedSync
 from shardwell.traffic import Traffic
 
@@ -111,6 +113,8 @@ __all__ = [
     "StepResult",
     "StorageError",
     "Strategy",
+    "Table",
+    "TableSpec",
     "ThreadedSync",
     "Traffic",
     "Tree",

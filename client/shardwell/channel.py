@@ -16,7 +16,7 @@ from shardwell.errors import ArgumentError, ClosedError
 from shardwell.names import is_address
 from shardwell.status import from_rpc_error
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import types_pb2
+from shardwell.v1 import table_pb2, types_pb2
 
 ANSWER_MARGIN_S = 2.0
 """How much longer than the shard may wait the client waits for its answer, which names who is
@@ -24,6 +24,7 @@ missing."""
 SHARD_COUNT_MAX = 4096
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
+_TABLE_SERVICE = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
 _ABSENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -80,6 +81,11 @@ class ShardChannel:
             request_serializer=pb.SnapshotRequest.SerializeToString,
         )
         self.exchange: Any = channel.stream_stream(f"/{_SERVICE}/Exchange")
+        self.exchange_rows: Any = channel.stream_stream(f"/{_TABLE_SERVICE}/ExchangeRows")
+        self.scan_rows: Any = channel.unary_stream(
+            f"/{_TABLE_SERVICE}/ScanRows",
+            request_serializer=table_pb2.ScanRowsRequest.SerializeToString,
+        )
 
     def call(
         self,
@@ -90,14 +96,15 @@ class ShardChannel:
         timeout_s: float,
         wait_for_ready: bool = False,
         parameter: str | None = None,
+        table: str | None = None,
     ) -> ResponseT:
-        """A unary call; blocks up to `timeout_s`."""
+        """A unary call, of TableService on behalf of a table; blocks up to `timeout_s`."""
         stub: Any = self._channel.unary_unary(
-            f"/{_SERVICE}/{method}",
+            f"/{_SERVICE if table is None else _TABLE_SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=response_type.FromString,  # type: ignore[attr-defined]
         )
-        with self.translated(parameter):
+        with self.translated(parameter, table):
             response: ResponseT = stub(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
             return response
 
@@ -129,21 +136,27 @@ class ShardChannel:
         return error is None or call.code() not in _ABSENT
 
     @contextlib.contextmanager
-    def translated(self, parameter: str | None = None) -> Iterator[None]:
+    def translated(self, parameter: str | None = None, table: str | None = None) -> Iterator[None]:
         """Turns gRPC's errors in the block into Shardwell's."""
         try:
             yield
         except grpc.RpcError as error:
-            raise self.translate(error, parameter) from None
+            raise self.translate(error, parameter, table) from None
         except ValueError as error:  # what gRPC raises for a closed channel
             if not self._closed:
                 raise
             raise ClosedError(f"the client was closed ({error}); connect again") from None
 
-    def translate(self, error: grpc.RpcError, parameter: str | None = None) -> Exception:
+    def translate(
+        self, error: grpc.RpcError, parameter: str | None = None, table: str | None = None
+    ) -> Exception:
         """The Shardwell error that a failed call of this shard stands for."""
         return from_rpc_error(
-            error, shard_index=self.shard_index, address=self.address, parameter=parameter
+            error,
+            shard_index=self.shard_index,
+            address=self.address,
+            parameter=parameter,
+            table=table,
         )
 
     def close(self) -> None:

@@ -12,12 +12,23 @@ from types import TracebackType
 from shardwell.checkpoint import Checkpoint
 from shardwell.checkpointing import Checkpointing
 from shardwell.errors import ArgumentError, ClosedError
+from shardwell.initializers import Initializer, Uniform
 from shardwell.malloc import tune_malloc
 from shardwell.names import check_name
 from shardwell.optimizers import Optimizer
 from shardwell.parameter import Parameter
+from shardwell.row_cache import CACHE_ROW_COUNT_MAX
 from shardwell.shards import connect_shards
-from shardwell.specs import SIZE_MAX, WORKER_COUNT_MAX, CodecName, ModeName, ParameterSpec
+from shardwell.specs import (
+    SIZE_MAX,
+    STEP_MAX,
+    WORKER_COUNT_MAX,
+    CodecName,
+    ModeName,
+    ParameterSpec,
+)
+from shardwell.table import Table
+from shardwell.table_spec import DIM_MAX, ROW_COUNT_MAX, TableSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.values import check_integer, check_timeout
@@ -26,6 +37,7 @@ from shardwell.watchdog import Watchdog
 TARGET_VARIABLE = "SHARDWELL_SHARDS"
 WORKER_ID_VARIABLE = "SHARDWELL_WORKER_ID"
 _ASYNC_THREAD_COUNT = 8
+_INITIALIZER = Uniform()
 
 
 def connect(
@@ -100,6 +112,7 @@ class Client:
         )
         self._lock = threading.Lock()
         self._parameters: dict[str, Parameter] = {}
+        self._tables: dict[str, Table] = {}
         self._closed = False
 
     @property
@@ -175,6 +188,103 @@ class Client:
         if self._closed:
             parameter.close()
         return parameter
+
+    def table(
+        self,
+        name: str,
+        *,
+        row_count: int | None,
+        dim: int,
+        optimizer: Optimizer,
+        initializer: Initializer = _INITIALIZER,
+        worker_count: int = 1,
+        codec: CodecName = "fp16",
+        mode: ModeName = "sync",
+        allow_non_finite: bool = False,
+        cache_row_count: int = 0,
+        cache_staleness_steps: int = 1,
+    ) -> Table:
+        """Opens a table, creating it if it is new: a matrix whose rows are spread over the shards.
+
+        Opening it again gives the same object, which has asked the shards anew for its `next_step`;
+        after its `close`, a new one.
+
+        Args:
+            name: 1 to 128 letters, digits, `.`, `_`, `-`. A parameter may have the same.
+            row_count: Ids are 0 to row_count - 1, at most 2^62; None: any 64-bit integer is one.
+                Only rows that have had a gradient take room.
+            dim: Values of a row, 1 to 65536.
+            optimizer: The update rule of rows that have a gradient: SGD, Adagrad, RowWiseAdagrad,
+                Adam, AdamW, FTRL.
+            initializer: What a row is before its first gradient: Zeros, Uniform (from -0.05 to
+                0.05 by default), Normal; the same on any cluster.
+            worker_count: See `parameter`.
+            codec: See `parameter`.
+            mode: See `parameter`.
+            allow_non_finite: See `parameter`.
+            cache_row_count: Rows that this worker keeps, so as not to fetch them again; 0 (default)
+                keeps none. Takes 4 * dim bytes a row.
+            cache_staleness_steps: How many steps of this worker's a row that it keeps is used for
+                after the one in which it was fetched. A row that it sends a gradient for is
+                fetched again; what other workers do to a row is seen so many steps later. Two
+                calls of `get_rows` without a gradient between them are two steps.
+
+        Raises:
+            SpecMismatchError: it exists with another spec; the message lists the differences.
+            ShardUnavailableError: a shard did not come back within the client's `timeout_s`.
+            ArgumentError, LimitError: it can't be made.
+        """
+        self._check_open()
+        spec = TableSpec(
+            name=name,
+            row_count=(
+                None
+                if row_count is None
+                else check_integer("row_count", row_count, 1, ROW_COUNT_MAX)
+            ),
+            dim=check_integer("dim", dim, 1, DIM_MAX),
+            optimizer=optimizer,
+            initializer=initializer,
+            worker_count=(
+                check_integer("worker_count", worker_count, 1, WORKER_COUNT_MAX)
+                if mode == "sync"
+                else 0
+            ),
+            codec=codec,
+            mode=mode,
+            allow_non_finite=allow_non_finite,
+        )
+        caching = (
+            check_integer("cache_row_count", cache_row_count, 0, CACHE_ROW_COUNT_MAX),
+            check_integer("cache_staleness_steps", cache_staleness_steps, 0, STEP_MAX),
+        )
+        with self._lock:
+            known = self._tables.get(name)
+        if known is not None and not known.is_closed and known.spec == spec:
+            if known.caching != caching:
+                raise ArgumentError(
+                    f"table {name!r} is open with cache_row_count and cache_staleness_steps "
+                    f"{known.caching}; got {caching}; close it first"
+                )
+            known.reopen()
+            return known
+        made = Table(
+            spec,
+            self._shards,
+            worker_id=self.worker_id,
+            timeout_s=self._timeout_s,
+            watchdog=self._watchdog,
+            executor=self._executor,
+            traffic=self.traffic,
+            caching=caching,
+        )
+        with self._lock:  # another thread may have been faster: one object a table
+            table = self._tables.get(name)
+            if table is None or table.is_closed:
+                table = self._tables[name] = made
+        if self._closed:
+            table.close()
+        return table
 
     def save_checkpoint(
         self,
@@ -261,9 +371,11 @@ class Client:
             return
         self._closed = True
         with self._lock:
-            parameters = list(self._parameters.values())
+            parameters, tables = list(self._parameters.values()), list(self._tables.values())
         for parameter in parameters:
             parameter.close()
+        for table in tables:
+            table.close()
         self._shards.close()
         self._executor.shutdown()
         self._watchdog.close()

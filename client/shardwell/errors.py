@@ -103,7 +103,7 @@ class InitSupersededError(ShardwellError):
 
 
 class StepOrderError(ShardwellError):
-    """A step closed without this worker, or the worker skipped one."""
+    """A step closed without this worker, the worker skipped one, or began it with other rows."""
 
 
 class SeatsTakenError(ShardwellError):

@@ -15,6 +15,9 @@ from shardwell.spec_fields import check_number, check_whole_number
 from shardwell.v1 import table_pb2
 
 _SEED_MAX = 2**64 - 1
+_FLOAT32_MAX = float(2.0**128 - 2.0**104)
+_SIGMA_MAX = 6.0
+"""Values are at most 5.5 standard deviations from the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,7 @@ class Zeros(Initializer):
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Initializer):
-    """Uniform in [low, high)."""
+    """Uniform between low and high."""
 
     low: float = -0.05
     """Lower bound; -0.05 to 0.05 is what Keras gives embeddings."""
@@ -81,6 +84,11 @@ class Uniform(Initializer):
             raise ArgumentError(
                 f"Uniform.high must be at least low; got low={self.low}, high={self.high}"
             )
+        if max(-self.low, self.high) > _FLOAT32_MAX:
+            raise ArgumentError(
+                f"Uniform.low and high must be at most {_FLOAT32_MAX:g} in magnitude, as rows are "
+                f"float32; got low={self.low}, high={self.high}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +103,11 @@ class Normal(Initializer):
     """See Uniform."""
 
     field_name: ClassVar[str] = "normal"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if abs(self.mean) + _SIGMA_MAX * self.std > _FLOAT32_MAX:
+            raise ArgumentError(
+                f"Normal: |mean| + {_SIGMA_MAX:g} * std must be at most {_FLOAT32_MAX:g}, as rows "
+                f"are float32; got mean={self.mean}, std={self.std}"
+            )

@@ -1,14 +1,15 @@
-"""A lane: one Exchange stream to one shard for one parameter, kept open from step to step.
+"""A lane: one stream to one shard for one parameter or table, kept open from step to step.
 
 Opening a stream costs as much as a small step, so a lane outlives the step. It carries whatever
-messages it is given and hands out the answers in order; it knows nothing of chunks. After any
-failure it is dead, and the next step opens another.
+messages it is given and hands out the answers in order; it knows nothing of what they say. After
+any failure it is dead, and the next step opens another.
 """
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 
@@ -17,15 +18,21 @@ from shardwell.siblings import Siblings
 
 
 class Lane:
-    """One stream. `submit` and `read` are for one thread at a time."""
+    """One stream. `submit` and `read` are for one thread at a time.
 
-    def __init__(self, channel: ShardChannel, siblings: Siblings) -> None:
+    Args:
+        channel: The shard.
+        stream: Of its streams, the one that is opened: `channel.exchange`, say.
+        siblings: The lanes that it ends with.
+    """
+
+    def __init__(self, channel: ShardChannel, stream: Any, siblings: Siblings) -> None:
         self.channel = channel
         self.failure: BaseException | None = None
         """What went wrong while messages were made, if anything."""
         # Holds at most one step's messages and the end: the caller waits for the answers.
         self._work: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
-        self._call = channel.exchange(self._messages())
+        self._call = stream(self._messages())
         if not self._call.add_callback(self._end_messages):
             self._end_messages()
         siblings.add(channel, self._call)

@@ -15,13 +15,15 @@ from shardwell.spec_fields import check_number
 from shardwell.v1 import types_pb2
 
 
-def check_learning_rate(what: str, value: float) -> float:
-    """Returns `value` if it can be a learning rate: finite and at least 0.
+def check_learning_rate(what: str, value: float, optimizer: Optimizer | None = None) -> float:
+    """Returns `value` if it can be a learning rate: finite and at least 0, with FTRL above 0.
 
     Raises:
         ArgumentError: it is not.
     """
     check_number(what, value)
+    if isinstance(optimizer, FTRL) and value == 0:
+        raise ArgumentError(f"{what} must be above 0 with FTRL, which divides by it; got {value!r}")
     return float(value)
 
 
@@ -125,8 +127,7 @@ class FTRL(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.learning_rate == 0:
-            raise ArgumentError("FTRL.learning_rate must be above 0; got 0")
+        check_learning_rate("FTRL.learning_rate", self.learning_rate, self)
 
 
 OF_TABLES = (RowWiseAdagrad, FTRL)

@@ -8,18 +8,15 @@ after the call returns.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from shardwell.channel import ShardChannel
 from shardwell.codec import Float32
-from shardwell.errors import ArgumentError, ClosedError, DeadlineError, ShardUnavailableError
+from shardwell.errors import ArgumentError
 from shardwell.first_weights import FirstWeights, GivenWeights
 from shardwell.opening import Opening
 from shardwell.optimizers import check_learning_rate
@@ -29,11 +26,10 @@ from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.streams import Streams
 from shardwell.traffic import Traffic
 from shardwell.transfer import Gradient, Progress, Transfer
+from shardwell.turns import Turns
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.values import as_flat, as_output, check_integer, check_timeout, finite_peak
+from shardwell.values import as_flat, as_output, check_integer, finite_peak
 from shardwell.watchdog import Watchdog
-
-ResultT = TypeVar("ResultT")
 
 
 class Parameter:
@@ -58,16 +54,14 @@ class Parameter:
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""
         self._shards = shards
         self._worker_id = worker_id
-        self._timeout_s = timeout_s
         self._watchdog = watchdog
         self._executor = executor
         self._traffic = traffic
-        self._lock = threading.RLock()
-        self._closed = False
+        self._turns = Turns(shards, timeout_s, f"parameter {spec.name!r}", parameter=spec.name)
         self._has_seat = False
         self._opening = Opening(spec, shards.channels, worker_id)
         self._transfer = Transfer(spec, worker_id=worker_id, traffic=traffic)
-        self._streams = self._opened(self._attempts(None))
+        self._streams = self._opened(self._turns.attempts(None))
 
     @property
     def name(self) -> str:
@@ -100,8 +94,8 @@ class Parameter:
         values = as_flat(what, weights, self.size)
         if not self.spec.allow_non_finite:
             finite_peak(what, values, self.name)
-        attempts = self._attempts(timeout_s)
-        with self._turn(attempts):
+        attempts = self._turns.attempts(timeout_s)
+        with self._turns.turn(attempts):
             first_weights = FirstWeights(
                 self.name,
                 GivenWeights(values),
@@ -110,7 +104,7 @@ class Parameter:
                 traffic=self._traffic,
                 attempts=attempts,
             )
-            version = self._run(attempts, first_weights.settle)
+            version = self._turns.run(attempts, first_weights.settle)
             if self.spec.mode == "sync" and self.next_step < version:  # a checkpoint was restored
                 self._streams.close()
                 self._streams = self._opened(attempts)
@@ -136,9 +130,9 @@ class Parameter:
         min_version = check_integer("min_version", min_version, 0, STEP_MAX)
         weights = np.empty(self.size, np.float32) if out is None else out
         flat = weights if out is None else as_output(out, self.size)
-        attempts = self._attempts(timeout_s)
+        attempts = self._turns.attempts(timeout_s)
         streams = self._streams
-        self.version = self._run(
+        self.version = self._turns.run(
             attempts, lambda: streams.get_weights(flat, min_version, attempts.rest_s)
         )
         return weights
@@ -150,7 +144,7 @@ class Parameter:
 
         `out` belongs to the call until then.
         """
-        self._check_open()
+        self._turns.check_open()
         return self._executor.submit(
             self.get_weights, out=out, min_version=min_version, timeout_s=timeout_s
         )
@@ -179,11 +173,11 @@ class Parameter:
             WorkersMissingError: an earlier step did not close in time.
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
-        attempts = self._attempts(timeout_s)
-        with self._turn(attempts):
+        attempts = self._turns.attempts(timeout_s)
+        with self._turns.turn(attempts):
             work = self._gradient(gradient, sample_count, attempts)
             streams, progress = self._streams, Progress()
-            self._run(attempts, lambda: streams.put_gradient(work, attempts.rest_s, progress))
+            self._turns.run(attempts, lambda: streams.put_gradient(work, attempts.rest_s, progress))
             self.next_step = work.step + 1
             return work.step
 
@@ -213,8 +207,8 @@ class Parameter:
             As `put_gradient` and `get_weights`. After an error the step is still this worker's
             next: call again.
         """
-        attempts = self._attempts(timeout_s)
-        with self._turn(attempts):
+        attempts = self._turns.attempts(timeout_s)
+        with self._turns.turn(attempts):
             work = self._gradient(gradient, sample_count, attempts)
             flat = weights = np.empty(self.size, np.float32) if out is None else out
             if out is not None:
@@ -222,7 +216,7 @@ class Parameter:
                 if np.may_share_memory(flat, work.values):
                     raise ArgumentError("out must not overlap the gradient; pass another array")
             streams, progress = self._streams, Progress()
-            self.version = self._run(
+            self.version = self._turns.run(
                 attempts, lambda: streams.exchange(work, flat, attempts.rest_s, progress)
             )
             self.next_step = work.step + 1
@@ -242,8 +236,8 @@ class Parameter:
             StepOrderError: chunks are past this worker's next step; use `now`.
         """
         rate = check_learning_rate("learning_rate", learning_rate)
-        attempts = self._attempts(timeout_s)
-        with self._turn(attempts):
+        attempts = self._turns.attempts(timeout_s)
+        with self._turns.turn(attempts):
             is_now = now or self.spec.mode == "async"
             from_step = None if is_now else self._opening.first_step_ahead(self.next_step, attempts)
             for channel in self._shards.channels:
@@ -253,18 +247,18 @@ class Parameter:
                     learning_rate=rate,
                     from_step=from_step,
                 )
-                self._run(attempts, partial(self._tell, channel, request, attempts))
+                self._turns.run(attempts, partial(self._tell, channel, request, attempts))
 
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
-        attempts = self._attempts(None)
-        with self._turn(attempts):
+        attempts = self._turns.attempts(None)
+        with self._turns.turn(attempts):
             self._streams.close()
             self._streams = self._opened(attempts)
 
     def close(self) -> None:
         """Ends this worker's streams; the parameter lives on in the cluster. Safe to repeat."""
-        self._closed = True
+        self._turns.close()
         self._streams.close()
 
     # What the verbs share.
@@ -301,51 +295,5 @@ class Parameter:
             request,
             pb.SetLearningRateResponse,
             timeout_s=attempts.rest_s,
-            parameter=self.name,
-        )
-
-    def _attempts(self, timeout_s: float | None) -> Attempts:
-        """Those of a call that begins now."""
-        return self._shards.attempts(
-            check_timeout(self._timeout_s if timeout_s is None else timeout_s)
-        )
-
-    def _run(self, attempts: Attempts, attempt: Callable[[], ResultT]) -> ResultT:
-        """Attempts until one succeeds; once this is closed, that is the reason of any failure."""
-
-        def checked() -> ResultT:
-            self._check_open()
-            try:
-                return attempt()
-            except (ShardUnavailableError, ValueError) as error:  # ValueError: gRPC's, when closed
-                self._check_open(error)
-                raise
-
-        return attempts.run(checked)
-
-    @contextlib.contextmanager
-    def _turn(self, attempts: Attempts) -> Iterator[None]:
-        """Calls that use the worker's next step take turns; waiting for one's turn is bounded."""
-        if not self._lock.acquire(timeout=attempts.rest_s):
-            raise DeadlineError(
-                f"another thread's call on {self.name!r} took longer than "
-                f"{attempts.timeout_s:g} s; "
-                "raise timeout_s, or use one thread a parameter",
-                parameter=self.name,
-            )
-        try:
-            self._check_open()
-            yield
-        finally:
-            self._lock.release()
-
-    def _check_open(self, cause: BaseException | None = None) -> None:
-        """Refuses to work after `close`; `cause` is what came of working while it was called."""
-        if self._closed:
-            raise self._closed_error() from cause
-
-    def _closed_error(self) -> ClosedError:
-        return ClosedError(
-            f"parameter {self.name!r} was closed with its client; connect again",
             parameter=self.name,
         )

@@ -152,5 +152,6 @@ class Attempts:
             shard_index=error.shard_index,
             worker_id=error.worker_id,
             parameter=error.parameter,
+            table=error.table,
             rank=error.rank,
         )

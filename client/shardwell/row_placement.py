@@ -43,8 +43,10 @@ class RowPlacement:
         words = ids.view(np.uint64)
         count = np.uint64(self.shard_count)
         if self.row_count is None:
-            return (mix(words) % count).view(np.int64)
-        return ((words + mix(words // count) % count) % count).view(np.int64)
+            return _remainder(mix(words), count).view(np.int64)
+        turned = _remainder(mix(words // count), count)
+        turned += words
+        return _remainder(turned, count).view(np.int64)
 
     def local_rows(self, ids: Ids) -> Ids:
         """(n,) int64: each id's number among the rows of its shard; with `row_count` only."""
@@ -57,3 +59,9 @@ class RowPlacement:
         """
         assert self.row_count is not None
         return -(-self.row_count // self.shard_count)
+
+
+def _remainder(words: Words, count: np.uint64) -> Words:
+    """Words % count, written into `words`; half the time of NumPy's `%`, which has no SIMD."""
+    words -= words // count * count
+    return words

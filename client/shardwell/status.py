@@ -128,6 +128,7 @@ def from_rpc_error(
     shard_index: int | None,
     address: str,
     parameter: str | None = None,
+    table: str | None = None,
     role: str | None = None,
 ) -> errors.ShardwellError:
     """The exception that a failed call stands for.
@@ -137,42 +138,37 @@ def from_rpc_error(
         shard_index: Which shard was called; None: something else was.
         address: Where, for the message.
         parameter: On behalf of which parameter.
+        table: On behalf of which table.
         role: What was called, for the message, if not "shard I".
     """
     code, details = error.code(), error.details() or ""
     detail = _detail_of(error)
     if detail is not None and detail.code in _BY_CODE:
         return from_detail(detail, details)
+    of: dict[str, Any] = {"shard_index": shard_index, "parameter": parameter, "table": table}
     where = f"{role or f'shard {shard_index}'} at {address}"
     match code:
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
             return errors.ShardUnavailableError(
                 f"{where} can't be reached or went away ({details or code.name}); "
                 "check that it runs, then call again",
-                shard_index=shard_index,
-                parameter=parameter,
+                **of,
             )
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineError(
                 f"{where} did not answer within the deadline; "
                 "check the network and its load, or raise timeout_s",
-                shard_index=shard_index,
-                parameter=parameter,
+                **of,
             )
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return errors.LimitError(
-                f"{where} is at a limit: {details}", shard_index=shard_index, parameter=parameter
-            )
+            return errors.LimitError(f"{where} is at a limit: {details}", **of)
         case grpc.StatusCode.UNIMPLEMENTED:
             return errors.WrongShardError(
                 f"{where} is no Shardwell shard of this version: {details}",
-                shard_index=shard_index,
-                parameter=parameter,
+                **of,
             )
         case _:
-            return errors.InternalError(
-                f"{where}: {code.name}: {details}", shard_index=shard_index, parameter=parameter
-            )
+            return errors.InternalError(f"{where}: {code.name}: {details}", **of)
 
 
 def from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.ShardwellError:

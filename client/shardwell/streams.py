@@ -141,7 +141,7 @@ class Streams:
             try:
                 for number, part in enumerate(self.parts):
                     if opens:
-                        lanes.append(Lane(part.channel, self._siblings))
+                        lanes.append(Lane(part.channel, part.channel.exchange, self._siblings))
                     if self._closed:  # looked at after the lane could be seen by `close`
                         raise ClosedError(
                             f"parameter {self._spec.name!r} was closed; connect again",

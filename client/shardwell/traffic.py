@@ -6,14 +6,14 @@ import threading
 
 
 class Traffic:
-    """Counters of one client, over all its parameters; read them whenever you like."""
+    """Counters of one client, over all parameters and tables; read them whenever you like."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.sent_bytes = 0
-        """Messages of gradients and first weights."""
+        """Messages of gradients, first weights and ids."""
         self.received_bytes = 0
-        """Messages of weights."""
+        """Messages of weights and rows."""
         self.sent_value_bytes = 0
         """What was sent, as float32."""
         self.received_value_bytes = 0

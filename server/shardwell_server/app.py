@@ -17,9 +17,11 @@ from shardwell.connection import SERVER_OPTIONS
 from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.group.group_service import GROUP_SERVICE_NAME, GroupService
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import table_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.parameter_server import ParameterServerService
 from shardwell_server.services.streams import OpenStreams
+from shardwell_server.services.table_service import TableService
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store import MemoryStore, MmapStore
 from shardwell_server.store.data_dir import DataDir
@@ -33,6 +35,7 @@ _IMAGE_RETRY_INTERVAL_S = 10.0
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
+TABLE_SERVICE_NAME = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
 
 
 class ShardServer:
@@ -67,13 +70,22 @@ class ShardServer:
             self._threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count
         )
         service = ParameterServerService(self.shard, self._streams)
+        tables = TableService(self.shard, self._streams)
         meetings = GroupService(shard_index=config.shard_index)
-        self._server.add_generic_rpc_handlers((service.handler(), meetings.handler()))
+        self._server.add_generic_rpc_handlers(
+            (service.handler(), tables.handler(), meetings.handler())
+        )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if config.reflection:
-            names = (SERVICE_NAME, GROUP_SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (
+                SERVICE_NAME,
+                TABLE_SERVICE_NAME,
+                GROUP_SERVICE_NAME,
+                health.SERVICE_NAME,
+                reflection.SERVICE_NAME,
+            )
             reflection.enable_server_reflection(names, self._server)
         host = config.listen.rpartition(":")[0]
         try:
@@ -128,15 +140,14 @@ class ShardServer:
         _LOG.info("shard has stopped", extra={"shard_index": self.config.shard_index})
 
     def _verify(self) -> None:
-        """Reads all chunks once, so that damage is in the log before a worker meets it."""
-        for parameter in self.shard.parameters():
-            for index in range(parameter.chunk_count):
-                if self.shard.is_stopping():
-                    return
-                try:
-                    parameter.verify(index)
-                except ShardwellError as error:
-                    _LOG.error("a chunk is damaged", extra={"reason": error.message})
+        """Reads everything once, so that damage is in the log before a worker meets it."""
+        for check in self.shard.checks():
+            if self.shard.is_stopping():
+                return
+            try:
+                check()
+            except ShardwellError as error:
+                _LOG.error("what was stored is damaged", extra={"reason": error.message})
 
     def _sync(self) -> None:
         """Keeps the promise of `--durability SECONDS`."""
@@ -166,6 +177,7 @@ class ShardServer:
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         self._health.set("", status)
         self._health.set(SERVICE_NAME, status)
+        self._health.set(TABLE_SERVICE_NAME, status)
 
     def __enter__(self) -> ShardServer:
         self.start()

@@ -15,12 +15,20 @@ class Limits:
 
     parameter_count_max: int = 1024
     """Parameters. Each costs bookkeeping besides its values."""
+    table_count_max: int = 256
+    """Tables. Each has address space for all rows that it may get."""
+    table_row_count_max: int = 2**28
+    """Rows that exist of one table on this shard. A table keeps what it was made with as its
+    capacity; so a higher limit is for tables to come."""
     stored_bytes_max: int = 2**40
-    """Bytes of weights, sums and optimizer state. Set it below the machine's memory."""
+    """Bytes of weights, sums and optimizer state, of parameters and of rows for which there is
+    room. Set it below the machine's memory."""
     worker_count_max: int = 4096
-    """Workers that one parameter remembers by name; also the most that may contribute to it."""
+    """Workers that one parameter or table remembers by name; also the most that may contribute to
+    it."""
     stream_count_max: int = 256
-    """Streams open at once; each has a thread. A worker keeps one a parameter for `exchange`."""
+    """Streams open at once; each has a thread. A worker keeps one a parameter for `exchange`, and
+    one or two a table."""
     encoded_chunk_count_max: int = 16
     """Encoded chunks of weights kept a parameter, so that workers in step share one encoding."""
     wait_max_s: float = 3600.0

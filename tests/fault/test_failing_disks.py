@@ -12,7 +12,6 @@ import errno
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.disks import HINTS, FailingSystem, SmallDisk, small_disk
 from harness.images import image_of, restore
 from harness.story import (
     CONFIG,
@@ -36,47 +36,16 @@ from harness.story import (
 from harness.telling import Undisturbed, recovered, state_at, undisturbed_story
 from shardwell.errors import StorageError
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MmapStore, mapped_file
+from shardwell_server.store import MmapStore
 from shardwell_server.store.data_dir import DataDir, DataDirError
 
 DISK_BYTES = 2**20
 STORY = story()
-HINTS = {
-    errno.ENOSPC: "free space on that disk",
-    errno.EDQUOT: "raise the quota",
-    errno.EROFS: "remount the disk for writing",
-    errno.EACCES: "let the shard's user write there",
-    errno.EMFILE: "raise the limit of open files",
-    errno.EIO: "check the disk",
-}
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Undisturbed:
     return undisturbed_story()
-
-
-class FailingSystem:
-    """Calls of the system, of which one, by number, fails."""
-
-    NAMES = ("open", "posix_fallocate", "pwrite", "replace", "mkdir")
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.call_count = 0
-        self.failing = -1
-        self.error_number = errno.ENOSPC
-        for name in self.NAMES:
-            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
-        monkeypatch.setattr(mapped_file.mmap, "mmap", self._wrapped(mapped_file.mmap.mmap))
-
-    def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.call_count += 1
-            if self.call_count == self.failing:
-                raise OSError(self.error_number, os.strerror(self.error_number))
-            return call(*args, **kwargs)
-
-        return counted
 
 
 def test_each_call_of_the_system_fails_once(
@@ -144,48 +113,10 @@ def test_no_more_open_files(tmp_path: Path) -> None:
         assert len([*(tmp_path / "parameters").iterdir()]) == 1
 
 
-class SmallDisk:
-    """A file system of its own, which is filled and emptied."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._filler = path / "filler"
-
-    def fill(self) -> None:
-        """Leaves no byte."""
-        with self._filler.open("ab", buffering=0) as file:
-            for size in (4096, 1):
-                with contextlib.suppress(OSError):
-                    while True:
-                        file.write(bytes(size))
-        assert shutil.disk_usage(self.path).free == 0
-
-    def empty(self) -> None:
-        """Gives back what `fill` took."""
-        self._filler.unlink()
-
-    def remount(self, how: str) -> None:
-        """`ro` or `rw`."""
-        subprocess.run(["mount", "-o", f"remount,{how}", self.path], check=True)
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("only root may mount a small disk")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", path],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"no small disk can be mounted: {mounted.stderr.decode().strip()}")
-    try:
-        yield SmallDisk(path)
-    finally:
-        subprocess.run(["umount", "--lazy", path], check=True)
+    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
+        yield disk
 
 
 def test_a_parameter_on_a_full_disk(disk: SmallDisk) -> None:

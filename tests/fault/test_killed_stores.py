@@ -43,6 +43,9 @@ KILLS_TIMEOUT_S = 60.0
 LOWEST_WRITE_COUNT = 300
 """The story has more; a hook that is never called would make these tests empty."""
 
+TABLE_MODULES = {"mmap_table", "row_undo"}
+"""Their writes are those of test_killed_tables.py."""
+
 
 @pytest.fixture(autouse=True)
 def _short_blocks() -> Iterator[None]:
@@ -190,6 +193,8 @@ def test_the_story_reaches_every_point_of_the_store(writes: list[Written]) -> No
     source = Path(shardwell_server.store.__file__).parent
     named = set()
     for path in source.glob("*.py"):
+        if path.stem in TABLE_MODULES:
+            continue
         named.update(re.findall(r'reached\("([^"]+)"\)', path.read_text()))
     recovering = {"taken back", "undo done"}
     journaled = {"journal segment", "journal entry", "image begun", "image written"}

@@ -12,15 +12,29 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from harness.story import CONFIG, short_blocks, story
 from harness.telling import SameMachine
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store import MmapStore
 
+Tell: TypeAlias = Callable[[Path, int, Callable[[str], None]], None]
+"""Tells a story in a directory; takes a file for what is answered, and a hook for writes."""
 
-def tell(path: Path, killed_after: int) -> None:
+
+def tell_training(path: Path, answered: int, reached: Callable[[str], None]) -> None:
+    """Tells the story of harness/story.py."""
+    with short_blocks():
+        shard = Shard(CONFIG, MmapStore(path / "store", boot=SameMachine(path), reached=reached))
+        for call in story():
+            call.make(shard)
+            os.write(answered, b".")
+
+
+def tell_killed(tell: Tell, path: Path, killed_after: int) -> None:
     """Tells it in this process, which ends at the write of that number, 1 being the first."""
     write_count = 0
 
@@ -31,22 +45,17 @@ def tell(path: Path, killed_after: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     (path / "store").mkdir(parents=True)
-    answered = os.open(path / "answered", os.O_WRONLY | os.O_CREAT)
-    with short_blocks():
-        shard = Shard(CONFIG, MmapStore(path / "store", boot=SameMachine(path), reached=reached))
-        for call in story():
-            call.make(shard)
-            os.write(answered, b".")
+    tell(path, os.open(path / "answered", os.O_WRONLY | os.O_CREAT), reached)
 
 
-def main(directory: Path) -> int:
+def main(directory: Path, tell: Tell = tell_training) -> int:
     """Prints how many tellings were cut off."""
     number = 1
     while True:
         child = os.fork()
         if child == 0:
             try:
-                tell(directory / str(number), number)
+                tell_killed(tell, directory / str(number), number)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()

@@ -40,6 +40,8 @@ PROMISED = {
     "Client",
     "Parameter",
     "ParameterSpec",
+    "Table",
+    "TableSpec",
     "Traffic",
     "Optimizer",
     "SGD",

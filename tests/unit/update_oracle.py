@@ -9,7 +9,17 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shardwell import SGD, Adagrad, Adam, AdamW, Average, Optimizer, RMSProp
+from shardwell import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Average,
+    Optimizer,
+    RMSProp,
+    RowWiseAdagrad,
+)
 from shardwell.codec import Float32
 from shardwell.update_rules import UpdateRule
 
@@ -75,7 +85,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 class Oracle:
-    """One parameter under one optimizer, as the .proto's formulas read."""
+    """One parameter, or one row, under one optimizer, as the .proto's formulas read."""
 
     def __init__(self, optimizer: Optimizer, weights: Float32) -> None:
         self.optimizer = optimizer
@@ -94,6 +104,9 @@ class Oracle:
         if isinstance(o, Average):
             self.weights = g
             return
+        if isinstance(o, FTRL):
+            self._follow_the_regularized_leader(o, g, learning_rate)
+            return
         if isinstance(o, AdamW):
             w = w - learning_rate * o.weight_decay * w
         else:
@@ -111,6 +124,9 @@ class Oracle:
             case Adagrad() as o:
                 self._a = self._a + g * g
                 return g / (np.sqrt(self._a) + o.epsilon)
+            case RowWiseAdagrad() as o:
+                self._a = self._a + (g * g).sum() / g.size
+                return g / (np.sqrt(self._a) + o.epsilon)
             case RMSProp() as o:
                 self._a = o.decay * self._a + (1 - o.decay) * g * g
                 v = g / (np.sqrt(self._a) + o.epsilon)
@@ -123,6 +139,15 @@ class Oracle:
                 a = self._a / (1 - o.beta2**self._count)
                 return m / (np.sqrt(a) + o.epsilon)
         raise TypeError(self.optimizer)
+
+    def _follow_the_regularized_leader(self, o: FTRL, g: Float64, learning_rate: float) -> None:
+        n, self._a = self._a, self._a + g * g
+        s = (np.sqrt(self._a) - np.sqrt(n)) / learning_rate
+        z = self._m = self._m + g - s * self.weights
+        divisor = (o.beta + np.sqrt(self._a)) / learning_rate + o.l2
+        kept = np.abs(z) > o.l1
+        self.weights = np.zeros_like(z)
+        self.weights[kept] = (-(z - np.sign(z) * o.l1))[kept] / divisor[kept]
 
 
 def gradients_of(count: int, size: int, seed: int = 0) -> list[Float32]:

@@ -28,6 +28,7 @@ from shardwell.v1 import types_pb2
 from shardwell_server.services.first_weights import receive_first_weights
 from shardwell_server.services.snapshots import snapshot_messages
 from shardwell_server.services.streams import OpenStreams
+from shardwell_server.services.waiting import patience_of
 from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.shard import Shard
@@ -37,10 +38,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
 _CLAIM_WAIT_COUNT_MAX = 16
 """Calls of ClaimInit that may wait at once; further ones are answered at once, and ask again."""
-_STATUS_NAME_COUNT_MAX = 1500
+STATUS_NAME_COUNT_MAX = 1500
 """Worker ids of each kind in one answer, so that it stays below the limit of a message."""
-_ANSWER_MARGIN_S = 0.25
-"""An answer that names the missing leaves that long before the client's gRPC deadline."""
 
 
 class ParameterServerService:
@@ -241,7 +240,7 @@ class ParameterServerService:
         parameters = [] if request.identity_only else shard.parameters()
         if request.parameter:
             parameters = [p for p in parameters if p.spec.name == request.parameter]
-        name_count_max = max(_STATUS_NAME_COUNT_MAX // max(len(parameters), 1), 1)
+        name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(parameters), 1), 1)
         return pb.GetStatusResponse(
             shard=types_pb2.ShardIdentity(
                 cluster_id=config.cluster_id,
@@ -289,15 +288,7 @@ class ParameterServerService:
             yield message
 
     def _patience(self, context: grpc.ServicerContext, timeout_s: float) -> Patience:
-        remaining_s = context.time_remaining()
-        bound_s = self._limits.wait_max_s
-        if remaining_s is not None:
-            bound_s = min(bound_s, max(remaining_s - _ANSWER_MARGIN_S, 0.0))
-        return Patience(
-            min(timeout_s, bound_s) if timeout_s else bound_s,
-            is_active=context.is_active,
-            is_stopping=self._shard.is_stopping,
-        )
+        return patience_of(self._shard, context, timeout_s)
 
     def _wanted(self, context: grpc.ServicerContext) -> Callable[[], bool]:
         """Whether somebody still reads an answer that may take as long as the call; any thread."""

@@ -24,9 +24,10 @@ The caller holds the chunk's lock around `decide` and `record`, and the paramete
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
-from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
+from shardwell.errors import StepOrderError
+from shardwell_server.shard.seats import Seats
 from shardwell_server.store import ChunkRecord
 
 
@@ -48,90 +49,22 @@ class Seat:
         self.last_step = last_step
 
 
-def _nothing() -> None:
-    pass
-
-
-class StepLedger:
+class StepLedger(Seats[Seat]):
     """The contributions to one parameter's slice. `worker_count` 0 means asynchronous."""
 
     def __init__(
         self, records: Sequence[ChunkRecord], *, worker_count: int, worker_count_max: int
     ) -> None:
+        super().__init__(worker_count=worker_count, worker_count_max=worker_count_max)
         self.records = list(records)
         """Where each chunk stands."""
-        self._worker_count = worker_count
-        self._worker_count_max = worker_count_max
-        self._seats: dict[str, Seat] = {}
-        self._known: dict[str, None] = {}
 
-    @property
-    def is_sync(self) -> bool:
-        """Whether steps need all workers."""
-        return self._worker_count > 0
-
-    def remember(self, worker_id: str, on_new: Callable[[], None] = _nothing) -> None:
-        """Notes that a worker opened the parameter, so that it can be named when it is missing.
-
-        `on_new` is called before a new one is taken in.
-
-        Raises:
-            LimitError: more workers than the limit allows.
-        """
-        if worker_id not in self._known:
-            self._check_room(worker_id)
-            on_new()
-            self._known[worker_id] = None
-
-    def _check_room(self, worker_id: str) -> None:
-        if worker_id not in self._known and len(self._known) >= self._worker_count_max:
-            raise LimitError(
-                f"limit worker_count_max={self._worker_count_max}: {worker_id!r} is one "
-                "worker too many; reuse worker ids or raise the limit",
-                worker_id=worker_id,
-            )
-
-    def seat(self, worker_id: str, on_new: Callable[[], None] = _nothing) -> Seat:
-        """The seat of a worker, taken now if it has none; then `on_new` is called before.
-
-        Raises:
-            SeatsTakenError: worker_count others have contributed already.
-            LimitError: see `remember`.
-        """
-        seat = self._seats.get(worker_id)
-        if seat is None:
-            if self.is_sync and len(self._seats) >= self._worker_count:
-                raise SeatsTakenError(
-                    f"worker_count={self._worker_count} workers contribute already: "
-                    f"{_names(self._seats)}; {worker_id!r} would be one more; a replacement must "
-                    "use the worker_id of the worker that it replaces",
-                    worker_id=worker_id,
-                )
-            self._check_room(worker_id)
-            on_new()
-            seat = self.restore_seat(worker_id, [-1] * len(self.records))
-        return seat
+    def _fresh_seat(self, worker_id: str, index: int) -> Seat:
+        return Seat(worker_id, index, [-1] * len(self.records))
 
     def restore_seat(self, worker_id: str, last_step: list[int]) -> Seat:
         """Gives a worker the next seat, with the marks that it has already."""
-        self._known[worker_id] = None
-        seat = self._seats[worker_id] = Seat(worker_id, len(self._seats), last_step)
-        return seat
-
-    @property
-    def worker_ids(self) -> list[str]:
-        """All that are remembered."""
-        return list(self._known)
-
-    @property
-    def seats(self) -> list[Seat]:
-        """By index."""
-        return list(self._seats.values())
-
-    @property
-    def seated_worker_ids(self) -> list[str]:
-        """In the order of their seats."""
-        return list(self._seats)
+        return self._sit(Seat(worker_id, len(self._seats), last_step))
 
     def decide(self, seat: Seat, chunk_index: int, step: int) -> Decision:
         """What to do with `seat`'s gradient of `step` for a chunk.
@@ -203,22 +136,10 @@ class StepLedger:
         chunks = slice(None) if chunk_index is None else slice(chunk_index, chunk_index + 1)
         return [
             seat.worker_id
-            for seat in list(self._seats.values())  # others may join meanwhile
+            for seat in self.seats
             if all(last >= step for last in seat.last_step[chunks])
         ]
 
     def missing(self, step: int, chunk_index: int | None = None) -> tuple[list[str], int]:
         """Known workers that have not contributed `step`, and how many more were never seen."""
-        if not self.is_sync:
-            return [], 0
-        done = set(self.contributed(step, chunk_index))
-        full = len(self._seats) >= self._worker_count
-        candidates = list(self._seats if full else self._known)
-        missing = [worker_id for worker_id in candidates if worker_id not in done]
-        return missing, max(self._worker_count - len(done) - len(missing), 0)
-
-
-def _names(worker_ids: Iterable[str], most: int = 8) -> str:
-    names = [repr(worker_id) for worker_id in worker_ids]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+        return self._missing_beside(self.contributed(step, chunk_index))

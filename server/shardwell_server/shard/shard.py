@@ -1,10 +1,11 @@
-"""A shard: its parameters by name, who it is, and the limits over all of them."""
+"""A shard: its parameters and tables by name, who it is, and the limits over all of them."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
@@ -24,6 +25,8 @@ from shardwell.update_rules import UpdateRule
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.parameter_slice import ParameterSlice
+from shardwell_server.shard.stored_bytes import StoredBytes
+from shardwell_server.shard.tables import Tables
 from shardwell_server.store import Layout, ParameterStorage, Store
 
 
@@ -64,10 +67,12 @@ class Shard:
         self._store = store
         self._lock = threading.Lock()
         self._parameters: dict[str, ParameterSlice] = {}
-        self._stored_bytes = 0
+        self._stored_bytes = StoredBytes(config.limits.stored_bytes_max)
         self._stopping = threading.Event()
         for layout, storage in store.recover():
             self._recover(layout, storage)
+        self.tables = Tables(config, store, self._lock, self._stored_bytes)
+        """Those of this shard."""
         store.recovered()
         self.make_images()
 
@@ -123,14 +128,17 @@ class Shard:
             )
         layout = self._layout(spec, config.chunk_size_bytes // CODECS[spec.codec_name].item_size)
         needed = layout.size_bytes
-        if self._stored_bytes + needed > limits.stored_bytes_max:
+        if not self._stored_bytes.take(needed):
             raise LimitError(
                 f"limit stored_bytes_max={limits.stored_bytes_max}: parameter {spec.name!r} needs "
-                f"{needed} bytes here beside the {self._stored_bytes} in use; add shards",
+                f"{needed} bytes here beside the {self.stored_bytes} in use; add shards",
                 parameter=spec.name,
             )
-        storage = self._store.create(layout)
-        self._stored_bytes += needed
+        try:
+            storage = self._store.create(layout)
+        except BaseException:
+            self._stored_bytes.add(-needed)
+            raise
         return self._slice(spec, layout, storage)
 
     def _layout(self, spec: ParameterSpec, chunk_element_count: int) -> Layout:
@@ -182,7 +190,7 @@ class Shard:
                 "run the version that wrote it",
                 parameter=layout.name,
             )
-        self._stored_bytes += layout.size_bytes
+        self._stored_bytes.add(layout.size_bytes)
         self._parameters[layout.name] = self._slice(spec, layout, storage)
 
     def parameter(self, name: str) -> ParameterSlice:
@@ -207,16 +215,28 @@ class Shard:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return self._stored_bytes
+        """Bytes of all arrays, and of room for rows."""
+        return self._stored_bytes.count
+
+    def checks(self) -> Iterator[Callable[[], None]]:
+        """Calls that check, a piece each, all that an earlier process left.
+
+        Each raises StorageError where its piece was damaged.
+        """
+        for parameter in self.parameters():
+            for index in range(parameter.chunk_count):
+                yield functools.partial(parameter.verify, index)
+        for table in self.tables.all():
+            yield from table.checks()
 
     def sync(self) -> None:
-        """Writes all journals to disk.
+        """Writes to disk what is not there yet.
 
         Raises:
             StorageError: the disk failed for one, the others notwithstanding.
         """
-        self._for_all(ParameterSlice.sync)
+        parameters, tables = self.parameters(), self.tables.all()
+        _do_all([*(each.sync for each in parameters), *(each.sync for each in tables)])
 
     def make_images(self) -> None:
         """Writes the images whose time it is.
@@ -224,17 +244,7 @@ class Shard:
         Raises:
             StorageError: the disk failed, or is full, for one, the others notwithstanding.
         """
-        self._for_all(lambda parameter: parameter.make_image(self.is_stopping))
-
-    def _for_all(self, act: Callable[[ParameterSlice], None]) -> None:
-        failed: StorageError | None = None
-        for parameter in self.parameters():
-            try:
-                act(parameter)
-            except StorageError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        _do_all(functools.partial(each.make_image, self.is_stopping) for each in self.parameters())
 
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""
@@ -251,3 +261,15 @@ class Shard:
     def close(self) -> None:
         """Lets go of the store, when no request is left."""
         self._store.close()
+
+
+def _do_all(acts: Iterable[Callable[[], None]]) -> None:
+    """Does each, and raises the first StorageError at the end."""
+    failed: StorageError | None = None
+    for act in acts:
+        try:
+            act()
+        except StorageError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed

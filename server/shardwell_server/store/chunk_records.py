@@ -1,38 +1,22 @@
-"""Where each chunk stands, on disk, replaced by one instruction.
+"""Where each chunk stands, on disk: a twin record a chunk (twin_records.py).
 
-A chunk has two places for records and a word that says which one stands:
-
-    offset  size
-         0     8  word: sequence number, and its complement in the upper half
-        16   112  record of even sequence numbers, and its CRC
-       128   112  record of odd sequence numbers, and its CRC
-
-`put` writes the place that does not stand, then the word. A process killed before the word leaves
-the old record, after it the new one; a record that stands and has a wrong CRC was damaged.
-
-The CRC covers the chunk's index and starts from the parameter's salt, so that a record is believed
-only in its own place.
+A record has its chunk's index, so that it is believed only in its own place.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
-from fastcrc import crc32
-
-from shardwell.errors import StorageError
 from shardwell_server.store.mapped_file import MappedFile
 from shardwell_server.store.store import ChunkRecord
+from shardwell_server.store.twin_records import TwinRecords
+from shardwell_server.store.twin_records import file_size as file_size
 
-_STRIDE_BYTES = 256
-_PLACES = (16, 128)
 # sequence, version, sample_total, step, total_factor; contribution_count, shift, seat_index,
 # chunk_index; CRC32C of weights, sum and two slots.
 _RECORD = struct.Struct("<QqqqdiiiI4I")
-_CRC = struct.Struct("<I")
 SLOT_COUNT_MAX = 2
 """Arrays of optimizer state that a record has CRCs for."""
 
@@ -51,27 +35,18 @@ class StoredRecord(NamedTuple):
     """CRC32C of weights, sum and slots; the sum's has no meaning while it has none."""
 
 
-def file_size(chunk_count: int) -> int:
-    """Bytes of a file of records."""
-    return chunk_count * _STRIDE_BYTES
-
-
 class ChunkRecords:
     """All records of a slice. Different chunks may be put at once."""
 
     def __init__(
         self, file: MappedFile, chunk_count: int, salt: int, reached: Callable[[str], None]
     ) -> None:
-        self._file = file
-        self._words = file.words(0, chunk_count * _STRIDE_BYTES // 8)
-        self._bytes = file.data.data
-        self._salt = salt
-        self._reached = reached
+        self._records = TwinRecords(
+            file, chunk_count, _RECORD.size, lambda index: f"chunk {index}", salt, reached
+        )
 
     def put(self, chunk_index: int, stored: StoredRecord) -> None:
         """Makes a record stand."""
-        start = chunk_index * _STRIDE_BYTES
-        place = start + _PLACES[stored.sequence & 1]
         record, crcs = stored.record, (*stored.crcs, 0, 0, 0)
         packed = _RECORD.pack(
             stored.sequence,
@@ -85,12 +60,7 @@ class ChunkRecords:
             chunk_index,
             *crcs[: 2 + SLOT_COUNT_MAX],
         )
-        self._bytes[place : place + _RECORD.size] = packed
-        self._reached("record")
-        _CRC.pack_into(self._bytes, place + _RECORD.size, crc32.iscsi(packed, self._salt))
-        self._reached("record's crc")
-        self._words[start // 8] = _word(stored.sequence)
-        self._reached("record's word")
+        self._records.put(chunk_index, packed)
 
     def get(self, chunk_index: int) -> StoredRecord:
         """The record that stands.
@@ -98,33 +68,10 @@ class ChunkRecords:
         Raises:
             StorageError: it was damaged.
         """
-        start = chunk_index * _STRIDE_BYTES
-        word = self._words[start // 8]
-        place = start + _PLACES[word & 1]
-        packed = bytes(self._bytes[place : place + _RECORD.size])
-        (crc,) = _CRC.unpack_from(self._bytes, place + _RECORD.size)
-        if crc != crc32.iscsi(packed, self._salt):
-            raise self._damaged(chunk_index, f"its CRC32C is not {crc:#010x}")
         sequence, version, samples, step, factor, count, shift, seat, index, *crcs = _RECORD.unpack(
-            packed
+            self._records.get(chunk_index)
         )
-        if index != chunk_index or word != _word(sequence):
-            raise self._damaged(chunk_index, f"word {word:#018x} does not fit it")
+        if index != chunk_index:
+            raise self._records.damaged(chunk_index, f"it is that of chunk {index}")
         record = ChunkRecord(version, count, samples, factor, shift)
         return StoredRecord(sequence, record, seat, step, tuple(crcs))
-
-    @property
-    def path(self) -> Path:
-        """The file's."""
-        return self._file.path
-
-    def _damaged(self, chunk_index: int, reason: str) -> StorageError:
-        return StorageError(
-            f"{self._file.path}: the record of chunk {chunk_index} was damaged: {reason}; "
-            "restore the directory from a copy or a checkpoint"
-        )
-
-
-def _word(sequence: int) -> int:
-    low = sequence & 0xFFFFFFFF
-    return low | (low ^ 0xFFFFFFFF) << 32

@@ -86,7 +86,7 @@ class DataDir:
 
     @staticmethod
     def _write(path: Path, identity: dict[str, object]) -> None:
-        if (path.parent / "parameters").exists():
+        if any((path.parent / name).exists() for name in ("parameters", "tables")):
             raise DataDirError(
                 f"{path} is missing, and beside it is the data of a shard, expected to be "
                 f"{identity}; restore it, or give another directory"

@@ -20,8 +20,8 @@ from pathlib import Path
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
+from shardwell_server.store.event import Event
 from shardwell_server.store.mapped_file import reserve, storage_error, sync_directory
-from shardwell_server.store.store import Event
 
 _LOG = logging.getLogger("shardwell_server")
 _MAGIC = "shardwell events 1"

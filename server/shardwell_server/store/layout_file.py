@@ -1,22 +1,26 @@
-"""parameter.json: what the other files of a parameter's directory are."""
+"""parameter.json and table.json: what the other files of their directory are."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
 from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.store import Layout
+from shardwell_server.store.table_storage import TableLayout
 
 _FORMAT_VERSION = 1
+Kind = TypeVar("Kind", Layout, TableLayout)
 
 
-def write_layout(path: Path, layout: Layout, salt: int) -> None:
-    """Writes parameter.json.
+def write_layout(path: Path, layout: Layout | TableLayout, salt: int) -> None:
+    """Writes the file.
 
     Raises:
         OSError: it can't be written.
@@ -26,20 +30,15 @@ def write_layout(path: Path, layout: Layout, salt: int) -> None:
             "format_version": _FORMAT_VERSION,
             "byte_order": sys.byteorder,
             "salt": salt,
-            "name": layout.name,
-            "slice_size": layout.slice_size,
-            "chunk_element_count": layout.chunk_element_count,
-            "with_sum": layout.with_sum,
-            "initial_slots": layout.initial_slots,
-            "description": layout.description,
+            **dataclasses.asdict(layout),
         },
         indent=2,
     )
     path.write_text(f"{text}\n{crc32.iscsi(text.encode()):08x}\n")
 
 
-def read_layout(path: Path) -> tuple[Layout, int]:
-    """The layout and salt in parameter.json.
+def read_layout(path: Path, kind: type[Kind]) -> tuple[Kind, int]:
+    """The layout and salt in a file.
 
     Raises:
         StorageError: it is damaged, or another version's.
@@ -62,4 +61,7 @@ def read_layout(path: Path) -> tuple[Layout, int]:
             f"{sys.byteorder}-endian: run the version of shardwell that wrote it, on such a machine"
         )
     salt = found.pop("salt")
-    return Layout(**{**found, "initial_slots": tuple(found["initial_slots"])}), salt
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+    }
+    return kind(**values), salt

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -24,6 +25,8 @@ def storage_error(path: Path, error: OSError, doing: str) -> StorageError:
         errno.EROFS: "remount the disk for writing, then call again",
         errno.EACCES: "let the shard's user write there, then call again",
         errno.EPERM: "let the shard's user write there, then call again",
+        errno.EFBIG: "let it have files so large (file system, ulimit -f), then call again",
+        errno.ENOMEM: "more than this machine can map: lower the limit of rows, or add shards",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",
     }
     hint = hints.get(error.errno or 0, "check the disk")
@@ -75,8 +78,8 @@ class MappedFile:
         self._mapping = mmap.mmap(file, size_bytes) if size_bytes else None
         self.data: Bytes = np.frombuffer(self._mapping or bytearray(), np.uint8)
 
-    @staticmethod
-    def create(path: Path, size_bytes: int) -> MappedFile:
+    @classmethod
+    def create(cls, path: Path, size_bytes: int) -> Self:
         """A new file of zeros.
 
         Raises:
@@ -85,12 +88,12 @@ class MappedFile:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             reserve(file, size_bytes)
-            return MappedFile(path, file, size_bytes)
+            return cls(path, file, size_bytes)
         finally:
             os.close(file)
 
-    @staticmethod
-    def open(path: Path, size_bytes: int) -> MappedFile:
+    @classmethod
+    def open(cls, path: Path, size_bytes: int) -> Self:
         """A file that exists.
 
         Raises:
@@ -107,7 +110,7 @@ class MappedFile:
                     f"{path} has {found} bytes; expected {size_bytes}: it was truncated or "
                     "replaced; restore the directory from a copy or a checkpoint"
                 )
-            return MappedFile(path, file, size_bytes)
+            return cls(path, file, size_bytes)
         except OSError as error:
             raise storage_error(path, error, "mapping it") from None
         finally:

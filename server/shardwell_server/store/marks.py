@@ -9,13 +9,14 @@ written is written again from the record, and every other entry must fit its che
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import StorageError
+from shardwell_server.store.event import Event
 from shardwell_server.store.mapped_file import (
     NO_WORDS,
     PAGE_SIZE_BYTES,
@@ -40,7 +41,7 @@ class Marks:
     def __init__(
         self, path: Path, chunk_count: int, salt: int, reached: Callable[[str], None]
     ) -> None:
-        self._path = path
+        self.path = path
         self._chunk_count = chunk_count
         self._salt = salt
         self._reached = reached
@@ -57,16 +58,16 @@ class Marks:
             StorageError: the file is missing or can't be mapped.
         """
         try:
-            size = self._path.stat().st_size
+            size = self.path.stat().st_size
         except OSError as error:
-            raise storage_error(self._path, error, "opening it") from None
+            raise storage_error(self.path, error, "opening it") from None
         if self._row_bytes:
             capacity, rest = divmod(size, self._row_bytes)
             if rest:  # a kill may cut off the growth of a file
                 try:
-                    os.truncate(self._path, size - rest)
+                    os.truncate(self.path, size - rest)
                 except OSError as error:
-                    raise storage_error(self._path, error, "cutting off a part of a row") from None
+                    raise storage_error(self.path, error, "cutting off a part of a row") from None
             self._map(capacity)
 
     @property
@@ -84,7 +85,7 @@ class Marks:
             return
         capacity = max(row_count, min(2 * self._row_capacity, row_count + 64))
         try:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 reserve(file, capacity * self._row_bytes)
                 self._reached("room for marks")
@@ -94,7 +95,7 @@ class Marks:
             finally:
                 os.close(file)
         except OSError as error:
-            raise storage_error(self._path, error, "making room for a worker") from None
+            raise storage_error(self.path, error, "making room for a worker") from None
         # A thread that still writes through the old mapping writes the same pages.
         self._map(capacity)
 
@@ -130,7 +131,7 @@ class Marks:
         bad = np.flatnonzero(checks != self._checks(seat_index, found))
         if bad.size:
             raise StorageError(
-                f"{self._path}: the mark of seat {seat_index} for chunk {bad[0]} was damaged; "
+                f"{self.path}: the mark of seat {seat_index} for chunk {bad[0]} was damaged; "
                 "restore the directory from a copy or a checkpoint"
             )
         return [int(step) - 1 for step in found]
@@ -161,6 +162,55 @@ class Marks:
 
     def _map(self, capacity: int) -> None:
         size = capacity * self._row_bytes
-        self._file = MappedFile.open(self._path, size)
+        self._file = MappedFile.open(self.path, size)
         self._words = self._file.words(0, size // 8)
         self._row_capacity = capacity
+
+
+def seat_count(events: Sequence[Event]) -> int:
+    """How many seats were logged; only those have marks."""
+    return sum(event.get("kind") == "seat" for event in events)
+
+
+def recover_marks(
+    marks: Marks, seat_count: int, latest: Sequence[tuple[int, int]], *, is_torn: bool
+) -> None:
+    """Opens the marks that an earlier process left, and writes what it was cut off at again.
+
+    Args:
+        marks: Not open yet.
+        seat_count: Seats that the event log has.
+        latest: Seat and step of each chunk's record; seat -1: none.
+        is_torn: Whether marks may lack seats.
+
+    Raises:
+        StorageError: records, marks and events do not fit each other, or there is no room.
+    """
+    directory = marks.path.parent
+    marks.open()
+    if is_torn:  # seats that were taken after an image
+        marks.make_room(seat_count)
+        for seat_index in range(seat_count):
+            marks.begin(seat_index)
+    if latest and seat_count > marks.row_capacity:
+        raise StorageError(
+            f"{marks.path} has {marks.row_capacity} rows for {seat_count} seats: it was truncated; "
+            "restore the directory from a copy"
+        )
+    for chunk_index, (seat_index, step) in enumerate(latest):
+        if seat_index >= seat_count:
+            raise StorageError(
+                f"{directory / 'records'}: record {chunk_index} has a gradient of seat "
+                f"{seat_index}, and {directory / 'events'} {seat_count} seats: one of them was "
+                "replaced; restore the directory from a copy"
+            )
+        if seat_index >= 0:
+            marks.put(seat_index, chunk_index, step)
+    if latest:
+        for row in range(seat_count, marks.row_capacity):
+            if not marks.is_blank(row):
+                raise StorageError(
+                    f"{marks.path} has steps of seat {row}, and {directory / 'events'} "
+                    f"{seat_count} seats: one of them was replaced; restore the directory from a "
+                    "copy"
+                )

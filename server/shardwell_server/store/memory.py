@@ -9,14 +9,16 @@ import numpy as np
 
 from shardwell.codec import Bytes, Float32
 from shardwell.errors import LimitError
+from shardwell_server.store.event import Event
+from shardwell_server.store.memory_table import MemoryTable
 from shardwell_server.store.store import (
     ChunkRecord,
-    Event,
     JournalEntry,
     Layout,
     ParameterStorage,
     Transition,
 )
+from shardwell_server.store.table_storage import TableLayout, TableStorage
 
 
 class _MemoryChange:
@@ -123,8 +125,13 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._parameters: dict[str, MemoryParameter] = {}
+        self._tables: dict[str, MemoryTable] = {}
 
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
+        """See Store: nothing ever is."""
+        return []
+
+    def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
         """See Store: nothing ever is."""
         return []
 
@@ -146,6 +153,22 @@ class MemoryStore:
         self._parameters[layout.name] = made
         return made
 
+    def create_table(self, layout: TableLayout) -> MemoryTable:
+        """See Store."""
+        if layout.name in self._tables:
+            raise ValueError(f"storage of table {layout.name!r} exists")
+        try:
+            made = MemoryTable(layout)
+        except MemoryError:
+            raise LimitError(
+                f"no address space for the {layout.row_capacity} rows that table {layout.name!r} "
+                f"may have, of {layout.row_size_bytes} bytes; add shards",
+                table=layout.name,
+            ) from None
+        self._tables[layout.name] = made
+        return made
+
     def close(self) -> None:
         """See Store."""
         self._parameters.clear()
+        self._tables.clear()

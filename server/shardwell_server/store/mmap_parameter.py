@@ -36,11 +36,12 @@ from shardwell.codec import Bytes, Float32, blocks
 from shardwell.errors import StorageError
 from shardwell_server.store import chunk_records, undo
 from shardwell_server.store.chunk_records import ChunkRecords, StoredRecord
+from shardwell_server.store.event import Event
 from shardwell_server.store.event_log import EventLog
 from shardwell_server.store.layout_file import write_layout
 from shardwell_server.store.mapped_file import MappedFile, sync_directory, sync_file
-from shardwell_server.store.marks import Marks
-from shardwell_server.store.store import ChunkRecord, Event, JournalEntry, Layout, Transition
+from shardwell_server.store.marks import Marks, recover_marks, seat_count
+from shardwell_server.store.store import ChunkRecord, JournalEntry, Layout, Transition
 from shardwell_server.store.undo import Arrays, UndoArea
 
 
@@ -154,35 +155,9 @@ class MmapParameter:
         return made
 
     def _recover_marks(self) -> None:
-        events, marks = self._events.read(), self._marks
-        self._seat_count = sum(event.get("kind") == "seat" for event in events)
-        marks.open()
-        if self.is_torn:  # seats that were taken after an image
-            marks.make_room(self._seat_count)
-            for seat_index in range(self._seat_count):
-                marks.begin(seat_index)
-        if self._layout.chunk_count and self._seat_count > marks.row_capacity:
-            raise StorageError(
-                f"{self.directory / 'marks'} has {marks.row_capacity} rows for "
-                f"{self._seat_count} seats: it was truncated; restore the directory from a copy"
-            )
-        for index, stored in enumerate(self._stored):
-            if stored.seat_index >= self._seat_count:
-                raise StorageError(
-                    f"{self.directory / 'records'}: chunk {index} has a gradient of seat "
-                    f"{stored.seat_index}, and {self.directory / 'events'} {self._seat_count} "
-                    "seats: one of them was replaced; restore the directory from a copy"
-                )
-            if stored.seat_index >= 0:
-                marks.put(stored.seat_index, index, stored.step)
-        if self._layout.chunk_count:
-            for row in range(self._seat_count, marks.row_capacity):
-                if not marks.is_blank(row):
-                    raise StorageError(
-                        f"{self.directory / 'marks'} has steps of seat {row}, and "
-                        f"{self.directory / 'events'} {self._seat_count} seats: one of them was "
-                        "replaced; restore the directory from a copy"
-                    )
+        self._seat_count = seat_count(self._events.read())
+        latest = [(stored.seat_index, stored.step) for stored in self._stored]
+        recover_marks(self._marks, self._seat_count, latest, is_torn=self.is_torn)
 
     def records(self) -> list[ChunkRecord]:
         """See ParameterStorage."""

@@ -1,16 +1,15 @@
 """A store in memory-mapped files under one directory: what is acknowledged survives kill -9.
 
-parameters/000001/    a parameter, numbered, so that no path is made from a name
-parameters/000002.new/    one whose making was cut off; removed at the next start
+parameters/000001/    a parameter (mmap_parameter.py)
+tables/000001/        a table (mmap_table.py)
+
+Both are numbered (numbered.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import secrets
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +18,12 @@ from shardwell_server.config import Durability
 from shardwell_server.store.boot import Boot
 from shardwell_server.store.journaled_parameter import JournaledParameter, restore_image
 from shardwell_server.store.layout_file import read_layout
-from shardwell_server.store.mapped_file import storage_error, sync_directory
+from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.mmap_parameter import MmapParameter
+from shardwell_server.store.mmap_table import MmapTable
+from shardwell_server.store.numbered import Numbered
 from shardwell_server.store.store import Layout, ParameterStorage
+from shardwell_server.store.table_storage import TableLayout, TableStorage
 
 _LOG = logging.getLogger("shardwell_server")
 
@@ -48,36 +50,29 @@ class MmapStore:
         boot: Boot | None = None,
         reached: Callable[[str], None] = _nothing,
     ) -> None:
-        self._path = path / "parameters"
+        self._path = path
         self._durability = durability or Durability()
         self._boot = boot or Boot(path)
         self._reached = reached
+        self._is_torn = False
         self._open: list[JournaledParameter] = []
+        self._open_tables: list[MmapTable] = []
         self._names: set[str] = set()
-        self._next_number = 1
+        self._table_names: set[str] = set()
+        is_synced = not self._durability.is_process
+        self._parameters = Numbered(path / "parameters", reached, is_synced=is_synced)
+        self._tables = Numbered(path / "tables", reached, is_synced=is_synced)
 
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
         """See Store."""
         found: list[tuple[Layout, ParameterStorage]] = []
         try:
-            self._path.mkdir(exist_ok=True)
-            entries = sorted(self._path.iterdir())
-            is_torn = self._boot.is_torn()
+            self._is_torn = is_torn = self._boot.is_torn()
             self._boot.mark("recovering" if is_torn else "running")
         except OSError as error:
             raise storage_error(self._path, error, "reading it") from None
-        for entry in entries:
-            number = entry.name.removesuffix(".new")
-            if not (number.isdecimal() and entry.is_dir()):
-                raise StorageError(f"{entry} is none of shardwell's files; move it away")
-            self._next_number = max(self._next_number, int(number) + 1)
-            if entry.name.endswith(".new"):
-                try:
-                    shutil.rmtree(entry)
-                except OSError as error:
-                    raise storage_error(entry, error, "removing what was never made") from None
-                continue
-            layout, salt = read_layout(entry / "parameter.json")
+        for entry in self._parameters.standing():
+            layout, salt = read_layout(entry / "parameter.json", Layout)
             if layout.name in self._names:
                 raise StorageError(
                     f"{entry} holds parameter {layout.name!r}, as another directory does; move the "
@@ -126,38 +121,71 @@ class MmapStore:
         """See Store."""
         if layout.name in self._names:
             raise ValueError(f"storage of {layout.name!r} exists")
-        directory = self._path / f"{self._next_number:06d}"
-        at = making = directory.with_suffix(".new")
         salt = secrets.randbits(32)
-        try:
-            self._path.mkdir(exist_ok=True)
-            shutil.rmtree(making, ignore_errors=True)  # removing one may have failed before
-            making.mkdir()
-            made = MmapParameter.create(making, layout, salt, self._reached)
-            self._reached("files")
+
+        def fill(path: Path) -> None:
+            made = MmapParameter.create(path, layout, salt, self._reached)
             if not self._durability.is_process:
                 made.close()
-                sync_directory(making)
-            os.replace(making, directory)
-            at = directory
-            if not self._durability.is_process:
-                sync_directory(self._path)
-            self._reached("files' name")
+
+        doing = f"making the {layout.size_bytes} bytes of {layout.name!r}"
+        with self._parameters.making(fill, doing) as directory:
             storage = JournaledParameter.recover(directory, layout, salt, self._reached)
             self._begin(storage)
-        except (OSError, StorageError) as error:
-            if at is directory:
-                with contextlib.suppress(OSError):
-                    os.replace(directory, making)
-            shutil.rmtree(making, ignore_errors=True)
-            if isinstance(error, StorageError):
-                raise
-            raise storage_error(
-                directory, error, f"making the {layout.size_bytes} bytes of {layout.name!r}"
-            ) from None
-        self._next_number += 1
         self._names.add(layout.name)
         self._open.append(storage)
+        return storage
+
+    def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
+        """See Store."""
+        found: list[tuple[TableLayout, TableStorage]] = []
+        for entry in self._tables.standing():
+            layout, salt = read_layout(entry / "table.json", TableLayout)
+            if layout.name in self._table_names:
+                raise StorageError(
+                    f"{entry} holds table {layout.name!r}, as another directory does; move the one "
+                    "that was copied there away"
+                )
+            storage = MmapTable.recover(entry, layout, salt, self._reached, is_torn=self._is_torn)
+            self._table_names.add(layout.name)
+            self._open_tables.append(storage)
+            found.append((layout, storage))
+            if self._is_torn:
+                _LOG.warning(
+                    "the machine lost power: what was acknowledged in the last seconds may be "
+                    "missing from the table; its rows are verified",
+                    extra={"table": layout.name},
+                )
+            _LOG.info(
+                "table recovered",
+                extra={
+                    "table": layout.name,
+                    "row_used": storage.record.row_used,
+                    "version": storage.record.version,
+                    "taken_back_row_count": storage.rolled_back_row_count,
+                },
+            )
+        return found
+
+    def create_table(self, layout: TableLayout) -> MmapTable:
+        """See Store."""
+        if layout.name in self._table_names:
+            raise ValueError(f"storage of table {layout.name!r} exists")
+        salt = secrets.randbits(32)
+
+        def fill(path: Path) -> None:
+            made = MmapTable.create(path, layout, salt, self._reached)
+            if not self._durability.is_process:
+                made.close()
+
+        try:
+            with self._tables.making(fill, f"making table {layout.name!r}") as directory:
+                storage = MmapTable.recover(directory, layout, salt, self._reached)
+        except StorageError as error:
+            error.table = layout.name
+            raise
+        self._table_names.add(layout.name)
+        self._open_tables.append(storage)
         return storage
 
     def close(self) -> None:
@@ -166,7 +194,8 @@ class MmapStore:
         Raises:
             StorageError: the disk failed; what it lacks is on it only if the machine stays up.
         """
-        opened, self._open = self._open, []
+        opened: list[JournaledParameter | MmapTable] = [*self._open, *self._open_tables]
+        self._open, self._open_tables = [], []
         if not opened:
             return
         failed: OSError | None = None

@@ -11,12 +11,11 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 from shardwell.codec import Bytes, Float32
-
-Event: TypeAlias = dict[str, Any]
-"""A rare change of a parameter as a JSON object: see shard/standing.py for its kinds."""
+from shardwell_server.store.event import Event
+from shardwell_server.store.table_storage import TableLayout, TableStorage
 
 
 class ChunkRecord(NamedTuple):
@@ -220,14 +219,29 @@ class Store(Protocol):
             StorageError: something can't be believed; names the file, and what to do.
         """
 
+    def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
+        """The tables that an earlier process left, to be called once, after `recover`.
+
+        Raises:
+            StorageError: something can't be believed; names the file, and what to do.
+        """
+
     def recovered(self) -> None:
-        """To be called when all that `recover` gave was taken over."""
+        """To be called when all that `recover` and `recover_tables` gave was taken over."""
 
     def create(self, layout: Layout) -> ParameterStorage:
         """Makes the storage of a new parameter, whose name is unique in the store.
 
         Raises:
             LimitError: there is no memory for it.
+            StorageError: there is no room on the disk, or it can't be written to.
+        """
+
+    def create_table(self, layout: TableLayout) -> TableStorage:
+        """Makes the storage of a new table; tables and parameters may have the same names.
+
+        Raises:
+            LimitError: there is no address space for it.
             StorageError: there is no room on the disk, or it can't be written to.
         """
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.codec import Float32
-from shardwell_server.store.store import Event
+from shardwell_server.store.event import Event
 
 Places: TypeAlias = npt.NDArray[np.int64]
 """(n,) int64: places of rows, without repeats."""
@@ -47,9 +47,9 @@ class TableLayout:
 
     @property
     def row_size_bytes(self) -> int:
-        """Bytes of one row in all arrays."""
+        """Bytes of one row in all arrays, with key, counts and checks."""
         values = self.dim * (1 + self.with_sum) + sum(self.slot_widths)
-        return 4 * values + 4 * 8
+        return 4 * values + 5 * 8 + self.with_sum * (8 + 1)
 
 
 class TableRecord(NamedTuple):
@@ -82,15 +82,21 @@ class RowChange(Protocol):
     """One change under way. The caller is the table's only writer, and nobody reads meanwhile.
 
     The arrays may be written directly, at the places and in the arrays that the change was begun
-    with, and at places from `row_used` on.
+    with, and at places from `row_used` on. Of new rows, those from `row_used` to below that of the
+    record that is committed, all arrays must be written; but for `has_sum`, which becomes False
+    where the change is not of `sums`.
     """
 
     weights: Float32
-    """(n, dim): a copy of the rows as they were, to compute with; may be written."""
+    """(n, dim): a copy of the rows as they were, to compute with; may be written.
+
+    C-contiguous; gone with `commit`. Without rows where the change is not of `values`. What
+    it holds of new rows has no meaning.
+    """
     slots: tuple[Float32, ...]
     """The same of optimizer state: (n, width) each."""
     sums: Float32 | None
-    """The same of the sums."""
+    """The same of the sums; without rows where the change is not of `sums`."""
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
         """Makes it all stand: the rows as written, `record`, and what a worker has contributed."""
@@ -113,8 +119,10 @@ class TableStorage(Protocol):
     """(row_capacity, dim): sums of the open step's gradients."""
     has_sum: npt.NDArray[np.bool_]
     """(row_capacity,): whether the row's sum has a meaning."""
-    record: TableRecord
-    """Where the table stands."""
+
+    @property
+    def record(self) -> TableRecord:
+        """Where the table stands."""
 
     def positions(self) -> list[Position]:
         """What each seat has contributed, by seat."""
@@ -135,6 +143,7 @@ class TableStorage(Protocol):
         """Makes room for places from 0 to below `row_count`.
 
         Raises:
+            LimitError: that is more than `row_capacity`; nothing changed.
             StorageError: there is no disk space; nothing changed.
         """
 

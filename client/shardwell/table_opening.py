@@ -1,0 +1,253 @@
+"""One worker's calls about a table as a whole: opening, seats, learning rates, eviction, scans.
+
+All are safe to repeat, and repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from shardwell import framing
+from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell.errors import ArgumentError, CorruptChunkError, StepOrderError, UnknownTableError
+from shardwell.retry import Attempts
+from shardwell.row_codec import RowCodec, rows_per_message_max
+from shardwell.row_placement import Ids
+from shardwell.table_spec import TableSpec
+from shardwell.turns import Turns
+from shardwell.v1 import table_pb2 as pb
+from shardwell.values import milliseconds
+
+ResponseT = TypeVar("ResponseT")
+
+
+class Standing(NamedTuple):
+    """Where a worker goes on."""
+
+    next_step: int
+    """The first step that it has not ended on every shard."""
+    is_begun: bool
+    """Whether some shard has counted some of that step."""
+    version: int
+    """See `Table.version`."""
+
+
+class TableOpening:
+    """Any thread may use it.
+
+    Args:
+        spec: The table.
+        channels: Of the shards, in order.
+        worker_id: Whose calls they are.
+        turns: Of the table.
+    """
+
+    def __init__(
+        self, spec: TableSpec, channels: list[ShardChannel], *, worker_id: str, turns: Turns
+    ) -> None:
+        self._spec = spec
+        self._channels = channels
+        self._worker_id = worker_id
+        self._turns = turns
+
+    @property
+    def shard_count(self) -> int:
+        """Shards of the cluster."""
+        return len(self._channels)
+
+    def open(self, attempts: Attempts) -> Standing:
+        """Creates or joins the table on all shards.
+
+        Raises:
+            SpecMismatchError, LimitError: a shard refuses.
+            StepOrderError: asynchronous mode: the shards do not have the same past.
+            CorruptChunkError: a shard cuts messages in another way.
+        """
+        return self._standing(attempts, take_seat=False)
+
+    def take_seat(self, attempts: Attempts) -> Standing:
+        """Takes this worker's place among worker_count, shard by shard: shard 0 decides.
+
+        Raises:
+            SeatsTakenError: worker_count other workers have one.
+            StepOrderError: the shards do not have the same past.
+        """
+        return self._standing(attempts, take_seat=True)
+
+    def _standing(self, attempts: Attempts, *, take_seat: bool) -> Standing:
+        answers = [
+            self._turns.run(attempts, partial(self._join, channel, attempts, take_seat=take_seat))
+            for channel in self._channels
+        ]
+        expected = rows_per_message_max(self._spec)
+        for channel, answer in zip(self._channels, answers, strict=True):
+            if answer.rows_per_message_max != expected:
+                raise CorruptChunkError(
+                    f"shard {channel.shard_index} has messages of up to "
+                    f"{answer.rows_per_message_max} rows for table {self._spec.name!r}; expected "
+                    f"{expected}; run the same version everywhere",
+                    shard_index=channel.shard_index,
+                    table=self._spec.name,
+                )
+        steps = [answer.next_step for answer in answers]
+        # A synchronous table may go on between two answers, until this worker has its seats.
+        is_certain = take_seat or self._spec.mode == "async"
+        if is_certain and max(steps) - min(steps) > 1:
+            raise StepOrderError(
+                f"shards disagree on where table {self._spec.name!r} stands: this worker's next "
+                f"step is {min(steps)} on shard {steps.index(min(steps))} and {max(steps)} on "
+                f"shard {steps.index(max(steps))}; a shard lost its memory; restore a checkpoint, "
+                "or start the training again under another name",
+                table=self._spec.name,
+            )
+        return Standing(
+            next_step=min(steps),
+            is_begun=max(steps) > min(steps) or any(a.counted_part_count for a in answers),
+            version=min(answer.version for answer in answers),
+        )
+
+    def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
+        """The first step from `next_step` on that no shard has closed.
+
+        That is this worker's next step, or, when that was interrupted and some shards closed it,
+        the one after it. A worker that takes part is never further behind.
+
+        Raises:
+            StepOrderError: a shard is further on.
+        """
+        newest = max(status.version for status in self.status(attempts))
+        if newest > next_step + 1:
+            raise StepOrderError(
+                f"learning rate of table {self._spec.name!r} from step {next_step}, this worker's "
+                f"next: a shard has reached step {newest}; pass now=True, or open the table again",
+                table=self._spec.name,
+            )
+        return max(newest, next_step)
+
+    def set_learning_rate(
+        self, learning_rate: float, from_step: int | None, attempts: Attempts
+    ) -> None:
+        """Changes the rate on all shards; `from_step` None: at once."""
+        self._every(
+            "SetTableLearningRate",
+            lambda channel: pb.SetTableLearningRateRequest(
+                shard=channel.identity,
+                table=self._spec.name,
+                learning_rate=learning_rate,
+                from_step=from_step,
+            ),
+            pb.SetTableLearningRateResponse,
+            attempts,
+        )
+
+    def evict(self, older_than_step: int, attempts: Attempts) -> int:
+        """Removes rows on all shards; returns how many."""
+        answers = self._every(
+            "EvictRows",
+            lambda channel: pb.EvictRowsRequest(
+                shard=channel.identity, table=self._spec.name, older_than_step=older_than_step
+            ),
+            pb.EvictRowsResponse,
+            attempts,
+        )
+        return sum(answer.evicted_row_count for answer in answers)
+
+    def status(self, attempts: Attempts) -> list[pb.TableStatus]:
+        """What each shard holds of the table, in order.
+
+        Raises:
+            UnknownTableError: a shard has no such table.
+        """
+        answers = self._every(
+            "GetTableStatus",
+            lambda channel: pb.GetTableStatusRequest(shard=channel.identity, table=self._spec.name),
+            pb.GetTableStatusResponse,
+            attempts,
+        )
+        for channel, answer in zip(self._channels, answers, strict=True):
+            if not answer.tables:
+                raise UnknownTableError(
+                    f"shard {channel.shard_index} has no table {self._spec.name!r} any more; it "
+                    "lost its memory",
+                    shard_index=channel.shard_index,
+                    table=self._spec.name,
+                )
+        return [answer.tables[0] for answer in answers]
+
+    def row_ids(self, attempts: Attempts) -> Ids:
+        """(n,) int64: ids of the rows that there are on all shards, ascending."""
+        found = [
+            self._turns.run(attempts, partial(self._scanned, channel, attempts))
+            for channel in self._channels
+        ]
+        return np.unique(np.concatenate(found))
+
+    def _scanned(self, channel: ShardChannel, attempts: Attempts) -> Ids:
+        codec = RowCodec.of_scans(self._spec)
+        wait_s = attempts.rest_s
+        request = pb.ScanRowsRequest(
+            shard=channel.identity,
+            table=self._spec.name,
+            content=pb.ScanRowsRequest.CONTENT_IDS,
+            wait_timeout_ms=milliseconds(wait_s),
+        )
+        found = [np.empty(0, np.int64)]
+        with channel.translated(table=self._spec.name):
+            call = channel.scan_rows(request, timeout=wait_s + ANSWER_MARGIN_S)
+            try:
+                for message in call:
+                    header, payload = framing.parse(pb.ScanRowsResponse, message)
+                    if header.HasField("rows"):
+                        opened = codec.open(header.rows, payload, with_ids=True, with_values=False)
+                        found.append(opened.ids)
+            except ArgumentError as error:
+                raise CorruptChunkError(
+                    f"shard {channel.shard_index} answered for {self._spec.name!r}: "
+                    f"{error.message}",
+                    shard_index=channel.shard_index,
+                    table=self._spec.name,
+                ) from None
+            finally:
+                call.cancel()
+        return np.concatenate(found)
+
+    def _join(
+        self, channel: ShardChannel, attempts: Attempts, *, take_seat: bool = False
+    ) -> pb.OpenTableResponse:
+        """Creates or joins the table on one shard."""
+        return channel.call(
+            "OpenTable",
+            pb.OpenTableRequest(
+                shard=channel.identity,
+                worker_id=self._worker_id,
+                spec=self._spec.to_proto(),
+                take_seat=take_seat,
+            ),
+            pb.OpenTableResponse,
+            timeout_s=attempts.rest_s,
+            table=self._spec.name,
+        )
+
+    def _every(
+        self,
+        method: str,
+        request: Callable[[ShardChannel], Any],
+        response_type: type[ResponseT],
+        attempts: Attempts,
+    ) -> list[ResponseT]:
+        """The answers of all shards to a call, in order."""
+
+        def ask(channel: ShardChannel) -> ResponseT:
+            return channel.call(
+                method,
+                request(channel),
+                response_type,
+                timeout_s=attempts.rest_s,
+                table=self._spec.name,
+            )
+
+        return [self._turns.run(attempts, partial(ask, channel)) for channel in self._channels]

@@ -1,0 +1,158 @@
+"""Who has contributed which parts of which step to a table. Pure: events in, decisions out.
+
+On each shard a worker's step is part 0, 1, ..., the last of which ends it. Its position is (o, c):
+its open step, and the parts of it that are counted. v is the table's version (steps that have
+closed; asynchronous: that were ended). Synchronous, a worker that is new, or known to a table that
+was restored since, goes on at the open step: where o < v, its position counts as (v, 0).
+
+    part (s, k) of a worker at (o, c)
+    s < o, or s = o and k < c    DUPLICATE   acknowledge, do not count
+    sync: s < v                  StepOrderError: closed without it
+    s = o and k = c              COUNT; sync, o = v + 1: WAIT until v closes
+    otherwise                    StepOrderError: parts or steps were skipped
+
+An abandoned step is ended with the parts that were counted: as above, k having no meaning.
+
+    counted, step not ended      (o, c + 1)
+    counted, step ended          (o + 1, 0); async: v + 1
+    sync, worker_count at v + 1  complete; nothing counts until `close`: v + 1
+
+Invariants:
+  - Positions never decrease, so a part counts once however often it is sent.
+  - Synchronous: o <= v + 1; a step closes when worker_count workers, who hold all the seats, have
+    ended it, so nobody who has contributed is left behind.
+  - Versions only grow, by one for each step that closes (asynchronous: that a worker ends).
+
+The caller holds the table's lock around all of it.
+"""
+
+from __future__ import annotations
+
+from shardwell.errors import StepOrderError
+from shardwell_server.shard.ledger import Decision
+from shardwell_server.shard.seats import Seats
+from shardwell_server.store.table_storage import Position
+
+
+class Seat:
+    """One worker, and where it stands."""
+
+    def __init__(self, worker_id: str, position: Position) -> None:
+        self.worker_id = worker_id
+        self.position = position
+
+    @property
+    def index(self) -> int:
+        """0-based, in the order in which seats were taken."""
+        return self.position.seat_index
+
+
+class TableLedger(Seats[Seat]):
+    """The contributions to one table on one shard. `worker_count` 0 means asynchronous.
+
+    Args:
+        version: Where the table stands.
+        worker_count: Workers that make a synchronous step.
+        worker_count_max: Workers that may be known.
+    """
+
+    def __init__(self, version: int, *, worker_count: int, worker_count_max: int) -> None:
+        super().__init__(worker_count=worker_count, worker_count_max=worker_count_max)
+        self.version = version
+        """Steps that have closed, which is also the number of the open one; asynchronous: steps
+        that were ended. Set by the caller when a checkpoint is restored."""
+
+    def _fresh_seat(self, worker_id: str, index: int) -> Seat:
+        return Seat(worker_id, Position(index))
+
+    def restore_seat(self, worker_id: str, position: Position) -> Seat:
+        """Gives a worker the next seat, with the position that it has already."""
+        assert position.seat_index == len(self._seats)
+        return self._sit(Seat(worker_id, position))
+
+    def decide(self, seat: Seat, step: int, part_index: int) -> Decision:
+        """What to do with a part of `seat`'s step.
+
+        Raises:
+            StepOrderError: see the table above.
+        """
+        if (step, part_index) < (seat.position.step, seat.position.part_count):
+            return Decision.DUPLICATE
+        self._check_step(seat, step)
+        _, expected = self._next_part(seat)
+        if part_index != expected:
+            raise StepOrderError(
+                f"worker {seat.worker_id!r} sent part {part_index} of step {step}, of which "
+                f"{expected} are counted here; send part {expected}, or abandon the step",
+                worker_id=seat.worker_id,
+            )
+        return self._turn(step)
+
+    def decide_end(self, seat: Seat, step: int) -> Decision:
+        """What to do with the end of `seat`'s step when it abandons the rest of it.
+
+        Raises:
+            StepOrderError: see the table above.
+        """
+        if step < seat.position.step:
+            return Decision.DUPLICATE
+        self._check_step(seat, step)
+        return self._turn(step)
+
+    def _check_step(self, seat: Seat, step: int) -> None:
+        expected, _ = self._next_part(seat)
+        if step != expected:
+            reason = "closed without it" if step < expected else "was not its next"
+            raise StepOrderError(
+                f"worker {seat.worker_id!r} sent step {step}, which {reason}: expected step "
+                f"{expected}; open the table again and go on at its next_step",
+                worker_id=seat.worker_id,
+            )
+
+    def _turn(self, step: int) -> Decision:
+        return Decision.WAIT if self.is_sync and step > self.version else Decision.COUNT
+
+    def following(self, seat: Seat, *, ends_step: bool) -> Position:
+        """Where a worker will stand with one part more, or with its step ended."""
+        step, part_count = self._next_part(seat)
+        if ends_step:
+            return Position(seat.index, step + 1)
+        return Position(seat.index, step, part_count + 1)
+
+    def record(self, seat: Seat, following: Position) -> None:
+        """Counts a part, or an end, for which a decision was COUNT."""
+        ended = following.step > self._next_part(seat)[0]
+        seat.position = following
+        if ended and not self.is_sync:
+            self.version += 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Synchronous: all workers have ended the open step; it is to be closed."""
+        return self.is_sync and len(self.contributed(self.version)) >= self._worker_count
+
+    def close(self) -> None:
+        """The open step, which was complete, has been applied."""
+        assert self.is_complete
+        self.version += 1
+
+    def next_part(self, worker_id: str) -> tuple[int, int]:
+        """A worker's open step, and how many parts of it are counted."""
+        seat = self._seats.get(worker_id)
+        if seat is None:
+            return (self.version if self.is_sync else 0), 0
+        return self._next_part(seat)
+
+    def _next_part(self, seat: Seat) -> tuple[int, int]:
+        _, step, part_count = seat.position
+        if self.is_sync and step < self.version:
+            return self.version, 0
+        return step, part_count
+
+    def contributed(self, step: int) -> list[str]:
+        """Workers that have ended `step`."""
+        return [seat.worker_id for seat in self.seats if seat.position.step > step]
+
+    def missing(self, step: int) -> tuple[list[str], int]:
+        """Known workers that have not ended `step`, and how many more were never seen."""
+        return self._missing_beside(self.contributed(step))

@@ -1,0 +1,135 @@
+"""What changes rarely about a table on a shard: who takes part, and learning rates.
+
+As register.py for parameters, without first weights: rows need none. Every change is logged in the
+storage before it takes effect. Events, as JSON objects:
+
+    {"kind": "worker", "worker_id": W}                       W opened the table
+    {"kind": "seat", "worker_id": W}                         W takes the next seat
+    {"kind": "learning_rate", "from_step": N, "learning_rate": R}
+"""
+
+from __future__ import annotations
+
+from shardwell.errors import ArgumentError, LimitError, StepOrderError, StorageError
+from shardwell.optimizers import FTRL
+from shardwell.table_spec import TableSpec
+from shardwell_server.config import Limits
+from shardwell_server.shard.learning_rates import LearningRates
+from shardwell_server.shard.table_ledger import Seat, TableLedger
+from shardwell_server.store import Event, TableStorage
+
+
+class TableRegister:
+    """See the module. For one thread at a time, but for `learning_rate`."""
+
+    def __init__(
+        self, spec: TableSpec, storage: TableStorage, ledger: TableLedger, limits: Limits
+    ) -> None:
+        self._spec = spec
+        self._storage = storage
+        self._ledger = ledger
+        self._limits = limits
+        self._rates = LearningRates(getattr(spec.optimizer, "learning_rate", 0.0))
+        self._restore()
+
+    def remember(self, worker_id: str) -> None:
+        """Notes that a worker opened the table.
+
+        Raises:
+            LimitError: too many workers.
+            StorageError: it can't be noted.
+        """
+        self._ledger.remember(
+            worker_id, lambda: self._storage.log({"kind": "worker", "worker_id": worker_id})
+        )
+
+    def seat(self, worker_id: str) -> Seat:
+        """The worker's seat, taken now if it has none.
+
+        Raises:
+            SeatsTakenError, LimitError: it can't have one.
+            StorageError: there is no room for it.
+        """
+
+        def make_room() -> None:
+            self._storage.add_seat()
+            self._storage.log({"kind": "seat", "worker_id": worker_id})
+
+        return self._ledger.seat(worker_id, make_room)
+
+    def learning_rate(self, version: int) -> float:
+        """The rate of the update that follows `version` steps."""
+        return self._rates.at(version)
+
+    def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
+        """Sets the rate from a step on; None: from the open one.
+
+        Raises:
+            ArgumentError: FTRL divides by it; or asynchronous steps can't be named beforehand.
+            StepOrderError: `from_step` has closed.
+            LimitError: too many changes are scheduled.
+        """
+        name, version = self._spec.name, self._ledger.version
+        if isinstance(self._spec.optimizer, FTRL) and learning_rate == 0:
+            raise ArgumentError(f"table {name!r}: FTRL needs a learning rate above 0; got 0")
+        if from_step is not None and self._spec.mode == "async":
+            raise ArgumentError(
+                f"table {name!r} is asynchronous: its learning rate changes at once; ask without "
+                f"from_step; got {from_step}"
+            )
+        first = version if from_step is None else from_step
+        if first < version:
+            raise StepOrderError(
+                f"learning rate of {name!r} from step {from_step}: the table has reached step "
+                f"{version}; ask for a later step, or for none to have it now",
+                table=name,
+            )
+        self._rates.prune(version)
+        if len(self._rates) >= self._limits.learning_rate_change_count_max:
+            raise LimitError(
+                f"limit learning_rate_change_count_max="
+                f"{self._limits.learning_rate_change_count_max}: table {name!r} has as many "
+                "changes scheduled; wait until some have taken effect",
+                table=name,
+            )
+        self._storage.log(
+            {"kind": "learning_rate", "from_step": first, "learning_rate": learning_rate}
+        )
+        self._rates.change(first, learning_rate)
+        self._storage.compact(self._events())
+
+    def _events(self) -> list[Event]:
+        """The fewest events that lead to where the register stands."""
+        seated = self._ledger.seated_worker_ids
+        events: list[Event] = [{"kind": "seat", "worker_id": worker_id} for worker_id in seated]
+        events += [
+            {"kind": "worker", "worker_id": worker_id}
+            for worker_id in self._ledger.worker_ids
+            if worker_id not in set(seated)
+        ]
+        events += [
+            {"kind": "learning_rate", "from_step": from_step, "learning_rate": rate}
+            for from_step, rate in self._rates.changes
+        ]
+        return events
+
+    def _restore(self) -> None:
+        """Goes on from what was logged."""
+        positions = iter(self._storage.positions())
+        for event in self._storage.events():
+            try:
+                match event["kind"]:
+                    case "worker":
+                        self._ledger.remember(event["worker_id"])
+                    case "seat":
+                        self._ledger.restore_seat(event["worker_id"], next(positions))
+                    case "learning_rate":
+                        self._rates.change(event["from_step"], event["learning_rate"])
+                    case kind:
+                        raise KeyError(kind)
+            except (KeyError, TypeError, StopIteration) as error:
+                raise StorageError(
+                    f"table {self._spec.name!r}: its events hold {event!r}, which this version "
+                    f"can't read ({error!r}); run the version that wrote it, or restore a copy",
+                    table=self._spec.name,
+                ) from None

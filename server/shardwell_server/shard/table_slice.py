@@ -1,0 +1,389 @@
+"""One table on this shard: parts of gradients counted in their turn, steps that close, rows out.
+
+The ledger decides, table_rows.py moves bytes, the storage keeps them; here threads meet. Whoever
+changes anything holds `changed`, and waits for other workers there; a reader does not need it. A
+part is decoded and checked before it is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwell.codec import Bytes, Float32, NonFiniteValueError
+from shardwell.errors import ArgumentError
+from shardwell.row_codec import RowCodec, check_ids, rows_per_scan_message_max
+from shardwell.row_placement import Ids, RowPlacement
+from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX
+from shardwell.table_spec import TableSpec
+from shardwell.v1 import table_pb2 as pb
+from shardwell_server.config import Limits
+from shardwell_server.shard.averaging import shift_for
+from shardwell_server.shard.ledger import Decision
+from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.refusals import non_finite_row, table_workers_missing
+from shardwell_server.shard.row_places import RowPlaces
+from shardwell_server.shard.stored_bytes import StoredBytes
+from shardwell_server.shard.table_ledger import Seat, TableLedger
+from shardwell_server.shard.table_register import TableRegister
+from shardwell_server.shard.table_rows import NonFiniteSumError, TableRows
+from shardwell_server.store import TableLayout, TableStorage
+
+PART_COUNT_MAX = 65536
+"""Parts of one step on one shard."""
+_EVICT_ROW_COUNT = 2**20
+"""Places that are looked at between one moment and the next in which others may go on."""
+
+
+class _Part(NamedTuple):
+    """A part of a step's gradient, checked but for its turn."""
+
+    ids: Ids
+    gradients: Float32
+    header: pb.RowGradients
+
+
+class TableSlice:
+    """See the module. All methods may be called from any thread.
+
+    Args:
+        spec: The table.
+        layout: Of its storage.
+        storage: What is kept; a step whose closing was cut off is closed now.
+        placement: Of its ids.
+        shard_index: This shard.
+        limits: Of this shard.
+        stored_bytes: The same.
+
+    Raises:
+        StorageError: what an earlier process left can't be believed.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        layout: TableLayout,
+        storage: TableStorage,
+        placement: RowPlacement,
+        *,
+        shard_index: int,
+        limits: Limits,
+        stored_bytes: StoredBytes,
+    ) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.storage = storage
+        self._placement = placement
+        self._shard_index = shard_index
+        self._codec = RowCodec.of(spec, layout.rows_per_change_max)
+        self._changed = threading.Condition(threading.Lock())
+        self._ledger = TableLedger(
+            storage.record.version,
+            worker_count=spec.worker_count,
+            worker_count_max=limits.worker_count_max,
+        )
+        self._register = TableRegister(spec, storage, self._ledger, limits)
+        self._places = RowPlaces(layout, storage, stored_bytes, limits.table_row_count_max)
+        self._rows = TableRows(
+            spec,
+            placement,
+            shard_index,
+            storage,
+            self._places,
+            batch_row_count_max=layout.rows_per_change_max,
+        )
+        self._sample_counts: dict[int, tuple[int, int]] = {}
+        self._counted_row_count = 0
+        self._duplicate_part_count = 0
+        self._finish_step()
+
+    @property
+    def rows_per_message_max(self) -> int:
+        """Rows of a gradient, a fetch or an answer."""
+        return self._codec.row_count_max
+
+    @property
+    def version(self) -> int:
+        """Synchronous: steps that have closed. Asynchronous: steps that were counted."""
+        return self._ledger.version
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        return self._register.learning_rate(self.version)
+
+    # Taking part.
+
+    def join(self, worker_id: str, *, take_seat: bool = False) -> pb.OpenTableResponse:
+        """Notes that a worker opened the table, if it has a name; tells it where it stands.
+
+        Raises:
+            SeatsTakenError: it asked for a seat and can't have one.
+            LimitError: too many workers.
+            StorageError: it can't be noted.
+        """
+        with self._changed:
+            if take_seat:
+                self._register.seat(worker_id)
+            if worker_id:
+                self._register.remember(worker_id)
+            step, part_count = self._ledger.next_part(worker_id)
+            response = pb.OpenTableResponse(
+                rows_per_message_max=self.rows_per_message_max,
+                version=self.version,
+                next_step=step,
+                counted_part_count=part_count,
+                row_count=self._places.row_count,
+            )
+        self.make_durable()  # next_step tells that what came before it was counted
+        return response
+
+    # Gradients in.
+
+    def contribute(
+        self, worker_id: str, header: pb.RowGradients, payload: Bytes, patience: Patience
+    ) -> bool:
+        """Counts a part of a step, once; blocks while an earlier step is open.
+
+        Everything is checked before anything is changed; the worker's seat is taken only then.
+
+        Returns:
+            False if it had been counted before.
+
+        Raises:
+            ArgumentError, CorruptChunkError, NonFiniteError: the part is refused.
+            SeatsTakenError, LimitError, StorageError: the same; nothing of it is counted.
+            StepOrderError: see the ledger.
+            WorkersMissingError: the earlier step did not close in time.
+        """
+        part = self._opened(worker_id, header, payload)
+        with self._changed:
+            seat = self._register.seat(worker_id)
+            while (decision := self._decide(seat, header)) is Decision.WAIT:
+                self._finish_step()
+                if not patience.wait(self._changed):
+                    raise table_workers_missing(self.spec, self._ledger, header.step, patience)
+            if decision is Decision.DUPLICATE:
+                self._duplicate_part_count += not header.abandons
+                return False
+            self._check_sample_count(seat, header)
+            self._count(seat, part)
+            self._counted_row_count += part.ids.size
+            self._finish_step()
+            return True
+
+    def _decide(self, seat: Seat, header: pb.RowGradients) -> Decision:
+        if header.abandons:
+            return self._ledger.decide_end(seat, header.step)
+        return self._ledger.decide(seat, header.step, header.part_index)
+
+    def _opened(self, worker_id: str, header: pb.RowGradients, payload: Bytes) -> _Part:
+        """The part, checked and decoded."""
+        if header.sample_count > SAMPLE_COUNT_MAX:
+            raise ArgumentError(
+                f"sample_count must be at most {SAMPLE_COUNT_MAX}; got {header.sample_count}"
+            )
+        if header.step > STEP_MAX:
+            raise ArgumentError(f"step must be at most {STEP_MAX}; got {header.step}")
+        if header.part_index >= PART_COUNT_MAX - (not header.end_of_step):
+            raise ArgumentError(
+                f"part_index must be below {PART_COUNT_MAX}, and the last part says end_of_step; "
+                f"got {header.part_index}; send larger parts"
+            )
+        if header.abandons and (header.rows.row_count or not header.end_of_step):
+            raise ArgumentError(
+                "a part that abandons a step has end_of_step and no rows; got "
+                f"end_of_step={header.end_of_step} and {header.rows.row_count} rows"
+            )
+        opened = self._codec.open(header.rows, payload, with_ids=True, with_values=True)
+        check_ids(opened.ids, self._placement, self._shard_index)
+        bad = self._codec.first_non_finite(opened)
+        if bad is not None:
+            raise non_finite_row(self.spec, opened.ids, bad, f"gradient of {worker_id!r}")
+        gradients = np.empty((opened.ids.size, self.spec.dim), np.float32)
+        self._codec.decode(opened, gradients)
+        return _Part(opened.ids, gradients, header)
+
+    def _check_sample_count(self, seat: Seat, header: pb.RowGradients) -> None:
+        """Refuses another weight in the middle of a step, as far as this process remembers."""
+        if header.abandons:
+            return
+        step, found = self._sample_counts.get(seat.index, (-1, 0))
+        if header.part_index and step == header.step and found != header.sample_count:
+            raise ArgumentError(
+                f"sample_count must be the same in all parts of a step; step {step} of "
+                f"{seat.worker_id!r} began with {found}, part {header.part_index} has "
+                f"{header.sample_count}"
+            )
+        self._sample_counts[seat.index] = (header.step, header.sample_count)
+
+    def _count(self, seat: Seat, part: _Part) -> None:
+        """Makes a part stand; `_changed` is held."""
+        ids, gradients, header = part
+        record, ends = self.storage.record, header.end_of_step
+        done = 0 if header.abandons else header.part_index + 1
+        position = self._ledger.following(seat, ends_step=ends)
+        if self.spec.worker_count < 2:
+            following = record._replace(version=record.version + ends)
+            if self._ledger.is_sync and not header.sample_count:
+                gradients.fill(0.0)
+        else:
+            total = record.sample_total
+            following = record._replace(
+                contribution_count=record.contribution_count + ends,
+                sample_total=total + (done == 1) * header.sample_count,
+                # As long as nothing weighs anything, all sums are 0, whatever their scale.
+                shift=record.shift
+                if total
+                else shift_for(header.sample_count, self.spec.worker_count),
+            )
+        if not ids.size:
+            self._rows.settle(following, position)
+        elif self.spec.worker_count < 2:
+            rate = self._register.learning_rate(record.version)
+            self._rows.apply(ids, gradients, rate, following, position)
+        else:
+            factor = math.ldexp(float(header.sample_count), -following.shift)
+            try:
+                self._rows.add(ids, gradients, factor, following, position)
+            except NonFiniteSumError as error:
+                place = error.place.row * self.spec.dim + error.place.column
+                what = f"sum of step {header.step} with the gradient of {seat.worker_id!r}"
+                raise non_finite_row(self.spec, ids, place, what) from None
+        self._ledger.record(seat, position)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Has the ledger note steps that have closed in the storage, and wakes who waits."""
+        while self._ledger.version < self.storage.record.version:
+            self._ledger.close()
+            self._changed.notify_all()
+
+    def _finish_step(self) -> None:
+        """Closes the open step if all workers have ended it; nobody else changes anything."""
+        record = self.storage.record
+        if 1 < self.spec.worker_count <= record.contribution_count:
+            self._rows.close(
+                record.sample_total,
+                record.shift,
+                self._register.learning_rate(record.version),
+                record._replace(
+                    version=record.version + 1, contribution_count=0, sample_total=0, shift=0
+                ),
+            )
+            self._catch_up()
+
+    # Rows out.
+
+    def rows_message(self, fetch: pb.RowsFetch, payload: Bytes, patience: Patience) -> bytes:
+        """The rows that are asked for as a sealed message, once the table has `min_version`.
+
+        Raises:
+            ArgumentError, CorruptChunkError: the question is refused.
+            WorkersMissingError: the steps before did not close in time.
+            NonFiniteError: training diverged; values are not finite.
+            StorageError: an earlier process left a damaged row.
+        """
+        ids = self._codec.open(fetch.rows, payload, with_ids=True, with_values=False).ids
+        check_ids(ids, self._placement, self._shard_index)
+        self._wait_for(fetch.min_version, patience)
+        values = np.empty((ids.size, self.spec.dim), np.float32)
+        header = pb.ExchangeRowsResponse(version=self._rows.read(ids, values))
+        try:
+            return self._codec.encode(header, header.rows, None, values)
+        except NonFiniteValueError as error:
+            what = f"weights at version {header.version}"
+            raise non_finite_row(self.spec, ids, error.index, what) from None
+
+    def _wait_for(self, version: int, patience: Patience) -> None:
+        if self._ledger.is_sync and self.version < version:
+            with self._changed:
+                while self.version < version:
+                    self._finish_step()
+                    if self.version < version and not patience.wait(self._changed):
+                        raise table_workers_missing(self.spec, self._ledger, version, patience)
+
+    def scan(self, *, with_values: bool) -> Iterator[tuple[Ids, Float32 | None]]:
+        """All rows that exist, a message's worth at a time: ids, and values if they are wanted.
+
+        Each row as it is when its turn comes; one that is evicted and comes again meanwhile may be
+        missing.
+
+        Raises:
+            StorageError: an earlier process left a damaged row.
+        """
+        batch = rows_per_scan_message_max(self.spec)
+        start = 0
+        while start < self._places.used:
+            ids, values = self._rows.scan(start, start + batch, with_values=with_values)
+            if ids.size:
+                yield ids, values
+            start += batch
+
+    # Keeping.
+
+    def evict(self, older_than_step: int) -> int:
+        """Removes rows whose last gradient joined an earlier step; returns how many.
+
+        Raises:
+            StorageError: a row was damaged.
+        """
+        count = start = 0
+        while start < self._places.used:
+            with self._changed:
+                count += self._rows.evict(start, start + _EVICT_ROW_COUNT, older_than_step)
+            start += _EVICT_ROW_COUNT
+        self.make_durable()
+        return count
+
+    def checks(self) -> Iterator[Callable[[], None]]:
+        """See `Shard.checks`."""
+        batch = self.layout.rows_per_change_max
+        for start in range(0, self._places.used, batch):
+            yield functools.partial(self._rows.verify, start, start + batch)
+
+    def make_durable(self) -> None:
+        """Returns when what was counted may be acknowledged.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        self.storage.make_durable()
+
+    def sync(self) -> None:
+        """Writes to disk what is not there yet.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        self.storage.sync()
+
+    # The rest.
+
+    def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
+        """See `TableRegister.change_learning_rate`."""
+        with self._changed:
+            self._register.change_learning_rate(from_step, learning_rate)
+
+    def describe(self, name_count_max: int) -> pb.TableStatus:
+        """What GetTableStatus tells of it, with at most so many names of each kind."""
+        missing, unknown = self._ledger.missing(self.version)
+        contributed = self._ledger.contributed(self.version)
+        return pb.TableStatus(
+            spec=self.spec.to_proto(),
+            row_count=self._places.row_count,
+            row_capacity=self.storage.reserved_row_count,
+            stored_bytes=self.storage.reserved_row_count * self.layout.row_size_bytes,
+            version=self.version,
+            contributed_worker_ids=contributed[:name_count_max],
+            missing_worker_ids=missing[:name_count_max],
+            unknown_worker_count=unknown,
+            counted_row_count=self._counted_row_count,
+            duplicate_part_count=self._duplicate_part_count,
+            learning_rate=self.learning_rate,
+        )

@@ -1,0 +1,92 @@
+"""The arrays of a table, all indexed by place, and batches of rows gathered out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.codec import Float32
+from shardwell.errors import LimitError
+from shardwell_server.store.table_storage import Int64, Places, TableLayout
+
+Rows: TypeAlias = npt.NDArray[Any]
+"""(rows,) or (rows, width), C-contiguous, of any dtype."""
+
+
+class RowArrays(NamedTuple):
+    """See TableStorage for each of them."""
+
+    keys: Int64
+    update_counts: Int64
+    last_steps: Int64
+    weights: Float32
+    slots: tuple[Float32, ...]
+    sums: Float32 | None
+    has_sum: npt.NDArray[np.bool_]
+
+    @property
+    def of_values(self) -> tuple[Rows, ...]:
+        """What a change of values writes."""
+        return (self.keys, self.update_counts, self.last_steps, self.weights, *self.slots)
+
+    @property
+    def of_sums(self) -> tuple[Rows, ...]:
+        """What a change of sums writes."""
+        return (self.has_sum,) if self.sums is None else (self.sums, self.has_sum)
+
+    @property
+    def all(self) -> tuple[Rows, ...]:
+        """Every array."""
+        return (*self.of_values, *self.of_sums)
+
+
+def make_arrays(
+    layout: TableLayout,
+    row_count: int,
+    array: Callable[[str, tuple[int, ...], npt.DTypeLike], Rows],
+) -> RowArrays:
+    """Arrays of `row_count` rows, each made by `array(name, shape, dtype)`."""
+    sums = array("sums", (row_count, layout.dim), np.float32) if layout.with_sum else None
+    return RowArrays(
+        keys=array("keys", (row_count,), np.int64),
+        update_counts=array("update_counts", (row_count,), np.int64),
+        last_steps=array("last_steps", (row_count,), np.int64),
+        weights=array("weights", (row_count, layout.dim), np.float32),
+        slots=tuple(
+            array(f"slot-{number}", (row_count, width), np.float32)
+            for number, width in enumerate(layout.slot_widths)
+        ),
+        sums=sums,
+        has_sum=array("has_sum", (row_count,), np.bool_),
+    )
+
+
+def gather(array: Rows, places: Places, into: Rows) -> Rows:
+    """Copies rows to the beginning of `into`, and returns that part; places are in range."""
+    part = into[: places.size]
+    if places.size:
+        np.take(array, places, axis=0, out=part, mode="clip")  # unlike "raise", unbuffered
+    return part
+
+
+def scatter(arrays: Sequence[Rows], places: Places, saved: Sequence[Rows]) -> None:
+    """Writes rows back where `gather` found them."""
+    for array, rows in zip(arrays, saved, strict=True):
+        array[places] = rows
+
+
+def check_capacity(layout: TableLayout, row_count: int) -> None:
+    """Checks that there can be so many rows.
+
+    Raises:
+        LimitError: there can't.
+    """
+    if row_count > layout.row_capacity:
+        raise LimitError(
+            f"table {layout.name!r} can't have {row_count} rows on this shard; its capacity is "
+            f"{layout.row_capacity}: evict rows, or add shards",
+            table=layout.name,
+        )

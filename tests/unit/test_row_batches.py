@@ -1,0 +1,171 @@
+"""Ids of one call to what travels and back, against plain dicts and lists.
+
+Goal: distinct, ascending, on the right shard, and each of the caller's ids gets its own row back,
+whatever dtype, shape, order and repeats.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import shardwell
+from shardwell.row_batches import RowBatch, Span, as_ids
+from shardwell.row_placement import RowPlacement
+
+SHARD_COUNTS = st.sampled_from([1, 2, 3, 8])
+KEYS = st.one_of(
+    st.integers(-3, 3),
+    st.integers(-(2**63), 2**63 - 1),
+    st.sampled_from([2**63 - 1, -(2**63), 2**32, 2**16]),
+)
+
+
+def _batch(ids, row_count=None, shard_count=1) -> RowBatch:
+    flat, shape = as_ids(ids, row_count)
+    return RowBatch(flat, shape, RowPlacement(row_count, shard_count))
+
+
+def _check(batch: RowBatch, ids: np.ndarray, placement: RowPlacement) -> None:
+    keys = ids.reshape(-1).astype(np.int64)
+    assert sorted(batch.distinct.ids.tolist()) == sorted(set(keys.tolist()))
+    shards = placement.shards_of(batch.distinct.ids)
+    assert len(batch.distinct.bounds) == placement.shard_count + 1
+    for shard_index in range(placement.shard_count):
+        start, stop = batch.distinct.bounds[shard_index : shard_index + 2]
+        assert set(shards[start:stop].tolist()) <= {shard_index}
+        assert np.all(np.diff(batch.distinct.ids[start:stop].astype(object)) > 0)
+    rows = batch.distinct.ids.astype(np.float64)[:, np.newaxis]
+    spread = np.full((keys.size, 1), np.nan)
+    batch.spread(rows, spread)
+    np.testing.assert_array_equal(spread[:, 0], keys.astype(np.float64))
+    assert batch.shape == ids.shape
+    assert batch.has_repeats == (len(set(keys.tolist())) < keys.size)
+
+
+@given(st.lists(KEYS, max_size=40), SHARD_COUNTS)
+def test_every_id_gets_its_row(keys, shard_count) -> None:
+    ids = np.array(keys, np.int64)
+    _check(_batch(ids, None, shard_count), ids, RowPlacement(None, shard_count))
+
+
+@given(
+    hnp.arrays(
+        hnp.integer_dtypes(endianness="?") | hnp.unsigned_integer_dtypes(endianness="?"),
+        hnp.array_shapes(min_dims=0, max_dims=3, max_side=6),
+    ),
+    SHARD_COUNTS,
+)
+def test_any_integer_dtype_and_shape(ids, shard_count) -> None:
+    _check(_batch(ids, None, shard_count), ids, RowPlacement(None, shard_count))
+    if ids.ndim:
+        turned = ids[::-1].T
+        _check(_batch(turned, None, shard_count), turned, RowPlacement(None, shard_count))
+
+
+@pytest.mark.parametrize("shard_count", [1, 3])
+@pytest.mark.parametrize("size", [1000, 1024, 5000, 20_000])
+@pytest.mark.parametrize("bits", [1, 8, 16, 17, 32, 33, 48, 63, 64])
+def test_large_batches_of_ids_of_every_width(size, bits, shard_count) -> None:
+    """Each way of sorting: by 64 bits, and by one to four digits."""
+    words = np.random.default_rng(bits).integers(0, 2**bits - 1, size, np.uint64, endpoint=True)
+    ids = words.view(np.int64)
+    ids[size // 2 :] = ids[: size - size // 2]  # repeats
+    _check(_batch(ids, None, shard_count), ids, RowPlacement(None, shard_count))
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (5, [5]),
+        ([], []),
+        ((3, 1), [1, 3]),
+        ([[7], [7]], [7]),
+        (np.int16(4), [4]),
+        (range(3), [0, 1, 2]),
+    ],
+)
+def test_scalars_and_lists(ids, expected) -> None:
+    batch = _batch(ids, 10)
+    assert batch.distinct.ids.tolist() == expected
+    assert batch.shape == np.shape(ids)
+
+
+def test_unsigned_keys_stand_for_the_signed_ones_of_the_same_bits() -> None:
+    batch = _batch(np.array([2**63, 2**64 - 1, 5], np.uint64))
+    assert batch.distinct.ids.tolist() == [-(2**63), -1, 5]
+
+
+def test_ids_that_ascend_are_not_copied() -> None:
+    ids = np.array([1, 4, 9])
+    batch = _batch(ids, 10)
+    assert batch.is_plain
+    assert np.shares_memory(batch.distinct.ids, ids)
+    assert not _batch(ids, 10, shard_count=2).is_plain or batch.distinct.ids.size == 0
+    assert not _batch(ids[::-1], 10).is_plain
+    assert not _batch(np.array([1, 1]), 10).is_plain
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        (np.array([1.0, 2.0]), r"integers; got float64 \(the first is .*1\.0"),
+        ([1, 2.5], "integers; got float64"),
+        (np.array([], np.float32), "got float32"),
+        (np.array([True]), "got bool"),
+        ([True, False], "got bool"),
+        (np.array([1, None]), "got object"),
+        (["a"], "integers; got <U1"),
+        ([[1, 2], [3]], "ids must be an array"),
+        (None, "got object"),
+        (np.array(["2020-01-01"], "M8[D]"), "got datetime64"),
+        (np.ma.array([1, 2], mask=[0, 1]), "masked"),
+    ],
+)
+def test_what_is_no_id_is_refused(ids, match) -> None:
+    with pytest.raises(shardwell.ArgumentError, match=match):
+        as_ids(ids, 10)
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        ([3, 10, 11], "row id 10 at place 1 is out of range; the table's ids are 0 to 9"),
+        ([3, -1, 12], "row id -1 at place 1 "),
+        (10, "row id 10 at place 0 "),
+        (np.array([[0, 1], [2, 77]]), r"row id 77 at \(1, 1\) is"),
+        (np.array([2**64 - 1], np.uint64), "row id 18446744073709551615 at place 0"),
+        (np.array([-128], np.int8), "row id -128 at place 0"),
+    ],
+)
+def test_ids_out_of_range_are_named(ids, match) -> None:
+    with pytest.raises(shardwell.ArgumentError, match=match):
+        as_ids(ids, 10)
+
+
+@given(st.lists(st.integers(0, 99), max_size=60), SHARD_COUNTS, st.integers(1, 20))
+def test_messages_cover_a_shards_rows_in_order(ids, shard_count, row_count_max) -> None:
+    distinct = _batch(np.array(ids, np.int64), 100, shard_count).distinct
+    for shard_index in range(shard_count):
+        spans = distinct.messages(shard_index, row_count_max)
+        rows = [row for span in spans for row in range(*span)]
+        assert rows == list(range(*distinct.bounds[shard_index : shard_index + 2]))
+        assert all(1 <= stop - start <= row_count_max for start, stop in spans)
+        assert bool(spans) == (shard_index in list(distinct.shards()))
+
+
+@given(st.data(), SHARD_COUNTS)
+def test_a_subset_keeps_shards_and_order(data, shard_count) -> None:
+    ids = data.draw(st.lists(st.integers(0, 99), max_size=40, unique=True))
+    distinct = _batch(np.array(ids, np.int64), 100, shard_count).distinct
+    keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))), bool)
+    subset = distinct.subset(np.flatnonzero(keep))
+    assert subset.ids.tolist() == distinct.ids[keep].tolist()
+    shards = RowPlacement(100, shard_count).shards_of(subset.ids)
+    for shard_index in range(shard_count):
+        here = subset.messages(shard_index, 1000)
+        assert here == ([Span(*subset.bounds[shard_index : shard_index + 2])] if here else [])
+        assert all((shards[start:stop] == shard_index).all() for start, stop in here)

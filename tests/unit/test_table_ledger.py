@@ -1,0 +1,192 @@
+"""Goal: the table ledger's table, row by row, and its words to people.
+
+Method: short histories written out; the state machine in test_table_ledger_machine.py has the long
+ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
+from shardwell_server.shard.ledger import Decision
+from shardwell_server.shard.table_ledger import Seat, TableLedger
+from shardwell_server.store.table_storage import Position
+
+
+def ledger(worker_count: int = 2, *, version: int = 0, worker_count_max: int = 9) -> TableLedger:
+    return TableLedger(version, worker_count=worker_count, worker_count_max=worker_count_max)
+
+
+def give(steps: TableLedger, seat: Seat, step: int, part_count: int = 1) -> None:
+    """A whole step."""
+    for part in range(part_count):
+        assert steps.decide(seat, step, part) is Decision.COUNT
+        steps.record(seat, steps.following(seat, ends_step=part == part_count - 1))
+
+
+def give_part(steps: TableLedger, seat: Seat) -> None:
+    steps.record(seat, steps.following(seat, ends_step=False))
+
+
+def test_a_step_is_complete_when_all_workers_have_ended_it() -> None:
+    steps = ledger()
+    first, second = steps.seat("w0"), steps.seat("w1")
+    give(steps, first, 0, part_count=3)
+    assert not steps.is_complete
+    give(steps, second, 0)
+    assert steps.is_complete
+    assert steps.version == 0
+    for seat in (first, second):
+        assert steps.decide(seat, 0, 0) is Decision.DUPLICATE
+        assert steps.decide(seat, 1, 0) is Decision.WAIT
+    steps.close()
+    assert steps.version == 1
+    for seat in (first, second):
+        assert steps.decide(seat, 0, 5) is Decision.DUPLICATE
+        assert steps.decide(seat, 1, 0) is Decision.COUNT
+
+
+def test_parts_count_once_and_in_order() -> None:
+    steps = ledger()
+    seat = steps.seat("w0")
+    give_part(steps, seat)
+    give_part(steps, seat)
+    assert steps.next_part("w0") == (0, 2)
+    assert [steps.decide(seat, 0, part) for part in range(3)] == [
+        Decision.DUPLICATE,
+        Decision.DUPLICATE,
+        Decision.COUNT,
+    ]
+    with pytest.raises(
+        StepOrderError, match="sent part 3 of step 0, of which 2 are counted here; send part 2"
+    ) as caught:
+        steps.decide(seat, 0, 3)
+    assert caught.value.worker_id == "w0"
+
+
+def test_a_worker_one_ahead_waits_with_its_first_part_and_its_end() -> None:
+    steps = ledger()
+    first, second = steps.seat("w0"), steps.seat("w1")
+    give(steps, first, 0)
+    assert steps.decide(first, 1, 0) is Decision.WAIT
+    assert steps.decide_end(first, 1) is Decision.WAIT
+    with pytest.raises(StepOrderError, match="part 1 of step 1, of which 0 are counted"):
+        steps.decide(first, 1, 1)
+    with pytest.raises(StepOrderError, match="expected step 1"):
+        steps.decide(first, 2, 0)
+    give(steps, second, 0)
+    steps.close()
+    assert steps.decide(first, 1, 0) is Decision.COUNT
+
+
+@pytest.mark.parametrize("step", [1, 2, 2**62])
+def test_steps_are_not_skipped(step: int) -> None:
+    steps = ledger()
+    seat = steps.seat("w0")
+    for decide in (lambda: steps.decide(seat, step, 0), lambda: steps.decide_end(seat, step)):
+        with pytest.raises(StepOrderError, match=f"step {step}, which was not its next"):
+            decide()
+    assert steps.decide(seat, 0, 0) is Decision.COUNT
+
+
+def test_an_abandoned_step_ends_with_the_parts_that_were_counted() -> None:
+    steps = ledger()
+    seat = steps.seat("w0")
+    give_part(steps, seat)
+    assert steps.decide_end(seat, 0) is Decision.COUNT
+    steps.record(seat, steps.following(seat, ends_step=True))
+    assert seat.position == Position(0, 1, 0)
+    assert steps.decide_end(seat, 0) is Decision.DUPLICATE
+    assert steps.decide(seat, 0, 7) is Decision.DUPLICATE
+    assert steps.contributed(0) == ["w0"]
+
+
+def test_asynchronous_workers_count_for_themselves() -> None:
+    steps = ledger(worker_count=0)
+    assert not steps.is_sync
+    first, second = steps.seat("w0"), steps.seat("w1")
+    for step in range(3):
+        give(steps, first, step, part_count=2)
+    give_part(steps, second)
+    assert steps.version == 3
+    assert not steps.is_complete
+    found = [steps.next_part(worker_id) for worker_id in ("w0", "w1", "new")]
+    assert found == [(3, 0), (0, 1), (0, 0)]
+    with pytest.raises(StepOrderError, match="expected step 0"):
+        steps.decide(second, 3, 0)
+    assert steps.missing(4) == ([], 0)
+
+
+def test_a_step_that_closed_without_a_worker_is_refused() -> None:
+    """A restored table begins at a version; a worker joins it there."""
+    steps = ledger(version=3)
+    seat = steps.restore_seat("w0", Position(0, 1, 2))
+    assert steps.decide(seat, 0, 9) is steps.decide(seat, 1, 1) is Decision.DUPLICATE
+    for step, part in ((1, 2), (1, 3), (2, 0)):
+        with pytest.raises(StepOrderError, match="which closed without it: expected step 3"):
+            steps.decide(seat, step, part)
+    with pytest.raises(StepOrderError, match="closed without it"):
+        steps.decide_end(seat, 2)
+    assert steps.next_part("w0") == steps.next_part("new") == (3, 0)
+    give_part(steps, seat)
+    assert seat.position == Position(0, 3, 1)
+    assert steps.decide(seat, 2, 0) is Decision.DUPLICATE
+
+
+def test_a_ledger_that_comes_back_goes_on() -> None:
+    steps = ledger(version=5)
+    steps.restore_seat("w0", Position(0, 6))
+    second = steps.restore_seat("w1", Position(1, 5, 4))
+    assert steps.seated_worker_ids == steps.worker_ids == ["w0", "w1"]
+    assert steps.next_part("w1") == (5, 4)
+    steps.record(second, steps.following(second, ends_step=True))
+    assert steps.is_complete
+
+
+def test_one_worker_completes_alone() -> None:
+    steps = ledger(worker_count=1)
+    seat = steps.seat("w0")
+    for step in range(3):
+        give(steps, seat, step)
+        assert steps.is_complete
+        steps.close()
+    assert steps.version == 3
+
+
+def test_seats_and_known_workers_have_limits() -> None:
+    steps = ledger(worker_count=2, worker_count_max=3)
+    steps.remember("onlooker")
+    assert steps.seat("w0").index == 0
+    assert steps.seat("w1").index == 1
+    assert steps.seat("w0") is steps.seat("w0")
+    with pytest.raises(SeatsTakenError, match="'w0', 'w1'; 'w2' would be one more"):
+        steps.seat("w2")
+    with pytest.raises(LimitError, match="worker_count_max=3: 'w2'"):
+        steps.remember("w2")
+
+
+def test_what_is_told_of_a_new_worker_comes_first() -> None:
+    """What is logged before a worker is taken in may fail, and then it is not."""
+    steps = ledger()
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    for take_in in (steps.seat, steps.remember):
+        with pytest.raises(OSError, match="disk full"):
+            take_in("w0", fail)
+    assert steps.worker_ids == steps.seated_worker_ids == []
+
+
+def test_missing_workers_are_named_or_counted() -> None:
+    steps = ledger(worker_count=4)
+    assert steps.missing(0) == ([], 4)
+    steps.remember("idle")
+    give(steps, steps.seat("w0"), 0)
+    give_part(steps, steps.seat("w1"))
+    assert steps.contributed(0) == ["w0"]
+    assert steps.missing(0) == (["idle", "w1"], 1)
+    for worker_id in ("w2", "w3"):
+        steps.seat(worker_id)
+    assert steps.missing(0) == (["w1", "w2", "w3"], 0)

@@ -1,0 +1,247 @@
+"""Goal: whatever order calls come in, a table on a shard is where plain Python says.
+
+Method: a hypothesis state machine drives a TableSlice on a store through messages made by
+harness/wire_table.py, whose placement and initial values are its own. Oracle: rows in a dict, in
+float64 (harness/table_model.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import shardwell
+from harness.table_messages import answered, asking, part
+from harness.table_model import ModelTable, adam, sgd
+from harness.wire_table import owner, uniform
+from shardwell.errors import SeatsTakenError, StepOrderError, WorkersMissingError
+from shardwell.table_spec import TableSpec
+from shardwell_server.config import ShardConfig
+from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.shard import Shard
+from shardwell_server.store import MemoryStore
+
+WORKERS = ["w0", "w1", "w2"]
+DIM = 2
+SHARD_COUNT = 2
+CONFIG = ShardConfig(shard_index=1, shard_count=SHARD_COUNT)
+SEED = 5
+
+NUMBERED = [i for i in range(24) if owner(i, 24, SHARD_COUNT) == 1]
+KEYS = [
+    key
+    for key in [*range(12), -1, -7, 2**63 - 1, -(2**63), *(k << 40 for k in range(1, 12))]
+    if owner(key, 0, SHARD_COUNT) == 1
+]
+PATIENCE = Patience(0.0, is_active=lambda: True, is_stopping=lambda: False)
+
+
+class TableMachine(RuleBasedStateMachine):
+    """One table, its model, and all parts that were sent."""
+
+    worker_count = 0
+
+    @initialize(keyed=st.booleans(), optimizer=st.sampled_from("sa"))
+    def begin(self, keyed: bool, optimizer: str) -> None:
+        rate = 0.5
+        self.ids = KEYS if keyed else NUMBERED
+        worker_count = self.worker_count
+        self.spec = TableSpec(
+            name="t",
+            row_count=None if keyed else 24,
+            dim=DIM,
+            optimizer=shardwell.SGD(learning_rate=rate)
+            if optimizer == "s"
+            else shardwell.Adam(learning_rate=rate),
+            initializer=shardwell.Uniform(low=-2, high=1, seed=SEED),
+            worker_count=worker_count,
+            mode="sync" if worker_count else "async",
+            codec="fp32",
+        )
+        self.model = ModelTable(
+            lambda row_id: uniform(-2, 1, SEED, row_id % 2**64, DIM),
+            sgd if optimizer == "s" else adam,
+            worker_count,
+            rate,
+        )
+        self.samples: dict[str, int] = {}
+        self.sent: list[tuple[str, int, int, Any]] = []
+        self.open_store()
+
+    def open_store(self) -> None:
+        self.shard = Shard(CONFIG, MemoryStore())
+        self.table, created = self.shard.tables.open(self.spec)
+        assert created
+
+    def gradients(self, data: st.DataObject) -> dict[int, np.ndarray]:
+        ids = data.draw(st.lists(st.sampled_from(self.ids), unique=True, max_size=6))
+        values = st.lists(st.integers(-4, 4), min_size=DIM, max_size=DIM)
+        return {row_id: np.array(data.draw(values), np.float64) for row_id in sorted(ids)}
+
+    @rule(
+        worker=st.sampled_from(WORKERS),
+        ends=st.booleans(),
+        samples=st.integers(0, 3),
+        data=st.data(),
+    )
+    def send_part(self, worker: str, ends: bool, samples: int, data: st.DataObject) -> None:
+        self.send(worker, ends, samples, data)
+
+    def send(self, worker: str, ends: bool, samples: int, data: st.DataObject) -> None:
+        """The next part that is due, or one that has to wait, or of a worker too many."""
+        step, count = self.model.next_part(worker)
+        if count:
+            samples = self.samples[worker]
+        gradients = self.gradients(data)
+        message = part(step, count, gradients, ends=ends, samples=samples)
+        if self.model.is_full(worker):
+            with pytest.raises(SeatsTakenError):
+                self.give(worker, message)
+        elif self.model.waits(worker):
+            with pytest.raises(WorkersMissingError, match="waited 0 s") as caught:
+                self.give(worker, message)
+            seated = set(self.model.positions)
+            if len(seated) == self.model.worker_count:
+                assert set(caught.value.missing_worker_ids) == seated - self.model.ended
+        else:
+            assert self.give(worker, message)
+            if self.model.worker_count == 1 and samples == 0:
+                gradients = {row_id: 0 * value for row_id, value in gradients.items()}
+            self.model.take(worker, gradients, samples=samples, ends=ends, first=count == 0)
+            self.samples[worker] = samples
+            self.sent.append((worker, step, count, message))
+
+    @rule(samples=st.integers(0, 2), data=st.data())
+    def step(self, samples: int, data: st.DataObject) -> None:
+        """Everybody who has a seat, or may have one, sends something and ends its step."""
+        for worker in WORKERS:
+            if not self.model.is_full(worker) and not self.model.waits(worker):
+                self.send(worker, True, samples, data)
+
+    def give(self, worker: str, message: Any) -> bool:
+        payload = np.frombuffer(message.payload, np.uint8)
+        return self.table.contribute(worker, message.gradient, payload, PATIENCE)
+
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        """A part that was counted counts no more."""
+        if self.sent:
+            worker, _, _, message = data.draw(st.sampled_from(self.sent))
+            assert not self.give(worker, message)
+
+    @rule(
+        worker=st.sampled_from(WORKERS),
+        steps=st.integers(0, 2),
+        parts=st.integers(0, 2),
+        ends=st.booleans(),
+    )
+    def skip(self, worker: str, steps: int, parts: int, ends: bool) -> None:
+        """Parts and steps that nobody can send yet."""
+        if (steps, parts) == (0, 0) or self.model.is_full(worker):
+            return
+        step, count = self.model.next_part(worker)
+        index = parts if steps else count + parts
+        with pytest.raises(StepOrderError):
+            self.give(worker, part(step + steps, index, {}, ends=ends))
+        self.model.positions.setdefault(worker, (step, 0))  # it has a seat from now on
+
+    @rule(worker=st.sampled_from(WORKERS), back=st.integers(0, 1))
+    def abandon(self, worker: str, back: int) -> None:
+        step, _ = self.model.next_part(worker)
+        if self.model.is_full(worker) or step < back:
+            return
+        message = part(step - back, 7, {}, ends=True, samples=9)
+        message.gradient.abandons = True
+        if back:
+            if self.model.positions.get(worker, (0, 0))[0] > step - back:
+                assert not self.give(worker, message)
+        elif self.model.waits(worker):
+            with pytest.raises(WorkersMissingError):
+                self.give(worker, message)
+        else:
+            assert self.give(worker, message)
+            self.model.take(worker, {}, samples=0, ends=True, first=False)
+            assert self.model.next_part(worker) == (step + 1, 0)
+
+    @rule(back=st.integers(-1, 1))
+    def evict(self, back: int) -> None:
+        older = max(self.model.version - back, 0)
+        assert self.table.evict(older) == self.model.evict(older)
+
+    @rule(rate=st.sampled_from([0.25, 1.0]), later=st.integers(0, 2))
+    def change_rate(self, rate: float, later: int) -> None:
+        if not self.model.worker_count:
+            later = 0
+        first = self.model.version + later
+        self.table.change_learning_rate(first if later else None, rate)
+        kept = {step: value for step, value in self.model.rates.items() if step < first}
+        self.model.rates = {**kept, first: rate}
+
+    @rule(data=st.data(), ahead=st.integers(0, 1))
+    def fetch(self, data: st.DataObject, ahead: int) -> None:
+        ids = sorted(data.draw(st.lists(st.sampled_from(self.ids), unique=True)))
+        message = asking(ids, self.model.version + ahead)
+        if ahead and self.model.worker_count:
+            with pytest.raises(WorkersMissingError):
+                self.ask(message)
+        else:
+            values, version = self.ask(message)
+            assert version == self.model.version
+            expected = [self.model.value(row_id) for row_id in ids]
+            np.testing.assert_allclose(
+                values, np.array(expected).reshape(-1, DIM), rtol=1e-4, atol=1e-4
+            )
+
+    def ask(self, message: Any) -> tuple[np.ndarray, int]:
+        payload = np.frombuffer(message.payload, np.uint8)
+        return answered(self.table.rows_message(message.fetch, payload, PATIENCE), DIM)
+
+    @invariant()
+    def stands_where_the_model_does(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        status = self.table.describe(100)
+        assert status.row_count == len(self.model.rows)
+        assert status.version == self.model.version
+        if self.model.worker_count:
+            assert set(status.contributed_worker_ids) == self.model.ended
+        assert status.learning_rate == self.model.rate()
+        for worker in WORKERS:
+            answer = (
+                self.table.join("")
+                if worker not in self.model.positions
+                else self.table.join(worker)
+            )
+            if worker in self.model.positions:
+                assert (answer.next_step, answer.counted_part_count) == self.model.next_part(worker)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        found = {}
+        for ids, values in self.table.scan(with_values=True):
+            found.update(zip(ids.tolist(), values.tolist(), strict=True))
+        assert found.keys() == self.model.rows.keys()
+        for row_id, values in found.items():
+            np.testing.assert_allclose(values, self.model.rows[row_id], rtol=1e-4, atol=1e-4)
+        self.shard.close()
+
+
+def machine_of(worker_count: int) -> type:
+    kind = type(f"TableMachine{worker_count}", (TableMachine,), {"worker_count": worker_count})
+    test: type = kind.TestCase  # type: ignore[attr-defined]
+    test.settings = settings(  # type: ignore[attr-defined]
+        max_examples=30, stateful_step_count=30, deadline=None
+    )
+    return test
+
+
+TestAsynchronous = machine_of(0)
+TestOneWorker = machine_of(1)
+TestTwoWorkers = machine_of(2)
+TestThreeWorkers = machine_of(3)
