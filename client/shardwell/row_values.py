@@ -17,8 +17,8 @@ from shardwell.row_placement import Ids, Words, mix
 Float64 = npt.NDArray[np.float64]
 Words32 = npt.NDArray[np.uint32]
 
-_BLOCK_ELEMENT_COUNT = 16 * 1024
-"""Values that are worked on at a time: their arrays, 24 bytes a value, stay in the cache."""
+_BLOCK_ELEMENT_COUNT = 32 * 1024
+"""Values that are worked on at a time: their arrays, 32 bytes a value, stay in the cache."""
 _SEED_STEP = 0x9E3779B97F4A7C15
 _COLUMN_STEP = np.uint32(0x9E3779B9)
 _SHUFFLES = ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1))
@@ -55,27 +55,26 @@ def initial_rows(
         out.fill(0.0)
         return out
     assert isinstance(initializer, Uniform | Normal)
+    if is_normal := isinstance(initializer, Normal):
+        scale, shift = initializer.std, initializer.mean
+    else:  # the power of two rounds nothing, wherever it is
+        scale, shift = (initializer.high - initializer.low) * 2.0**-24, initializer.low
     seed = np.array([initializer.seed], np.uint64) + np.uint64(_SEED_STEP)
     words = mix(keys.view(np.uint64) + mix(seed))
     step = max(_BLOCK_ELEMENT_COUNT // dim, 1)
-    bits, shifted = np.empty((2, min(step, keys.size), dim), np.uint32)
-    values = np.empty(bits.shape, np.float64)
+    bits, more_bits = np.empty((2, min(step, keys.size), dim), np.uint32)
+    u, r, z = np.empty((3, *bits.shape), np.float64)
     for start in range(0, keys.size, step):
         into = out[start : start + step]
         n = len(into)
-        _shuffle(words[start : start + step], bits[:n], shifted[:n])
-        # To numbers of 25 bits, (bits + 0.5) / 2^24, that are exact, and in (0, 1).
-        np.copyto(values[:n], bits[:n].view(np.int32))  # SIMD knows signed ones
-        np.add(values[:n], 0.5, out=values[:n])
-        if isinstance(initializer, Uniform):
-            scale = (initializer.high - initializer.low) * 2.0**-24
-            np.multiply(values[:n], scale, out=values[:n])
-            np.add(values[:n], initializer.low, out=into)
-        else:
-            np.multiply(values[:n], 2.0**-24, out=values[:n])
-            normal = _inverse_normal(values[:n])
-            np.multiply(normal, initializer.std, out=normal)
-            np.add(normal, initializer.mean, out=into)
+        _shuffle(words[start : start + step], bits[:n], more_bits[:n])
+        np.copyto(u[:n], bits[:n].view(np.int32))  # SIMD knows signed ones
+        values = np.add(u[:n], 0.5, out=u[:n])
+        if is_normal:
+            np.multiply(values, 2.0**-24, out=values)
+            values = _inverse_normal(values, r[:n], z[:n])
+        np.multiply(values, scale, out=values)
+        np.add(values, shift, out=into)
     return out
 
 
@@ -92,25 +91,23 @@ def _shuffle(words: Words, bits: Words32, shifted: Words32) -> None:
     np.right_shift(bits, np.uint32(8), out=bits)
 
 
-def _inverse_normal(u: Float64) -> Float64:
-    """Where the normal distribution reaches u, to seven digits; u is overwritten.
+def _inverse_normal(u: Float64, r: Float64, z: Float64) -> Float64:
+    """z, set to where the normal distribution reaches u, to seven digits; overwrites u and r.
 
     u is at least 2^-25 from 0 and 1, so that the algorithm's third case, for r above 5, has no use.
     """
     q = np.subtract(u, 0.5, out=u)
-    r = np.multiply(q, q)
+    in_tail = np.flatnonzero(np.abs(q, out=z) > _CENTRE)
+    tail = np.take(q, in_tail)
+    np.multiply(q, q, out=r)
     np.subtract(_CENTRE_SQUARE, r, out=r)
-    found = _polynomial(_CENTRE_ABOVE, r)
-    np.multiply(found, q, out=found)
-    np.divide(found, _polynomial(_CENTRE_BELOW, r), out=found)
-    in_tail = np.flatnonzero(np.abs(q, out=r) > _CENTRE)
-    if in_tail.size:
-        q = np.take(q, in_tail)
-        r = np.sqrt(-_log(0.5 - np.abs(q)))
-        r -= 1.6
-        z = _polynomial(_TAIL_ABOVE, r) / _polynomial(_TAIL_BELOW, r)
-        np.put(found, in_tail, np.copysign(z, q))
-    return found
+    np.multiply(q, _polynomial(_CENTRE_ABOVE, r, out=z), out=z)
+    np.divide(z, _polynomial(_CENTRE_BELOW, r, out=q), out=z)
+    far = np.sqrt(-_log(0.5 - np.abs(tail)))
+    far -= 1.6
+    far = _polynomial(_TAIL_ABOVE, far) / _polynomial(_TAIL_BELOW, far)
+    np.put(z, in_tail, np.copysign(far, tail))
+    return z
 
 
 def _log(x: Float64) -> Float64:
@@ -123,9 +120,9 @@ def _log(x: Float64) -> Float64:
     return e * _LOG_2 + 2.0 * t * _polynomial(_ARTANH, t * t)
 
 
-def _polynomial(coefficients: tuple[float, ...], x: Float64) -> Float64:
-    """By Horner's rule, the highest power first."""
-    found = np.multiply(x, coefficients[0])
+def _polynomial(coefficients: tuple[float, ...], x: Float64, out: Float64 | None = None) -> Float64:
+    """By Horner's rule, the highest power first; another array than x."""
+    found = np.multiply(x, coefficients[0], out=out)
     for coefficient in coefficients[1:-1]:
         np.add(found, coefficient, out=found)
         np.multiply(found, x, out=found)

@@ -26,7 +26,7 @@ from harness.telling import (
     undisturbed_story,
     writes_of_story,
 )
-from shardwell_server.store import journaled_parameter
+from shardwell_server.store import image_files
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
         in_memory(tmp_path_factory.mktemp("story")) as path,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(journaled_parameter, "_IMAGE_AT_BYTES_MIN", 0)  # several, as it grows
+        patch.setattr(image_files, "IMAGE_AT_BYTES_MIN", 0)  # several, as it grows
         return writes_of_story(path, durability="step")
 
 

@@ -24,7 +24,7 @@ from harness.polling import eventually
 from shardwell.errors import StorageError
 from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, ShardConfig
-from shardwell_server.store import journaled_parameter
+from shardwell_server.store import image_files
 from shardwell_server.store.data_dir import DataDir
 from shardwell_server.store.journal import Journal
 from shardwell_server.store.mapped_file import MappedFile
@@ -432,7 +432,7 @@ def test_a_failed_sync_is_remembered_by_the_next_process(
 def test_one_image_that_fails_stops_no_other_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journaled_parameter, "_IMAGE_AT_BYTES_MIN", 0)
+    monkeypatch.setattr(image_files, "IMAGE_AT_BYTES_MIN", 0)
     disk = Disk(monkeypatch)
     with (
         served(tmp_path / "first", "0.05") as target,

@@ -156,7 +156,7 @@ def _keys(ids: Any) -> list[int]:
 
 def _unit(seed: int, key: int, column: int) -> float:
     """The number in (0, 1) that a value is made of."""
-    s = _mix((_mix(seed) + key) % _WORD)
+    s = _mix((_mix((seed + 0x9E3779B97F4A7C15) % _WORD) + key) % _WORD)
     x = (s % _HALF + column * 0x9E3779B9) % _HALF ^ s >> 32
     x = (x ^ x >> 16) * 0x21F0AAAD % _HALF
     x = (x ^ x >> 15) * 0x735A2D97 % _HALF

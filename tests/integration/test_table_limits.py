@@ -57,8 +57,8 @@ def test_table_row_count_max(cluster) -> None:
 
 
 def test_stored_bytes_max(cluster, connect) -> None:
-    """Rows and parameters share it; a row costs its values, state, and four words."""
-    row_size_bytes = 4 * 8 * 2 + 32
+    """Rows and parameters share it; a row costs its values, state, and five words."""
+    row_size_bytes = 4 * 8 * 2 + 40
     limits = Limits(stored_bytes_max=10 * row_size_bytes)
     running = cluster(1, limits=limits)
     adagrad = types.Optimizer(adagrad=types.Adagrad(learning_rate=1, epsilon=1))
@@ -67,11 +67,14 @@ def test_stored_bytes_max(cluster, connect) -> None:
         table.put(list(range(8)), np.ones((8, 8)))
         (status,) = table.status()
         assert status.stored_bytes == 8 * row_size_bytes
-        limited(lambda: table.put([8, 9, 10], np.ones((3, 8))), f"stored_bytes_max={10 * 96}")
+        limited(
+            lambda: table.put([8, 9, 10], np.ones((3, 8))),
+            f"stored_bytes_max={limits.stored_bytes_max}",
+        )
         client = connect(running, "w0")
         with pytest.raises(shardwell.LimitError, match="stored_bytes_max"):
-            client.parameter("p", size=49, optimizer=shardwell.SGD(learning_rate=1.0))
-        client.parameter("p", size=48, optimizer=shardwell.SGD(learning_rate=1.0))
+            client.parameter("p", size=53, optimizer=shardwell.SGD(learning_rate=1.0))
+        client.parameter("p", size=52, optimizer=shardwell.SGD(learning_rate=1.0))
         limited(lambda: table.put([8], np.ones((1, 8))), "stored_bytes_max")
         assert table.row_ids() == list(range(8))
         assert client.status()[0].stored_bytes == 10 * row_size_bytes

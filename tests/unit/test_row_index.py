@@ -50,7 +50,9 @@ def places_in(model: dict[int, int], ids: Ids) -> list[int]:
 class IndexMachine(RuleBasedStateMachine):
     """A pool of ids, of which runs are added, moved, removed and looked for."""
 
-    @initialize(kind=st.sampled_from(["direct", "random", "colliding", "stride", "extremes"]))
+    @initialize(
+        kind=st.sampled_from(["direct", "random", "colliding", "stride", "run", "extremes"])
+    )
     def open(self, kind: str) -> None:
         salt = 0x1234567890ABCDEF
         random = np.random.default_rng(7)
@@ -59,6 +61,7 @@ class IndexMachine(RuleBasedStateMachine):
             "random": lambda: random.integers(-(2**63), 2**63 - 1, 3000),
             "colliding": lambda: colliding_keys(200, salt),
             "stride": lambda: np.arange(3000) << 32,
+            "run": lambda: np.arange(-1500, 1500),
             "extremes": lambda: np.array(EXTREMES),
         }
         self.pool = pools[kind]()

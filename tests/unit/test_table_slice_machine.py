@@ -1,35 +1,43 @@
-"""Goal: whatever order calls come in, a table on a shard is where plain Python says.
+"""Goal: any order of calls, kills and restarts leaves a table on a shard where plain Python says.
 
-Method: a hypothesis state machine drives a TableSlice on a store through messages made by
-harness/wire_table.py, whose placement and initial values are its own. Oracle: rows in a dict, in
-float64 (harness/table_model.py).
+Method: a hypothesis state machine drives a table of a Shard, in memory or on files, through
+messages made by protobuf and NumPy; a kill is an image of the files after some write of a call
+(harness/images.py), with which it goes on. Oracle: rows in a dict, in float64
+(harness/table_model.py); placement and initial values are harness/wire_table.py's own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import shardwell
+from harness.images import Image, image_of, in_memory, restore
 from harness.table_messages import answered, asking, part
 from harness.table_model import ModelTable, adam, sgd
+from harness.telling import SameMachine
 from harness.wire_table import owner, uniform
 from shardwell.errors import SeatsTakenError, StepOrderError, WorkersMissingError
 from shardwell.table_spec import TableSpec
-from shardwell_server.config import ShardConfig
+from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MemoryStore
+from shardwell_server.store import MemoryStore, MmapStore
 
 WORKERS = ["w0", "w1", "w2"]
 DIM = 2
 SHARD_COUNT = 2
-CONFIG = ShardConfig(shard_index=1, shard_count=SHARD_COUNT)
+CONFIG = ShardConfig(shard_index=1, shard_count=SHARD_COUNT, limits=Limits(table_row_count_max=40))
 SEED = 5
 
 NUMBERED = [i for i in range(24) if owner(i, 24, SHARD_COUNT) == 1]
@@ -45,10 +53,22 @@ class TableMachine(RuleBasedStateMachine):
     """One table, its model, and all parts that were sent."""
 
     worker_count = 0
+    on_files = False
+    kills = st.none() | st.floats(0, 1, exclude_max=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = contextlib.ExitStack()
+        self.images: list[Image] | None = None
+        if self.on_files:
+            path = self.open.enter_context(in_memory(Path(tempfile.gettempdir())))
+            self.path = Path(tempfile.mkdtemp(dir=path))
+            self.open.callback(shutil.rmtree, self.path)
 
     @initialize(keyed=st.booleans(), optimizer=st.sampled_from("sa"))
     def begin(self, keyed: bool, optimizer: str) -> None:
         rate = 0.5
+        keyed = keyed and not self.on_files  # a message may have many keys: large files
         self.ids = KEYS if keyed else NUMBERED
         worker_count = self.worker_count
         self.spec = TableSpec(
@@ -71,12 +91,44 @@ class TableMachine(RuleBasedStateMachine):
         )
         self.samples: dict[str, int] = {}
         self.sent: list[tuple[str, int, int, Any]] = []
-        self.open_store()
+        self.start()
+        self.call(self.make, None)
 
-    def open_store(self) -> None:
-        self.shard = Shard(CONFIG, MemoryStore())
-        self.table, created = self.shard.tables.open(self.spec)
-        assert created
+    def start(self) -> None:
+        """A new process: nothing is left of the old one but its files."""
+        self.shard = Shard(
+            CONFIG,
+            MmapStore(self.path, boot=SameMachine(self.path), reached=self.reached)
+            if self.on_files
+            else MemoryStore(),
+        )
+
+    def reached(self, point: str) -> None:
+        if self.images is not None:
+            self.images.append(image_of(self.path))
+
+    def make(self) -> None:
+        self.table, _ = self.shard.tables.open(self.spec)
+
+    def call(self, make: Callable[[], Any], kill: float | None) -> Any:
+        """Makes a call; killed at one of its writes, the shard comes back and it is sent again."""
+        if kill is None or not self.on_files:
+            return make()
+        self.images = []
+        make()
+        images, self.images = self.images, None
+        if images:
+            restore(images[int(kill * len(images))], self.path)
+            self.come_back()
+            make()
+        return True
+
+    @precondition(lambda self: self.on_files)
+    @rule()
+    def come_back(self) -> None:
+        """Killed while nothing is under way."""
+        self.start()
+        self.table = self.shard.tables.table("t")
 
     def gradients(self, data: st.DataObject) -> dict[int, np.ndarray]:
         ids = data.draw(st.lists(st.sampled_from(self.ids), unique=True, max_size=6))
@@ -88,11 +140,16 @@ class TableMachine(RuleBasedStateMachine):
         ends=st.booleans(),
         samples=st.integers(0, 3),
         data=st.data(),
+        kill=kills,
     )
-    def send_part(self, worker: str, ends: bool, samples: int, data: st.DataObject) -> None:
-        self.send(worker, ends, samples, data)
+    def send_part(
+        self, worker: str, ends: bool, samples: int, data: st.DataObject, kill: float | None
+    ) -> None:
+        self.send(worker, ends, samples, data, kill)
 
-    def send(self, worker: str, ends: bool, samples: int, data: st.DataObject) -> None:
+    def send(
+        self, worker: str, ends: bool, samples: int, data: st.DataObject, kill: float | None
+    ) -> None:
         """The next part that is due, or one that has to wait, or of a worker too many."""
         step, count = self.model.next_part(worker)
         if count:
@@ -109,19 +166,20 @@ class TableMachine(RuleBasedStateMachine):
             if len(seated) == self.model.worker_count:
                 assert set(caught.value.missing_worker_ids) == seated - self.model.ended
         else:
-            assert self.give(worker, message)
+            assert self.call(lambda: self.give(worker, message), kill)
             if self.model.worker_count == 1 and samples == 0:
                 gradients = {row_id: 0 * value for row_id, value in gradients.items()}
             self.model.take(worker, gradients, samples=samples, ends=ends, first=count == 0)
             self.samples[worker] = samples
             self.sent.append((worker, step, count, message))
 
-    @rule(samples=st.integers(0, 2), data=st.data())
-    def step(self, samples: int, data: st.DataObject) -> None:
+    @rule(samples=st.integers(0, 2), data=st.data(), kill=kills)
+    def step(self, samples: int, data: st.DataObject, kill: float | None) -> None:
         """Everybody who has a seat, or may have one, sends something and ends its step."""
         for worker in WORKERS:
             if not self.model.is_full(worker) and not self.model.waits(worker):
-                self.send(worker, True, samples, data)
+                is_last = worker == WORKERS[max(self.worker_count, 1) - 1]
+                self.send(worker, True, samples, data, kill if is_last else None)
 
     def give(self, worker: str, message: Any) -> bool:
         payload = np.frombuffer(message.payload, np.uint8)
@@ -150,8 +208,8 @@ class TableMachine(RuleBasedStateMachine):
             self.give(worker, part(step + steps, index, {}, ends=ends))
         self.model.positions.setdefault(worker, (step, 0))  # it has a seat from now on
 
-    @rule(worker=st.sampled_from(WORKERS), back=st.integers(0, 1))
-    def abandon(self, worker: str, back: int) -> None:
+    @rule(worker=st.sampled_from(WORKERS), back=st.integers(0, 1), kill=kills)
+    def abandon(self, worker: str, back: int, kill: float | None) -> None:
         step, _ = self.model.next_part(worker)
         if self.model.is_full(worker) or step < back:
             return
@@ -164,21 +222,23 @@ class TableMachine(RuleBasedStateMachine):
             with pytest.raises(WorkersMissingError):
                 self.give(worker, message)
         else:
-            assert self.give(worker, message)
+            assert self.call(lambda: self.give(worker, message), kill)
             self.model.take(worker, {}, samples=0, ends=True, first=False)
             assert self.model.next_part(worker) == (step + 1, 0)
 
-    @rule(back=st.integers(-1, 1))
-    def evict(self, back: int) -> None:
+    @rule(back=st.integers(-1, 1), kill=kills)
+    def evict(self, back: int, kill: float | None) -> None:
         older = max(self.model.version - back, 0)
-        assert self.table.evict(older) == self.model.evict(older)
+        found = self.call(lambda: self.table.evict(older), kill)
+        expected = self.model.evict(older)
+        assert found == expected or kill is not None
 
-    @rule(rate=st.sampled_from([0.25, 1.0]), later=st.integers(0, 2))
-    def change_rate(self, rate: float, later: int) -> None:
+    @rule(rate=st.sampled_from([0.25, 1.0]), later=st.integers(0, 2), kill=kills)
+    def change_rate(self, rate: float, later: int, kill: float | None) -> None:
         if not self.model.worker_count:
             later = 0
         first = self.model.version + later
-        self.table.change_learning_rate(first if later else None, rate)
+        self.call(lambda: self.table.change_learning_rate(first if later else None, rate), kill)
         kept = {step: value for step, value in self.model.rates.items() if step < first}
         self.model.rates = {**kept, first: rate}
 
@@ -221,22 +281,25 @@ class TableMachine(RuleBasedStateMachine):
                 assert (answer.next_step, answer.counted_part_count) == self.model.next_part(worker)
 
     def teardown(self) -> None:
-        if not hasattr(self, "table"):
-            return
+        with self.open:
+            if hasattr(self, "table"):
+                self.compare()
+
+    def compare(self) -> None:
         found = {}
         for ids, values in self.table.scan(with_values=True):
             found.update(zip(ids.tolist(), values.tolist(), strict=True))
         assert found.keys() == self.model.rows.keys()
         for row_id, values in found.items():
             np.testing.assert_allclose(values, self.model.rows[row_id], rtol=1e-4, atol=1e-4)
-        self.shard.close()
 
 
-def machine_of(worker_count: int) -> type:
-    kind = type(f"TableMachine{worker_count}", (TableMachine,), {"worker_count": worker_count})
+def machine_of(worker_count: int, *, on_files: bool = False) -> type:
+    fields = {"worker_count": worker_count, "on_files": on_files}
+    kind = type(f"TableMachine{worker_count}{on_files}", (TableMachine,), fields)
     test: type = kind.TestCase  # type: ignore[attr-defined]
     test.settings = settings(  # type: ignore[attr-defined]
-        max_examples=30, stateful_step_count=30, deadline=None
+        max_examples=15 if on_files else 30, stateful_step_count=30, deadline=None
     )
     return test
 
@@ -245,3 +308,6 @@ TestAsynchronous = machine_of(0)
 TestOneWorker = machine_of(1)
 TestTwoWorkers = machine_of(2)
 TestThreeWorkers = machine_of(3)
+TestAsynchronousOnFiles = machine_of(0, on_files=True)
+TestOneWorkerOnFiles = machine_of(1, on_files=True)
+TestTwoWorkersOnFiles = machine_of(2, on_files=True)

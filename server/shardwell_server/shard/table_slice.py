@@ -7,6 +7,7 @@ part is decoded and checked before it is taken.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwell.codec import Bytes, Float32, NonFiniteValueError
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, StorageError
 from shardwell.row_codec import RowCodec, check_ids, rows_per_scan_message_max
 from shardwell.row_placement import Ids, RowPlacement
 from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX
@@ -100,7 +101,9 @@ class TableSlice:
         self._sample_counts: dict[int, tuple[int, int]] = {}
         self._counted_row_count = 0
         self._duplicate_part_count = 0
-        self._finish_step()
+        # A damaged row is refused by whoever needs it, and keeps no other table from its workers.
+        with self._changed, contextlib.suppress(StorageError):
+            self._finish_step()
 
     @property
     def rows_per_message_max(self) -> int:

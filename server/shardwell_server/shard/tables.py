@@ -118,10 +118,12 @@ class Tables:
                 "shard_count": config.shard_count,
             },
         )
-        bounds = [limits.table_row_count_max, limits.stored_bytes_max // layout.row_size_bytes]
-        if spec.row_count is not None:
-            bounds.append(self._placement(spec).local_row_count())
-        return dataclasses.replace(layout, row_capacity=max(min(bounds), 1))
+        capacity = min(limits.table_row_count_max, limits.stored_bytes_max // layout.row_size_bytes)
+        batch = layout.rows_per_change_max
+        if spec.row_count is not None:  # no message has more distinct ids than there are
+            here = self._placement(spec).local_row_count()
+            capacity, batch = min(capacity, here), min(batch, here)
+        return dataclasses.replace(layout, row_capacity=max(capacity, 1), rows_per_change_max=batch)
 
     def _placement(self, spec: TableSpec) -> RowPlacement:
         return RowPlacement(spec.row_count, self._config.shard_count)

@@ -1,15 +1,8 @@
-"""Contributions in the order in which they were counted, in files that are synced to disk.
+"""What was counted, in order, in files that are synced to disk.
 
-The image of a parameter (journaled_parameter.py) and the journal since make it again after its
-machine lost power, by the same code that counted them. Segments are numbered; an image of number k
-needs the segments from k on. An entry:
-
-    magic, payload length, chunk, seat, sequence, step, samples, exponent, learning
-    rate, CRC of the payload, CRC of all these  |  the codec's bytes
-
-An entry is appended before the chunk's record stands. So the last of several entries with the same
-chunk and sequence is the one that counted: the shard was killed before the others' records stood.
-What follows the last whole entry of a segment was never synced, or was damaged.
+The image of a parameter or table (journaled_parameter.py, journaled_table.py) and the journal since
+make it again after its machine lost power. Segments are numbered; an image of number k needs the
+segments from k on. What follows the last whole entry of a segment was never synced, or was damaged.
 """
 
 from __future__ import annotations
@@ -17,61 +10,32 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import numpy as np
-from fastcrc import crc32
+from typing import TypeAlias
 
 from shardwell_server.store.mapped_file import storage_error, sync_directory
-from shardwell_server.store.store import JournalEntry
 
-_MAGIC = 0x314A5753  # "SWJ1"
-_HEAD = struct.Struct("<IIIIQqqidI")
-_CRC = struct.Struct("<I")
-_HEAD_BYTES = _HEAD.size + _CRC.size
+Part: TypeAlias = "bytes | memoryview[int]"
+"""Bytes of an entry."""
 _PREFIX = "journal-"
 FAILED_NAME = "failed-journal"
 """A file that is there while a segment may lack what could not be synced."""
 
 
 def segments(directory: Path) -> dict[int, Path]:
-    """The segments of a parameter by number, in order."""
+    """The segments in a directory by number, in order."""
     found = {int(path.name.removeprefix(_PREFIX)): path for path in directory.glob(f"{_PREFIX}*")}
     return dict(sorted(found.items()))
 
 
-def read_entries(path: Path, salt: int) -> Iterator[tuple[JournalEntry, int]]:
-    """The whole entries of a segment, and where each ends."""
-    if not path.stat().st_size:
-        return
-    data = np.memmap(path, np.uint8, "r")
-    start = 0
-    while start + _HEAD_BYTES <= data.size:
-        head = data[start : start + _HEAD.size].tobytes()
-        magic, length, chunk, seat, sequence, step, samples, exponent, rate, crc = _HEAD.unpack(
-            head
-        )
-        (head_crc,) = _CRC.unpack(data[start + _HEAD.size : start + _HEAD_BYTES].tobytes())
-        end = start + _HEAD_BYTES + length
-        if magic != _MAGIC or head_crc != crc32.iscsi(head, salt) or end > data.size:
-            return
-        payload = np.array(data[start + _HEAD_BYTES : end])  # aligned for the codecs
-        if crc != crc32.iscsi(payload.data):
-            return
-        yield JournalEntry(chunk, seat, sequence, step, samples, exponent, rate, payload), end
-        start = end
-
-
 class Journal:
-    """The segment that is written. Any thread may append; chunks' locks order their entries."""
+    """The segment that is written. Any thread may append; who appends orders the entries."""
 
-    def __init__(self, directory: Path, salt: int, reached: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, reached: Callable[[str], None]) -> None:
         self._reached = reached
         self._directory = directory
-        self._salt = salt
         self._append_lock = threading.Lock()
         self._sync_lock = threading.Lock()
         self._file = -1
@@ -117,30 +81,13 @@ class Journal:
         """Bytes of the segment that is written."""
         return self._size
 
-    def append(self, entry: JournalEntry) -> None:
+    def append(self, parts: Sequence[Part]) -> None:
         """Adds an entry; it is durable after the next `sync`.
 
         Raises:
             StorageError: it can't be written; nothing changed.
         """
-        head = _HEAD.pack(
-            _MAGIC,
-            entry.payload.size,
-            entry.chunk_index,
-            entry.seat_index,
-            entry.sequence,
-            entry.step,
-            entry.sample_count,
-            entry.exponent,
-            entry.learning_rate,
-            crc32.iscsi(entry.payload.data),
-        )
-        parts: list[bytes | memoryview[int]] = [
-            head,
-            _CRC.pack(crc32.iscsi(head, self._salt)),
-            entry.payload.data,
-        ]
-        size = _HEAD_BYTES + entry.payload.size
+        size = sum(len(part) for part in parts)
         with self._append_lock:
             try:
                 written = os.pwritev(self._file, parts, self._size)
@@ -184,6 +131,17 @@ class Journal:
                 (self._directory / FAILED_NAME).touch()
             raise
         self._synced = wanted
+
+    def sync_segment(self) -> None:
+        """Returns when the segment that is written is on disk, whatever has failed before it.
+
+        For an image that was begun with it, and needs no other.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        with self._sync_lock:
+            os.fdatasync(self._file)
 
     def repaired(self) -> None:
         """An image stands that was begun after the newest segment was."""

@@ -18,48 +18,13 @@ from pathlib import Path
 
 from shardwell.codec import Bytes
 from shardwell.errors import StorageError
-from shardwell_server.store.journal import Journal, read_entries, segments
+from shardwell_server.store import image_files
+from shardwell_server.store.chunk_journal import pack_entry, read_entries
+from shardwell_server.store.image_files import forget_images, image_path, images
+from shardwell_server.store.journal import Journal, segments
 from shardwell_server.store.mapped_file import storage_error, sync_directory, sync_file
 from shardwell_server.store.mmap_parameter import MmapParameter
 from shardwell_server.store.store import JournalEntry
-
-_PREFIX = "image-"
-_IMAGE_AT_BYTES_MIN = 64 << 20
-"""A journal smaller than that is not worth an image, however small the parameter."""
-
-
-def images(directory: Path) -> dict[int, Path]:
-    """The images of a parameter that stand, by number, in order."""
-    found = {
-        int(path.name.removeprefix(_PREFIX)): path
-        for path in directory.glob(f"{_PREFIX}*")
-        if path.suffix != ".new"
-    }
-    return dict(sorted(found.items()))
-
-
-def forget_images(
-    directory: Path, reached: Callable[[str], None], before: int | None = None
-) -> None:
-    """Removes images and journal segments of lower numbers; None: all.
-
-    Raises:
-        StorageError: they can't be removed.
-    """
-    try:
-        for number, path in images(directory).items():
-            if before is None or number < before:
-                path.rename(path.with_suffix(".new"))  # a part of one is no image
-                reached("image forgotten")
-        sync_directory(directory)  # a segment is needed for as long as its image is there
-        for number, path in segments(directory).items():
-            if before is None or number < before:
-                path.unlink()
-                reached("segment forgotten")
-        for path in directory.glob(f"{_PREFIX}*.new"):
-            shutil.rmtree(path)
-    except OSError as error:
-        raise storage_error(directory, error, "removing what is superfluous") from None
 
 
 def restore_image(directory: Path, reached: Callable[[str], None]) -> bool:
@@ -104,7 +69,7 @@ class JournaledParameter(MmapParameter):
             raise storage_error(self.directory, error, "syncing it") from None
         self._syncs_each = syncs_each
         self._events.is_synced = True
-        self._journal = Journal(self.directory, self._salt, self._reached)
+        self._journal = Journal(self.directory, self._reached)
         self._older_bytes = sum(p.stat().st_size for p in segments(self.directory).values())
         self._journal.begin_segment()
         self.wants_image = not images(self.directory) or self._journal.has_failed
@@ -123,20 +88,12 @@ class JournaledParameter(MmapParameter):
         if self._journal is None:
             return
         sequence = self._stored[chunk_index].sequence + 1
-        self._journal.append(
-            JournalEntry(
-                chunk_index,
-                seat_index,
-                sequence,
-                step,
-                sample_count,
-                exponent,
-                learning_rate,
-                payload,
-            )
+        entry = JournalEntry(
+            chunk_index, seat_index, sequence, step, sample_count, exponent, learning_rate, payload
         )
+        self._journal.append(pack_entry(entry, self._salt))
         size_bytes = self._older_bytes + self._journal.size_bytes
-        if size_bytes > max(2 * self._layout.size_bytes, _IMAGE_AT_BYTES_MIN):
+        if size_bytes > max(2 * self._layout.size_bytes, image_files.IMAGE_AT_BYTES_MIN):
             self.wants_image = True
 
     def make_durable(self) -> None:
@@ -187,10 +144,10 @@ class JournaledParameter(MmapParameter):
             return
         self._older_bytes += self._journal.size_bytes
         number = self._journal.begin_segment()
-        standing = self.directory / f"{_PREFIX}{number:06d}"
+        standing = image_path(self.directory, number)
         if standing.exists():  # nothing was journaled since, but first weights may have come
             number = self._journal.begin_segment(anyway=True)
-            standing = self.directory / f"{_PREFIX}{number:06d}"
+            standing = image_path(self.directory, number)
         making = standing.with_suffix(".new")
         try:
             making.mkdir()

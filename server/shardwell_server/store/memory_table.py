@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -71,6 +71,9 @@ class MemoryTable:
         """See TableStorage."""
 
     def sync(self) -> None:
+        """See TableStorage."""
+
+    def make_image(self, is_stopping: Callable[[], bool]) -> None:
         """See TableStorage."""
 
 

@@ -17,6 +17,7 @@ from shardwell.errors import StorageError
 from shardwell_server.config import Durability
 from shardwell_server.store.boot import Boot
 from shardwell_server.store.journaled_parameter import JournaledParameter, restore_image
+from shardwell_server.store.journaled_table import JournaledTable, restore_table_image
 from shardwell_server.store.layout_file import read_layout
 from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.mmap_parameter import MmapParameter
@@ -56,7 +57,7 @@ class MmapStore:
         self._reached = reached
         self._is_torn = False
         self._open: list[JournaledParameter] = []
-        self._open_tables: list[MmapTable] = []
+        self._open_tables: list[JournaledTable] = []
         self._names: set[str] = set()
         self._table_names: set[str] = set()
         is_synced = not self._durability.is_process
@@ -109,9 +110,11 @@ class MmapStore:
         """See Store."""
         for storage in self._open:
             self._begin(storage)
+        for table in self._open_tables:
+            self._begin(table)
         self._boot.mark("running")
 
-    def _begin(self, storage: JournaledParameter) -> None:
+    def _begin(self, storage: JournaledParameter | JournaledTable) -> None:
         if self._durability.is_process:
             storage.stop_journaling()  # both would be older than the files from now on
         else:
@@ -146,13 +149,20 @@ class MmapStore:
                     f"{entry} holds table {layout.name!r}, as another directory does; move the one "
                     "that was copied there away"
                 )
-            storage = MmapTable.recover(entry, layout, salt, self._reached, is_torn=self._is_torn)
+            has_image = self._is_torn and restore_table_image(entry, self._reached)
+            storage = JournaledTable.recover(
+                entry, layout, salt, self._reached, is_torn=self._is_torn
+            )
+            if has_image:
+                storage.replay()
             self._table_names.add(layout.name)
             self._open_tables.append(storage)
             found.append((layout, storage))
             if self._is_torn:
                 _LOG.warning(
-                    "the machine lost power: what was acknowledged in the last seconds may be "
+                    "the machine lost power: the table goes on from its image and journal"
+                    if has_image
+                    else "the machine lost power: what was acknowledged in the last seconds may be "
                     "missing from the table; its rows are verified",
                     extra={"table": layout.name},
                 )
@@ -167,7 +177,7 @@ class MmapStore:
             )
         return found
 
-    def create_table(self, layout: TableLayout) -> MmapTable:
+    def create_table(self, layout: TableLayout) -> JournaledTable:
         """See Store."""
         if layout.name in self._table_names:
             raise ValueError(f"storage of table {layout.name!r} exists")
@@ -180,7 +190,8 @@ class MmapStore:
 
         try:
             with self._tables.making(fill, f"making table {layout.name!r}") as directory:
-                storage = MmapTable.recover(directory, layout, salt, self._reached)
+                storage = JournaledTable.recover(directory, layout, salt, self._reached)
+                self._begin(storage)
         except StorageError as error:
             error.table = layout.name
             raise
@@ -194,7 +205,7 @@ class MmapStore:
         Raises:
             StorageError: the disk failed; what it lacks is on it only if the machine stays up.
         """
-        opened: list[JournaledParameter | MmapTable] = [*self._open, *self._open_tables]
+        opened: list[JournaledParameter | JournaledTable] = [*self._open, *self._open_tables]
         self._open, self._open_tables = [], []
         if not opened:
             return

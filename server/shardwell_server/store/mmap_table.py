@@ -25,6 +25,7 @@ use. So opening a table reads 17 bytes a row, and 9 more where gradients are sum
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +41,7 @@ from shardwell_server.store.layout_file import write_layout
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.mapped_file import MappedFile, sync_directory, sync_file
 from shardwell_server.store.marks import Marks, recover_marks, seat_count
-from shardwell_server.store.row_arrays import Rows, check_capacity, make_arrays
+from shardwell_server.store.row_arrays import Rows, WrittenRows, check_capacity, make_arrays
 from shardwell_server.store.row_guard import RowGuard
 from shardwell_server.store.row_undo import RowUndo, entry_bytes
 from shardwell_server.store.sparse_file import SparseFile, reserve_all
@@ -92,6 +93,10 @@ class MmapTable:
         arrays = make_arrays(layout, layout.row_capacity, array)
         self.keys, self.update_counts, self.last_steps, self.weights = arrays[:4]
         self.slots, self.sums, self.has_sum = arrays[4:]
+        self._arrays = arrays
+        self._salt = salt
+        self._lock = threading.Lock()
+        """Held while a change is under way, or rows are copied to an image."""
         self._guard = RowGuard(directory, layout, arrays, salt, array)
         changing = self._guard.arrays
         size = entry_bytes(changing, layout.rows_per_change_max)
@@ -145,7 +150,10 @@ class MmapTable:
         row_used = made._stored.record.row_used
         made._reserved_row_count = row_used
         for file, stride in made._row_files:
-            file.stands_reserved(row_used * stride)
+            if is_torn:
+                file.reserve(row_used * stride)
+            else:
+                file.stands_reserved(row_used * stride)
         sequence = made._undo.pending()
         if sequence is not None:
             if sequence == made._stored.sequence:
@@ -222,6 +230,25 @@ class MmapTable:
     def sync(self) -> None:
         """See TableStorage."""
 
+    def make_image(self, is_stopping: Callable[[], bool]) -> None:
+        """See TableStorage."""
+
+    def copy_rows(self, source: MmapTable, start: int, stop: int) -> None:
+        """Makes rows what they are in another table of the same layout and salt; there is room."""
+        for into, array in zip(self._guard.arrays, source._guard.arrays, strict=True):
+            np.copyto(into[start:stop], array[start:stop])
+
+    def copy_standing(self, source: MmapTable) -> None:
+        """Takes over where another table stands, and what workers have contributed to it.
+
+        Raises:
+            StorageError: there is no room for the marks.
+        """
+        self._records.put(source._stored)
+        self._marks.make_room(source._seat_count)
+        for seat_index in range(source._seat_count):
+            self._marks.put(seat_index, 0, source._marks.get(seat_index, 0))
+
     def put(self, stored: StoredTableRecord) -> None:
         """Makes a record stand, on disk and then here, and the mark that it names."""
         self._records.put(stored)
@@ -238,6 +265,17 @@ class MmapTable:
         for file in self._files:
             file.sync()
         self._marks.sync()
+        self._sync_names()
+
+    def _note(self, stored: StoredTableRecord, rows: WrittenRows) -> None:
+        """Called with what a change wrote, before it stands; may refuse it by a StorageError."""
+
+    def _sync_names(self) -> None:
+        """Makes what is not mapped survive a loss of power, and the names of all files.
+
+        Raises:
+            OSError: the disk failed.
+        """
         for name in ("table.json", "events"):
             sync_file(self.directory / name)
         sync_directory(self.directory)
@@ -259,6 +297,16 @@ class MmapRowChange:
         self.sums: Float32 | None = None if copies.sums is None else copies.sums[: n * sums]
 
     def __enter__(self) -> MmapRowChange:
+        self._of._lock.acquire()
+        try:
+            self._begin()
+        except BaseException:
+            self._of._lock.release()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        """Saves rows, and copies them."""
         of, places, guard = self._of, self._places, self._of._guard
         if places.size and places.min() < of.record.row_used:  # new rows need no undo
             sequence = of._stored.sequence
@@ -271,7 +319,6 @@ class MmapRowChange:
             for number, copy in guard.copied(self.weights, self.slots, self.sums):
                 if number in saved:
                     np.copyto(copy, saved[number])
-        return self
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
         """See RowChange."""
@@ -281,12 +328,14 @@ class MmapRowChange:
         if not self._kinds["sums"]:
             of.has_sum[row_used : record.row_used] = False
         of._reached("rows")
-        of._guard.write(self._places, of._copies, row_used, **self._kinds)
+        rows = of._guard.write(self._places, of._copies, row_used, **self._kinds)
         of._reached("rows' checks")
-        of._guard.write_new(row_used, record.row_used)
+        new_rows = of._guard.write_new(row_used, record.row_used)
         of._reached("new rows' checks")
+        stored = StoredTableRecord(of._stored.sequence + 1, record, position)
+        of._note(stored, rows._replace(new_rows=new_rows))
         self._is_committed = True
-        of.put(StoredTableRecord(of._stored.sequence + 1, record, position))
+        of.put(stored)
         if self._is_saved:
             of._undo.void()  # which it is already; so that damage there is of no matter
 
@@ -296,8 +345,11 @@ class MmapRowChange:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._is_saved and not self._is_committed:
-            self._of._undo.roll_back()
+        try:
+            if self._is_saved and not self._is_committed:
+                self._of._undo.roll_back()
+        finally:
+            self._of._lock.release()
 
 
 def _mark(position: Position) -> int:

@@ -64,6 +64,34 @@ def make_arrays(
     )
 
 
+class WrittenRows(NamedTuple):
+    """Rows as a change wrote them."""
+
+    places: Places
+    """Those of old rows."""
+    values: Sequence[Rows]
+    """Their arrays of values; empty: none was written."""
+    sums: Sequence[Rows]
+    """Their sums and has_sum; empty: none was written, or all were cleared."""
+    clears: bool
+    """Whether no row has a sum any more."""
+    new_start: int
+    """New rows are those from here to below the record's row_used,"""
+    new_rows: Sequence[Rows]
+    """in all arrays."""
+
+
+def write_again(rows: WrittenRows, arrays: RowArrays, row_used: int) -> None:
+    """Writes the rows of a change that made `row_used` stand; there is room for them."""
+    for into, written in ((arrays.of_values, rows.values), (arrays.of_sums, rows.sums)):
+        for array, batch in zip(into, written, strict=False):
+            array[rows.places] = batch
+    if rows.clears:
+        arrays.has_sum[rows.places] = False
+    for array, batch in zip(arrays.all, rows.new_rows, strict=False):
+        array[rows.new_start : row_used] = batch
+
+
 def gather(array: Rows, places: Places, into: Rows) -> Rows:
     """Copies rows to the beginning of `into`, and returns that part; places are in range."""
     part = into[: places.size]

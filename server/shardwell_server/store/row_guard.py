@@ -12,7 +12,7 @@ import numpy.typing as npt
 from shardwell.codec import Float32
 from shardwell.errors import StorageError
 from shardwell_server.store.lazy_memory import lazy_zeros
-from shardwell_server.store.row_arrays import RowArrays, Rows, gather
+from shardwell_server.store.row_arrays import RowArrays, Rows, WrittenRows, gather
 from shardwell_server.store.row_checks import Checks, RowChecks
 from shardwell_server.store.table_storage import Places, TableLayout
 
@@ -69,8 +69,8 @@ class RowGuard:
 
     def write(
         self, places: Places, copies: RowArrays, row_used: int, *, values: bool, sums: bool
-    ) -> None:
-        """Writes the checks of rows as they lie.
+    ) -> WrittenRows:
+        """Writes the checks of rows as they lie; returns the rows, without new ones.
 
         Args:
             places: Which were written; what is beyond `row_used` is left to `write_new`.
@@ -81,6 +81,8 @@ class RowGuard:
         """
         if places.size and places.max() >= row_used:
             places = places[places < row_used]
+        batch: list[Rows] = []
+        summed: list[Rows] = []
         if values:
             batch = [
                 gather(array, places, into)
@@ -93,11 +95,13 @@ class RowGuard:
             if has_sum.any():
                 rows = gather(self._rows.sums, places, copies.sums)
                 self._sum_checks[places] = self._checks.of_sums(places, has_sum, rows)
+                summed = [rows, has_sum]
             else:
                 self._sum_checks[places] = self._checks.of_no_sums(places)
+        return WrittenRows(places, batch, summed, sums and not summed, row_used, [])
 
-    def write_new(self, start: int, stop: int) -> None:
-        """Writes all checks of new rows at places [start, stop), as they lie."""
+    def write_new(self, start: int, stop: int) -> list[Rows]:
+        """Writes all checks of new rows at places [start, stop), as they lie; returns the rows."""
         for part, places in _passes(start, stop, self._rows_per_pass):
             batch = [array[part] for array in self._rows.of_values]
             self._row_checks[part] = self._checks.of_values(places, *batch)
@@ -106,6 +110,8 @@ class RowGuard:
                 self._sum_checks[part] = self._checks.of_sums(
                     places, self._rows.has_sum[part], self._rows.sums[part]
                 )
+        every = self._rows.of_values if self._rows.sums is None else self._rows.all
+        return [array[start:stop] for array in every]
 
     @property
     def _rows_per_pass(self) -> int:

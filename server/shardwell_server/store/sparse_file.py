@@ -7,6 +7,7 @@ mapped page that the full disk has no room for kills the process.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -119,3 +120,26 @@ def reserve_all(
         else:
             return row_count
     raise AssertionError("wanted is tried last")
+
+
+def copy_sparse(source: Path, target: Path) -> None:
+    """Copies a file's bytes, and its holes as holes; replaces what `target` held.
+
+    Raises:
+        OSError: it can't be done.
+    """
+    with source.open("rb") as read, target.open("wb") as written:
+        size = os.fstat(read.fileno()).st_size
+        os.ftruncate(written.fileno(), size)
+        end = 0
+        while end < size:
+            try:
+                start = os.lseek(read.fileno(), end, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # a hole up to the end
+                    return
+                raise
+            end = os.lseek(read.fileno(), start, os.SEEK_HOLE)
+            os.lseek(written.fileno(), start, os.SEEK_SET)
+            while start < end:
+                start += os.sendfile(written.fileno(), read.fileno(), start, end - start)

@@ -8,7 +8,7 @@ position (docs/adr/0010-tables.md). Which id has which place is the caller's to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -99,7 +99,12 @@ class RowChange(Protocol):
     """The same of the sums; without rows where the change is not of `sums`."""
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
-        """Makes it all stand: the rows as written, `record`, and what a worker has contributed."""
+        """Makes it all stand: the rows as written, `record`, and what a worker has contributed.
+
+        Raises:
+            StorageError: it can't be journaled, as on a full disk; when the change ends, it never
+                began.
+        """
 
 
 class TableStorage(Protocol):
@@ -173,7 +178,30 @@ class TableStorage(Protocol):
         """
 
     def make_durable(self) -> None:
-        """Returns when all that was committed may be acknowledged. See ParameterStorage."""
+        """Returns when all that was committed may be acknowledged.
+
+        What is committed survives the process, where files are kept; a loss of power too, where
+        they are journaled (`--durability step`; with SECONDS, what was committed before a `sync`).
+
+        Raises:
+            StorageError: the disk failed; it must not be acknowledged.
+        """
 
     def sync(self) -> None:
-        """See ParameterStorage."""
+        """Writes to disk what was journaled.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+
+    def make_image(self, is_stopping: Callable[[], bool]) -> None:
+        """Writes an image that keeps the journal short, if it is time, while changes go on.
+
+        To be called now and then by a thread of its own; takes long where there are many rows.
+
+        Args:
+            is_stopping: Whether to give up.
+
+        Raises:
+            StorageError: it can't be written, or a row was damaged; the image before stands.
+        """
