@@ -6,7 +6,7 @@ Knows nothing of what is run: tasks have screens of their own, made of this.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -18,7 +18,7 @@ _LINE_INTERVAL_S = 2.0
 
 
 class Progress:
-    """One bar, or lines in its place. A context manager: the bar stands still when it ends."""
+    """Bars, or lines in their place. A context manager: bars stand still when it ends."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
@@ -34,6 +34,10 @@ class Progress:
             disable=not self.is_live,
             expand=True,
         )
+        self.add_bar()
+
+    def add_bar(self) -> None:
+        """Begins another bar below, for what comes next; the last one stays as it is."""
         self._row = self._bar.add_task("", total=None, figures="")
 
     def say(self, what: str) -> None:
@@ -64,14 +68,15 @@ class Progress:
         # Without a terminal, lines are as long as they are: a log is no place to wrap.
         self.console.print(text, soft_wrap=not self.is_live)
 
-    def print_table(self, rows: Mapping[str, str | Sequence[str]]) -> None:
-        """Names in a first column, and what each of them is: one text, or one for each column."""
-        table = Table.grid(padding=(0, 3))
-        for name, texts in rows.items():
-            table.add_row(f"[dim]{name}[/]", *([texts] if isinstance(texts, str) else texts))
+    def print_tables(self, *tables: Sequence[Sequence[str]]) -> None:
+        """Tables of rows: a name, and what it is, in one column or several; with rich's markup."""
         self.console.print()
-        self.console.print(table)
-        self.console.print()
+        for rows in tables:
+            table = Table.grid(padding=(0, 3))
+            for name, *texts in rows:
+                table.add_row(f"[dim]{name}[/]", *texts)
+            self.console.print(table)
+            self.console.print()
 
     def __enter__(self) -> Progress:
         self._bar.start()

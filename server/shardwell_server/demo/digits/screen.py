@@ -63,7 +63,7 @@ class Screen:
         if config.sync == "threads":
             del rows["sent"], rows["received"], rows["codec"]
         rows["in all"] = f"{result.duration_s:.1f} s, from start to end of all processes"
-        self._progress.print_table(rows)
+        self._progress.print_tables(list(rows.items()))
 
 
 def _described(config: DemoConfig) -> str:

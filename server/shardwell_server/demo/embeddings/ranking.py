@@ -66,11 +66,8 @@ class Examination:
             ArgumentError: a score is not finite; the model has diverged.
         """
         asked_tails = self._scores_of_tails(model, entities, relations)
-        tails, asked_relations = (
-            entities[self._facts[:, _TAIL]],
-            relations[self._facts[:, _RELATION]],
-        )
-        asked_heads = model.head_queries(tails, asked_relations) @ entities.T
+        tails, asked = entities[self._facts[:, _TAIL]], relations[self._facts[:, _RELATION]]
+        asked_heads = model.head_queries(tails, asked) @ entities.T
         return np.concatenate(
             [
                 filtered_ranks(asked_tails, self._facts[:, _TAIL], self._other_tails),

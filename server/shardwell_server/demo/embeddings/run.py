@@ -74,9 +74,14 @@ class EmbeddingsConfig:
         """Steps of each worker."""
         return self.step_count or -(-BATCH_COUNT // self.worker_count)
 
+    @property
+    def step_sum(self) -> int:
+        """Steps of all workers, and of one process."""
+        return self.steps * self.worker_count
+
     def task_alone(self) -> Task:
         """What one process is to do, without a cluster: the batches of all workers, in order."""
-        return Task(target=None, worker_id="alone", step_count=self.steps * self.worker_count)
+        return Task(target=None, worker_id="alone", step_count=self.step_sum)
 
     def tasks(self, target: str) -> list[Task]:
         """What each worker is to do. The tables' names are new, so that nothing is resumed."""
@@ -164,6 +169,7 @@ def run_embeddings(config: EmbeddingsConfig, screen: Screen, stop: StopRequest) 
 def _train_alone(config: EmbeddingsConfig, screen: Screen, stop: StopRequest) -> Outcome:
     screen.begin("one process")
     with Crew([config.task_alone()]) as crew:
+        screen.say("starting one process")
         (member,) = crew.members
         return _watch(crew, screen, stop, lambda last: member.measures)
 
@@ -173,6 +179,7 @@ def _train_together(
 ) -> tuple[Outcome, list[Question]]:
     with contextlib.ExitStack() as stack:
         stop.check()
+        screen.begin(count(config.worker_count, "worker"))
         cluster, target = None, config.target
         if target is None:
             screen.say(f"starting {count(config.shard_count, 'shard')}")
@@ -181,14 +188,13 @@ def _train_together(
             )
             target = cluster.target
         stop.check()
-        screen.begin(count(config.worker_count, "worker"))
         tasks = config.tasks(target)
         crew = stack.enter_context(Crew(tasks))
+        screen.say(f"starting {count(config.worker_count, 'worker')}")
         with ended_shards_named(cluster):
+            reader = f"{tasks[0].tables}-examiner"
             client = stack.enter_context(
-                shardwell.connect(
-                    target, worker_id=f"{tasks[0].tables}-examiner", timeout_s=_TIMEOUT_S
-                )
+                shardwell.connect(target, worker_id=reader, timeout_s=_TIMEOUT_S)
             )
             examiner = Examiner(MODEL, graph, *open_tables(client, tasks[0], graph))
             outcome = _watch(crew, screen, stop, _now_and_then(examiner), cluster)
@@ -227,7 +233,7 @@ def _watch(
         finished = crew.has_finished()
         standing = observer.look(time.monotonic())
         measures = measure(finished)
-        screen.show(standing, measures, crew.members[0].task.step_count, last=finished)
+        screen.show(standing, measures, last=finished)
         if finished:
             return Outcome(standing=standing, measures=measures)
         time.sleep(_LOOK_INTERVAL_S)

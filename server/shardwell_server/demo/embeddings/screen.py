@@ -47,13 +47,12 @@ class Screen:
 
     def begin(self, who: str) -> None:
         """Tells who trains from now on."""
+        if self._who:
+            self._progress.add_bar()
         self._who = who
-        self.say(f"starting {who}")
 
-    def show(
-        self, standing: Standing, measures: Mapping[str, float], step_count: int, *, last: bool
-    ) -> None:
-        """Shows where the training stands."""
+    def show(self, standing: Standing, measures: Mapping[str, float], *, last: bool) -> None:
+        """Shows where the training stands: steps of all workers, as they don't wait for another."""
         if standing.loss is None:
             return
         figures = [f"loss {standing.loss:.4f}"]
@@ -61,56 +60,51 @@ class Screen:
             figures.append(f"MRR {measures[VALIDATION_MRR]:.3f}")
         if not last and standing.sent_bytes:
             figures.append(f"{standing.bytes_per_s / 1e6:5.1f} MB/s")
-        step = f"{self._who}, step {standing.step:>{len(str(step_count))}}/{step_count}"
-        self._progress.show(step, standing.step, step_count, figures, last=last)
+        made, all_steps = standing.step_sum, self._config.step_sum
+        what = f"{self._who}, step {made:>{len(str(all_steps))}}/{all_steps}"
+        self._progress.show(what, made, all_steps, figures, last=last)
 
     def conclude(self, result: Result) -> None:
         """Prints the closing tables."""
-        for question in result.questions:
-            self._progress.print(_answered(question))
         alone, together = result.alone, result.together
+        standing, config = together.standing, self._config
         colour = "green" if result.passed else "red"
-        seconds = together.standing.training_s or float("nan")
-        hits = together.hits_at_10 / alone.hits_at_10
-        rows: dict[str, str | list[str]] = {
-            "": [
-                "[dim]one process[/]",
-                f"[dim]{count(self._config.worker_count, 'worker')}[/]",
-                "",
-            ],
-            "filtered MRR": [
+        seconds = standing.training_s or float("nan")
+        comparison = [
+            ("", "[dim]one process[/]", f"[dim]{count(config.worker_count, 'worker')}[/]", ""),
+            (
+                "filtered MRR",
                 f"{alone.mrr:.4f}",
                 f"[bold {colour}]{together.mrr:.4f}[/]",
-                f"[bold {colour}]{result.ratio:.4f}[/] times that of one process",
-            ],
-            "hits@10": [
+                f"[bold {colour}]{result.ratio:.4f}[/] of one process's",
+            ),
+            (
+                "hits@10",
                 f"{alone.hits_at_10:.4f}",
                 f"{together.hits_at_10:.4f}",
-                f"{hits:.4f} times",
-            ],
-            "loss": [_losses(alone), _losses(together), ""],
-            "training": [_training(alone), _training(together), ""],
-        }
-        self._progress.print_table(rows)
-        standing = together.standing
-        self._progress.print_table(
-            {
-                "sent": traffic(standing.sent_bytes, seconds),
-                "received": traffic(standing.received_bytes, seconds),
-                "codec": f"{self._config.codec}, {standing.codec_ratio:.2f} times less than float32",
-                "in all": f"{result.duration_s:.1f} s, from start to end of all processes",
-            }
-        )
+                f"{together.hits_at_10 / alone.hits_at_10:.4f}",
+            ),
+            ("loss", _losses(alone), _losses(together)),
+            ("training", _training(alone), _training(together)),
+        ]
+        cost = [
+            ("sent", traffic(standing.sent_bytes, seconds)),
+            ("received", traffic(standing.received_bytes, seconds)),
+            ("codec", f"{config.codec}, {standing.codec_ratio:.2f} times less than float32"),
+            ("in all", f"{result.duration_s:.1f} s, from start to end of all processes"),
+        ]
+        self._progress.print(f"\nguessed by what {config.worker_count} workers have learnt:")
+        for question in result.questions:
+            self._progress.print(f"  {_answered(question)}")
+        self._progress.print_tables(comparison, cost)
 
 
 def _answered(question: Question) -> str:
     asked = f"{escape(question.head)} [dim]{escape(question.relation)}[/]"
     if question.answer == question.right_answer:
-        return f"  {asked} [green]{escape(question.answer)}[/]"
-    return (
-        f"  {asked} [red]{escape(question.answer)}[/], "
-        f"{escape(question.right_answer)} being number {question.rank:g}"
-    )
+        return f"{asked} [green]{escape(question.answer)}[/] (right)"
+    right = f"{escape(question.right_answer)} is number {question.rank:g}"
+    return f"{asked} [red]{escape(question.answer)}[/] ({right})"
 
 
 def _losses(outcome: Outcome) -> str:
@@ -119,4 +113,4 @@ def _losses(outcome: Outcome) -> str:
 
 def _training(outcome: Outcome) -> str:
     standing = outcome.standing
-    return f"{standing.step} steps in {standing.training_s:.1f} s"
+    return f"{standing.step_sum} steps, {standing.training_s:.1f} s"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import shardwell
 from shardwell.specs import CodecName
+from shardwell.table_spec import TableSpec
 from shardwell_server.demo.embeddings.batches import Batches
 from shardwell_server.demo.embeddings.complex_model import ComplEx
 from shardwell_server.demo.embeddings.examiner import Examiner
@@ -74,44 +75,42 @@ class Task:
         ]
 
 
-def open_tables(
-    client: shardwell.Client, task: Task, graph: KnowledgeGraph
-) -> tuple[shardwell.Table, shardwell.Table]:
-    """Entities and relations in the cluster, as all who open them must agree."""
-    entities = client.table(
-        f"{task.tables}-entities",
-        row_count=graph.entity_count,
-        dim=MODEL.dim,
-        optimizer=OPTIMIZER,
-        initializer=ENTITY_INITIALIZER,
-        codec=task.codec,
-        mode="async",
-    )
-    relations = client.table(
-        f"{task.tables}-relations",
-        row_count=graph.relation_count,
-        dim=MODEL.dim,
-        optimizer=OPTIMIZER,
-        initializer=RELATION_INITIALIZER,
-        codec=task.codec,
-        mode="async",
+def table_specs(task: Task, graph: KnowledgeGraph) -> tuple[TableSpec, TableSpec]:
+    """Entities and relations, as all who open them must agree."""
+    entities, relations = (
+        TableSpec(
+            name=f"{task.tables}-{what}",
+            row_count=row_count,
+            dim=MODEL.dim,
+            optimizer=OPTIMIZER,
+            initializer=initializer,
+            worker_count=0,
+            codec=task.codec,
+            mode="async",
+        )
+        for what, row_count, initializer in (
+            ("entities", graph.entity_count, ENTITY_INITIALIZER),
+            ("relations", graph.relation_count, RELATION_INITIALIZER),
+        )
     )
     return entities, relations
 
 
-def local_tables(graph: KnowledgeGraph) -> tuple[LocalTable, LocalTable]:
-    """The same tables, in this process."""
-    entities = LocalTable(
-        row_count=graph.entity_count,
-        dim=MODEL.dim,
-        optimizer=OPTIMIZER,
-        initializer=ENTITY_INITIALIZER,
-    )
-    relations = LocalTable(
-        row_count=graph.relation_count,
-        dim=MODEL.dim,
-        optimizer=OPTIMIZER,
-        initializer=RELATION_INITIALIZER,
+def open_tables(
+    client: shardwell.Client, task: Task, graph: KnowledgeGraph
+) -> tuple[shardwell.Table, shardwell.Table]:
+    """The two tables in the cluster."""
+    entities, relations = (
+        client.table(
+            spec.name,
+            row_count=spec.row_count,
+            dim=spec.dim,
+            optimizer=spec.optimizer,
+            initializer=spec.initializer,
+            codec=spec.codec,
+            mode=spec.mode,
+        )
+        for spec in table_specs(task, graph)
     )
     return entities, relations
 
@@ -125,7 +124,7 @@ def run_worker(
         ShardwellError: see `Client` and `Table`.
     """
     if task.target is None:
-        entities, relations = local_tables(graph)
+        entities, relations = (LocalTable(spec) for spec in table_specs(task, graph))
         reporter = Reporter(report, shardwell.Traffic(), interval_s=report_interval_s)
         examiner = Examiner(MODEL, graph, entities, relations)
         train(task, graph, entities, relations, reporter, examiner)
