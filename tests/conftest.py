@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
 import shardwell
@@ -23,6 +24,10 @@ _WITH_LEAK_CHECK = {"integration", "fault"}
 # Whoever runs the tests in the background may ignore Ctrl-C, and children inherit that; what has a
 # handler here is theirs to decide.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says something about the machine, nothing about the code.
+hypothesis.settings.register_profile("shardwell", deadline=None)
+hypothesis.settings.load_profile("shardwell")
 
 StartCluster = Callable[..., LocalCluster]
 Connect = Callable[..., shardwell.Client]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import click
 from google.protobuf import json_format
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from shardwell.channel import ShardChannel, parse_target
@@ -16,9 +13,8 @@ from shardwell.errors import ShardwellError
 from shardwell.optimizers import Average
 from shardwell.specs import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell_server.cli.tables import console, table
 
-_PIPE_WIDTH = 200
-"""Nobody knows how wide a pipe is; what is in it should not be wrapped."""
 _Answer = tuple[str, pb.GetStatusResponse | ShardwellError]
 """An address, and what came from there."""
 
@@ -59,11 +55,11 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         for address, answer in answers:
             _print_json(address, answer)
     else:
-        console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-        console.print(_shard_table(answers))
-        console.print(_parameter_table(answers))
+        screen = console()
+        screen.print(_shard_table(answers))
+        screen.print(_parameter_table(answers))
         for message in failed:
-            console.print(message, style="red", markup=False, highlight=False)
+            screen.print(message, style="red", markup=False, highlight=False)
     if failed:
         raise click.exceptions.Exit(1)
 
@@ -82,14 +78,14 @@ def _print_json(address: str, answer: pb.GetStatusResponse | ShardwellError) -> 
 def _shard_table(answers: list[_Answer]) -> Table:
     names = {a.shard.cluster_id for _, a in answers if not isinstance(a, ShardwellError)}
     title = f"cluster {', '.join(sorted(names))}" if names else "no shard answers"
-    table = _table(title, "shard", "address", "state", ">up", ">stored", ">in", ">out", ">streams")
+    shards = table(title, "shard", "address", "state", ">up", ">stored", ">in", ">out", ">streams")
     for index, (address, answer) in enumerate(answers):
         if isinstance(answer, ShardwellError):
-            table.add_row(str(index), address, "[red]no answer[/red]")
+            shards.add_row(str(index), address, "[red]no answer[/red]")
             continue
         shard = answer.shard
         right = shard.shard_index == index and shard.shard_count == len(answers)
-        table.add_row(
+        shards.add_row(
             f"{shard.shard_index} of {shard.shard_count}",
             address,
             "[green]serving[/green]" if right else "[red]wrong place[/red]",
@@ -99,11 +95,13 @@ def _shard_table(answers: list[_Answer]) -> Table:
             _megabytes(answer.sent_payload_bytes),
             str(answer.open_stream_count),
         )
-    return table
+    return shards
 
 
 def _parameter_table(answers: list[_Answer]) -> Table:
-    table = _table("parameters", "name", ">shard", "elements", "optimizer", "codec", "open step")
+    parameters = table(
+        "parameters", "name", ">shard", "elements", "optimizer", "codec", "open step"
+    )
     rows = sorted(
         (parameter.spec.name, answer.shard.shard_index, parameter)
         for _, answer in answers
@@ -114,7 +112,7 @@ def _parameter_table(answers: list[_Answer]) -> Table:
         spec = ParameterSpec.from_proto(parameter.spec)
         last = parameter.slice_offset + parameter.slice_size - 1
         rate = "" if isinstance(spec.optimizer, Average) else f" {parameter.learning_rate:g}"
-        table.add_row(
+        parameters.add_row(
             name,
             str(shard_index),
             f"{parameter.slice_offset} to {last}" if parameter.slice_size else "none",
@@ -123,29 +121,8 @@ def _parameter_table(answers: list[_Answer]) -> Table:
             _open_step(spec, parameter),
         )
     if not rows:
-        table.add_row("none")
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A table that fits a narrow terminal; a column that begins with ">" has numbers."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
-    )
-    for column in columns:
-        numeric = column.startswith(">")
-        table.add_column(
-            column.lstrip(">"),
-            justify="right" if numeric else "left",
-            overflow="fold",
-            no_wrap=column in ("address", "state"),
-        )
-    return table
+        parameters.add_row("none")
+    return parameters
 
 
 def _open_step(spec: ParameterSpec, parameter: pb.ParameterStatus) -> str:

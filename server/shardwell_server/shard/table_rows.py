@@ -8,6 +8,7 @@ they see each row before or after it.
 from __future__ import annotations
 
 import math
+import secrets
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,7 @@ class TableRows:
             placement.local_row_count() <= _DIRECT_ROW_COUNT_MAX
         )
         self._index: DirectRowIndex | HashRowIndex = (
-            DirectRowIndex(placement) if is_direct else HashRowIndex()
+            DirectRowIndex(placement) if is_direct else HashRowIndex(secrets.randbits(64))
         )
         self._recover(placement, shard_index)
         # Which rows have a sum, so that nobody has to look for them.
