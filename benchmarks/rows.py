@@ -23,9 +23,11 @@ network. Bare gRPC streams that move as many bytes of distinct rows, and do noth
 
 All live at the same time and take turns step by step, so that the machine's moods hit all alike;
 whoever waits for its turn sleeps. A step is one call, or as many as make 16,384 rows, 16 at most;
-all systems are asked for the same ids in the same turn. Rows a second are those of all workers
-together, repeats included: medians of the steps, with half of the distance between their quartiles;
-ratios are of medians, those to Redis with redis-py where it is there. What is not installed is
+larger batches take three steps where others take five. All systems are asked for the same ids in
+the same turn. Rows a second are those of all workers together, repeats included: medians of the
+steps, with half of the distance between their quartiles; ratios are of medians, those to Redis with
+redis-py where it is there. CPU time is that of a worker and all servers for one batch; where
+everybody shares the same cores, or somebody else is at work, it says more. What is not installed is
 skipped, and named; peers may be in other interpreters. Then: Python's share (rows_python.py) and
 the file of a large table (table_file.py).
 """
@@ -33,6 +35,7 @@ the file of a large table (table_file.py).
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import json
 import os
@@ -44,10 +47,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+import rows_report
 import table_file
 from allreduce import has_module
 from peers import redis_servers, row_systems
@@ -58,8 +60,6 @@ ROWS_PER_STEP = 16384
 CALLS_MAX = 16
 CODECS = ("fp16", "fp32", "bf16")
 OPTIMIZERS = ("adagrad", "sgd", "row_wise_adagrad", "adam", "ftrl")
-GOAL_BATCH = 4096
-REDIS_GOAL, FLAT_GOAL = 3.0, 1.2
 
 
 class Sample(NamedTuple):
@@ -93,7 +93,7 @@ def fill(cells: Cells) -> None:
 
 def measure(cells: Cells, batch: int, distribution: str, step_count: int) -> Samples:
     """Steps of batches of one size; systems, and tables of all sizes, take turns."""
-    samples: Samples = {}
+    samples: Samples = collections.defaultdict(list)
     calls = min(max(ROWS_PER_STEP // batch, 1), CALLS_MAX)
     for turn in range(step_count + WARM_UP_COUNT):
         for rows, systems in cells.items():
@@ -106,13 +106,9 @@ def measure(cells: Cells, batch: int, distribution: str, step_count: int) -> Sam
                     server_cpu_s = (cpu_s(system.server_pids) - before) / system.worker_count
                     if turn < WARM_UP_COUNT:  # the first steps open streams and touch memory
                         continue
-                    samples.setdefault((rows, system.name, do), []).append(
-                        Sample(
-                            system.worker_count * batch * calls / step.seconds,
-                            step.cpu_s / calls * 1e3,
-                            server_cpu_s / calls * 1e3,
-                        )
-                    )
+                    rows_per_s = system.worker_count * batch * calls / step.seconds
+                    cpu_ms = (step.cpu_s / calls * 1e3, server_cpu_s / calls * 1e3)
+                    samples[rows, system.name, do].append(Sample(rows_per_s, *cpu_ms))
     return samples
 
 
@@ -141,127 +137,6 @@ def figures_of(samples: Samples, rows: int, systems: list[System]) -> dict[str, 
                 mine, theirs = (found[n][f"{do}_rows_per_s"] for n in (system.name, other))
                 found[system.name][f"{do}_{column}"] = round(mine / theirs, 3)
     return found
-
-
-COLUMNS = {
-    "get_over_redis": "get / Redis",
-    "put_over_redis": "put / Redis",
-    "get_over_bare": "get / bare",
-    "put_over_bare": "put / bare",
-    "exchange_over_bare": "exch / bare",
-}
-
-
-def cpu_ms(figures: dict[str, Any], do: str) -> float:
-    """Of a worker and all servers, for one batch."""
-    worker_ms: float = figures[f"{do}_worker_cpu_ms"]
-    return worker_ms + float(figures[f"{do}_server_cpu_ms"])
-
-
-def show(
-    console: Console, title: str, systems: list[System], figures: dict[str, dict[str, Any]]
-) -> None:
-    """Prints one table: systems under each other."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("million rows/s; CPU ms a batch", no_wrap=True)
-    for do in DOES:
-        table.add_column(do, justify="right", no_wrap=True)
-    columns = [name for name in COLUMNS if any(name in found for found in figures.values())]
-    for name in columns:
-        table.add_column(COLUMNS[name], justify="right")
-    for do in DOES[:2]:
-        table.add_column(f"{do}, CPU", justify="right")
-    for system in systems:
-        mine = figures[system.name]
-        cells = [
-            f"{mine[f'{do}_rows_per_s'] / 1e6:.3g} ±{mine[f'{do}_spread'] * 100:.0f}%"
-            if do in system.does
-            else ""
-            for do in DOES
-        ]
-        cells += [f"{mine[name]:.3g}" if name in mine else "" for name in columns]
-        cells += [f"{cpu_ms(mine, do):.3g}" if do in system.does else "" for do in DOES[:2]]
-        table.add_row(system.label, *cells)
-    console.print(table)
-
-
-def show_goals(console: Console, results: list[dict[str, Any]], base: str, codec: str) -> None:
-    """Prints how far the goals are met."""
-    console.print(f"[bold]Goals[/bold], {base}:")
-    for result in results:
-        mine = result["systems"].get(base, {})
-        where = f"{result['rows']:,} rows, {result['distribution']}"
-        for column, peer in (("over_redis", REDIS_PACKAGE), ("over_raw_redis", "raw")):
-            if result["batch"] == GOAL_BATCH and f"get_{column}" in mine:
-                get, put = mine[f"get_{column}"], mine[f"put_{column}"]
-                console.print(
-                    f"  {GOAL_BATCH:,} ids, {where}: get {get:.2f}, put {put:.2f} of Redis's "
-                    f"({peer}, {codec}){goal(min(get, put) >= REDIS_GOAL, peer == REDIS_PACKAGE)}"
-                )
-    for smallest in results:
-        for largest in results:
-            same = all(smallest[key] == largest[key] for key in ("batch", "distribution"))
-            if not same or smallest["rows"] >= largest["rows"] or smallest["batch"] == 1:
-                continue
-            ratios = {
-                name: smallest["systems"][name]["get_rows_per_s"] / figures["get_rows_per_s"]
-                for name, figures in largest["systems"].items()
-                if "get_rows_per_s" in figures
-            }
-            others = ", ".join(f"{name} {r:.2f}" for name, r in ratios.items() if name != base)
-            console.print(
-                f"  time of a row's get, {largest['rows']:,} rows over {smallest['rows']:,}, "
-                f"{smallest['batch']:,} ids, {smallest['distribution']}: {ratios[base]:.2f}"
-                f"{goal(ratios[base] <= FLAT_GOAL)}; [dim]{others}[/dim]",
-                soft_wrap=True,
-            )
-
-
-def goal(is_met: bool, is_goal: bool = True) -> str:
-    """A word about a goal, where there is one."""
-    return "" if not is_goal else " (goal: met)" if is_met else " (goal: missed)"
-
-
-def show_python(
-    console: Console, counts: list[dict[str, Any]], results: list[dict[str, Any]], base: str
-) -> None:
-    """Prints what a batch costs the processors, and how much of it is Python's."""
-    table = Table(
-        title=f"Processor time of a batch, {base}: of a worker, and of all shards",
-        title_justify="left",
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("ids")
-    table.add_column("", no_wrap=True)
-    sides = {"worker": "worker_cpu_ms", "shards": "server_cpu_ms"}
-    for side in sides:
-        for label in ("CPU ms", "bytecodes", "Python ms, at most"):
-            table.add_column(f"{side}: {label}", justify="right")
-    smallest = min((result["rows"] for result in results), default=0)
-    measured = {
-        result["batch"]: result["systems"][base]
-        for result in results
-        if (result["rows"], result["distribution"]) == (smallest, "uniform")
-    }
-    for entry in counts:
-        cells = [f"{entry['batch']:,}", entry["do"]]
-        alone = next(one for one in counts if (one["batch"], one["do"]) == (1, entry["do"]))
-        for side, column in sides.items():
-            name = f"{entry['do']}_{column}"
-            of_all, of_one = (measured.get(n, {}).get(name) for n in (entry["batch"], 1))
-            entry[f"{side}_cpu_ms"] = of_all
-            if of_one is not None:
-                entry[f"{side}_python_ms_max"] = round(of_one * entry[side] / alone[side], 3)
-            cells.append("" if of_all is None else f"{of_all:.3g}")
-            cells.append(f"{entry[side]:,}")
-            cells.append("" if of_one is None else f"{entry[f'{side}_python_ms_max']:.3g}")
-        table.add_row(*cells)
-    console.print(table)
-    console.print(
-        "bytecodes: executed, counted in a process of its own (rows_python.py); at most: the CPU "
-        "time of a batch of one\nrow, gRPC's included, as many times as there are more bytecodes.\n"
-    )
 
 
 def skipped(args: argparse.Namespace) -> list[str]:
@@ -302,29 +177,30 @@ def rates(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, An
             if peer in args.peers:
                 systems += getattr(row_systems, f"{peer}_systems")(args, stack)
         smallest = min(args.rows)
-        all_cells = {
-            rows: [system for system in systems if rows == smallest or system.all_sizes]
+        filled = {
+            rows: [one for one in systems if rows == smallest or one.all_sizes]
             for rows in args.rows
         }
-        fill(all_cells)
+        fill(filled)
         loads = [(b, d) for b in args.batches for d in args.distributions]
         if "python" in args.parts:
             loads.insert(0, (1, "uniform"))
         for batch, distribution in loads:
             cells = {
                 rows: [one for one in asked if distribution in one.distributions]
-                for rows, asked in all_cells.items()
+                for rows, asked in filled.items()
             }
             if batch == 1:
                 cells = {smallest: systems[:1]}
-            samples = measure(cells, batch, distribution, args.steps)
+            step_count = args.steps if batch <= ROWS_PER_STEP else max(args.steps * 3 // 5, 2)
+            samples = measure(cells, batch, distribution, step_count)
             for rows, asked in cells.items():
                 figures = figures_of(samples, rows, asked)
                 result = {"batch": batch, "distribution": distribution, "rows": rows}
                 results.append({**result, "systems": figures})
                 if batch > 1:
                     title = f"{batch:,} ids a batch, {distribution}, {rows:,} rows"
-                    show(console, title, asked, figures)
+                    rows_report.show(console, title, asked, figures)
     return results, base
 
 
@@ -367,6 +243,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, help="default: the directory for temporary files")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.steps < 2:
+        parser.error("--steps must be at least 2: spreads are those of quartiles")
     args.rows.sort()
     return args
 
@@ -389,10 +267,10 @@ def main() -> None:
     base = ""
     if "rates" in args.parts:
         result["rates"], base = rates(args, console)
-        show_goals(console, result["rates"], base, args.codecs[0])
+        rows_report.show_goals(console, result["rates"], base, args.codecs[0])
     if "python" in args.parts:
         result["python"] = python_counts(args)
-        show_python(console, result["python"], result.get("rates", []), base)
+        rows_report.show_python(console, result["python"], result.get("rates", []), base)
     if "file" in args.parts:
         result["file"] = table_file.measure(max(args.rows), args.dim, args.data_dir)
         table_file.show(console, result["file"])

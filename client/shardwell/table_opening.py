@@ -17,7 +17,7 @@ from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
 from shardwell.errors import ArgumentError, CorruptChunkError, StepOrderError, UnknownTableError
 from shardwell.retry import Attempts
 from shardwell.row_codec import RowCodec, rows_per_message_max
-from shardwell.row_placement import Ids, RowPlacement
+from shardwell.row_placement import Ids
 from shardwell.table_spec import TableSpec
 from shardwell.turns import Turns
 from shardwell.v1 import table_pb2 as pb
@@ -85,9 +85,6 @@ class TableOpening:
             for channel in self._channels
         ]
         expected = rows_per_message_max(self._spec)
-        if self._spec.row_count is not None:  # no message has more distinct ids than there are
-            placement = RowPlacement(self._spec.row_count, self.shard_count)
-            expected = min(expected, placement.local_row_count())
         for channel, answer in zip(self._channels, answers, strict=True):
             if answer.rows_per_message_max != expected:
                 raise CorruptChunkError(

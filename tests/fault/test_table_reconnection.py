@@ -96,7 +96,7 @@ def _status(running) -> list[Any]:
         return [
             channel.call(
                 "GetTableStatus",
-                table_pb2.GetTableStatusRequest(table="rows"),
+                table_pb2.GetTableStatusRequest(shard=channel.identity, table="rows"),
                 table_pb2.GetTableStatusResponse,
                 timeout_s=5.0,
                 table="rows",

@@ -165,8 +165,7 @@ class TableService:
         self, request: pb.GetTableStatusRequest, context: grpc.ServicerContext
     ) -> pb.GetTableStatusResponse:
         """See the .proto."""
-        if request.HasField("shard"):
-            self._shard.check_identity(request.shard)
+        self._shard.check_identity(request.shard)
         tables = self._shard.tables.all()
         if request.table:
             tables = [self._shard.tables.table(request.table)]
