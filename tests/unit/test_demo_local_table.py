@@ -32,7 +32,10 @@ def test_rows_are_those_of_the_oracle(optimizer, initializer):
     model = ModelRows(DIM, optimizer, initializer=initializer, mode="async")
     random = np.random.default_rng(1)
     for step in range(12):
-        assert table.next_step == step
+        assert table.next_step == table.version == step
+        if step == 8:
+            table.set_learning_rate(0.01)
+            model.learning_rate = 0.01
         ids = random.integers(0, ROW_COUNT - 1, 9)  # some twice; the last never
         gradients = random.normal(0.0, 2.0, (9, DIM)).astype(np.float32)
         next_ids = random.integers(0, ROW_COUNT, 5)

@@ -24,6 +24,13 @@ class RowTable(Protocol):
     def next_step(self) -> int:
         """The step that the next gradient joins."""
 
+    @property
+    def version(self) -> int:
+        """Steps of all workers that the rows fetched last have seen."""
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Changes the optimizer's learning rate, at once and for all workers."""
+
     def get_rows(self, ids: Ids) -> Float32:
         """The rows, (n, dim), in the order of the ids."""
 
@@ -47,6 +54,7 @@ class LocalTable:
             np.full((spec.row_count, width), value, np.float32)
             for width, value in zip(spec.slot_widths, self._rule.initial_slots, strict=True)
         )
+        self._learning_rate = self._rule.learning_rate
         self._update_counts = np.zeros(spec.row_count, np.int64)
         self._step = 0
 
@@ -54,6 +62,15 @@ class LocalTable:
     def next_step(self) -> int:
         """See `shardwell.Table`."""
         return self._step
+
+    @property
+    def version(self) -> int:
+        """See `shardwell.Table`."""
+        return self._step
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """See `shardwell.Table`."""
+        self._learning_rate = learning_rate
 
     def get_rows(self, ids: Ids) -> Float32:
         """See `shardwell.Table`."""
@@ -64,7 +81,7 @@ class LocalTable:
         distinct, sums = _sum_by_id(ids, gradients)
         self._update_counts[distinct] += 1
         rows, slots = self._rows[distinct], tuple(slot[distinct] for slot in self._slots)
-        self._rule.apply(rows, sums, slots, self._update_counts[distinct], self._rule.learning_rate)
+        self._rule.apply(rows, sums, slots, self._update_counts[distinct], self._learning_rate)
         self._rows[distinct] = rows
         for kept, slot in zip(self._slots, slots, strict=True):
             kept[distinct] = slot
