@@ -8,19 +8,22 @@ they see each row before or after it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwell.codec import Float32
-from shardwell.errors import StorageError
+from shardwell.errors import ArgumentError, StorageError
 from shardwell.row_placement import Ids, RowPlacement
+from shardwell.row_state import RowState
 from shardwell.row_update_rules import RowUpdateRule
 from shardwell.row_values import initial_rows
 from shardwell.table_spec import TableSpec
 from shardwell_server.shard.reading_lock import ReadingLock
 from shardwell_server.shard.row_index import DirectRowIndex, HashRowIndex
 from shardwell_server.shard.row_places import RowPlaces
+from shardwell_server.shard.table_snapshot import TableSnapshots
 from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
 from shardwell_server.store.gradient_rows import Place, add_rows, first_bad_place, touched_rows
 from shardwell_server.store.table_storage import Places
@@ -51,6 +54,7 @@ class TableRows:
         storage: What is kept.
         places: Of the storage.
         batch_row_count_max: Rows of one change.
+        snapshots: Told of rows before they are written.
 
     Raises:
         StorageError: the storage has ids that can't be here.
@@ -65,8 +69,10 @@ class TableRows:
         places: RowPlaces,
         *,
         batch_row_count_max: int,
+        snapshots: TableSnapshots,
     ) -> None:
         self._spec = spec
+        self._snapshots = snapshots
         self._storage = storage
         self._places = places
         self._rule = RowUpdateRule(spec.optimizer)
@@ -118,6 +124,38 @@ class TableRows:
             values = np.take(storage.weights, places, axis=0) if with_values else None
             return storage.keys[places], values
 
+    def states(
+        self, start: int, stop: int, claim: Callable[[Places], Places] | None = None
+    ) -> RowState:
+        """The rows at places from `start` to below `stop`, with all that is known of them.
+
+        Args:
+            start: First place.
+            stop: Last place, and one more.
+            claim: Which of them are wanted; None: all that had an update.
+
+        Raises:
+            StorageError: an earlier process left a damaged row.
+        """
+        storage = self._storage
+        with self._lock.reading():
+            counts = storage.update_counts[start : min(stop, storage.record.row_used)]
+            places = start + np.flatnonzero(counts > 0)
+            if claim is not None:
+                places = claim(places)
+            storage.verify(places)
+            return self._gather(places)
+
+    def _gather(self, places: Places) -> RowState:
+        storage = self._storage
+        return RowState(
+            storage.keys[places],
+            np.take(storage.weights, places, axis=0),
+            tuple(np.take(slot, places, axis=0) for slot in storage.slots),
+            storage.update_counts[places],
+            storage.last_steps[places],
+        )
+
     def verify(self, start: int, stop: int) -> None:
         """Checks the rows at places from `start` to below `stop`.
 
@@ -163,9 +201,27 @@ class TableRows:
             self._begin(change.weights, change.slots, ids, is_new)
             counts = self._update_counts(places, is_new)
             self._rule.apply(change.weights, gradients, change.slots, counts, learning_rate)
+            self._snapshots.before_write(places, self._gather)
             with self._lock.writing():
                 self._write(places, change.weights, change.slots, counts, step)
                 self._commit(change, ids, places, is_new, record, position)
+
+    def load(self, state: RowState, record: TableRecord) -> None:
+        """Creates rows with all that is known of them.
+
+        Raises:
+            ArgumentError: one exists; nothing changed.
+            LimitError, StorageError: nothing changed.
+        """
+        places, is_new = self._located(state.ids)
+        if not is_new.all():
+            raise ArgumentError(
+                f"table {self._spec.name!r}: row id {state.ids[~is_new][0]} was loaded before",
+                table=self._spec.name,
+            )
+        with self._storage.change(places, values=True, sums=False) as change, self._lock.writing():
+            self._write(places, state.weights, state.slots, state.update_counts, state.last_steps)
+            self._commit(change, state.ids, places, is_new, record, None)
 
     def add(
         self,
@@ -233,6 +289,7 @@ class TableRows:
                     np.divide(means, divisor, out=means)
                 counts = self._update_counts(places, None)
                 self._rule.apply(change.weights, means, change.slots, counts, learning_rate)
+                self._snapshots.before_write(places, self._gather)
                 with self._lock.writing():
                     self._write(places, change.weights, change.slots, counts, step)
                     storage.has_sum[places] = False
@@ -256,10 +313,12 @@ class TableRows:
         old = start + np.flatnonzero(is_old)
         for first in range(0, old.size, self._batch_row_count_max):
             places = old[first : first + self._batch_row_count_max]
-            with storage.change(places, values=True, sums=False) as change, self._lock.writing():
-                storage.update_counts[places] = FREE
-                change.commit(storage.record, None)
-                self._index.remove(storage.keys[places])
+            with storage.change(places, values=True, sums=False) as change:
+                self._snapshots.before_write(places, self._gather)
+                with self._lock.writing():
+                    storage.update_counts[places] = FREE
+                    change.commit(storage.record, None)
+                    self._index.remove(storage.keys[places])
             self._places.give_back(places)
         return old.size
 
@@ -306,7 +365,7 @@ class TableRows:
         weights: Float32,
         slots: tuple[Float32, ...],
         counts: npt.NDArray[np.int64],
-        step: int,
+        step: int | npt.NDArray[np.int64],
     ) -> None:
         storage = self._storage
         for array, rows in zip((storage.weights, *storage.slots), (weights, *slots), strict=True):
@@ -321,7 +380,7 @@ class TableRows:
         places: Places,
         is_new: Flags,
         record: TableRecord,
-        position: Position,
+        position: Position | None,
     ) -> None:
         new_places, used = places[is_new], self._places.used
         if new_places.size:
