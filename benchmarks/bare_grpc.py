@@ -1,10 +1,12 @@
-"""The floor: bare grpcio streams that return the bytes they get, and do nothing else with them."""
+"""The floor: bare grpcio streams that return the bytes they get, and do nothing else with them.
+
+Or as many bytes as they are asked for, where what comes back has another size than what is sent.
+"""
 
 from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import grpc
 
 METHOD = "/bare.Echo/Exchange"
+ANSWER_METHOD = "/bare.Echo/Answer"
 OPTIONS = (
     ("grpc.max_receive_message_length", 8 << 20),
     ("grpc.max_send_message_length", 8 << 20),
@@ -28,11 +31,17 @@ def serve(ports: Any, tuned: bool) -> None:
     def echo(messages: Any, context: grpc.ServicerContext) -> Any:
         yield from messages
 
+    def answer(messages: Any, context: grpc.ServicerContext) -> Any:
+        stock = os.urandom(2**21)
+        for message in messages:
+            yield stock[: int.from_bytes(message[:4], "little")]
+
     server = grpc.server(ThreadPoolExecutor(32), options=(*OPTIONS, ("grpc.so_reuseport", 0)))
-    handler = grpc.stream_stream_rpc_method_handler(echo)
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("bare.Echo", {"Exchange": handler}),)
-    )
+    handlers = {
+        "Exchange": grpc.stream_stream_rpc_method_handler(echo),
+        "Answer": grpc.stream_stream_rpc_method_handler(answer),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Echo", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     ports.put(port)
@@ -42,11 +51,11 @@ def serve(ports: Any, tuned: bool) -> None:
 class BareWorker:
     """Streams to every echo server, kept open from step to step, as the SDK's are."""
 
-    def __init__(self, ports: list[int]) -> None:
+    def __init__(self, ports: list[int], method: str = METHOD) -> None:
         self._channels = [grpc.insecure_channel(f"127.0.0.1:{p}", options=OPTIONS) for p in ports]
         self._queues: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in ports]
         self._calls = [
-            channel.stream_stream(METHOD)(iter(messages.get, None))
+            channel.stream_stream(method)(iter(messages.get, None))
             for channel, messages in zip(self._channels, self._queues, strict=True)
         ]
 
@@ -84,10 +93,15 @@ class BareWorker:
             next(call)
 
 
+def asking(message: bytes, answer_bytes: int) -> bytes:
+    """A message for ANSWER_METHOD, which is answered by so many bytes, 2 MiB at the most."""
+    return answer_bytes.to_bytes(4, "little") + message
+
+
 def payload(size: int) -> bytes:
     """Bytes that do not compress."""
     return os.urandom(size)
 
 
 if __name__ == "__main__":
-    sys.exit("this is a part of benchmarks/step.py")
+    print("this is a part of benchmarks/step.py and benchmarks/rows.py")

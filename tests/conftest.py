@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
 import shardwell
@@ -24,23 +24,12 @@ _WITH_LEAK_CHECK = {"integration", "fault"}
 # handler here is theirs to decide.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# How long an example takes says something about the machine, nothing about the code.
+hypothesis.settings.register_profile("shardwell", deadline=None)
+hypothesis.settings.load_profile("shardwell")
+
 StartCluster = Callable[..., LocalCluster]
 Connect = Callable[..., shardwell.Client]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first, dealt among the processes: or one has its slow ones last, and alone."""
-    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    others = [item for item in items if not item.get_closest_marker("slow")]
-    shares = []
-    for number in range(count):  # of equal length, as xdist's worksteal cuts them
-        share = slow[number::count]
-        stop = len(items) * (number + 1) // count - len(items) * number // count - len(share)
-        shares += [*share, *others[:stop]]
-        del others[:stop]
-    if count:
-        items[:] = [*shares, *others]
 
 
 @pytest.fixture(autouse=True)

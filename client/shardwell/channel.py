@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
-from shardwell.connection import CHANNEL_OPTIONS
+from shardwell.connection import CHANNEL_OPTIONS, unary_stub
 from shardwell.errors import ArgumentError, ClosedError
 from shardwell.names import is_address
 from shardwell.status import from_rpc_error
@@ -31,7 +32,7 @@ _ABSENT = (
     grpc.StatusCode.DEADLINE_EXCEEDED,
 )
 
-ResponseT = TypeVar("ResponseT")
+ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 def parse_target(target: str) -> list[str]:
@@ -99,11 +100,8 @@ class ShardChannel:
         table: str | None = None,
     ) -> ResponseT:
         """A unary call, of TableService on behalf of a table; blocks up to `timeout_s`."""
-        stub: Any = self._channel.unary_unary(
-            f"/{_SERVICE if table is None else _TABLE_SERVICE}/{method}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=response_type.FromString,  # type: ignore[attr-defined]
-        )
+        service = _SERVICE if table is None else _TABLE_SERVICE
+        stub = unary_stub(self._channel, f"/{service}/{method}", response_type)
         with self.translated(parameter, table):
             response: ResponseT = stub(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
             return response

@@ -7,10 +7,10 @@ import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 from shardwell.checkpoint import Checkpoint
 from shardwell.checkpointing import Checkpointing
+from shardwell.closing import Closing
 from shardwell.errors import ArgumentError, ClosedError
 from shardwell.initializers import Initializer, Uniform
 from shardwell.malloc import tune_malloc
@@ -85,7 +85,7 @@ def connect(
     )
 
 
-class Client:
+class Client(Closing):
     """Made by `connect`. A context manager; any thread may use it."""
 
     def __init__(
@@ -383,14 +383,3 @@ class Client:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the client was closed; connect again")
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError
+from shardwell.plain_values import as_plain, is_plain, magnitude_of_bits
 
 Float32: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -49,10 +50,6 @@ _FP16_EXPONENT_SAFE = 112
 _FP16_LARGEST = float(2.0**128 * (1 - 2.0**-11))
 _BF16_LARGEST = float(2.0**128 * (1 - 2.0**-8))
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_SIGNED: dict[Any, Any] = {
-    np.dtype(np.uint16): np.dtype(np.int16),
-    np.dtype(np.uint32): np.dtype(np.int32),
-}
 
 
 class Scratch:
@@ -135,7 +132,7 @@ class Codec:
                 return exponent
         exponent = self._guess_exponent(values[:_GUESS_ELEMENT_COUNT], scratch)
         self._write(values, payload, exponent, scratch)
-        written = _magnitude(payload.view(self._bits))
+        written = magnitude_of_bits(payload.view(self._bits))
         if self._accepts(written) and self._decodes_finite(written, exponent):
             return exponent
         found = _finite_peak(values, scratch, allow_non_finite=allow_non_finite)
@@ -215,7 +212,7 @@ class Codec:
 
     def first_non_finite(self, payload: Bytes, exponent: int) -> int | None:
         """Index of the first value that is not finite once decoded; None if all are finite."""
-        peak = _magnitude(payload.view(self._bits))
+        peak = magnitude_of_bits(payload.view(self._bits))
         if peak < self._infinity and self._decodes_finite(peak, exponent):
             return None
         with np.errstate(over="ignore"):
@@ -238,12 +235,12 @@ class Codec:
     ) -> None:
         """Converts everything, divided by 2^exponent, finite values clipped to `limit`."""
         stored = self.stored(payload)
-        if exponent == 0 and limit == math.inf and _is_plain(values):
+        if exponent == 0 and limit == math.inf and is_plain(values):
             self.write(values, stored)
             return
         factor = np.float32(math.ldexp(1.0, -exponent))
         for start in blocks(values.size):
-            block = _as_float32(values[start : start + BLOCK_ELEMENT_COUNT], scratch)
+            block = as_plain(values[start : start + BLOCK_ELEMENT_COUNT], scratch.values)
             if limit != math.inf:
                 clipped = np.clip(block, np.float32(-limit), np.float32(limit))
                 block = np.where(np.isinf(block), block, clipped)
@@ -319,7 +316,7 @@ class Fp16(Codec):
             )
 
     def _guess_exponent(self, first_block: npt.NDArray[Any], scratch: Scratch) -> int:
-        block = _as_float32(first_block, scratch)
+        block = as_plain(first_block, scratch.values)
         low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
         peak = max(-low, high)
         return self._exponent_for(peak) if math.isfinite(peak) else 0
@@ -372,37 +369,11 @@ class Bf16(Codec):
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Fp16(), Bf16())}
 
 
-def _magnitude(bits: npt.NDArray[Any]) -> int:
-    """Largest value of the bits without their sign: two integer maxima, no temporary."""
-    sign = 1 << (8 * bits.itemsize - 1)
-    unsigned = int(np.maximum.reduce(bits))
-    if unsigned < sign:
-        return unsigned
-    signed = int(np.maximum.reduce(bits.view(_SIGNED[bits.dtype])))
-    return max(unsigned - sign, signed)
-
-
-def _is_plain(values: npt.NDArray[Any]) -> bool:
-    """Whether the kernels can read the values as they lie."""
-    flags = values.flags
-    return bool(values.dtype == np.float32 and flags.c_contiguous and flags.aligned)
-
-
-def _as_float32(block: npt.NDArray[Any], scratch: Scratch) -> Float32:
-    """The block as contiguous native float32: itself, or converted into scratch."""
-    if _is_plain(block):
-        return block
-    values = scratch.values[: block.size]
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(values, block, casting="same_kind")
-    return values
-
-
 def _finite_peak(values: npt.NDArray[Any], scratch: Scratch, *, allow_non_finite: bool) -> float:
     """Largest finite magnitude, exactly; refuses others unless they are allowed."""
     peak = 0.0
     for start in blocks(values.size):
-        block = _as_float32(values[start : start + BLOCK_ELEMENT_COUNT], scratch)
+        block = as_plain(values[start : start + BLOCK_ELEMENT_COUNT], scratch.values)
         low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
         if not (math.isfinite(low) and math.isfinite(high)):
             finite = np.isfinite(block)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
 from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
 
 CHANNEL_OPTIONS = (
@@ -36,3 +41,12 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+
+
+def unary_stub(channel: grpc.Channel, method: str, response_type: type[Message]) -> Any:
+    """What calls `method`, "/package.Service/Name": one message there, one message back."""
+    return channel.unary_unary(
+        method,
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=response_type.FromString,
+    )

@@ -146,14 +146,15 @@ class DataParallelTrainer:
             self.sync.take_seat(given)
             return given
         found: int | None = getattr(self.sync, "rank", None)
-        if found is None and given is None:
+        rank = given if found is None else found
+        if rank is None:
             raise ArgumentError(
                 f"{type(self.sync).__name__} does not know this worker's rank, which step() needs; "
                 "pass rank= to DataParallelTrainer, or call step_share()"
             )
-        if None not in (found, given) and found != given:
-            raise ArgumentError(f"rank={given} was given, but the sync's is {found}; leave it out")
-        return int(found if given is None else given)  # type: ignore[arg-type]
+        if given not in (None, rank):
+            raise ArgumentError(f"rank={given} was given, but the sync's is {rank}; leave it out")
+        return int(rank)
 
     def step(self, batch: Any) -> StepResult:
         """One step on a batch that all workers have, of which each takes its share.

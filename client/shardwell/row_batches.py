@@ -170,7 +170,7 @@ class RowBatch:
         ids = self.ids
         if bool(np.all(ids[1:] > ids[:-1])):
             return ids
-        self._order = _stable_order(ids)
+        self._order = stable_order(ids)
         ascending = ids[self._order]
         is_first = np.empty(ids.size, np.bool_)
         is_first[0] = True
@@ -237,7 +237,7 @@ class RowBatch:
             out[...] = rows
 
 
-def _stable_order(ids: Ids) -> Ids:
+def stable_order(ids: Ids) -> Ids:
     """(n,): places of the ids, ascending, equal ones by place.
 
     By 16-bit digits, each a radix sort, of what ids have above the lowest: 1.1 ms for 65,536 ids

@@ -130,14 +130,7 @@ class RowSums:
             starts, counts = starts.take(by_shard), counts.take(by_shard)
         self._repeated = np.flatnonzero(counts > 1)
         starts, counts = starts.take(self._repeated), counts.take(self._repeated)
-        rows, order = self.gradients, self._batch.places
-        with np.errstate(over="ignore", invalid="ignore"):  # told by the check
-            while True:
-                rows, counts = _add_segments(rows, order, starts, counts)
-                if rows.shape[0] == counts.size:
-                    break
-                order, starts = np.arange(rows.shape[0]), np.cumsum(counts) - counts
-        self._sums = rows
+        self._sums = add_groups(self.gradients, self._batch.places, starts, counts)
 
     def _peak(self, gradients: Float32) -> float:
         """Largest magnitude; refuses what is not finite."""
@@ -176,6 +169,23 @@ class RowSums:
                 table=self._table,
             )
         return max(-low, high)
+
+
+def add_groups(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> Float32:
+    """(g, dim): the sum of each group of rows; it may not be finite. See the module.
+
+    Args:
+        rows: (n, dim).
+        order: Places in `rows`, group by group.
+        starts: (g,): where each group's begin in `order`.
+        counts: (g,): how many each group has, at least 1.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        while True:
+            rows, counts = _add_segments(rows, order, starts, counts)
+            if rows.shape[0] == counts.size:
+                return rows
+            order, starts = np.arange(rows.shape[0]), np.cumsum(counts) - counts
 
 
 def _add_segments(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> tuple[Float32, Ids]:

@@ -11,13 +11,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from fastcrc import crc32
 from safetensors import SafetensorError, safe_open
 
+from shardwell.closing import Closing
 from shardwell.codec import Float32
 from shardwell.errors import StorageError
 
@@ -51,7 +51,7 @@ def crc_of(path: Path) -> int:
     return crc
 
 
-class SliceWriter:
+class SliceWriter(Closing):
     """A new file under construction. A context manager that closes it.
 
     Args:
@@ -116,19 +116,8 @@ class SliceWriter:
         except OSError as error:
             raise file_error(self._path, error, "writing it") from None
 
-    def __enter__(self) -> SliceWriter:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class SliceReader:
+class SliceReader(Closing):
     """A file to read from. A context manager that closes it.
 
     Raises:
@@ -170,14 +159,3 @@ class SliceReader:
     def close(self) -> None:
         """Closes the file."""
         self._open.__exit__(None, None, None)
-
-    def __enter__(self) -> SliceReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

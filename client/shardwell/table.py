@@ -333,7 +333,7 @@ class Table:
             ArgumentError: the rate is negative or not finite, or 0 with FTRL.
             StepOrderError: shards are past this worker's next step; use `now`.
         """
-        rate = check_learning_rate("learning_rate", learning_rate)
+        rate = check_learning_rate("learning_rate", learning_rate, self.spec.optimizer)
         attempts = self._turns.attempts(timeout_s)
         with self._turns.turn(attempts):
             is_now = now or self.spec.mode == "async"

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 
 from shardwell import framing
 from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
@@ -22,7 +23,7 @@ from shardwell.turns import Turns
 from shardwell.v1 import table_pb2 as pb
 from shardwell.values import milliseconds
 
-ResponseT = TypeVar("ResponseT")
+ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 class Standing(NamedTuple):

@@ -14,11 +14,10 @@ import numpy as np
 
 from shardwell.codec import Float32
 from shardwell.errors import ArgumentError, CollectiveMismatchError, NonFiniteError, ShardwellError
+from shardwell.rank_words import in_words
 from shardwell.reduction import REDUCTIONS, first_non_finite
 from shardwell.specs import SAMPLE_COUNT_MAX
 from shardwell.values import as_writable, check_integer
-
-_RANKS_SHOWN_MAX = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +99,7 @@ def _forms(calls: Sequence[ThreadCall]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call.form, []).append(rank)
-    return ", ".join(f"{form} ({_ranks(found)})" for form, found in ranks.items())
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN_MAX]))
-    more = f" and {len(ranks) - _RANKS_SHOWN_MAX} more" if len(ranks) > _RANKS_SHOWN_MAX else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return ", ".join(f"{form} ({in_words(found)})" for form, found in ranks.items())
 
 
 def _sharing(calls: Sequence[ThreadCall]) -> tuple[int, int] | None:

@@ -30,6 +30,7 @@ from typing import Any
 from shardwell.codec import BLOCK_ELEMENT_COUNT, Float32
 from shardwell.errors import ArgumentError, DeadlineError, WorkerLostError, WorkersMissingError
 from shardwell.mean import Weights
+from shardwell.rank_words import in_words
 from shardwell.reduction import ReductionName, part_of, reduce_block
 from shardwell.scratch import thread_scratch
 from shardwell.thread_calls import ThreadCall, failure_of
@@ -279,13 +280,13 @@ class ThreadedSync:
         """Waits for parts that others work on: nothing but arithmetic, so a matter of moments."""
         if not self._condition.wait_for(lambda: not generation.writing, self._timeout_s):
             late = tuple(sorted(generation.writing))
-            message = f"ranks {late} did not reduce their parts within {self._timeout_s:g} s"
+            message = f"{in_words(late)} did not reduce their parts within {self._timeout_s:g} s"
             self._break(generation, lambda: WorkersMissingError(message, missing_ranks=late))
 
     def _missing(self, generation: _Generation) -> Failure:
         missing = tuple(sorted(set(range(self._worker_count)) - set(generation.calls)))
         message = (
-            f"ranks {_listed(missing)} of {self._worker_count} did not call within "
+            f"{in_words(missing)} of {self._worker_count} did not call within "
             f"{self._timeout_s:g} s; no array was written; call reset() when all threads can go on"
         )
         rank = missing[0]
@@ -329,7 +330,3 @@ class ThreadedSync:
 
     def _check_rank(self, rank: Any) -> int:
         return check_integer("rank", rank, 0, self._worker_count - 1)
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from shardwell_server.app import ShardServer
     from shardwell_server.config import Limits, ShardConfig
     from shardwell_server.local_cluster import LocalCluster
+    from shardwell_server.store.accumulator import MmapGradientAccumulator
 
-__all__ = ["Limits", "LocalCluster", "ShardConfig", "ShardServer"]
+__all__ = ["Limits", "LocalCluster", "MmapGradientAccumulator", "ShardConfig", "ShardServer"]
 
 _HOMES = {
     "Limits": "config",
     "LocalCluster": "local_cluster",
+    "MmapGradientAccumulator": "store.accumulator",
     "ShardConfig": "config",
     "ShardServer": "app",
 }

@@ -14,8 +14,8 @@ import contextlib
 import os
 import uuid
 from pathlib import Path
-from types import TracebackType
 
+from shardwell.closing import Closing
 from shardwell.errors import ArgumentError, ShardUnavailableError
 from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, Limits, ShardConfig
@@ -28,7 +28,7 @@ _START_TIMEOUT_S = 60.0
 """A shard starts within a second; a busy machine may need a while to import its packages."""
 
 
-class LocalCluster:
+class LocalCluster(Closing):
     """S shards on 127.0.0.1 and free ports. A context manager that leaves nothing behind.
 
     Args:
@@ -193,17 +193,6 @@ class LocalCluster:
         if self._data_dir is None:
             return None
         return kept_cluster_id(self._shard_dir(self._data_dir, 0))
-
-    def __enter__(self) -> LocalCluster:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _plain_environment() -> dict[str, str]:

@@ -128,7 +128,6 @@ def test_two_deaths_at_once(target, start) -> None:
     assert watch.elapsed_s < BOUND_S
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_member_that_is_stopped(target, start, victim) -> None:
     """As dead, when its lease ends; when it wakes up it is told, and comes back."""

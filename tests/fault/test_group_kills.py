@@ -15,7 +15,7 @@ import pytest
 
 from harness.group_processes import GroupProcess, answers, ask_all
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(120)
 
 SIZE = 4
 KILL_COUNT = 10

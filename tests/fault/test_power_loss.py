@@ -1,19 +1,16 @@
 """Goal: after a loss of power a shard has what its `--durability` promises, no half of anything.
 
 Method: real servers on a data directory, while every sync to disk is recorded; then the directory
-is copied as a disk would have it that wrote nothing else: files cut back to what was last synced,
-mapped files scrambled, and another start of the machine in boot.json. A server goes on from that.
+is copied as a disk would have it that wrote nothing else (see harness/power.py). A server goes on
+from that.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,139 +18,18 @@ import pytest
 
 import shardwell
 from harness.polling import eventually
+from harness.power import OPTIMIZERS, Disk, Run, gradient, served, trained
 from shardwell.errors import StorageError
 from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, ShardConfig
-from shardwell_server.store import image_files
 from shardwell_server.store.data_dir import DataDir
 from shardwell_server.store.journal import Journal
 from shardwell_server.store.mapped_file import MappedFile
-
-SIZE = 1000
-MAPPED = ("weights", "gradient_sum", "slot-0", "records", "marks", "undo")
-
-
-class Disk:
-    """What a directory's files would be without what was never synced."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._synced: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-        for name in ("fsync", "fdatasync"):
-            monkeypatch.setattr(os, name, self._recording(getattr(os, name)))
-
-    def _recording(self, sync: Callable[[int], None]) -> Callable[[int], None]:
-        def record(file: int) -> None:
-            path = os.readlink(f"/proc/self/fd/{file}")
-            if os.path.isfile(path):
-                with self._lock:
-                    self._synced[path] = Path(path).read_bytes()
-            sync(file)
-
-        return record
-
-    def holds(self, directory: Path) -> None:
-        """Takes what is there for synced: it was on disk when the machine started."""
-        for path in directory.rglob("*"):
-            if path.is_file():
-                self._synced[str(path)] = path.read_bytes()
-
-    def lose_power(self, directory: Path, to: Path) -> None:
-        """Copies what would be left, at a moment in which no image is being written."""
-        with self._lock:
-
-            def is_copied() -> bool:
-                shutil.rmtree(to, ignore_errors=True)
-                images = _images(directory)
-                with contextlib.suppress(shutil.Error):  # files went away under it
-                    shutil.copytree(directory, to)
-                    return images == _images(directory)
-                return False
-
-            eventually("a copy was made", is_copied)
-            for path in to.rglob("*"):
-                original = str(directory / path.relative_to(to))
-                is_live = path.parent.parent.name == "parameters"
-                if path.name.startswith("journal-") or path.name == "events":
-                    if is_live:
-                        path.write_bytes(self._synced.get(original, b""))
-                elif is_live and path.name in MAPPED:
-                    path.write_bytes(b"\x5a" * path.stat().st_size)
-        boot = json.loads((to / "boot.json").read_text())
-        (to / "boot.json").write_text(json.dumps({**boot, "boot_id": "another start"}))
-
-
-def _images(directory: Path) -> list[str]:
-    """The images that are there, one under way included."""
-    return sorted(str(path) for path in directory.rglob("image-*"))
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
-
-
-@contextlib.contextmanager
-def served(path: Path, durability: str) -> Iterator[str]:
-    config = ShardConfig(
-        shard_index=0, shard_count=1, chunk_size_bytes=256, durability=Durability(durability)
-    )
-    with DataDir(path, config) as claimed, ShardServer(config, claimed) as server:
-        yield server.address
-
-
-class Run:
-    """Two workers of one synchronous parameter, with whole numbers that add up exactly."""
-
-    def __init__(self, target: str, optimizer: shardwell.Optimizer, worker_count: int = 2) -> None:
-        self.clients = [
-            shardwell.connect(target, worker_id=f"w{i}", timeout_s=30) for i in range(worker_count)
-        ]
-        self.models = [
-            client.parameter("m", size=SIZE, optimizer=optimizer, worker_count=worker_count)
-            for client in self.clients
-        ]
-        self.models[0].init(np.zeros(SIZE, np.float32))
-
-    def step(self, step: int) -> np.ndarray:
-        """One step of all workers; the weights after it."""
-        results: list[np.ndarray | None] = [None] * len(self.models)
-
-        def work(index: int) -> None:
-            results[index] = self.models[index].exchange(gradient(step, index))
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(1, len(self.models))]
-        for thread in threads:
-            thread.start()
-        work(0)
-        for thread in threads:
-            thread.join()
-        assert results[0] is not None
-        return results[0]
-
-    def close(self) -> None:
-        for client in self.clients:
-            client.close()
-
-
-def gradient(step: int, worker: int) -> np.ndarray:
-    return (np.arange(SIZE) % 5 + step + worker).astype(np.float32)
-
-
-def trained(tmp_path: Path, steps: int, optimizer: shardwell.Optimizer) -> list[np.ndarray]:
-    """The weights after each step of an undisturbed run."""
-    with served(tmp_path / "undisturbed", "process") as target:
-        run = Run(target, optimizer)
-        weights = [run.step(step).copy() for step in range(steps)]
-        run.close()
-        return weights
-
-
-OPTIMIZERS = [
-    shardwell.SGD(learning_rate=0.5),
-    shardwell.SGD(learning_rate=0.5, momentum=0.5),
-    shardwell.Average(),
-]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["SGD", "momentum", "Average"])
@@ -356,128 +232,6 @@ def test_a_clean_stop_needs_no_journal(tmp_path: Path) -> None:
         boot = json.loads(boot_path.read_text())
         assert boot["state"] == "clean"
         boot_path.write_text(json.dumps({**boot, "boot_id": "another start"}))
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, name: str, part: str, error: int) -> threading.Event:
-    """Makes a call of the system on a file whose path holds `part` fail while the event is set."""
-    fails, real = threading.Event(), getattr(os, name)
-
-    def call(file: int, *given: int) -> object:
-        path = os.readlink(f"/proc/self/fd/{file}")
-        if fails.is_set() and part in path:
-            raise OSError(error, os.strerror(error), path)
-        return real(file, *given)
-
-    monkeypatch.setattr(os, name, call)
-    return fails
-
-
-def test_a_sync_that_failed_is_made_good_by_an_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a lost page the kernel tells once; to ask again and believe it would be a lie."""
-    disk = Disk(monkeypatch)
-    fails = failing(monkeypatch, "fdatasync", "/journal-", errno.EIO)
-    with served(tmp_path / "first", "step") as target:
-        run = Run(target, OPTIMIZERS[0])
-        expected = run.step(0)
-        fails.set()
-        with pytest.raises(StorageError, match=r"journal-\d+: syncing it failed"):
-            run.models[0].put_gradient(gradient(1, 0))
-        fails.clear()
-
-        # Not by asking again, but by the image that a thread of the shard writes now.
-        def is_taken() -> bool:
-            with contextlib.suppress(StorageError):
-                return run.models[0].put_gradient(gradient(1, 0)) == 1
-            return False
-
-        eventually("an image was made", is_taken)
-        assert not list((tmp_path / "first").rglob("failed-journal"))
-        disk.lose_power(tmp_path / "first", tmp_path / "second")
-        run.close()
-    with served(tmp_path / "second", "step") as target:
-        run = Run(target, OPTIMIZERS[0])
-        assert [model.next_step for model in run.models] == [2, 1]
-        np.testing.assert_array_equal(run.models[0].get_weights(), expected)
-        run.close()
-
-
-def test_a_failed_sync_is_remembered_by_the_next_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(monkeypatch)
-    with served(tmp_path / "first", "3600") as target:
-        run = Run(target, OPTIMIZERS[0])
-        run.step(0)
-        shutil.copytree(tmp_path / "first", tmp_path / "second")
-        run.close()
-    (kept,) = (tmp_path / "second" / "parameters").iterdir()
-    (kept / "failed-journal").touch()  # as the process that is gone left it
-    with served(tmp_path / "second", "step") as target:
-        assert not (kept / "failed-journal").exists()
-        (image,) = kept.glob("image-*")
-        (journal,) = kept.glob("journal-*")
-        assert image.name.rpartition("-")[2] == journal.name.rpartition("-")[2]
-        run = Run(target, OPTIMIZERS[0])
-        assert {model.next_step for model in run.models} == {1}
-        disk.lose_power(tmp_path / "second", tmp_path / "third")
-        run.close()
-    with served(tmp_path / "third", "step") as target:
-        run = Run(target, OPTIMIZERS[0])
-        assert {model.next_step for model in run.models} == {1}
-        run.close()
-
-
-def test_one_image_that_fails_stops_no_other_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(image_files, "IMAGE_AT_BYTES_MIN", 0)
-    disk = Disk(monkeypatch)
-    with (
-        served(tmp_path / "first", "0.05") as target,
-        shardwell.connect(target, worker_id="w", timeout_s=30) as client,
-    ):
-        models = [client.parameter(name, size=SIZE, optimizer=OPTIMIZERS[0]) for name in ("a", "b")]
-        for model in models:
-            model.init(np.zeros(SIZE, np.float32))
-        full = failing(monkeypatch, "posix_fallocate", "/000001/image-", errno.ENOSPC)
-        full.set()
-        for _ in range(8):
-            for model in models:
-                model.exchange(gradient(0, 0))
-
-        def synced() -> bool:
-            to = tmp_path / "second"
-            shutil.rmtree(to, ignore_errors=True)
-            disk.lose_power(tmp_path / "first", to)
-            with (
-                served(to, "process") as again,
-                shardwell.connect(again, worker_id="w", timeout_s=30) as other,
-            ):
-                opened = [
-                    other.parameter(name, size=SIZE, optimizer=OPTIMIZERS[0]) for name in ("a", "b")
-                ]
-                return all(model.next_step == 8 for model in opened)
-
-        eventually("both were synced", synced, timeout_s=20)
-        segments = list((tmp_path / "first" / "parameters" / "000001").glob("journal-*"))
-        assert len(segments) <= 3
-
-
-def test_without_room_for_an_image_a_parameter_is_made_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = failing(monkeypatch, "posix_fallocate", "/image-", errno.ENOSPC)
-    with served(tmp_path / "first", "step") as target:
-        full.set()
-        with shardwell.connect(target, worker_id="w", timeout_s=10) as client:
-            for _ in range(2):
-                with pytest.raises(StorageError, match="No space left on device"):
-                    client.parameter("m", size=SIZE, optimizer=shardwell.Average())
-            full.clear()
-            model = client.parameter("m", size=SIZE, optimizer=shardwell.Average())
-            np.testing.assert_array_equal(model.exchange(gradient(0, 0)), gradient(0, 0))
 
 
 @pytest.mark.parametrize("loses_power_first", [False, True])

@@ -8,7 +8,9 @@ story, undisturbed, in memory.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,14 +19,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+import shardwell
 from harness.images import Image, image_of, in_memory, restore
 from harness.table_story import LAYOUT, STORY, State, apply, make, state_of, tell
 from harness.telling import OtherStart, SameMachine
 from shardwell.errors import StorageError
-from shardwell_server.config import Durability
+from shardwell_server.app import ShardServer
+from shardwell_server.config import Durability, ShardConfig
 from shardwell_server.store import MemoryStore, MmapStore, TableStorage, image_files
 from shardwell_server.store import journaled_table as journaled
 from shardwell_server.store.boot import Boot
+from shardwell_server.store.data_dir import DataDir
 
 TABLE = "tables/000001"
 MAPPED = {"weights", "slot-0", "slot-1", "sums", "has_sum", "keys", "update_counts", "last_steps"}
@@ -422,3 +427,57 @@ def test_without_an_image_what_is_damaged_is_refused(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="damaged"):
             use()
     assert state_of(recovered(restore(image, tmp_path / "again"), boot=OtherStart)) == STATES[-1]
+
+
+@contextlib.contextmanager
+def served(path: Path) -> Iterator[str]:
+    config = ShardConfig(shard_index=0, shard_count=1, durability=STEP)
+    with DataDir(path, config) as claimed, ShardServer(config, claimed) as server:
+        yield server.address
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_table_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """What was answered to workers is there, and they go on at the step that they were at."""
+    synced = Synced(monkeypatch)
+    first, second = tmp_path / "first", tmp_path / "second"
+    ids = np.arange(0, 90, 3)
+    gradients = np.arange(ids.size * 4, dtype=np.float32).reshape(-1, 4)
+
+    def opened(target: str, stack: contextlib.ExitStack) -> list[shardwell.Table]:
+        """Of two workers."""
+        return [
+            stack.enter_context(
+                stack.enter_context(shardwell.connect(target, worker_id=f"w{number}")).table(
+                    "t",
+                    row_count=50_000,
+                    dim=4,
+                    optimizer=shardwell.SGD(learning_rate=1.0, momentum=0.5),
+                    initializer=shardwell.Uniform(low=-1, high=1, seed=7),
+                    worker_count=2,
+                    codec="fp32",
+                    mode=mode,
+                )
+            )
+            for number in range(2)
+        ]
+
+    with contextlib.ExitStack() as stack:
+        tables = opened(stack.enter_context(served(first)), stack)
+        for step in range(4):
+            for number, table in enumerate(tables):
+                assert table.put_row_gradients(ids + number, gradients * step) == step
+        tables[0].put_row_gradients(ids + 2, gradients)  # sync: in an open step's sums
+        expected = tables[0].get_rows(np.arange(100))
+        sizes = {os.path.relpath(name, first): size for name, size in synced.sizes.items()}
+        restore(Written("", 0, image_of(first), sizes).after_power_loss(), second)
+        tables[1].put_row_gradients(ids + 3, gradients)
+        following = tables[0].get_rows(np.arange(100))
+    boot = json.loads((second / "boot.json").read_text())
+    (second / "boot.json").write_text(json.dumps({**boot, "boot_id": "another start"}))
+    with contextlib.ExitStack() as stack:
+        tables = opened(stack.enter_context(served(second)), stack)
+        assert [table.next_step for table in tables] == [5, 4]
+        np.testing.assert_array_equal(tables[0].get_rows(np.arange(100)), expected)
+        tables[1].put_row_gradients(ids + 3, gradients)
+        np.testing.assert_array_equal(tables[0].get_rows(np.arange(100)), following)

@@ -1,9 +1,10 @@
-"""A program that tells the story once for each write of the store, and is killed right after it.
+"""A program that tells the story again and again, and is killed after a later write each time.
 
-Usage: killed_story.py DIRECTORY
+Usage: killed_story.py DIRECTORY FIRST PACE
 
-Of the n-th telling it leaves DIRECTORY/n/store, and DIRECTORY/n/answered with a byte for each call
-that was answered. A process of its own, so that it can fork: nothing else runs in it.
+Tellings are cut off after write n = FIRST, FIRST + PACE, ... until one comes to its end. Each
+leaves DIRECTORY/n/store, and DIRECTORY/n/answered with a byte for each call that was answered. A
+process of its own, so that it can fork: nothing else runs in it.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def tell_killed(tell: Tell, path: Path, killed_after: int) -> None:
     tell(path, os.open(path / "answered", os.O_WRONLY | os.O_CREAT), reached)
 
 
-def main(directory: Path, tell: Tell = tell_training) -> int:
-    """Prints how many tellings were cut off."""
-    number = 1
+def main(directory: Path, tell: Tell = tell_training, *, first: int = 1, pace: int = 1) -> int:
+    """Prints n - 1 of the telling that came to its end: at a pace of 1, how many were cut off."""
+    number = first
     while True:
         child = os.fork()
         if child == 0:
@@ -64,8 +65,9 @@ def main(directory: Path, tell: Tell = tell_training) -> int:
         if status != -signal.SIGKILL:
             print(number - 1)
             return status
-        number += 1
+        number += pace
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    first, pace = map(int, sys.argv[2:])
+    sys.exit(main(Path(sys.argv[1]), first=first, pace=pace))

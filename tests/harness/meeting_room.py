@@ -25,6 +25,11 @@ def group_member(member_id: str) -> pb.Member:
     )
 
 
+def lost_of(answer: pb.RenewLeaseResponse) -> dict[int, str]:
+    """Who is lost, by rank, and why."""
+    return {member.rank: member.reason for member in answer.lost}
+
+
 class Room:
     """Meetings at a time that tests set; requests with one spec."""
 

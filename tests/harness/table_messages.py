@@ -18,6 +18,7 @@ def part(
     *,
     ends: bool = True,
     samples: int = 1,
+    abandons: bool = False,
 ) -> pb.ExchangeRowsRequest:
     """A part of a step: gradients by id, which ascend."""
     values = np.array(list(gradients.values()), "<f4")
@@ -29,6 +30,7 @@ def part(
             part_index=part_index,
             end_of_step=ends,
             sample_count=samples,
+            abandons=abandons,
         ),
         payload=payload,
     )

@@ -37,7 +37,7 @@ def owner(row_id: int, row_count: int, shard_count: int) -> int:
 
 def uniform(low: float, high: float, seed: int, row_id: int, dim: int) -> list[np.float32]:
     """A row before its first gradient."""
-    word = mix((mix(seed) + row_id) & _MASK)
+    word = mix((mix((seed + 0x9E3779B97F4A7C15) & _MASK) + row_id) & _MASK)
     row = []
     for column in range(dim):
         x = (((word & 0xFFFFFFFF) + column * 0x9E3779B9) & 0xFFFFFFFF) ^ (word >> 32)

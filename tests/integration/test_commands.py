@@ -68,6 +68,28 @@ def test_status_as_json(trained) -> None:
         assert by_name["fresh"]["initialized"] is False
 
 
+def test_status_of_tables(cluster, connect) -> None:
+    running = cluster(2)
+    options = {"optimizer": SGD, "row_count": 1500, "dim": 8}
+    early, _ = (
+        connect(running, name).table("users", worker_count=3, **options)
+        for name in ("early", "late")
+    )
+    early.put_row_gradients(np.arange(1200), np.ones((1200, 8), np.float32))
+    connect(running, "w").table("clicks", mode="async", codec="bf16", **options)
+    code, output, log = run_command("status", running.target, environment=WIDE)
+    assert (code, log) == (0, "")
+    for words in ("tables", "users", "600", "SGD 0.5", "fp16", "0, asynchronous", "bf16"):
+        assert words in output
+    assert output.count("0; in: early; missing: late, 1 never seen") == 2
+    code, output, _ = run_command("status", "--json", running.target)
+    assert code == 0
+    for line in output.splitlines():
+        clicks, users = json.loads(line)["tables"]
+        assert (clicks["spec"]["name"], clicks["row_count"]) == ("clicks", "0")
+        assert (users["row_count"], users["missing_worker_ids"]) == ("600", ["late"])
+
+
 def test_status_takes_its_target_from_the_environment(trained) -> None:
     code, output, _ = run_command(
         "status", "--json", environment={"SHARDWELL_SHARDS": trained.target}
@@ -199,7 +221,6 @@ class TestCluster:
             assert any("shard" in line and "exit code -9" in line for line in program.log)
             eventually("the other has ended", lambda: not is_running(children[0]))
 
-    @pytest.mark.slow
     def test_with_a_data_dir_a_shard_that_dies_goes_on(self, tmp_path) -> None:
         arguments = ["-m", "shardwell_server", "cluster", "--shards=2", f"--data-dir={tmp_path}"]
         with Program(*arguments) as program:

@@ -24,8 +24,6 @@ from harness.ports import free_port
 pytest.importorskip("sklearn", reason="scikit-learn brings the digits")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
-pytestmark = pytest.mark.slow
-
 COMMAND = [sys.executable, "-m", "shardwell_server"]
 DEADLINE_S = 90.0
 

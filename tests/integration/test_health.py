@@ -16,11 +16,12 @@ from shardwell_server import ShardConfig, ShardServer
 pytestmark = pytest.mark.timeout(30)
 
 SERVICE = "shardwell.v1.ParameterServerService"
+TABLE_SERVICE = "shardwell.v1.TableService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.mark.parametrize("service", ["", SERVICE])
+@pytest.mark.parametrize("service", ["", SERVICE, TABLE_SERVICE])
 def test_serving_when_ready(cluster, service) -> None:
     with grpc.insecure_channel(cluster(1).target) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(
@@ -74,7 +75,7 @@ def test_reflection_is_a_flag(reflection) -> None:
             return
         (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=5)
         names = {service.name for service in answer.list_services_response.service}
-        assert {SERVICE, "grpc.health.v1.Health"} <= names
+        assert {SERVICE, TABLE_SERVICE, "grpc.health.v1.Health"} <= names
         request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
         (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=5)
         files = [

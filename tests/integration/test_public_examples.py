@@ -18,7 +18,7 @@ from shardwell_server import LocalCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-WORKER, GROUP, TRAINER, CHECKPOINT, SAFETENSORS = BLOCKS
+WORKER, GROUP, TRAINER, TABLE, CHECKPOINT, SAFETENSORS = BLOCKS
 
 
 @pytest.fixture
@@ -49,6 +49,11 @@ def test_the_worker(directory: Path) -> None:
     assert first.lines == second.lines
     values = [float(number) for number in re.findall(r"[\d.]+", first.lines[-1])]
     assert values == pytest.approx([1.0, 1.0, 1.0], abs=1e-3)
+
+
+def test_the_table(directory: Path) -> None:
+    (directory / "rows.py").write_text(TABLE)
+    assert output_of("rows.py") == ["[     7 123456]"]
 
 
 def test_the_group(directory: Path) -> None:

@@ -19,7 +19,9 @@ from shardwell_server.store.gradient_rows import (
 )
 
 DIM = 3
-ROWS = st.lists(st.integers(-3, 40), max_size=80)
+ROWS = st.lists(
+    st.integers(-3, 40) | st.sampled_from([2**62, -(2**62), 2**63 - 1, -(2**63)]), max_size=80
+)
 
 
 @given(rows=ROWS, seed=st.integers(0, 99))
@@ -42,7 +44,7 @@ def test_very_many_repeats_lose_little() -> None:
     gradients = np.full((100_000, 1), 0.1, np.float32)
     _, sums = merge_repeats(np.zeros(100_000, np.int64), gradients)
     expected = gradients.astype(np.float64).sum()
-    assert abs(sums[0, 0] - expected) <= 17 * 2.0**-24 * expected  # an addition in a row: 0.01 off
+    assert abs(sums[0, 0] - expected) <= 42 * 2.0**-24 * expected  # one by one: 2400
 
 
 def test_of_rows_that_ascend_nothing_is_copied() -> None:
@@ -68,9 +70,12 @@ def test_a_sum_is_added_to_or_overwritten(has_sum: list[bool], seed: int, factor
     scaled = np.float32(factor) * gradients
     expected = np.where(flags[:, None], sums + scaled, scaled)
     sums[~flags] = np.nan
-    added = add_rows(sums, flags, gradients, factor)
+    sums.flags.writeable = False
+    added = add_rows(sums, flags, gradients.copy(), factor, out=np.empty_like(sums))
     assert added.tobytes() == expected.tobytes()
-    assert added is sums
+    in_place = sums.copy()
+    assert add_rows(in_place, flags, gradients, factor) is in_place
+    assert in_place.tobytes() == expected.tobytes()
 
 
 @given(seed=st.integers(0, 99), cut=st.integers(0, 50))

@@ -142,7 +142,6 @@ def run(
     return relay, symbols
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("operation", Operation, ids=lambda operation: operation.value)
 def test_every_size_and_length(operation: Operation, strategy: Strategy) -> None:

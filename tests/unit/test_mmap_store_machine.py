@@ -266,4 +266,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestMmapStore = pytest.mark.slow(StoreMachine.TestCase)
+TestMmapStore = StoreMachine.TestCase

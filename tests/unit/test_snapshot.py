@@ -109,7 +109,7 @@ def captured(
 ) -> tuple[int, float, np.ndarray, np.ndarray]:
     size = of.where.chunk(index, CHUNK).size
     into = [np.full(size, np.nan, np.float32) for _ in range(of.array_count)]
-    version, rate = of.capture(index, snapshot, patience(), into)
+    version, rate = of.snapshots.capture(index, snapshot, patience(), into)
     return version, rate, into[0], into[1]
 
 

@@ -52,6 +52,19 @@ def patience() -> Patience:
     return Patience(0.0, is_active=lambda: True, is_stopping=lambda: False)
 
 
+class Uncommitted:
+    """A change whose journal can't be written."""
+
+    def __init__(self, change: Any) -> None:
+        self._change = change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._change, name)
+
+    def commit(self, *what: Any) -> None:
+        raise StorageError("can't write the journal", table="t")
+
+
 class FailingTable:
     """A storage that raises at a chosen change or reservation, as a full or damaged disk does."""
 
@@ -59,6 +72,7 @@ class FailingTable:
         self._storage = storage
         self.changes_left: int | None = None
         self.is_full = False
+        self.cant_commit = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
@@ -68,12 +82,14 @@ class FailingTable:
             raise StorageError("no space left", table="t")
         self._storage.reserve(row_count)
 
-    def change(self, places: Any, **which: bool) -> Any:
+    @contextlib.contextmanager
+    def change(self, places: Any, **which: bool) -> Iterator[Any]:
         if self.changes_left is not None:
             if self.changes_left == 0:
                 raise StorageError("row 3 was damaged", table="t")
             self.changes_left -= 1
-        return self._storage.change(places, **which)
+        with self._storage.change(places, **which) as change:
+            yield Uncommitted(change) if self.cant_commit else change
 
 
 def table_of(
@@ -231,6 +247,25 @@ def test_a_full_disk_changes_nothing() -> None:
     assert get(table, 1, 2) == [[-2, -2], [-1, -1]]
 
 
+@pytest.mark.parametrize("worker_count", [1, 2])
+def test_what_can_not_be_committed_never_was(worker_count) -> None:
+    table, storage, _ = table_of(worker_count=worker_count, batch=2)
+    for worker in range(worker_count):
+        give(table, 0, {1: [1, 1]}, f"w{worker}")
+    storage.cant_commit = True
+    for gradients in ({1: [1, 1], 2: [1, 1]}, {}):
+        with pytest.raises(StorageError, match="can't write the journal"):
+            give(table, 1, gradients)
+    with pytest.raises(StorageError, match="can't write the journal"):
+        table.evict(1)
+    storage.cant_commit = False
+    assert get(table, 1, 2) == [[-1, -1], [0, 0]]
+    for worker in range(worker_count):
+        give(table, 1, {2: [1, 1], 3: [1, 1]}, f"w{worker}")
+    assert get(table, 1) + get(table, 2, 3) == [[-1, -1]] * 3
+    assert table.describe(9).row_count == 3
+
+
 def test_room_for_rows_counts_when_it_is_made() -> None:
     size = 4 * 2 + 40  # two values, and what is kept about a row
     table, _, stored = table_of(stored_bytes_max=3 * size)
@@ -343,6 +378,7 @@ def test_a_table_of_another_version_is_refused() -> None:
     config = ShardConfig(shard_index=0, shard_count=2)
     tables = Tables(config, MemoryStore(), threading.Lock(), StoredBytes(2**40))
     made, _ = tables.open(SPEC)
+    assert made.rows_per_message_max == 500  # rows that there can be here
     smaller = dataclasses.replace(made.layout, row_capacity=7, rows_per_change_max=5)
     with recovering(made.storage, smaller) as found:  # of a process with other limits
         assert found.table("t").rows_per_message_max == 5

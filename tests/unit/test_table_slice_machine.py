@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from harness.wire_table import owner, uniform
 from shardwell.errors import SeatsTakenError, StepOrderError, WorkersMissingError
 from shardwell.table_spec import TableSpec
 from shardwell_server.config import Limits, ShardConfig
+from shardwell_server.shard import tables
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store import MemoryStore, MmapStore
@@ -39,6 +41,7 @@ DIM = 2
 SHARD_COUNT = 2
 CONFIG = ShardConfig(shard_index=1, shard_count=SHARD_COUNT, limits=Limits(table_row_count_max=40))
 SEED = 5
+BATCH_ROW_COUNT = 5
 
 NUMBERED = [i for i in range(24) if owner(i, 24, SHARD_COUNT) == 1]
 KEYS = [
@@ -60,6 +63,10 @@ class TableMachine(RuleBasedStateMachine):
         super().__init__()
         self.open = contextlib.ExitStack()
         self.images: list[Image] | None = None
+        # So that steps close in several batches, and a large table's files are small.
+        self.open.enter_context(
+            mock.patch.object(tables, "rows_per_message_max", return_value=BATCH_ROW_COUNT)
+        )
         if self.on_files:
             path = self.open.enter_context(in_memory(Path(tempfile.gettempdir())))
             self.path = Path(tempfile.mkdtemp(dir=path))
@@ -68,7 +75,6 @@ class TableMachine(RuleBasedStateMachine):
     @initialize(keyed=st.booleans(), optimizer=st.sampled_from("sa"))
     def begin(self, keyed: bool, optimizer: str) -> None:
         rate = 0.5
-        keyed = keyed and not self.on_files  # a message may have many keys: large files
         self.ids = KEYS if keyed else NUMBERED
         worker_count = self.worker_count
         self.spec = TableSpec(
@@ -131,7 +137,7 @@ class TableMachine(RuleBasedStateMachine):
         self.table = self.shard.tables.table("t")
 
     def gradients(self, data: st.DataObject) -> dict[int, np.ndarray]:
-        ids = data.draw(st.lists(st.sampled_from(self.ids), unique=True, max_size=6))
+        ids = data.draw(st.lists(st.sampled_from(self.ids), unique=True, max_size=BATCH_ROW_COUNT))
         values = st.lists(st.integers(-4, 4), min_size=DIM, max_size=DIM)
         return {row_id: np.array(data.draw(values), np.float64) for row_id in sorted(ids)}
 
@@ -213,8 +219,7 @@ class TableMachine(RuleBasedStateMachine):
         step, _ = self.model.next_part(worker)
         if self.model.is_full(worker) or step < back:
             return
-        message = part(step - back, 7, {}, ends=True, samples=9)
-        message.gradient.abandons = True
+        message = part(step - back, 7, {}, samples=9, abandons=True)
         if back:
             if self.model.positions.get(worker, (0, 0))[0] > step - back:
                 assert not self.give(worker, message)
@@ -244,7 +249,8 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), ahead=st.integers(0, 1))
     def fetch(self, data: st.DataObject, ahead: int) -> None:
-        ids = sorted(data.draw(st.lists(st.sampled_from(self.ids), unique=True)))
+        some = st.lists(st.sampled_from(self.ids), unique=True, max_size=BATCH_ROW_COUNT)
+        ids = sorted(data.draw(some))
         message = asking(ids, self.model.version + ahead)
         if ahead and self.model.worker_count:
             with pytest.raises(WorkersMissingError):

@@ -33,6 +33,7 @@ WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
 JOIN_TIMEOUT_S = 3600.0
 """How long `Group.join` waits for the others by default."""
+REPLACEMENT_WAIT_S_MAX = 3600.0
 _KINDS = {
     Operation.ALL_REDUCE: pb.OPERATION_ALL_REDUCE,
     Operation.REDUCE: pb.OPERATION_REDUCE,
@@ -155,3 +156,17 @@ def _checked(what: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ArgumentError(f"{what} must be one of {', '.join(allowed)}; got {value!r:.80}")
     return str(value)
+
+
+def checked_wait(wait_s: Any) -> float:
+    """How long `Group.rebuild` waits for replacements.
+
+    Raises:
+        ArgumentError: it is no number, or too large.
+    """
+    good = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
+    if not good or not 0 <= wait_s <= REPLACEMENT_WAIT_S_MAX:
+        raise ArgumentError(
+            f"replacement_wait_s must be from 0 to {REPLACEMENT_WAIT_S_MAX:g}; got {wait_s!r:.80}"
+        )
+    return float(wait_s)

@@ -10,7 +10,6 @@ Nothing happens by itself: each request says what time it is, and first brings t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TypeVar
 
 from shardwell.errors import (
@@ -91,7 +90,7 @@ class Gathering:
         self._note_check(request, now_s)
         self._settle(now_s)
         self._refusals.raise_any(member_id)
-        return self._progress(member_id, now_s)
+        return self.seating.join_answer(member_id, self._spec.size, self._refusals.texts, now_s)
 
     def renew(self, request: pb.RenewLeaseRequest, now_s: float) -> pb.RenewLeaseResponse:
         """See GroupService.RenewLease."""
@@ -110,20 +109,7 @@ class Gathering:
         seat = self._renewed_seat(generation, request)
         seat.lease.renew(lease_s, now_s)
         self._settle(now_s)
-        lost = [
-            pb.LostMember(rank=other.rank, reason=other.lost_reason, left=other.has_left)
-            for other in generation.seats
-            if other.lost_reason
-        ]
-        if all(member.left for member in lost):
-            lost += [
-                pb.LostMember(
-                    rank=other.rank, reason="it asked to rebuild the group", rebuilds=True
-                )
-                for other in generation.seats
-                if other is not seat and self.seating.is_back(other)
-            ]
-        return pb.RenewLeaseResponse(lost=lost, waiting_count=len(self.seating.placed()))
+        return self.seating.renewal_answer(generation, seat)
 
     def leave(self, member_id: str, now_s: float) -> None:
         """See GroupService.LeaveGroup."""
@@ -388,33 +374,3 @@ class Gathering:
         """Takes an applicant out; it is told why when it asks again."""
         self.seating.remove(applicant.member.member_id)
         self._refusals.add(applicant, verdict, now_s)
-
-    # Answers.
-
-    def _progress(self, member_id: str, now_s: float) -> pb.JoinGroupResponse:
-        """How far the caller's generation is."""
-        forming, generation = self.seating.forming, self.seating.generation
-        applicant = self.seating.applicants.get(member_id)
-        if applicant is None:  # it was the last to check
-            seat = None if generation is None else generation.seat_of(member_id)
-            assert generation is not None
-            assert seat is not None
-            return generation.answer(seat.rank)
-        rank = None if forming is None else forming.rank_of(member_id)
-        if forming is not None and rank is not None:
-            return forming.answer(rank, self._refusals.texts)
-        placed = self.seating.placed()
-        missing = {rank for rank in range(self._spec.size) if rank not in placed}
-        notes = list(self._refusals.texts)
-        asking: Iterable[Applicant] = self.seating.applicants.values()
-        if forming is not None:
-            missing, asking = set(range(len(forming.applicants))), ()
-            notes.append(f"generation {forming.number} is formed without this worker; it waits")
-        for rank in sorted({one.rank for one in asking if placed.get(one.rank) is not one}):
-            missing.add(rank)
-            lease, holder = self.seating.holder(rank, placed)
-            notes.append(
-                f"rank {rank} belongs to {described(rank, holder)}, and another asks for it; "
-                f"whether that lives is known within {max(lease.end_s - now_s, 0.0):.3g} s"
-            )
-        return pb.JoinGroupResponse(missing_ranks=sorted(missing), refusals=notes)

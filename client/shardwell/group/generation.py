@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
 import grpc
 
@@ -274,3 +275,17 @@ class Generation:
         """Rank 0 decides which rank is lost, and tells all, this one included."""
         if not self._over:
             self._agreement.give_up(lost(rank, f"can't be reached: {what}"))
+
+
+class Membership(Protocol):
+    """How a group comes to its generations, and keeps its place: see `joining.py`."""
+
+    def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
+        """The generation that follows; blocks until it is ready."""
+
+    @property
+    def waiting_count(self) -> int:
+        """Workers that wait for the next generation."""
+
+    def close(self) -> None:
+        """Gives up the place, and ends the server."""

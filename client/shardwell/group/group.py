@@ -7,42 +7,25 @@ import os
 import threading
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from shardwell.codec import Float32
-from shardwell.errors import ArgumentError, ClosedError, LimitError, WorkerLostError
+from shardwell.errors import ClosedError, WorkerLostError
 from shardwell.group.agreement import failure_of
-from shardwell.group.calls import CallMaker, WireName
+from shardwell.group.calls import CallMaker, WireName, checked_wait
 from shardwell.group.engine import Call
-from shardwell.group.generation import Generation
+from shardwell.group.generation import Generation, Membership
 from shardwell.group.plan import Operation
 from shardwell.group.strategies import Strategy
+from shardwell.group.under_way import CallsUnderWay
 from shardwell.partition import slice_of
 from shardwell.reduction import ReductionName
 from shardwell.traffic import Traffic
 from shardwell.values import check_timeout
 
-REPLACEMENT_WAIT_S_MAX = 3600.0
-UNDER_WAY_COUNT_MAX = 64
-"""Calls of a member that may be under way at once."""
-
 _NOTHING: Float32 = np.empty(0, np.float32)
-
-
-class Membership(Protocol):
-    """How a group comes to its generations, and keeps its place: see `joining.py`."""
-
-    def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
-        """The generation that follows; blocks until it is ready."""
-
-    @property
-    def waiting_count(self) -> int:
-        """Workers that wait for the next generation."""
-
-    def close(self) -> None:
-        """Gives up the place, and ends the server."""
 
 
 class Group:
@@ -82,7 +65,7 @@ class Group:
         self._calls = CallMaker(
             strategy, codec, timeout_s=timeout_s, allow_non_finite=allow_non_finite
         )
-        self._under_way = threading.BoundedSemaphore(UNDER_WAY_COUNT_MAX)
+        self._under_way = CallsUnderWay(name)
         self._closed = False
         self._rebuilding = threading.Lock()
         self._process_id = os.getpid()
@@ -311,7 +294,7 @@ class Group:
                 for dead; join again.
         """
         timeout_s = check_timeout(self._timeout_s if timeout_s is None else timeout_s)
-        wait_s = _checked_wait(replacement_wait_s)
+        wait_s = checked_wait(replacement_wait_s)
         previous = self._generation
         with self._rebuilding:
             self._check_open()
@@ -405,37 +388,10 @@ class Group:
     ) -> Call:
         self._check_open()
         generation = generation or self._generation
-        is_callback = generation.engine.is_current_thread
-        if waits and is_callback:
-            raise ArgumentError(
-                "a callback of all_reduce_async waits for another call of the group, which is made "
-                "when the callback has returned; call all_reduce_async there, or another thread"
-            )
-        # Waits where too many are under way: the engine makes room, but not while a callback of its
-        # own waits for it.
-        if not self._under_way.acquire(blocking=not is_callback):
-            raise LimitError(
-                f"limit under_way_count_max={UNDER_WAY_COUNT_MAX}: as many calls of group "
-                f"{self.name!r} are under way; a callback can't wait for one to end: make fewer"
-            )
-        call.result.add_done_callback(lambda _: self._under_way.release())
-        try:
-            generation.submit(call)
-        except BaseException:
-            self._under_way.release()
-            raise
+        self._under_way.submit(call, generation, waits=waits)
         return call
 
     @staticmethod
     def _wait(call: Call) -> int:
         """The result; the engine ends every call within its deadlines."""
         return call.result.result()
-
-
-def _checked_wait(wait_s: Any) -> float:
-    good = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
-    if not good or not 0 <= wait_s <= REPLACEMENT_WAIT_S_MAX:
-        raise ArgumentError(
-            f"replacement_wait_s must be from 0 to {REPLACEMENT_WAIT_S_MAX:g}; got {wait_s!r:.80}"
-        )
-    return float(wait_s)

@@ -267,7 +267,7 @@ class _Membership:
         return self._begun(formed)
 
     def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
-        """See `Membership` in group.py."""
+        """See `Membership` in generation.py."""
         lost_ranks = previous.lost_ranks
         previous.abort(rebuilding(previous.rank))
         self._end_lease()
@@ -291,11 +291,11 @@ class _Membership:
 
     @property
     def waiting_count(self) -> int:
-        """See `Membership` in group.py."""
+        """See `Membership` in generation.py."""
         return 0 if self._lease is None else self._lease.waiting_count
 
     def close(self) -> None:
-        """See `Membership` in group.py."""
+        """See `Membership` in generation.py."""
         self._end_lease()
         with contextlib.suppress(ShardwellError):  # where nobody answers, nobody need be told
             self._rendezvous.leave(self._spec.name, self._member.member_id)

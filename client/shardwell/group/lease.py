@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
+from shardwell.closing import Closing
 from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerLostError
 from shardwell.group.rendezvous import Rendezvous
 from shardwell.v1 import group_pb2 as pb
@@ -19,7 +19,7 @@ _ANSWER_PART_OF_LEASE = 0.4
 """A renewal is given up before half of the lease has passed, so that another can still be made."""
 
 
-class LeaseKeeper:
+class LeaseKeeper(Closing):
     """Renews one member's lease from construction until `close`. A context manager.
 
     A rendezvous that does not answer is asked again: the group goes on without it.
@@ -91,14 +91,3 @@ class LeaseKeeper:
         self._told_ranks.update(member.rank for member in new)
         if new:
             self._on_lost(new)
-
-    def __enter__(self) -> LeaseKeeper:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

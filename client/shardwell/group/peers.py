@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from shardwell.connection import CHANNEL_OPTIONS
+from shardwell.connection import CHANNEL_OPTIONS, unary_stub
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2, peer_pb2
@@ -46,9 +46,7 @@ class Peer:
 
     def greet(self, group: str, timeout_s: float) -> str | None:
         """Asks who is there; None if it is this member, else what is wrong. Blocks."""
-        greet: Any = self._channel.unary_unary(
-            f"/{SERVICE_NAME}/Greet", request_serializer=pb.GreetRequest.SerializeToString
-        )
+        greet = unary_stub(self._channel, f"/{SERVICE_NAME}/Greet", pb.GreetResponse)
         try:
             greet(pb.GreetRequest(group=group, member_id=self.member.member_id), timeout=timeout_s)
         except grpc.RpcError as error:

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from shardwell.channel import parse_target
-from shardwell.connection import CHANNEL_OPTIONS
+from shardwell.closing import Closing
+from shardwell.connection import CHANNEL_OPTIONS, unary_stub
 from shardwell.errors import (
     ClosedError,
     DeadlineError,
@@ -26,6 +27,7 @@ from shardwell.errors import (
     WorkersMissingError,
     WorkerUnreachableError,
 )
+from shardwell.rank_words import in_words
 from shardwell.status import from_rpc_error
 from shardwell.v1 import group_pb2 as pb
 
@@ -40,7 +42,6 @@ _SILENCE_S = 2.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"].full_name
 
 Greet = Callable[[Sequence[pb.Member]], list[pb.UnreachableMember]]
-ResponseT = TypeVar("ResponseT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Formed:
     """All, by rank."""
 
 
-class Rendezvous:
+class Rendezvous(Closing):
     """Where a group's workers meet. A context manager; any thread may use it.
 
     Args:
@@ -205,13 +206,9 @@ class Rendezvous:
         raise waiting.given_up()
 
     def _begin(
-        self, method: str, request: Any, response_type: type[ResponseT], timeout_s: float
+        self, method: str, request: Any, response_type: type[Message], timeout_s: float
     ) -> Any:
-        stub: Any = self._channel.unary_unary(
-            f"/{_SERVICE}/{method}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=response_type.FromString,  # type: ignore[attr-defined]
-        )
+        stub = unary_stub(self._channel, f"/{_SERVICE}/{method}", response_type)
         try:
             return stub.future(request, timeout=timeout_s, wait_for_ready=True)
         except ValueError as error:  # what gRPC raises for a closed channel
@@ -232,17 +229,6 @@ class Rendezvous:
             ) from None
         finally:
             call.cancel()  # after Ctrl-C, nobody waits for it
-
-    def __enter__(self) -> Rendezvous:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Waiting:
@@ -292,8 +278,8 @@ class _Waiting:
         there = [rank for rank in range(count) if rank not in missing]
         verb = "have not reached all others" if last.members else "did not come"
         parts = [
-            f"group {name!r}: {_ranks(missing)} of {count} {verb} within {self._timeout_s:g} s; "
-            f"{_ranks(there)} did"
+            f"group {name!r}: {in_words(missing)} of {count} {verb} within {self._timeout_s:g} s; "
+            f"{in_words(there)} did"
         ]
         parts += [f"refused: {refusal}" for refusal in last.refusals]
         silence_s = time.monotonic() - self._answered_s
@@ -301,9 +287,3 @@ class _Waiting:
             parts.append(f"the rendezvous has not answered for {silence_s:.3g} s ({self._error})")
         parts.append(f"start the workers that are missing, or raise timeout_s ({self._address})")
         return WorkersMissingError("; ".join(parts), missing_ranks=missing, rank=self._rank)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "no rank"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

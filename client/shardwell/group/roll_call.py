@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
+from shardwell.rank_words import RANKS_NAMED_MAX, in_words
 from shardwell.specs import SAMPLE_COUNT_MAX, WIRE_CODECS
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -27,7 +28,6 @@ FAILURE_COUNT_MAX = 1024
 UNDER_WAY_COUNT_MAX = 256
 """Calls that a rank may be ahead of the slowest."""
 _PROBLEM_LENGTH_MAX = 500
-_RANKS_NAMED_MAX = 16
 
 Verdicts = list[tuple[int, pb.Verdict]]
 """(rank, what it is told)."""
@@ -116,7 +116,7 @@ class RollCall:
                     index,
                     _failure(
                         types_pb2.ERROR_CODE_WORKERS_MISSING,
-                        f"{_ranks(missing)} did not call {_name(some)} (call {index}) within the "
+                        f"{in_words(missing)} did not call {_name(some)} (call {index}) within the "
                         "deadline; see whether they are slow or stuck, or raise timeout_s; no "
                         "array was written, and the group goes on with the next call",
                         missing,
@@ -126,7 +126,7 @@ class RollCall:
         for rank in self._joined:
             failure = _failure(
                 types_pb2.ERROR_CODE_WORKERS_MISSING,
-                f"{_ranks(missing)} did not call join() within the deadline; call join() again "
+                f"{in_words(missing)} did not call join() within the deadline; call join() again "
                 "to go on waiting, or raise timeout_s",
                 missing,
             )
@@ -278,7 +278,7 @@ def _disagreement(index: int, calls: dict[int, pb.CollectiveCall], size: int) ->
     if problems:
         told = "; ".join(
             f"rank {rank}: {problem.message[:_PROBLEM_LENGTH_MAX]}"
-            for rank, problem in list(problems.items())[:_RANKS_NAMED_MAX]
+            for rank, problem in list(problems.items())[:RANKS_NAMED_MAX]
         )
         first, problem = next(iter(problems.items()))
         failure = _failure(
@@ -294,7 +294,7 @@ def _disagreement(index: int, calls: dict[int, pb.CollectiveCall], size: int) ->
     for rank, call in calls.items():
         kinds.setdefault(_described(call), []).append(rank)
     if len(kinds) > 1:
-        told = "; ".join(f"{_ranks(ranks)}: {kind}" for kind, ranks in kinds.items())
+        told = "; ".join(f"{in_words(ranks)}: {kind}" for kind, ranks in kinds.items())
         return _failure(
             types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
             f"the ranks do not make the same call ({index}): {told}; all must call the same in the "
@@ -306,14 +306,14 @@ def _disagreement(index: int, calls: dict[int, pb.CollectiveCall], size: int) ->
         return _failure(
             types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
             f"call {index}: the root of {_name(call)} is rank {call.root}, which takes no part; "
-            f"active are {_ranks(sorted(calls))}",
+            f"active are {in_words(sorted(calls))}",
             [call.root],
         )
     if call.operation == pb.OPERATION_ALL_GATHER and len(calls) < size:
         out = sorted(set(range(size)) - set(calls))
         return _failure(
             types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
-            f"call {index}: all_gather needs the segments of all ranks, and {_ranks(out)} called "
+            f"call {index}: all_gather needs the segments of all ranks, and {in_words(out)} called "
             "join(); gather after join() has returned",
             out,
         )
@@ -336,9 +336,3 @@ def _described(call: pb.CollectiveCall) -> str:
     if call.operation in (pb.OPERATION_REDUCE, pb.OPERATION_BROADCAST):
         parts.append(f"root {call.root}")
     return f"{_name(call)}({', '.join(parts)})"
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS_NAMED_MAX]))
-    more = f" and {len(ranks) - _RANKS_NAMED_MAX} more" if len(ranks) > _RANKS_NAMED_MAX else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"

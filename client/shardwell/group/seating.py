@@ -5,7 +5,9 @@ Who asks for the rank of another, the holder, contends for it, and has no place 
 
 from __future__ import annotations
 
-from shardwell.group.places import Applicant, Forming, Generation, Lease, Seat
+from collections.abc import Iterable
+
+from shardwell.group.places import Applicant, Forming, Generation, Lease, Seat, described
 from shardwell.v1 import group_pb2 as pb
 
 
@@ -75,3 +77,52 @@ class Seating:
             forming = self.forming
             if forming is not None and forming.rank_of(member_id) is not None:
                 self.forming = None
+
+    # Answers.
+
+    def join_answer(
+        self, member_id: str, size: int, refusals: Iterable[str], now_s: float
+    ) -> pb.JoinGroupResponse:
+        """How far the generation is of one that has asked for a place in a group of `size`."""
+        forming, generation = self.forming, self.generation
+        applicant = self.applicants.get(member_id)
+        if applicant is None:  # it was the last to check
+            seat = None if generation is None else generation.seat_of(member_id)
+            assert generation is not None
+            assert seat is not None
+            return generation.answer(seat.rank)
+        rank = None if forming is None else forming.rank_of(member_id)
+        if forming is not None and rank is not None:
+            return forming.answer(rank, refusals)
+        placed = self.placed()
+        missing = {rank for rank in range(size) if rank not in placed}
+        notes = list(refusals)
+        asking: Iterable[Applicant] = self.applicants.values()
+        if forming is not None:
+            missing, asking = set(range(len(forming.applicants))), ()
+            notes.append(f"generation {forming.number} is formed without this worker; it waits")
+        for rank in sorted({one.rank for one in asking if placed.get(one.rank) is not one}):
+            missing.add(rank)
+            lease, holder = self.holder(rank, placed)
+            notes.append(
+                f"rank {rank} belongs to {described(rank, holder)}, and another asks for it; "
+                f"whether that lives is known within {max(lease.end_s - now_s, 0.0):.3g} s"
+            )
+        return pb.JoinGroupResponse(missing_ranks=sorted(missing), refusals=notes)
+
+    def renewal_answer(self, generation: Generation, seat: Seat) -> pb.RenewLeaseResponse:
+        """What a member of the generation is told of the others."""
+        lost = [
+            pb.LostMember(rank=other.rank, reason=other.lost_reason, left=other.has_left)
+            for other in generation.seats
+            if other.lost_reason
+        ]
+        if all(member.left for member in lost):
+            lost += [
+                pb.LostMember(
+                    rank=other.rank, reason="it asked to rebuild the group", rebuilds=True
+                )
+                for other in generation.seats
+                if other is not seat and self.is_back(other)
+            ]
+        return pb.RenewLeaseResponse(lost=lost, waiting_count=len(self.placed()))

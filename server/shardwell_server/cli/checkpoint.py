@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import shardwell
-
-_PIPE_WIDTH = 200
-"""Nobody knows how wide a pipe is; what is in it should not be wrapped."""
+from shardwell_server.cli.tables import console, table
 
 
 @click.group()
@@ -107,21 +101,11 @@ def _print(made: shardwell.Checkpoint) -> None:
         f"{made.path}: cluster {made.cluster_id}, {made.shard_count} shards, "
         f"shardwell {made.software_version}, {made.size_bytes / 1e6:.1f} MB"
     )
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
-    )
-    for column in ("parameter", "size", "version", "optimizer", "tensors", "files"):
-        numeric = column in ("size", "version", "files")
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    parameters = table(title, "parameter", ">size", ">version", "optimizer", "tensors", ">files")
     for entry in made.parameters:
         is_one = entry.version == entry.version_max
         rate = "" if entry.learning_rate is None else f" {entry.learning_rate:g}"
-        table.add_row(
+        parameters.add_row(
             entry.name,
             str(entry.size),
             str(entry.version) if is_one else f"{entry.version} to {entry.version_max}",
@@ -129,4 +113,4 @@ def _print(made: shardwell.Checkpoint) -> None:
             ", ".join(entry.tensor_names),
             str(len(entry.files)),
         )
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+    console().print(parameters)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
-import sys
+from typing import NamedTuple
 
 import click
 from google.protobuf import json_format
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from shardwell.channel import ShardChannel, parse_target
 from shardwell.errors import ShardwellError
 from shardwell.optimizers import Average
 from shardwell.specs import ParameterSpec
+from shardwell.table_spec import TableSpec
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import table_pb2
+from shardwell_server.cli.tables import console, table
 
-_PIPE_WIDTH = 200
-"""Nobody knows how wide a pipe is; what is in it should not be wrapped."""
-_Answer = tuple[str, pb.GetStatusResponse | ShardwellError]
+
+class _Status(NamedTuple):
+    """What a shard told of itself."""
+
+    shard: pb.GetStatusResponse
+    tables: table_pb2.GetTableStatusResponse
+
+
+_Answer = tuple[str, _Status | ShardwellError]
 """An address, and what came from there."""
 
 
@@ -30,7 +37,7 @@ _Answer = tuple[str, pb.GetStatusResponse | ShardwellError]
     "--timeout-s", type=float, default=5.0, show_default=True, help="For each shard's answer."
 )
 def status(*, target: str, as_json: bool, timeout_s: float) -> None:
-    """Show shards, parameters, versions, and who is missing from the open step.
+    """Show shards, parameters, tables, versions, and who is missing from the open step.
 
     TARGET is HOST:PORT[,HOST:PORT...]; default: $SHARDWELL_SHARDS. Exit code 1 if a shard does not
     answer.
@@ -39,17 +46,7 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
     for index, address in enumerate(parse_target(target)):
         channel = ShardChannel(index, address)
         try:
-            answers.append(
-                (
-                    address,
-                    channel.call(
-                        "GetStatus",
-                        pb.GetStatusRequest(),
-                        pb.GetStatusResponse,
-                        timeout_s=timeout_s,
-                    ),
-                )
-            )
+            answers.append((address, _ask(channel, timeout_s)))
         except ShardwellError as error:
             answers.append((address, error))
         finally:
@@ -59,62 +56,86 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         for address, answer in answers:
             _print_json(address, answer)
     else:
-        console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-        console.print(_shard_table(answers))
-        console.print(_parameter_table(answers))
+        screen = console()
+        screen.print(_shard_table(answers))
+        screen.print(_parameter_table(answers))
+        if any(status.tables.tables for _, status in _given(answers)):
+            screen.print(_tables_table(answers))
         for message in failed:
-            console.print(message, style="red", markup=False, highlight=False)
+            screen.print(message, style="red", markup=False, highlight=False)
     if failed:
         raise click.exceptions.Exit(1)
 
 
-def _print_json(address: str, answer: pb.GetStatusResponse | ShardwellError) -> None:
+def _ask(channel: ShardChannel, timeout_s: float) -> _Status:
+    """Two questions; blocks up to `timeout_s` for each answer."""
+    shard = channel.call(
+        "GetStatus", pb.GetStatusRequest(), pb.GetStatusResponse, timeout_s=timeout_s
+    )
+    tables = channel.call(
+        "GetTableStatus",
+        table_pb2.GetTableStatusRequest(shard=shard.shard),
+        table_pb2.GetTableStatusResponse,
+        timeout_s=timeout_s,
+        table="",
+    )
+    return _Status(shard, tables)
+
+
+def _given(answers: list[_Answer]) -> list[tuple[str, _Status]]:
+    """Those of shards that answered."""
+    return [(a, status) for a, status in answers if not isinstance(status, ShardwellError)]
+
+
+def _print_json(address: str, answer: _Status | ShardwellError) -> None:
+    entry: dict[str, object] = {"address": address}
     if isinstance(answer, ShardwellError):
-        entry: dict[str, object] = {"address": address, "error": answer.message}
+        entry["error"] = answer.message
     else:
-        fields = json_format.MessageToDict(
-            answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        entry = {"address": address, **fields}
+        for message in answer:
+            entry |= json_format.MessageToDict(
+                message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
     click.echo(json.dumps(entry))
 
 
 def _shard_table(answers: list[_Answer]) -> Table:
-    names = {a.shard.cluster_id for _, a in answers if not isinstance(a, ShardwellError)}
+    names = {status.shard.shard.cluster_id for _, status in _given(answers)}
     title = f"cluster {', '.join(sorted(names))}" if names else "no shard answers"
-    table = _table(title, "shard", "address", "state", ">up", ">stored", ">in", ">out", ">streams")
+    shards = table(title, "shard", "address", "state", ">up", ">stored", ">in", ">out", ">streams")
     for index, (address, answer) in enumerate(answers):
         if isinstance(answer, ShardwellError):
-            table.add_row(str(index), address, "[red]no answer[/red]")
+            shards.add_row(str(index), address, "[red]no answer[/red]")
             continue
-        shard = answer.shard
+        status, shard = answer.shard, answer.shard.shard
         right = shard.shard_index == index and shard.shard_count == len(answers)
-        table.add_row(
+        shards.add_row(
             f"{shard.shard_index} of {shard.shard_count}",
             address,
             "[green]serving[/green]" if right else "[red]wrong place[/red]",
-            f"{answer.uptime_s:.0f} s",
-            _megabytes(answer.stored_bytes),
-            _megabytes(answer.received_payload_bytes),
-            _megabytes(answer.sent_payload_bytes),
-            str(answer.open_stream_count),
+            f"{status.uptime_s:.0f} s",
+            _megabytes(status.stored_bytes),
+            _megabytes(status.received_payload_bytes),
+            _megabytes(status.sent_payload_bytes),
+            str(status.open_stream_count),
         )
-    return table
+    return shards
 
 
 def _parameter_table(answers: list[_Answer]) -> Table:
-    table = _table("parameters", "name", ">shard", "elements", "optimizer", "codec", "open step")
+    parameters = table(
+        "parameters", "name", ">shard", "elements", "optimizer", "codec", "open step"
+    )
     rows = sorted(
-        (parameter.spec.name, answer.shard.shard_index, parameter)
-        for _, answer in answers
-        if not isinstance(answer, ShardwellError)
-        for parameter in answer.parameters
+        (parameter.spec.name, status.shard.shard.shard_index, parameter)
+        for _, status in _given(answers)
+        for parameter in status.shard.parameters
     )
     for name, shard_index, parameter in rows:
         spec = ParameterSpec.from_proto(parameter.spec)
         last = parameter.slice_offset + parameter.slice_size - 1
         rate = "" if isinstance(spec.optimizer, Average) else f" {parameter.learning_rate:g}"
-        table.add_row(
+        parameters.add_row(
             name,
             str(shard_index),
             f"{parameter.slice_offset} to {last}" if parameter.slice_size else "none",
@@ -123,29 +144,32 @@ def _parameter_table(answers: list[_Answer]) -> Table:
             _open_step(spec, parameter),
         )
     if not rows:
-        table.add_row("none")
-    return table
+        parameters.add_row("none")
+    return parameters
 
 
-def _table(title: str, *columns: str) -> Table:
-    """A table that fits a narrow terminal; a column that begins with ">" has numbers."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
+def _tables_table(answers: list[_Answer]) -> Table:
+    tables = table("tables", "name", ">shard", ">rows", ">dim", "optimizer", "codec", "open step")
+    rows = sorted(
+        (
+            (found.spec.name, status.shard.shard.shard_index, found)
+            for _, status in _given(answers)
+            for found in status.tables.tables
+        ),
+        key=lambda row: row[:2],
     )
-    for column in columns:
-        numeric = column.startswith(">")
-        table.add_column(
-            column.lstrip(">"),
-            justify="right" if numeric else "left",
-            overflow="fold",
-            no_wrap=column in ("address", "state"),
+    for name, shard_index, found in rows:
+        spec = TableSpec.from_proto(found.spec)
+        tables.add_row(
+            name,
+            str(shard_index),
+            f"{found.row_count:,}",
+            str(spec.dim),
+            f"{type(spec.optimizer).__name__} {found.learning_rate:g}",
+            spec.codec,
+            _taking_part(str(found.version), spec.mode, found),
         )
-    return table
+    return tables
 
 
 def _open_step(spec: ParameterSpec, parameter: pb.ParameterStatus) -> str:
@@ -154,14 +178,19 @@ def _open_step(spec: ParameterSpec, parameter: pb.ParameterStatus) -> str:
         return "[yellow]not initialized[/yellow]"
     low, high = parameter.version_min, parameter.version_max
     step = str(low) if low == high else f"{low} (newest chunk: {high})"
-    if spec.mode == "async":
+    return _taking_part(step, spec.mode, parameter)
+
+
+def _taking_part(step: str, mode: str, status: pb.ParameterStatus | table_pb2.TableStatus) -> str:
+    """A step, and who is in it."""
+    if mode == "async":
         return f"{step}, asynchronous"
-    missing = list(parameter.missing_worker_ids)
-    if parameter.unknown_worker_count:
-        missing.append(f"{parameter.unknown_worker_count} never seen")
+    missing = list(status.missing_worker_ids)
+    if status.unknown_worker_count:
+        missing.append(f"{status.unknown_worker_count} never seen")
     parts = [step]
-    if parameter.contributed_worker_ids:
-        parts.append(f"in: {', '.join(parameter.contributed_worker_ids)}")
+    if status.contributed_worker_ids:
+        parts.append(f"in: {', '.join(status.contributed_worker_ids)}")
     if missing:
         parts.append(f"[yellow]missing: {', '.join(missing)}[/yellow]")
     return "; ".join(parts)

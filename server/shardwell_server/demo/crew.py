@@ -12,8 +12,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
+from shardwell.closing import Closing
 from shardwell_server.demo.errors import DemoError
 from shardwell_server.demo.reports import Report, parse_line
 from shardwell_server.demo.worker import Task
@@ -148,7 +148,7 @@ class Member:
         return "".join(self._stderr.readlines()[-_STDERR_LINE_COUNT_MAX:]).rstrip()
 
 
-class Crew:
+class Crew(Closing):
     """All workers. A context manager that leaves none behind."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -178,14 +178,3 @@ class Crew:
         for member in self.members:
             member.ask_to_stop()
         self._stack.close()
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from types import TracebackType
 
 import numpy as np
 
 import shardwell
+from shardwell.closing import Closing
 from shardwell_server.demo.digits import Samples
 from shardwell_server.demo.worker import MODEL, Task, open_weights
 
 _TIMEOUT_S = 20.0
 
 
-class Examiner:
+class Examiner(Closing):
     """A client that only fetches weights. A context manager."""
 
     def __init__(self, task: Task, held_out: Samples) -> None:
@@ -35,13 +35,6 @@ class Examiner:
         self._model.get_weights(out=self._weights)
         return MODEL.accuracy(self._weights, self._held_out.images, self._held_out.labels)
 
-    def __enter__(self) -> Examiner:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ends its connection."""
         self._client.close()

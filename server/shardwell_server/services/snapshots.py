@@ -47,7 +47,7 @@ def snapshot_messages(
         for index in range(parameter.chunk_count):
             where = parameter.where.chunk(index, parameter.chunk_element_count)
             arrays = [buffer[: where.size] for buffer in buffers]
-            found, rate = parameter.capture(index, snapshot, patience, arrays)
+            found, rate = parameter.snapshots.capture(index, snapshot, patience, arrays)
             parameter.make_durable()
             for array_index, array in enumerate(arrays):
                 header = pb.SnapshotResponse(

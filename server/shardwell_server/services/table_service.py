@@ -173,9 +173,10 @@ class TableService:
     ) -> pb.SetTableLearningRateResponse:
         """See the .proto."""
         self._shard.check_identity(request.shard)
-        rate = check_learning_rate("learning_rate", request.learning_rate)
+        table = self._shard.tables.table(request.table)
+        rate = check_learning_rate("learning_rate", request.learning_rate, table.spec.optimizer)
         from_step = request.from_step if request.HasField("from_step") else None
-        self._shard.tables.table(request.table).change_learning_rate(from_step, rate)
+        table.change_learning_rate(from_step, rate)
         _LOG.info("learning rate changed", extra={"table": request.table, "learning_rate": rate})
         return pb.SetTableLearningRateResponse()
 
@@ -183,8 +184,7 @@ class TableService:
         self, request: pb.GetTableStatusRequest, context: grpc.ServicerContext
     ) -> pb.GetTableStatusResponse:
         """See the .proto."""
-        if request.HasField("shard"):
-            self._shard.check_identity(request.shard)
+        self._shard.check_identity(request.shard)
         tables = self._shard.tables.all()
         if request.table:
             tables = [self._shard.tables.table(request.table)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ from shardwell_server.shard.ledger import StepLedger
 from shardwell_server.shard.patience import CallerGoneError, Patience
 from shardwell_server.shard.refusals import workers_missing
 from shardwell_server.shard.register import Register
-from shardwell_server.shard.snapshot import Snapshot, Snapshots
+from shardwell_server.shard.snapshot import Snapshots
 from shardwell_server.store import ChunkRecord, ParameterStorage
 
 
@@ -325,21 +325,6 @@ class ParameterSlice:
                 chunk.verify()
                 message = self._encoded.make(chunk, chunk_index, version)
             return message
-
-    def capture(
-        self,
-        chunk_index: int,
-        snapshot: Snapshot | None,
-        patience: Patience,
-        into: Sequence[Float32],
-    ) -> tuple[int, float]:
-        """See `Snapshots.capture`."""
-        return self.snapshots.capture(
-            chunk_index,
-            snapshot,
-            patience,
-            into,
-        )
 
     # The rest.
 

@@ -244,7 +244,9 @@ class Shard:
         Raises:
             StorageError: the disk failed, or is full, for one, the others notwithstanding.
         """
-        _do_all(functools.partial(each.make_image, self.is_stopping) for each in self.parameters())
+        parameters, tables = self.parameters(), self.tables.all()
+        makers = [*(each.make_image for each in parameters), *(each.make_image for each in tables)]
+        _do_all([functools.partial(make, self.is_stopping) for make in makers])
 
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""

@@ -11,7 +11,6 @@ storage before it takes effect. Events, as JSON objects:
 from __future__ import annotations
 
 from shardwell.errors import ArgumentError, LimitError, StepOrderError, StorageError
-from shardwell.optimizers import FTRL
 from shardwell.table_spec import TableSpec
 from shardwell_server.config import Limits
 from shardwell_server.shard.learning_rates import LearningRates
@@ -65,13 +64,11 @@ class TableRegister:
         """Sets the rate from a step on; None: from the open one.
 
         Raises:
-            ArgumentError: FTRL divides by it; or asynchronous steps can't be named beforehand.
+            ArgumentError: asynchronous steps can't be named beforehand.
             StepOrderError: `from_step` has closed.
             LimitError: too many changes are scheduled.
         """
         name, version = self._spec.name, self._ledger.version
-        if isinstance(self._spec.optimizer, FTRL) and learning_rate == 0:
-            raise ArgumentError(f"table {name!r}: FTRL needs a learning rate above 0; got 0")
         if from_step is not None and self._spec.mode == "async":
             raise ArgumentError(
                 f"table {name!r} is asynchronous: its learning rate changes at once; ask without "

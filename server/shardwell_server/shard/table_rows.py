@@ -7,8 +7,10 @@ they see each row before or after it.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +84,7 @@ class TableRows:
             placement.local_row_count() <= _DIRECT_ROW_COUNT_MAX
         )
         self._index: DirectRowIndex | HashRowIndex = (
-            DirectRowIndex(placement) if is_direct else HashRowIndex()
+            DirectRowIndex(placement) if is_direct else HashRowIndex(secrets.randbits(64))
         )
         self._recover(placement, shard_index)
         # Which rows have a sum, so that nobody has to look for them.
@@ -169,10 +171,8 @@ class TableRows:
 
     def settle(self, record: TableRecord, position: Position | None) -> None:
         """Changes the record, and no row."""
-        with (
-            self._storage.change(_NO_PLACES, values=False, sums=False) as change,
-            self._lock.writing(),
-        ):
+        with self._changing(_NO_PLACES, values=False, sums=False) as (change, alone):
+            alone()
             change.commit(record._replace(row_used=self._places.used), position)
 
     def apply(
@@ -197,14 +197,13 @@ class TableRows:
         """
         step = self._storage.record.version
         places, is_new = self._located(ids)
-        with self._storage.change(places, values=True, sums=False) as change:
+        with self._changing(places, values=True, sums=False) as (change, alone):
             self._begin(change.weights, change.slots, ids, is_new)
             counts = self._update_counts(places, is_new)
             self._rule.apply(change.weights, gradients, change.slots, counts, learning_rate)
-            self._snapshots.before_write(places, self._gather)
-            with self._lock.writing():
-                self._write(places, change.weights, change.slots, counts, step)
-                self._commit(change, ids, places, is_new, record, position)
+            alone()
+            self._write(places, change.weights, change.slots, counts, step)
+            self._commit(change, ids, places, is_new, record, position)
 
     def load(self, state: RowState, record: TableRecord) -> None:
         """Creates rows with all that is known of them.
@@ -219,7 +218,8 @@ class TableRows:
                 f"table {self._spec.name!r}: row id {state.ids[~is_new][0]} was loaded before",
                 table=self._spec.name,
             )
-        with self._storage.change(places, values=True, sums=False) as change, self._lock.writing():
+        with self._changing(places, values=True, sums=False) as (change, alone):
+            alone()
             self._write(places, state.weights, state.slots, state.update_counts, state.last_steps)
             self._commit(change, state.ids, places, is_new, record, None)
 
@@ -248,7 +248,7 @@ class TableRows:
         places, is_new = self._located(ids)
         # A place that had a row before has values that a change must be able to take back.
         has_old_values = bool((places[is_new] < self._places.used).any())
-        with storage.change(places, values=has_old_values, sums=True) as change:
+        with self._changing(places, values=has_old_values, sums=True) as (change, alone):
             assert change.sums is not None
             assert storage.sums is not None
             has_sum = np.take(storage.has_sum, places, mode="clip")
@@ -258,11 +258,11 @@ class TableRows:
                 raise NonFiniteSumError(bad)
             new_places = places[is_new]
             weights, slots = self._new_rows(ids[is_new])
-            with self._lock.writing():
-                self._write(new_places, weights, slots, np.zeros(new_places.size, np.int64), step)
-                _items(storage.sums)[places] = _items(sums)
-                storage.has_sum[places] = True
-                self._commit(change, ids, places, is_new, record, position)
+            alone()
+            self._write(new_places, weights, slots, np.zeros(new_places.size, np.int64), step)
+            _items(storage.sums)[places] = _items(sums)
+            storage.has_sum[places] = True
+            self._commit(change, ids, places, is_new, record, position)
         self._touched.append(places[~has_sum])
 
     def close(
@@ -282,19 +282,18 @@ class TableRows:
         touched.sort()
         while touched.size:
             places, rest = np.split(touched, [self._batch_row_count_max])
-            with storage.change(places, values=True, sums=True) as change:
+            with self._changing(places, values=True, sums=True) as (change, alone):
                 means = change.sums
                 assert means is not None
                 with np.errstate(all="ignore"):
                     np.divide(means, divisor, out=means)
                 counts = self._update_counts(places, None)
                 self._rule.apply(change.weights, means, change.slots, counts, learning_rate)
-                self._snapshots.before_write(places, self._gather)
-                with self._lock.writing():
-                    self._write(places, change.weights, change.slots, counts, step)
-                    storage.has_sum[places] = False
-                    standing = closing if rest.size else record
-                    change.commit(standing._replace(row_used=self._places.used), None)
+                alone()
+                self._write(places, change.weights, change.slots, counts, step)
+                storage.has_sum[places] = False
+                standing = closing if rest.size else record
+                change.commit(standing._replace(row_used=self._places.used), None)
             touched = rest
             self._touched = [touched]
         if storage.record.version == step:
@@ -313,16 +312,32 @@ class TableRows:
         old = start + np.flatnonzero(is_old)
         for first in range(0, old.size, self._batch_row_count_max):
             places = old[first : first + self._batch_row_count_max]
-            with storage.change(places, values=True, sums=False) as change:
-                self._snapshots.before_write(places, self._gather)
-                with self._lock.writing():
-                    storage.update_counts[places] = FREE
-                    change.commit(storage.record, None)
-                    self._index.remove(storage.keys[places])
+            with self._changing(places, values=True, sums=False) as (change, alone):
+                alone()
+                storage.update_counts[places] = FREE
+                change.commit(storage.record, None)
+                self._index.remove(storage.keys[places])
             self._places.give_back(places)
         return old.size
 
     # Parts of a change.
+
+    @contextlib.contextmanager
+    def _changing(
+        self, places: Places, *, values: bool, sums: bool
+    ) -> Iterator[tuple[RowChange, Callable[[], None]]]:
+        """A change, and what keeps readers out from then on, until it stands or was taken back."""
+
+        def be_alone() -> None:
+            if values:
+                self._snapshots.before_write(places, self._gather)
+            alone.enter_context(self._lock.writing())
+
+        with (
+            contextlib.ExitStack() as alone,
+            self._storage.change(places, values=values, sums=sums) as change,
+        ):
+            yield change, be_alone
 
     def _located(self, ids: Ids) -> tuple[Places, Flags]:
         """Each id's place, and whether it is new, in which case there is room."""
@@ -387,7 +402,11 @@ class TableRows:
             self._storage.keys[new_places] = ids[is_new]
             used = max(used, int(new_places.max()) + 1)
             self._index.add(ids[is_new], new_places)
-        change.commit(record._replace(row_used=used), position)
+        try:
+            change.commit(record._replace(row_used=used), position)
+        except BaseException:
+            self._index.remove(ids[is_new])
+            raise
         self._places.take(new_places)
 
     def _recover(self, placement: RowPlacement, shard_index: int) -> None:

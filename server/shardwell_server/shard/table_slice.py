@@ -13,15 +13,14 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from shardwell.codec import Bytes, Float32, NonFiniteValueError
+from shardwell.codec import Bytes, NonFiniteValueError
 from shardwell.errors import ArgumentError, StorageError
-from shardwell.row_codec import RowCodec, check_ids
-from shardwell.row_placement import Ids, RowPlacement
-from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX
+from shardwell.row_codec import RowCodec
+from shardwell.row_placement import RowPlacement
 from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell_server.config import Limits
@@ -33,24 +32,15 @@ from shardwell_server.shard.row_places import RowPlaces
 from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.table_ledger import Seat, TableLedger
 from shardwell_server.shard.table_loading import TableLoading
+from shardwell_server.shard.table_parts import Part, PartReader
 from shardwell_server.shard.table_register import TableRegister
 from shardwell_server.shard.table_rows import NonFiniteSumError, TableRows
 from shardwell_server.shard.table_scan import TableScan
 from shardwell_server.shard.table_snapshot import TableSnapshots
 from shardwell_server.store import TableLayout, TableStorage
 
-PART_COUNT_MAX = 65536
-"""Parts of one step on one shard."""
 _EVICT_ROW_COUNT = 2**20
 """Places that are looked at between one moment and the next in which others may go on."""
-
-
-class _Part(NamedTuple):
-    """A part of a step's gradient, checked but for its turn."""
-
-    ids: Ids
-    gradients: Float32
-    header: pb.RowGradients
 
 
 class TableSlice:
@@ -85,9 +75,8 @@ class TableSlice:
         self.spec = spec
         self.layout = layout
         self.storage = storage
-        self._placement = placement
-        self._shard_index = shard_index
         self._codec = RowCodec.of(spec, layout.rows_per_change_max)
+        self._reader = PartReader(spec, self._codec, placement, shard_index)
         self._changed = threading.Condition(threading.Lock())
         self._ledger = TableLedger(
             storage.record.version,
@@ -192,7 +181,7 @@ class TableSlice:
             StepOrderError: see the ledger.
             WorkersMissingError: the earlier step did not close in time.
         """
-        part = self._opened(worker_id, header, payload)
+        part = self._reader.open(worker_id, header, payload)
         with self._changed:
             self.loading.check_standing()
             seat = self._register.seat(worker_id)
@@ -214,33 +203,6 @@ class TableSlice:
             return self._ledger.decide_end(seat, header.step)
         return self._ledger.decide(seat, header.step, header.part_index)
 
-    def _opened(self, worker_id: str, header: pb.RowGradients, payload: Bytes) -> _Part:
-        """The part, checked and decoded."""
-        if header.sample_count > SAMPLE_COUNT_MAX:
-            raise ArgumentError(
-                f"sample_count must be at most {SAMPLE_COUNT_MAX}; got {header.sample_count}"
-            )
-        if header.step > STEP_MAX:
-            raise ArgumentError(f"step must be at most {STEP_MAX}; got {header.step}")
-        if header.part_index >= PART_COUNT_MAX - (not header.end_of_step):
-            raise ArgumentError(
-                f"part_index must be below {PART_COUNT_MAX}, and the last part says end_of_step; "
-                f"got {header.part_index}; send larger parts"
-            )
-        if header.abandons and (header.rows.row_count or not header.end_of_step):
-            raise ArgumentError(
-                "a part that abandons a step has end_of_step and no rows; got "
-                f"end_of_step={header.end_of_step} and {header.rows.row_count} rows"
-            )
-        opened = self._codec.open(header.rows, payload, with_ids=True, with_values=True)
-        check_ids(opened.ids, self._placement, self._shard_index)
-        bad = self._codec.first_non_finite(opened)
-        if bad is not None:
-            raise non_finite_row(self.spec, opened.ids, bad, f"gradient of {worker_id!r}")
-        gradients = np.empty((opened.ids.size, self.spec.dim), np.float32)
-        self._codec.decode(opened, gradients)
-        return _Part(opened.ids, gradients, header)
-
     def _check_sample_count(self, seat: Seat, header: pb.RowGradients) -> None:
         """Refuses another weight in the middle of a step, as far as this process remembers."""
         if header.abandons:
@@ -254,7 +216,7 @@ class TableSlice:
             )
         self._sample_counts[seat.index] = (header.step, header.sample_count)
 
-    def _count(self, seat: Seat, part: _Part) -> None:
+    def _count(self, seat: Seat, part: Part) -> None:
         """Makes a part stand; `_changed` is held."""
         ids, gradients, header = part
         record, ends = self.storage.record, header.end_of_step
@@ -323,8 +285,7 @@ class TableSlice:
             NonFiniteError: training diverged; values are not finite.
             StorageError: an earlier process left a damaged row.
         """
-        ids = self._codec.open(fetch.rows, payload, with_ids=True, with_values=False).ids
-        check_ids(ids, self._placement, self._shard_index)
+        ids = self._reader.open_ids(fetch.rows, payload)
         self.loading.check_standing()
         self._wait_for(fetch.min_version, patience)
         values = np.empty((ids.size, self.spec.dim), np.float32)
@@ -380,6 +341,14 @@ class TableSlice:
             StorageError: the disk failed.
         """
         self.storage.sync()
+
+    def make_image(self, is_stopping: Callable[[], bool]) -> None:
+        """Writes an image if it is time, and unless the shard is stopping meanwhile.
+
+        Raises:
+            StorageError: the disk failed, or is full; or a row was damaged.
+        """
+        self.storage.make_image(is_stopping)
 
     # The rest.
 

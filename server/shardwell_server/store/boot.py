@@ -25,7 +25,7 @@ class Boot:
 
     def __init__(self, path: Path, boot_id: str | None = None) -> None:
         self._path = path / "boot.json"
-        self._boot_id = boot_id or _boot_id()
+        self._boot_id = boot_id or kernel_boot_id()
 
     def is_torn(self) -> bool:
         """Whether files may lack writes, or have some without earlier ones."""
@@ -58,7 +58,8 @@ class Boot:
             raise storage_error(self._path, error, "writing it") from None
 
 
-def _boot_id() -> str | None:
+def kernel_boot_id() -> str | None:
+    """This start of the machine; None where the kernel tells none."""
     try:
         return _BOOT_ID_PATH.read_text().strip()
     except OSError:

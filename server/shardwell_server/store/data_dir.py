@@ -6,8 +6,8 @@ import fcntl
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 
+from shardwell.closing import Closing
 from shardwell.errors import StorageError
 from shardwell_server.config import ShardConfig
 
@@ -28,7 +28,7 @@ def kept_cluster_id(path: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-class DataDir:
+class DataDir(Closing):
     """A directory claimed for one shard by this process, until `close`.
 
     Raises:
@@ -107,14 +107,3 @@ class DataDir:
     def close(self) -> None:
         """Lets another process have it."""
         self._lock_file.close()
-
-    def __enter__(self) -> DataDir:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -88,6 +88,15 @@ class RowUndo:
             saved = file.data[offset : offset + stride * row_count_max].view(array.dtype)
             self._saved.append(saved.reshape(row_count_max, *array.shape[1:]))
 
+    def room(self, row_count: int) -> list[tuple[int, int]]:
+        """Offset and size of each part of the file that up to so many rows are saved in."""
+        parts = [(self._start, PAGE_SIZE_BYTES)]
+        offset = self._start + PAGE_SIZE_BYTES
+        for stride in _strides(self._arrays):
+            parts.append((offset, stride * row_count))
+            offset += _room(stride, self._row_count_max)
+        return parts
+
     def save(self, sequence: int, places: Places, numbers: Sequence[int]) -> list[Rows]:
         """Saves rows, which may be written afterwards; what was saved before is forgotten.
 
