@@ -68,6 +68,7 @@ def load(shard: Shard, messages: Iterator[bytes]) -> pb.LoadRowsResponse:
         loading.take(request, payload)
     if loading is None:
         raise ArgumentError("the stream has no message")
+    loading.end()
     return pb.LoadRowsResponse(row_count=loading.row_count)
 
 
@@ -100,5 +101,8 @@ class _Load:
             raise ArgumentError("a message has a payload, but no `rows`")
         if request.finish:
             self.row_count = loading.finish(self._number, self._version, self._rate)
-            self._table.make_durable()
             self.is_finished = True
+
+    def end(self) -> None:
+        """Returns when what was done may be acknowledged."""
+        self._table.make_durable()
