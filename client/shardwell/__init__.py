@@ -9,7 +9,7 @@ with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as clien
 import logging
 
 from shardwell.batches import Update, merge_updates, split_batch
-from shardwell.checkpoint import Checkpoint, CheckpointParameter
+from shardwell.checkpoint import Checkpoint, CheckpointParameter, CheckpointTable
 from shardwell.client import Client, connect
 from shardwell.data_parallel import DataParallelTrainer, StepResult
 from shardwell.errors import (
@@ -79,6 +79,7 @@ __all__ = [
     "Centralized",
     "Checkpoint",
     "CheckpointParameter",
+    "CheckpointTable",
     "Client",
     "ClosedError",
     "CollectiveMismatchError",

@@ -309,7 +309,7 @@ class Table:
         """Drops rows whose last gradient joined a step before `older_than_step`, on all shards.
 
         Such a row is again what the initializer says, and its next gradient is its first. In
-        asynchronous mode each worker counts its own steps. Safe to repeat.
+        asynchronous mode a step is one of any worker, counted by `version`. Safe to repeat.
 
         Returns:
             How many rows went; of a call that had to be repeated, perhaps fewer than did.

@@ -18,9 +18,9 @@ import pytest
 import shardwell
 from harness.images import Image, image_of, in_memory, restore
 from harness.table_messages import part
-from harness.telling import SameMachine
+from harness.telling import OtherStart, SameMachine
 from shardwell.table_spec import TableSpec
-from shardwell_server.config import ShardConfig
+from shardwell_server.config import Durability, ShardConfig
 from shardwell_server.shard import tables
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.shard import Shard
@@ -40,6 +40,8 @@ SPEC = TableSpec(
     codec="fp32",
 )
 BATCH_ROW_COUNT = 3
+RATE_CHANGE = 8
+"""Number of the only call that is not safe to repeat."""
 LOWEST_WRITE_COUNT = 250
 """The story has more; a hook that is never called would make this test empty."""
 
@@ -124,11 +126,35 @@ def path(tmp_path: Path) -> Iterator[Path]:
         yield found
 
 
-def opened(path: Path | None, reached: Callable[[str], None] = lambda point: None) -> TableSlice:
+def opened(
+    path: Path | None,
+    reached: Callable[[str], None] = lambda point: None,
+    *,
+    durability: str = "process",
+    boot: type[SameMachine] = SameMachine,
+) -> TableSlice:
     """The table of a shard that goes on from files, or of one in memory."""
-    store = None if path is None else MmapStore(path, boot=SameMachine(path), reached=reached)
+    store = None
+    if path is not None:
+        kept = Durability(durability)
+        store = MmapStore(path, durability=kept, boot=boot(path), reached=reached)
     table, _ = Shard(CONFIG, store or MemoryStore()).tables.open(SPEC)
     return table
+
+
+def written_story(path: Path, **kept: Any) -> list[Written]:
+    """Tells it once on files."""
+    images: list[Written] = []
+    answered = 0
+
+    def reached(point: str) -> None:
+        images.append(Written(point, answered, image_of(path)))
+
+    table = opened(path, reached, **kept)
+    for call in STORY:
+        call(table)
+        answered += 1
+    return images
 
 
 def test_a_shard_goes_on_after_any_write(path) -> None:
@@ -136,25 +162,37 @@ def test_a_shard_goes_on_after_any_write(path) -> None:
     results = [call(in_plain_memory) for call in STORY]
     expected = state_of(in_plain_memory)
     assert (expected["version"], expected["has_sum"]) == (5, 0)
-    images: list[Written] = []
-    answered = 0
-
-    def reached(point: str) -> None:
-        images.append(Written(point, answered, image_of(path)))
-
-    table = opened(path, reached)
-    for call in STORY:
-        call(table)
-        answered += 1
+    images = written_story(path)
     assert len(images) > LOWEST_WRITE_COUNT
     for written in images:
         table = opened(restore(written.image, path))
         for number, call in enumerate(STORY):
-            if number < written.answered_count and results[number] is None:
-                continue  # other steps have a rate of their own since
+            if number < written.answered_count and number == RATE_CHANGE:
+                continue  # it was for a step that is over
             found = call(table)
             if number < written.answered_count:
                 assert not found, f"call {number} was answered before {written.point}"
             elif number > written.answered_count:
                 assert found == results[number], written.point
+        assert state_of(table) == expected, written.point
+
+
+def test_a_killed_shard_still_survives_a_loss_of_power(path) -> None:
+    """What it did when it came back from the kill, such as closing a step, is journaled too."""
+    in_plain_memory = opened(None)
+    for call in STORY:
+        call(in_plain_memory)
+    expected = state_of(in_plain_memory)
+    images = written_story(path, durability="step")
+    closing = [written for written in images if written.answered_count in (2, 13)]
+    assert len(closing) > 50
+    for written in closing[::4]:
+        restore(written.image, path)
+        table = opened(path, durability="step")
+        for call in STORY[written.answered_count : written.answered_count + 2]:
+            call(table)
+        table = opened(path, durability="step", boot=OtherStart)
+        for number, call in enumerate(STORY):
+            if number != RATE_CHANGE or written.answered_count < RATE_CHANGE:
+                call(table)
         assert state_of(table) == expected, written.point

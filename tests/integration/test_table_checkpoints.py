@@ -22,7 +22,7 @@ from harness.polling import eventually
 from harness.row_model import OPTIMIZERS
 from harness.together import in_background, together
 from shardwell import table_snapshots
-from shardwell_server import Limits
+from shardwell_server import Limits, LocalCluster
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -189,11 +189,12 @@ def test_a_restored_shard_keeps_what_it_was_given(cluster, connect, tmp_path) ->
     table.set_learning_rate(0.5)
     client.save_checkpoint(tmp_path / "c")
     expected = table.exchange_rows(np.arange(25), np.ones((25, DIM)))
-    running = cluster(2, data_dir=tmp_path / "data")
-    connect(running, "restorer").restore_checkpoint(tmp_path / "c")
-    for shard_index in range(2):
-        running.stop_shard(shard_index) if hasattr(running, "stop_shard") else None
-    again = open_table(connect(running, "w0"))
+    with (
+        LocalCluster(2, tmp_path / "data") as running,
+        shardwell.connect(running.target, worker_id="restorer") as restorer,
+    ):
+        restorer.restore_checkpoint(tmp_path / "c")
+    again = open_table(connect(cluster(2, data_dir=tmp_path / "data"), "w0"))
     assert again.next_step == 3
     np.testing.assert_array_equal(again.exchange_rows(np.arange(25), np.ones((25, DIM))), expected)
 

@@ -37,6 +37,7 @@ PROMISED = {
     "split_batch",
     "Checkpoint",
     "CheckpointParameter",
+    "CheckpointTable",
     "Client",
     "Parameter",
     "ParameterSpec",

@@ -86,6 +86,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.add(ids, np.array(places))
         self.model.update(zip(ids.tolist(), places, strict=True))
 
+    @rule(count=st.integers(0, 3000))
+    def make_room(self, count: int) -> None:
+        """Changes nothing that can be seen."""
+        self.index.make_room(count)
+
     @rule(start=starts, share=shares)
     def remove(self, start: float, share: float) -> None:
         ids = self.some(start, share)

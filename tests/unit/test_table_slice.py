@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,18 @@ import pytest
 
 import shardwell
 from harness.table_messages import answered, asking, part
+from harness.telling import SameMachine
 from harness.together import together
 from shardwell.errors import LimitError, NonFiniteError, StorageError, WorkersMissingError
 from shardwell.row_codec import RowCodec
 from shardwell.row_placement import RowPlacement
 from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2 as pb
-from shardwell_server.config import Limits, ShardConfig
+from shardwell_server.config import Limits
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.table_slice import TableSlice
-from shardwell_server.shard.tables import Tables
-from shardwell_server.store import MemoryStore, TableLayout, TableStorage
+from shardwell_server.store import MemoryStore, MmapStore, TableLayout, TableStorage
 
 OPTIMIZERS = [
     shardwell.SGD(learning_rate=0.5, momentum=0.9),
@@ -93,9 +94,13 @@ class FailingTable:
 
 
 def table_of(
-    *, batch: int = 100, stored_bytes_max: int = 2**30, **fields: Any
+    *,
+    batch: int = 100,
+    stored_bytes_max: int = 2**30,
+    path: Path | None = None,
+    **fields: Any,
 ) -> tuple[TableSlice, FailingTable, StoredBytes]:
-    """A table whose changes have at most `batch` rows."""
+    """A table whose changes have at most `batch` rows, in memory or on files."""
     spec = dataclasses.replace(SPEC, **fields)
     layout = TableLayout(
         name="t",
@@ -105,10 +110,8 @@ def table_of(
         rows_per_change_max=batch,
         with_sum=spec.worker_count > 1,
     )
-    storage, stored = (
-        FailingTable(MemoryStore().create_table(layout)),
-        StoredBytes(stored_bytes_max),
-    )
+    store = MemoryStore() if path is None else MmapStore(path, boot=SameMachine(path))
+    storage, stored = FailingTable(store.create_table(layout)), StoredBytes(stored_bytes_max)
     made = TableSlice(
         spec,
         layout,
@@ -159,10 +162,11 @@ def test_a_row_that_comes_again_begins_anew(optimizer, worker_count) -> None:
     assert storage.record.row_used == 2  # the places served again
 
 
-def test_no_reader_sees_half_a_row() -> None:
+@pytest.mark.parametrize("on_files", [False, True])
+def test_no_reader_sees_half_a_row(tmp_path, on_files) -> None:
     """All columns of a row change alike; so a row with two values would be a torn one."""
     dim, row_count, step_count = 512, 256, 60
-    table, _, _ = table_of(dim=dim, batch=row_count)
+    table, _, _ = table_of(dim=dim, batch=row_count, path=tmp_path if on_files else None)
     ids = np.arange(row_count)
     codec = RowCodec.of(table.spec)
     is_done = threading.Event()
@@ -341,51 +345,6 @@ def test_all_codecs(codec) -> None:
     found = np.empty((30, 64), np.float32)
     rows.decode(opened, found)
     np.testing.assert_array_equal(found, -gradients)
-
-
-@contextlib.contextmanager
-def recovering(storage: TableStorage, layout: TableLayout) -> Iterator[Tables]:
-    """Tables of a shard whose store kept one."""
-
-    class Store(MemoryStore):
-        def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
-            return [(layout, storage)]
-
-    config = ShardConfig(shard_index=0, shard_count=2)
-    yield Tables(config, Store(), threading.Lock(), StoredBytes(2**40))
-
-
-@pytest.mark.parametrize(
-    ("keys", "text"), [([0, 0], "an id twice"), ([0, 1000], "id 1000"), ([0, -1], "id -1")]
-)
-def test_ids_that_can_not_be_here_are_refused(keys, text) -> None:
-    config = ShardConfig(shard_index=0, shard_count=2)
-    store = MemoryStore()
-    tables = Tables(config, store, threading.Lock(), StoredBytes(2**40))
-    made, _ = tables.open(SPEC)
-    storage = made.storage
-    storage.reserve(2)
-    storage.keys[:2] = keys
-    storage.record = storage.record._replace(row_used=2)
-    with (
-        pytest.raises(StorageError, match=f"{text}.*can't be on shard 0 of 2.*restore"),
-        recovering(storage, made.layout),
-    ):
-        pass
-
-
-def test_a_table_of_another_version_is_refused() -> None:
-    config = ShardConfig(shard_index=0, shard_count=2)
-    tables = Tables(config, MemoryStore(), threading.Lock(), StoredBytes(2**40))
-    made, _ = tables.open(SPEC)
-    assert made.rows_per_message_max == 500  # rows that there can be here
-    smaller = dataclasses.replace(made.layout, row_capacity=7, rows_per_change_max=5)
-    with recovering(made.storage, smaller) as found:  # of a process with other limits
-        assert found.table("t").rows_per_message_max == 5
-    for changes in ({"with_sum": True}, {"dim": 3}, {"description": {"spec": {"dim": "x"}}}):
-        other = dataclasses.replace(made.layout, **changes)
-        with pytest.raises(StorageError, match="version"), recovering(made.storage, other):
-            pass
 
 
 def test_a_wait_ends_with_who_is_missing() -> None:

@@ -137,6 +137,8 @@ class TableServiceServicer(object):
         """Removes rows whose last gradient joined a step before `older_than_step`. Idempotent.
 
         A row that comes again starts from the initializer. MODE_SYNC: rows of the open step stay.
+        MODE_ASYNC: a gradient joined the step `version` of this shard (see OpenTableResponse), which
+        counts the steps of all workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,6 +34,9 @@ class RowIndex(Protocol):
             places: (n,), without repeats.
         """
 
+    def make_room(self, count: int) -> None:
+        """Grows once for so many more rows, which `add` would do time and again."""
+
     def remove(self, ids: Ids) -> None:
         """Forgets rows; ids that are not there change nothing. (n,), without repeats."""
 
@@ -71,6 +74,9 @@ class DirectRowIndex:
         self._marks[rows] = marks
         is_new &= np.take(self._marks, rows, mode="clip") == marks
         self._count += int(np.count_nonzero(is_new))
+
+    def make_room(self, count: int) -> None:
+        """See RowIndex: there is."""
 
     def remove(self, ids: Ids) -> None:
         """See RowIndex."""
@@ -164,11 +170,15 @@ class HashRowIndex:
 
     def add(self, ids: Ids, places: Places) -> None:
         """See RowIndex."""
-        if self._used_count + ids.size > _LOAD_MAX * self._size:
-            self._rebuild(ids.size)
+        self.make_room(ids.size)
         for start in range(0, ids.size, _BATCH):
             batch = slice(start, start + _BATCH)
             self._insert(ids[batch], places[batch] + 1)
+
+    def make_room(self, count: int) -> None:
+        """See RowIndex."""
+        if self._used_count + count > _LOAD_MAX * self._size:
+            self._rebuild(count)
 
     def _insert(self, ids: Ids, marks: Ids) -> None:
         """Adds rows, for which there is room."""

@@ -74,6 +74,7 @@ class Shard:
         self.tables = Tables(config, store, self._lock, self._stored_bytes, spool_dir)
         """Those of this shard."""
         store.recovered()
+        self.tables.go_on()
         self.make_images()
 
     def check_identity(self, meant: types_pb2.ShardIdentity) -> None:

@@ -28,10 +28,12 @@ from shardwell_server.shard.row_places import RowPlaces
 from shardwell_server.shard.table_snapshot import TableSnapshots
 from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
 from shardwell_server.store.gradient_rows import Place, add_rows, first_bad_place, touched_rows
-from shardwell_server.store.table_storage import Places
+from shardwell_server.store.table_storage import Int64, Places
 
 _DIRECT_ROW_COUNT_MAX = 2**26
 """Rows of a shard up to which an index by row number costs less than a hash table would."""
+_RECOVERED_ROW_COUNT = 2**16
+"""Rows that are looked at together at the start, so that their keys stay in the cache."""
 _NO_PLACES: Places = np.empty(0, np.int64)
 Flags = npt.NDArray[np.bool_]
 
@@ -202,7 +204,8 @@ class TableRows:
             counts = self._update_counts(places, is_new)
             self._rule.apply(change.weights, gradients, change.slots, counts, learning_rate)
             alone()
-            self._write(places, change.weights, change.slots, counts, step)
+            change.write(weights=change.weights, slots=change.slots)
+            self._note(places, counts, step)
             self._commit(change, ids, places, is_new, record, position)
 
     def load(self, state: RowState, record: TableRecord) -> None:
@@ -220,7 +223,8 @@ class TableRows:
             )
         with self._changing(places, values=True, sums=False) as (change, alone):
             alone()
-            self._write(places, state.weights, state.slots, state.update_counts, state.last_steps)
+            change.write(weights=state.weights, slots=state.slots)
+            self._note(places, state.update_counts, state.last_steps)
             self._commit(change, state.ids, places, is_new, record, None)
 
     def add(
@@ -259,8 +263,11 @@ class TableRows:
             new_places = places[is_new]
             weights, slots = self._new_rows(ids[is_new])
             alone()
-            self._write(new_places, weights, slots, np.zeros(new_places.size, np.int64), step)
-            _items(storage.sums)[places] = _items(sums)
+            storage.weights[new_places] = weights
+            for array, rows in zip(storage.slots, slots, strict=True):
+                array[new_places] = rows
+            self._note(new_places, np.zeros(new_places.size, np.int64), step)
+            change.write(sums=sums)
             storage.has_sum[places] = True
             self._commit(change, ids, places, is_new, record, position)
         self._touched.append(places[~has_sum])
@@ -290,7 +297,8 @@ class TableRows:
                 counts = self._update_counts(places, None)
                 self._rule.apply(change.weights, means, change.slots, counts, learning_rate)
                 alone()
-                self._write(places, change.weights, change.slots, counts, step)
+                change.write(weights=change.weights, slots=change.slots)
+                self._note(places, counts, step)
                 storage.has_sum[places] = False
                 standing = closing if rest.size else record
                 change.commit(standing._replace(row_used=self._places.used), None)
@@ -374,19 +382,10 @@ class TableRows:
         counts += 1
         return counts
 
-    def _write(
-        self,
-        places: Places,
-        weights: Float32,
-        slots: tuple[Float32, ...],
-        counts: npt.NDArray[np.int64],
-        step: int | npt.NDArray[np.int64],
-    ) -> None:
-        storage = self._storage
-        for array, rows in zip((storage.weights, *storage.slots), (weights, *slots), strict=True):
-            _items(array)[places] = _items(rows)
-        storage.update_counts[places] = counts
-        storage.last_steps[places] = step
+    def _note(self, places: Places, counts: Int64, step: int | Int64) -> None:
+        """Writes what rows have beside values."""
+        self._storage.update_counts[places] = counts
+        self._storage.last_steps[places] = step
 
     def _commit(
         self,
@@ -411,25 +410,33 @@ class TableRows:
 
     def _recover(self, placement: RowPlacement, shard_index: int) -> None:
         """Finds out where rows are that an earlier process left."""
-        storage, used = self._storage, self._places.used
-        places = np.flatnonzero(storage.update_counts[:used] != FREE)
-        keys = storage.keys[places]
-        is_wrong = np.zeros(places.size, np.bool_)
-        if placement.row_count is not None:
-            is_wrong |= (keys < 0) | (keys >= placement.row_count)
-        if placement.shard_count > 1:
-            is_wrong |= placement.shards_of(keys) != shard_index
-        if not is_wrong.any():
+        storage, used, count = self._storage, self._places.used, 0
+        self._index.make_room(self._places.row_count)
+        for start in range(0, used, _RECOVERED_ROW_COUNT):
+            counts = storage.update_counts[start : min(start + _RECOVERED_ROW_COUNT, used)]
+            places = start + np.flatnonzero(counts != FREE)
+            keys = storage.keys[places]
+            wrong = _first_misplaced(keys, placement, shard_index)
+            if wrong is not None:
+                raise self._damaged(f"id {keys[wrong]}, which", placement, shard_index)
             self._index.add(keys, places)
-        if is_wrong.any() or len(self._index) != places.size:
-            what = f"id {keys[is_wrong][0]}, which" if is_wrong.any() else "an id twice, which"
-            raise StorageError(
-                f"table {self._spec.name!r}: its files have {what} can't be on shard {shard_index} "
-                f"of {placement.shard_count}; they are damaged: restore a copy or a checkpoint",
-                table=self._spec.name,
-            )
+            count += places.size
+        if len(self._index) != count:
+            raise self._damaged("an id twice, which", placement, shard_index)
+
+    def _damaged(self, what: str, placement: RowPlacement, shard_index: int) -> StorageError:
+        return StorageError(
+            f"table {self._spec.name!r}: its files have {what} can't be on shard {shard_index} of "
+            f"{placement.shard_count}; they are damaged: restore a copy or a checkpoint",
+            table=self._spec.name,
+        )
 
 
-def _items(rows: Float32) -> npt.NDArray[np.void]:
-    """(n,): each row of (n, width) as one item, a view; NumPy scatters those in half the time."""
-    return rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).reshape(-1)
+def _first_misplaced(keys: Ids, placement: RowPlacement, shard_index: int) -> int | None:
+    """Place of the first that can't be on a shard; None: all can."""
+    is_wrong = np.zeros(keys.size, np.bool_)
+    if placement.row_count is not None:
+        is_wrong |= keys.view(np.uint64) >= placement.row_count
+    if placement.shard_count > 1:
+        is_wrong |= placement.shards_of(keys) != shard_index
+    return int(np.argmax(is_wrong)) if is_wrong.any() else None

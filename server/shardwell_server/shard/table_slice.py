@@ -49,7 +49,7 @@ class TableSlice:
     Args:
         spec: The table.
         layout: Of its storage.
-        storage: What is kept; a step whose closing was cut off is closed now.
+        storage: What is kept; if an earlier process left it, `go_on` comes before anything else.
         placement: Of its ids.
         shard_index: This shard.
         limits: Of this shard.
@@ -75,7 +75,7 @@ class TableSlice:
         self.spec = spec
         self.layout = layout
         self.storage = storage
-        self._codec = RowCodec.of(spec, layout.rows_per_change_max)
+        self._codec = RowCodec.of(spec)
         self._reader = PartReader(spec, self._codec, placement, shard_index)
         self._changed = threading.Condition(threading.Lock())
         self._ledger = TableLedger(
@@ -116,7 +116,12 @@ class TableSlice:
         self._sample_counts: dict[int, tuple[int, int]] = {}
         self._counted_row_count = 0
         self._duplicate_part_count = 0
-        # A damaged row is refused by whoever needs it, and keeps no other table from its workers.
+
+    def go_on(self) -> None:
+        """Closes a step that an earlier process was closing; to be called when changes may begin.
+
+        A damaged row is told to whoever needs it, and keeps no other table from its workers.
+        """
         with self._changed, contextlib.suppress(StorageError):
             self.loading.drop_unfinished()
             self._finish_step()

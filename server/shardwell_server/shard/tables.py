@@ -57,6 +57,11 @@ class Tables:
         for layout, storage in store.recover_tables():
             self._recover(layout, storage)
 
+    def go_on(self) -> None:
+        """See `TableSlice.go_on`."""
+        for table in self.all():
+            table.go_on()
+
     def open(self, spec: TableSpec) -> tuple[TableSlice, bool]:
         """The table, made now if it is new; and whether it was.
 

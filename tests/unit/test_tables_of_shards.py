@@ -1,0 +1,110 @@
+"""Goal: the tables that a shard's files hold are gone on with as they are, or refused by name.
+
+Method: storage in memory, spoiled by hand, stands in for what an earlier process left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import shardwell
+from shardwell.errors import LimitError, SpecMismatchError, StorageError, UnknownTableError
+from shardwell.table_spec import TableSpec
+from shardwell_server.config import Limits, ShardConfig
+from shardwell_server.shard.stored_bytes import StoredBytes
+from shardwell_server.shard.tables import Tables
+from shardwell_server.store import MemoryStore, TableLayout, TableStorage
+
+SPEC = TableSpec(
+    name="t",
+    row_count=1000,
+    dim=2,
+    optimizer=shardwell.SGD(learning_rate=1.0),
+    initializer=shardwell.Zeros(),
+    worker_count=1,
+    codec="fp32",
+)
+CONFIG = ShardConfig(shard_index=0, shard_count=2)
+
+
+def tables_of(config: ShardConfig = CONFIG, store: MemoryStore | None = None) -> Tables:
+    limit = StoredBytes(config.limits.stored_bytes_max)
+    return Tables(config, store or MemoryStore(), threading.Lock(), limit)
+
+
+@pytest.mark.parametrize(
+    ("row_count", "limits", "capacity", "batch"),
+    [
+        (1000, {}, 500, 500),
+        (10**9, {}, 2**28, 65536),
+        (None, {}, 2**28, 65536),
+        (None, {"table_row_count_max": 7}, 7, 65536),
+        (None, {"stored_bytes_max": 48 * 10}, 10, 65536),
+        (1, {}, 1, 1),
+        (None, {"stored_bytes_max": 1}, 1, 65536),
+    ],
+)
+def test_capacities_are_what_limits_and_ids_allow(row_count, limits, capacity, batch) -> None:
+    tables = tables_of(ShardConfig(shard_index=0, shard_count=2, limits=Limits(**limits)))
+    made, created = tables.open(dataclasses.replace(SPEC, row_count=row_count))
+    assert created
+    assert made.layout.row_capacity == capacity
+    assert made.rows_per_message_max == made.layout.rows_per_change_max == batch
+
+
+def test_a_table_is_made_once() -> None:
+    tables = tables_of(ShardConfig(shard_index=0, shard_count=1, limits=Limits(table_count_max=1)))
+    made, _ = tables.open(SPEC)
+    assert tables.open(SPEC) == (made, False)
+    assert tables.table("t") is made
+    with pytest.raises(SpecMismatchError, match="dim: 2 exists, 3 was asked for") as mismatch:
+        tables.open(dataclasses.replace(SPEC, dim=3))
+    with pytest.raises(UnknownTableError, match="no table 'u'; open it first") as unknown:
+        tables.table("u")
+    with pytest.raises(LimitError, match="table_count_max=1") as limit:
+        tables.open(dataclasses.replace(SPEC, name="u"))
+    assert [e.value.table for e in (mismatch, unknown, limit)] == ["t", "u", "u"]
+    assert tables.all() == [made]
+
+
+@contextlib.contextmanager
+def recovering(storage: TableStorage, layout: TableLayout) -> Iterator[Tables]:
+    """Tables of a shard whose store kept one."""
+
+    class Store(MemoryStore):
+        def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
+            return [(layout, storage)]
+
+    yield tables_of(store=Store())
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"), [([0, 0], "an id twice"), ([0, 1000], "id 1000"), ([0, -1], "id -1")]
+)
+def test_ids_that_can_not_be_here_are_refused(keys, text) -> None:
+    made, _ = tables_of().open(SPEC)
+    storage = made.storage
+    storage.reserve(2)
+    storage.keys[:2] = keys
+    storage.record = storage.record._replace(row_used=2)
+    with (
+        pytest.raises(StorageError, match=f"{text}.*can't be on shard 0 of 2.*restore"),
+        recovering(storage, made.layout),
+    ):
+        pass
+
+
+def test_a_table_of_another_version_is_refused() -> None:
+    made, _ = tables_of().open(SPEC)
+    smaller = dataclasses.replace(made.layout, row_capacity=7, rows_per_change_max=5)
+    with recovering(made.storage, smaller) as found:  # of a process with other limits
+        assert found.table("t").rows_per_message_max == 5
+    for changes in ({"with_sum": True}, {"dim": 3}, {"description": {"spec": {"dim": "x"}}}):
+        other = dataclasses.replace(made.layout, **changes)
+        with pytest.raises(StorageError, match="version"), recovering(made.storage, other):
+            pass
