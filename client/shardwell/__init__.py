@@ -59,6 +59,7 @@ from shardwell.optimizers import (
 from shardwell.parameter import Parameter
 from shardwell.specs import ParameterSpec
 from shardwell.table import Table
+from shardwell.table_export import TableExport
 from shardwell.table_spec import TableSpec
 from shardwell.threaded_sync import ThreadedSync
 from shardwell.traffic import Traffic
@@ -115,6 +116,7 @@ __all__ = [
     "StorageError",
     "Strategy",
     "Table",
+    "TableExport",
     "TableSpec",
     "ThreadedSync",
     "Traffic",

@@ -29,6 +29,7 @@ from shardwell.slice_file import SliceReader
 from shardwell.snapshots import ParameterSnapshot
 from shardwell.specs import ParameterSpec
 from shardwell.table_checkpointing import TableCheckpointing
+from shardwell.table_export import TableExport
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.whole_directory import whole_directory
@@ -127,6 +128,12 @@ class Checkpointing:
         for table in selected_tables:
             self._tables.restore(checkpoint.path, table)
         return checkpoint
+
+    # Tables alone.
+
+    def export_table(self, name: str, path: str | os.PathLike[str]) -> TableExport:
+        """See `Client.export_table`."""
+        return self._tables.export(name, Path(os.path.abspath(path)))
 
     def _check_free(
         self, entries: Sequence[CheckpointParameter], status: pb.GetStatusResponse

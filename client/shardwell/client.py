@@ -28,6 +28,7 @@ from shardwell.specs import (
     ParameterSpec,
 )
 from shardwell.table import Table
+from shardwell.table_export import TableExport
 from shardwell.table_spec import DIM_MAX, ROW_COUNT_MAX, TableSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -344,6 +345,28 @@ class Client(Closing):
             LimitError, DeadlineError, ShardUnavailableError: a shard can't take it.
         """
         return self._checkpointing(timeout_s).restore(path, parameters, tables)
+
+    def export_table(
+        self, name: str, path: str | os.PathLike[str], *, timeout_s: float | None = None
+    ) -> TableExport:
+        """Writes a table's ids and rows, sorted by id, to a file for other programs to read.
+
+        All rows are of one version, as in a checkpoint; rows without a gradient are not in it.
+
+        Args:
+            name: The table; it need not be open here.
+            path: Ends in .safetensors ("ids" and "rows") or .parquet ("id" and "vector"; needs the
+                extra `parquet`). Must not exist; it appears when it is complete. Beside it there
+                must be room for it and for a checkpoint of the table.
+            timeout_s: Bound of all of it; default: the client's.
+
+        Raises:
+            ArgumentError: `path` exists, ends otherwise, or needs pyarrow, which is missing.
+            UnknownTableError: there is no such table.
+            WorkersMissingError, DeadlineError, ShardUnavailableError, StorageError: as with
+                `save_checkpoint`.
+        """
+        return self._checkpointing(timeout_s).export_table(name, path)
 
     def _checkpointing(self, timeout_s: float | None) -> Checkpointing:
         self._check_open()

@@ -22,7 +22,9 @@ import numpy as np
 from fastcrc import crc32
 from safetensors import SafetensorError, safe_open
 
+from shardwell.codec import Float32
 from shardwell.errors import StorageError
+from shardwell.row_placement import Ids
 from shardwell.row_state import RowState
 from shardwell.slice_file import WEIGHTS_NAME, file_error
 from shardwell.table_spec import TableSpec
@@ -112,13 +114,26 @@ class RowsReader:
 
     def read(self, start: int, stop: int) -> RowState:
         """Rows [start, stop), copied."""
+        ids, weights, *slots, counts, steps = (
+            self._part(name, start, stop) for name in tensor_names(self._spec)
+        )
+        return RowState(ids, weights, tuple(slots), counts, steps)
+
+    def read_ids(self, start: int, stop: int) -> Ids:
+        """The ids of rows [start, stop), copied."""
+        ids: Ids = self._part("ids", start, stop)
+        return ids
+
+    def read_weights(self, start: int, stop: int) -> Float32:
+        """The weights of rows [start, stop), copied."""
+        weights: Float32 = self._part(WEIGHTS_NAME, start, stop)
+        return weights
+
+    def _part(self, name: str, start: int, stop: int) -> Any:
         try:
-            ids, weights, *slots, counts, steps = (
-                self._file.get_slice(name)[start:stop] for name in tensor_names(self._spec)
-            )
+            return self._file.get_slice(name)[start:stop]
         except (SafetensorError, OSError) as error:
             raise StorageError(f"{self._path} can't be read: {error}; take another copy") from None
-        return RowState(ids, weights, tuple(slots), counts, steps)
 
     def close(self) -> None:
         """Closes the file."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from shardwell.channel import ShardChannel
 from shardwell.checkpoint import CheckpointTable
-from shardwell.errors import ArgumentError, SpecMismatchError, UnknownTableError
+from shardwell.errors import (
+    ArgumentError,
+    ShardwellError,
+    SpecMismatchError,
+    UnknownTableError,
+)
 from shardwell.retry import Attempts
+from shardwell.slice_file import file_error
+from shardwell.table_export import TableExport, check_target, write_export
 from shardwell.table_restoring import TableRestore
 from shardwell.table_snapshots import TableSnapshot
 from shardwell.table_spec import TableSpec
@@ -64,6 +72,20 @@ class TableCheckpointing:
             )
             entries.append(self._attempts.run(snapshot.take))
         return entries
+
+    def export(self, name: str, path: Path) -> TableExport:
+        """See `Client.export_table`."""
+        check_target(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as made:
+                (entry,) = self.save(Path(made), [name], first_number=1)
+                write_export(entry, Path(made), path)
+        except OSError as error:
+            if isinstance(error, ShardwellError):
+                raise
+            raise file_error(path, error, "making it") from None
+        return TableExport(path, entry.row_count, entry.version)
 
     def check_free(self, entries: Sequence[CheckpointTable]) -> None:
         """Refuses tables that a shard has with another spec, or that stand on all with rows.

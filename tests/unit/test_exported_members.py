@@ -42,6 +42,7 @@ PROMISED = {
     "Parameter",
     "ParameterSpec",
     "Table",
+    "TableExport",
     "TableSpec",
     "Traffic",
     "Optimizer",
