@@ -262,18 +262,14 @@ def test_another_spec_is_told_what_differs(cluster) -> None:
         assert not table.open()[0].created
 
 
-def test_what_is_not_there_yet_says_so(cluster) -> None:
-    """State of rows is for checkpoints."""
+def test_content_that_nobody_knows(cluster) -> None:
     with WireWorker(cluster(1).target, "w0") as connection:
         table = WireTable(connection, table_spec())
-        for content in (pb.ScanRowsRequest.CONTENT_STATE, 0, 9):
+        for content in (0, 9):
             with pytest.raises(grpc.RpcError) as caught:
                 table.scan(content)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert_matches("content must be", str(caught.value.details()))
-        with pytest.raises(grpc.RpcError) as caught:
-            table.stubs[0].LoadRows(iter([pb.LoadRowsRequest()]), timeout=CALL_TIMEOUT_S)
-        assert_matches("can't load rows", str(caught.value.details()))
 
 
 @pytest.mark.parametrize("method", ["EvictRows", "SetTableLearningRate", "ScanRows"])

@@ -16,17 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.codec import Float32
-from shardwell.errors import StorageError
+from shardwell.errors import ArgumentError, StorageError
 from shardwell.row_placement import Ids, RowPlacement
+from shardwell.row_state import RowState
 from shardwell.row_update_rules import RowUpdateRule
 from shardwell.row_values import initial_rows
 from shardwell.table_spec import TableSpec
 from shardwell_server.shard.reading_lock import ReadingLock
 from shardwell_server.shard.row_index import DirectRowIndex, HashRowIndex
 from shardwell_server.shard.row_places import RowPlaces
+from shardwell_server.shard.table_snapshot import TableSnapshots
 from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
 from shardwell_server.store.gradient_rows import Place, add_rows, first_bad_place, touched_rows
-from shardwell_server.store.table_storage import Places
+from shardwell_server.store.table_storage import Int64, Places
 
 _DIRECT_ROW_COUNT_MAX = 2**26
 """Rows of a shard up to which an index by row number costs less than a hash table would."""
@@ -56,6 +58,7 @@ class TableRows:
         storage: What is kept.
         places: Of the storage.
         batch_row_count_max: Rows of one change.
+        snapshots: Told of rows before they are written.
 
     Raises:
         StorageError: the storage has ids that can't be here.
@@ -70,8 +73,10 @@ class TableRows:
         places: RowPlaces,
         *,
         batch_row_count_max: int,
+        snapshots: TableSnapshots,
     ) -> None:
         self._spec = spec
+        self._snapshots = snapshots
         self._storage = storage
         self._places = places
         self._rule = RowUpdateRule(spec.optimizer)
@@ -123,6 +128,38 @@ class TableRows:
             values = np.take(storage.weights, places, axis=0) if with_values else None
             return storage.keys[places], values
 
+    def states(
+        self, start: int, stop: int, claim: Callable[[Places], Places] | None = None
+    ) -> RowState:
+        """The rows at places from `start` to below `stop`, with all that is known of them.
+
+        Args:
+            start: First place.
+            stop: Last place, and one more.
+            claim: Which of them are wanted; None: all that had an update.
+
+        Raises:
+            StorageError: an earlier process left a damaged row.
+        """
+        storage = self._storage
+        with self._lock.reading():
+            counts = storage.update_counts[start : min(stop, storage.record.row_used)]
+            places = start + np.flatnonzero(counts > 0)
+            if claim is not None:
+                places = claim(places)
+            storage.verify(places)
+            return self._gather(places)
+
+    def _gather(self, places: Places) -> RowState:
+        storage = self._storage
+        return RowState(
+            storage.keys[places],
+            np.take(storage.weights, places, axis=0),
+            tuple(np.take(slot, places, axis=0) for slot in storage.slots),
+            storage.update_counts[places],
+            storage.last_steps[places],
+        )
+
     def verify(self, start: int, stop: int) -> None:
         """Checks the rows at places from `start` to below `stop`.
 
@@ -170,6 +207,25 @@ class TableRows:
             change.write(weights=change.weights, slots=change.slots)
             self._note(places, counts, step)
             self._commit(change, ids, places, is_new, record, position)
+
+    def load(self, state: RowState, record: TableRecord) -> None:
+        """Creates rows with all that is known of them.
+
+        Raises:
+            ArgumentError: one exists; nothing changed.
+            LimitError, StorageError: nothing changed.
+        """
+        places, is_new = self._located(state.ids)
+        if not is_new.all():
+            raise ArgumentError(
+                f"table {self._spec.name!r}: row id {state.ids[~is_new][0]} was loaded before",
+                table=self._spec.name,
+            )
+        with self._changing(places, values=True, sums=False) as (change, alone):
+            alone()
+            change.write(weights=state.weights, slots=state.slots)
+            self._note(places, state.update_counts, state.last_steps)
+            self._commit(change, state.ids, places, is_new, record, None)
 
     def add(
         self,
@@ -279,11 +335,17 @@ class TableRows:
         self, places: Places, *, values: bool, sums: bool
     ) -> Iterator[tuple[RowChange, Callable[[], None]]]:
         """A change, and what keeps readers out from then on, until it stands or was taken back."""
+
+        def be_alone() -> None:
+            if values:
+                self._snapshots.before_write(places, self._gather)
+            alone.enter_context(self._lock.writing())
+
         with (
             contextlib.ExitStack() as alone,
             self._storage.change(places, values=values, sums=sums) as change,
         ):
-            yield change, lambda: alone.enter_context(self._lock.writing())
+            yield change, be_alone
 
     def _located(self, ids: Ids) -> tuple[Places, Flags]:
         """Each id's place, and whether it is new, in which case there is room."""
@@ -320,7 +382,7 @@ class TableRows:
         counts += 1
         return counts
 
-    def _note(self, places: Places, counts: npt.NDArray[np.int64], step: int) -> None:
+    def _note(self, places: Places, counts: Int64, step: int | Int64) -> None:
         """Writes what rows have beside values."""
         self._storage.update_counts[places] = counts
         self._storage.last_steps[places] = step
@@ -332,7 +394,7 @@ class TableRows:
         places: Places,
         is_new: Flags,
         record: TableRecord,
-        position: Position,
+        position: Position | None,
     ) -> None:
         new_places, used = places[is_new], self._places.used
         if new_places.size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
@@ -33,14 +34,21 @@ class Tables:
         store: Where they are kept.
         lock: Guards the store.
         stored_bytes: Of the shard.
+        spool_dir: See Shard.
 
     Raises:
         StorageError: what it kept can't be believed.
     """
 
     def __init__(
-        self, config: ShardConfig, store: Store, lock: threading.Lock, stored_bytes: StoredBytes
+        self,
+        config: ShardConfig,
+        store: Store,
+        lock: threading.Lock,
+        stored_bytes: StoredBytes,
+        spool_dir: Path | None = None,
     ) -> None:
+        self._spool_dir = spool_dir
         self._config = config
         self._store = store
         self._lock = lock
@@ -142,6 +150,7 @@ class Tables:
             shard_index=self._config.shard_index,
             limits=self._config.limits,
             stored_bytes=self._stored_bytes,
+            spool_dir=self._spool_dir,
         )
 
     def _recover(self, layout: TableLayout, storage: TableStorage) -> None:
