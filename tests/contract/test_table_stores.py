@@ -265,6 +265,47 @@ class TableStoreContract:
         put_sums(made, places_of(1), 3)
         made.verify(places_of(0, 1, 2))
 
+    @pytest.mark.parametrize("slot_widths", [(), (3, 1)])
+    @pytest.mark.parametrize("is_committed", [False, True])
+    def test_rows_that_the_storage_writes(
+        self, store: Store, slot_widths: tuple[int, ...], is_committed: bool
+    ) -> None:
+        """Old rows and new ones, in no order; what is given is what the rows are."""
+        made = store.create_table(layout(slot_widths=slot_widths))
+        put_rows(made, np.arange(5), 5)
+        put_sums(made, places_of(1, 2), 6)
+        before = rows_of(made, np.arange(5))
+        places = places_of(6, 1, 5, 3)
+        made.reserve(7)
+        rng = np.random.default_rng(1)
+        with made.change(places, values=True, sums=True) as change:
+            change.weights[:] = rng.standard_normal(change.weights.shape)
+            for slot in change.slots:
+                slot[:] = rng.standard_normal(slot.shape)
+            sums = rng.standard_normal((4, 3)).astype(np.float32)
+            written = [change.weights.copy(), *(slot.copy() for slot in change.slots)]
+            change.write(weights=change.weights, slots=change.slots)
+            change.write(sums=sums)
+            for array in (made.keys, made.update_counts, made.last_steps, made.has_sum):
+                array[places] = 1
+            if is_committed:
+                change.commit(TableRecord(row_used=7), None)
+        if not is_committed:
+            for one, other in zip(rows_of(made, np.arange(5)), before, strict=True):
+                np.testing.assert_array_equal(one, other)
+            return
+        for array, rows in zip(
+            (made.weights, *made.slots, made.sums), [*written, sums], strict=True
+        ):
+            assert array is not None
+            np.testing.assert_array_equal(array[places], rows)
+        assert (made.weights[places_of(0, 2, 4)] == 5).all()
+        self.look_again(store, made, np.arange(7))
+
+    def look_again(self, store: Store, made: TableStorage, places: np.ndarray) -> None:
+        """Whatever a kind of store can do to see that rows are whole."""
+        made.verify(places)
+
     def test_a_change_of_no_rows(self, store: Store) -> None:
         made = store.create_table(layout(slot_widths=(), with_sum=False))
         add_seat(made, "w0")
@@ -318,6 +359,12 @@ class TestMmapStore(TableStoreContract):
 
     def make(self, path: Path) -> Store:
         return MmapStore(path)
+
+    def look_again(self, store: Store, made: TableStorage, places: np.ndarray) -> None:
+        again = self.reopened(made.directory.parent.parent)
+        again.verify(places)
+        for one, other in zip(rows_of(again, places), rows_of(made, places), strict=True):
+            np.testing.assert_array_equal(one, other)
 
     def reopened(self, path: Path) -> TableStorage:
         store = self.make(path)

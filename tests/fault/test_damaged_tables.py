@@ -118,7 +118,7 @@ def finished(tmp_path: Path) -> Damage:
 def cut_off(tmp_path: Path) -> Damage:
     """In the middle of a change of values and sums: rows are half written, and to be taken back."""
     image, _ = images_of_story(
-        tmp_path / "story", lambda point, n: point == "sums written" and n == 2
+        tmp_path / "story", lambda point, n: point == "sums written" and n == 4
     )
     return Damage(tmp_path / "damaged", image)
 

@@ -16,29 +16,18 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.commands import ServingShard
 from harness.polling import Stopwatch, eventually
 from harness.proxy import Direction, Proxy
-from harness.row_model import OPTIMIZERS, ModelRows
+from harness.row_model import ModelRows
+from harness.table_training import DIM, EVERY, ID_COUNT, OPTIONS, KnownRows, batch, sent_row_count
 from harness.together import in_background
 from shardwell.row_placement import RowPlacement
 from shardwell.v1 import table_pb2
 
 pytestmark = pytest.mark.timeout(60)
 
-DIM = 512
-ID_COUNT = 1600
-"""In fp32 two messages a shard."""
-EVERY = np.arange(0, 2 * ID_COUNT, 7)
 SOON_S = 5.0
 RATE = 0.25
-OPTIONS: dict[str, Any] = {
-    "row_count": 2 * ID_COUNT,
-    "dim": DIM,
-    "optimizer": OPTIMIZERS["sgd"],
-    "initializer": shardwell.Zeros(),
-    "codec": "fp32",
-}
 
 
 @pytest.fixture
@@ -61,28 +50,6 @@ def join(proxies, connect) -> Callable[..., tuple[shardwell.Client, shardwell.Ta
         return client, client.table("rows", **{**OPTIONS, **options})
 
     return join_as
-
-
-def _batch(step: int, worker_index: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng([step, worker_index])
-    ids = generator.integers(0, 2 * ID_COUNT, ID_COUNT)
-    gradients = generator.integers(-8, 9, (ID_COUNT, 1)) * np.ones(DIM, np.float32)
-    return ids, gradients.astype(np.float32)
-
-
-class _Model:
-    """The rows of a run; all columns are alike, so one is enough."""
-
-    def __init__(self, step_count: int, worker_count: int = 1, *, mode: str = "sync") -> None:
-        self.model = ModelRows(1, OPTIONS["optimizer"], worker_count=worker_count, mode=mode)
-        for step in range(step_count):
-            for index in range(worker_count):
-                ids, gradients = _batch(step, index)
-                self.model.put(ids, gradients[:, :1])
-
-    def check(self, rows: np.ndarray, ids: np.ndarray = EVERY) -> None:
-        expected = np.broadcast_to(self.model.get(ids), rows.shape)
-        np.testing.assert_array_equal(rows, expected)
 
 
 def _counted(running) -> tuple[int, int]:
@@ -116,15 +83,6 @@ def _half_counted(running, proxies: list[Proxy], call: Callable[[], Any]) -> Non
     assert isinstance(calling.exception(SOON_S), shardwell.ShardUnavailableError)
 
 
-def _rows(step_count: int, worker_count: int = 1) -> int:
-    """Rows that are sent: an id once a batch."""
-    return sum(
-        np.unique(_batch(step, index)[0]).size
-        for step in range(step_count)
-        for index in range(worker_count)
-    )
-
-
 def _tried(proxy: Proxy) -> None:
     """Waits until the client has tried to come back, in vain."""
     before = proxy.refused_count
@@ -132,9 +90,9 @@ def _tried(proxy: Proxy) -> None:
 
 
 VERBS: dict[str, Callable[[shardwell.Client, shardwell.Table], Any]] = {
-    "first put": lambda client, table: table.put_row_gradients(*_batch(0)),
-    "put": lambda client, table: table.put_row_gradients(*_batch(1)),
-    "exchange": lambda client, table: table.exchange_rows(*_batch(1), EVERY),
+    "first put": lambda client, table: table.put_row_gradients(*batch(0)),
+    "put": lambda client, table: table.put_row_gradients(*batch(1)),
+    "exchange": lambda client, table: table.exchange_rows(*batch(1), EVERY),
     "get_rows": lambda client, table: table.get_rows(EVERY),
     "prefetch": lambda client, table: (table.prefetch_rows(EVERY), table.get_rows(EVERY))[1],
     "row_ids": lambda client, table: table.row_ids(),
@@ -155,7 +113,7 @@ def test_every_verb_goes_on_when_the_shard_is_back(running, proxies, join, verb,
     client, table = join()
     is_first = verb.startswith("first")
     if not is_first:
-        table.put_row_gradients(*_batch(0))
+        table.put_row_gradients(*batch(0))
     proxies[lost].cut(refuse=True)
     calling = in_background(lambda: VERBS[verb](client, table))
     _tried(proxies[lost])
@@ -164,15 +122,15 @@ def test_every_verb_goes_on_when_the_shard_is_back(running, proxies, join, verb,
     result = calling.result(SOON_S)
     done = 2 if verb in ("put", "exchange") else 1
     if verb in ("get_rows", "prefetch", "exchange"):
-        _Model(done).check(result)
+        KnownRows(done).check(result)
     if verb == "row_ids":
-        np.testing.assert_array_equal(result, np.unique(_batch(0)[0]))
+        np.testing.assert_array_equal(result, np.unique(batch(0)[0]))
     assert table.next_step == done
-    _Model(done).check(table.get_rows(EVERY, min_version=done))
-    assert _counted(running) == (_rows(done), done)
-    model = _Model(done)
+    KnownRows(done).check(table.get_rows(EVERY, min_version=done))
+    assert _counted(running) == (sent_row_count(done), done)
+    model = KnownRows(done)
     model.model.learning_rate = RATE if verb.startswith("set_learning_rate") else 0.5
-    ids, gradients = _batch(done)
+    ids, gradients = batch(done)
     model.model.put(ids, gradients[:, :1])
     model.check(table.exchange_rows(ids, gradients, EVERY))
 
@@ -188,7 +146,7 @@ def test_every_verb_goes_on_when_the_shard_is_back(running, proxies, join, verb,
         (Direction.TO_CLIENT, 200_000),
     ],
 )
-def test_cut_in_the_middle_of_a_batch(
+def test_cut_in_the_middle_of_abatch(
     running, proxies, join, mode, verb, direction, byte_count
 ) -> None:
     """Two workers; both lose the shard, and both go on where they were."""
@@ -200,9 +158,9 @@ def test_cut_in_the_middle_of_a_batch(
         _, table = tables[index]
         for step in range(step_count):
             if verb == "put":
-                table.put_row_gradients(*_batch(step, index))
+                table.put_row_gradients(*batch(step, index))
             else:
-                table.exchange_rows(*_batch(step, index), EVERY)
+                table.exchange_rows(*batch(step, index), EVERY)
 
     tables = [join(index, worker_count=2, mode=mode) for index in (0, 1)]
     proxies[1].cut_after(direction, byte_count)
@@ -212,21 +170,21 @@ def test_cut_in_the_middle_of_a_batch(
     proxies[1].accept()
     for each in training:
         each.result(20)
-    model = _Model(step_count, 2, mode=mode)
+    model = KnownRows(step_count, 2, mode=mode)
     for _, table in tables:
         assert table.next_step == step_count
         model.check(table.get_rows(EVERY, min_version=step_count))
     counted = sum(status.counted_row_count for status in tables[0][1].status())
-    assert counted == _rows(step_count, 2)
+    assert counted == sent_row_count(step_count, 2)
 
 
 def test_a_fetch_goes_on_from_where_it_was(running, proxies, join) -> None:
     """Each connection takes it some messages further; none of them would last for all."""
     _, table = join()
-    table.put_row_gradients(*_batch(0))
+    table.put_row_gradients(*batch(0))
     proxies[1].cut_after(Direction.TO_CLIENT, 1_500_000, refuse=False, count=1_000)
     ids = np.arange(2 * ID_COUNT)
-    _Model(1).check(table.get_rows(ids), ids)
+    KnownRows(1).check(table.get_rows(ids), ids)
     assert proxies[1].cut_count >= 2
 
 
@@ -235,11 +193,11 @@ def test_the_deadline_names_the_shard_and_the_step_is_repeated(
     running, proxies, join, lost
 ) -> None:
     _, table = join()
-    table.put_row_gradients(*_batch(0))
+    table.put_row_gradients(*batch(0))
     proxies[lost].cut(refuse=True)
     calls = {
-        "put": partial(table.put_row_gradients, *_batch(1)),
-        "exchange": partial(table.exchange_rows, *_batch(1)),
+        "put": partial(table.put_row_gradients, *batch(1)),
+        "exchange": partial(table.exchange_rows, *batch(1)),
         "get_rows": partial(table.get_rows, EVERY),
         "row_ids": table.row_ids,
         "evict": partial(table.evict, older_than_step=0),
@@ -259,34 +217,34 @@ def test_the_deadline_names_the_shard_and_the_step_is_repeated(
     assert table.is_step_begun
     proxies[lost].accept()
     with pytest.raises(shardwell.StepOrderError, match=r"step 1 of table 'rows'.*abandon_step"):
-        table.put_row_gradients(*_batch(2))
-    ids, gradients = _batch(1)
+        table.put_row_gradients(*batch(2))
+    ids, gradients = batch(1)
     with pytest.raises(shardwell.StepOrderError, match="sent other rows"):
         table.put_row_gradients(ids, gradients + 1)
     with pytest.raises(shardwell.StepOrderError, match="sent other rows"):
         table.put_row_gradients(ids, gradients, sample_count=2)
     assert table.put_row_gradients(ids, gradients) == 1
     assert not table.is_step_begun
-    assert table.put_row_gradients(*_batch(2)) == 2
-    _Model(3).check(table.get_rows(EVERY))
-    assert _counted(running) == (_rows(3), 3)
+    assert table.put_row_gradients(*batch(2)) == 2
+    KnownRows(3).check(table.get_rows(EVERY))
+    assert _counted(running) == (sent_row_count(3), 3)
 
 
 def test_a_step_that_was_begun_is_abandoned(running, proxies, join) -> None:
     """What one shard counted stays, the other has nothing of it, and the next step goes on."""
     _, table = join()
-    table.put_row_gradients(*_batch(0))
-    _half_counted(running, proxies, lambda: table.put_row_gradients(*_batch(1), timeout_s=2.0))
+    table.put_row_gradients(*batch(0))
+    _half_counted(running, proxies, lambda: table.put_row_gradients(*batch(1), timeout_s=2.0))
     with pytest.raises(shardwell.ShardUnavailableError):
         table.abandon_step(timeout_s=0.5)
     with pytest.raises(shardwell.StepOrderError, match=r"began to abandon it.*; end the step with"):
-        table.put_row_gradients(*_batch(1))
+        table.put_row_gradients(*batch(1))
     proxies[1].accept()
     assert table.abandon_step() == 1
     rows = table.get_rows(EVERY, min_version=2)
     home = RowPlacement(2 * ID_COUNT, 2).shards_of(EVERY)
-    _Model(2).check(rows[home == 0], EVERY[home == 0])
-    _Model(1).check(rows[home == 1], EVERY[home == 1])
+    KnownRows(2).check(rows[home == 0], EVERY[home == 0])
+    KnownRows(1).check(rows[home == 1], EVERY[home == 1])
     assert table.put_row_gradients([], np.zeros((0, DIM))) == 2
 
 
@@ -302,14 +260,14 @@ def test_the_others_go_on_with_what_was_counted_of_an_abandoned_step(
                 table.put_row_gradients([1], np.full((1, DIM), np.nan))
             assert table.abandon_step() == 1
         else:
-            table.put_row_gradients(*_batch(0))
-        other.put_row_gradients(*_batch(step, 1))
+            table.put_row_gradients(*batch(0))
+        other.put_row_gradients(*batch(step, 1))
     model = ModelRows(1, OPTIONS["optimizer"], worker_count=2)
     for ids, gradients, count in (
-        (*_batch(0), 1),
-        (*_batch(0, 1), 1),
+        (*batch(0), 1),
+        (*batch(0, 1), 1),
         ([], np.zeros((0, 1)), 0),
-        (*_batch(1, 1), 1),
+        (*batch(1, 1), 1),
     ):
         model.put(ids, gradients[:, :1], count)
     rows = table.get_rows(EVERY, min_version=2)
@@ -319,28 +277,28 @@ def test_the_others_go_on_with_what_was_counted_of_an_abandoned_step(
 def test_a_worker_that_died_in_the_middle_goes_on(running, proxies, join, connect) -> None:
     """Its next process is told, sends the same rows again, and each counts once."""
     client, table = join(timeout_s=2.0)
-    table.put_row_gradients(*_batch(0))
-    _half_counted(running, proxies, lambda: table.put_row_gradients(*_batch(1)))
+    table.put_row_gradients(*batch(0))
+    _half_counted(running, proxies, lambda: table.put_row_gradients(*batch(1)))
     client.close()
     again = connect(running, "w0").table("rows", **OPTIONS)
     assert (again.next_step, again.is_step_begun) == (1, True)
-    assert again.put_row_gradients(*_batch(1)) == 1
+    assert again.put_row_gradients(*batch(1)) == 1
     assert not again.is_step_begun
-    _Model(2).check(again.get_rows(EVERY))
-    assert _counted(running) == (_rows(2), 2)
+    KnownRows(2).check(again.get_rows(EVERY))
+    assert _counted(running) == (sent_row_count(2), 2)
 
 
 @pytest.mark.parametrize("verb", ["put", "get_rows", "exchange"])
 def test_a_shard_that_says_nothing(proxies, join, verb) -> None:
     """On a stream that was used: the deadline holds, and the call may be made again."""
     _, table = join()
-    table.put_row_gradients(*_batch(0))
+    table.put_row_gradients(*batch(0))
     table.get_rows(EVERY)
     proxies[1].stall()
     calls = {
-        "put": partial(table.put_row_gradients, *_batch(1)),
+        "put": partial(table.put_row_gradients, *batch(1)),
         "get_rows": partial(table.get_rows, EVERY),
-        "exchange": partial(table.exchange_rows, *_batch(1)),
+        "exchange": partial(table.exchange_rows, *batch(1)),
     }
     watch = Stopwatch()
     with pytest.raises((shardwell.DeadlineError, shardwell.ShardUnavailableError), match="shard 1"):
@@ -348,14 +306,14 @@ def test_a_shard_that_says_nothing(proxies, join, verb) -> None:
     assert watch.elapsed_s < 0.5 + SOON_S
     proxies[1].resume()
     calls[verb]()
-    _Model(table.next_step).check(table.get_rows(EVERY))
+    KnownRows(table.next_step).check(table.get_rows(EVERY))
 
 
 @pytest.mark.parametrize("verb", ["put", "get_rows", "exchange", "prefetch", "row_ids"])
 @pytest.mark.parametrize("what", ["client", "table"])
 def test_close_ends_the_wait_at_once(proxies, join, verb, what) -> None:
     client, table = join()
-    table.put_row_gradients(*_batch(0))
+    table.put_row_gradients(*batch(0))
     proxies[1].cut(refuse=True)
     calling = in_background(lambda: VERBS[verb](client, table))
     _tried(proxies[1])
@@ -370,7 +328,7 @@ def test_close_ends_the_wait_at_once(proxies, join, verb, what) -> None:
 @pytest.mark.parametrize(("direction", "verb"), [("to shard", "put"), ("to client", "get")])
 def test_a_damaged_message_is_sent_again(running, proxies, join, direction, verb) -> None:
     _, table = join()
-    table.put_row_gradients(*_batch(0))
+    table.put_row_gradients(*batch(0))
     mark = np.full(8, 7.5, np.float32).tobytes()  # only payloads have it
     ids = np.arange(20)
     table.put_row_gradients(ids, np.full((20, DIM), -15.0))
@@ -391,7 +349,7 @@ def test_an_interrupted_call_leaves_no_stream_and_no_answer_behind(
     running, join, monkeypatch
 ) -> None:
     _, table = join()
-    table.put_row_gradients(*_batch(0))
+    table.put_row_gradients(*batch(0))
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -401,72 +359,15 @@ def test_an_interrupted_call_leaves_no_stream_and_no_answer_behind(
         with pytest.raises(KeyboardInterrupt):
             table.get_rows(np.arange(50))
     eventually("its streams have ended", lambda: not any(s._streams.count for s in running.servers))
-    _Model(1).check(table.get_rows(EVERY))
+    KnownRows(1).check(table.get_rows(EVERY))
 
 
 def test_streams_dropped_by_the_shard_are_opened_again(running, join) -> None:
     _, table = join()
     for step in range(3):
-        _Model(step + 1).check(table.exchange_rows(*_batch(step), EVERY))
+        KnownRows(step + 1).check(table.exchange_rows(*batch(step), EVERY))
         # All before any is dropped: the client then ends the others itself.
         eventually("the streams are idle", lambda: all(s._streams._idle for s in running.servers))
         for server in running.servers:
             for context in list(server._streams._idle):
                 context.cancel()
-
-
-def test_a_shard_that_lost_its_memory_is_noticed(connect) -> None:
-    """It kept nothing: rows that are gone are never taken for rows that are new."""
-    with ServingShard() as shard:
-        address = shard.address()
-        client = connect(address, "w0", timeout_s=20.0)
-        table = client.table("rows", **OPTIONS)
-        for step in range(2):
-            table.put_row_gradients(*_batch(step))
-        port = int(address.rpartition(":")[2])
-    with ServingShard(port=port):
-        with pytest.raises(shardwell.UnknownTableError, match="rows") as caught:
-            table.get_rows(EVERY)
-        assert caught.value.table == "rows"
-        with pytest.raises(shardwell.UnknownTableError):
-            table.put_row_gradients(*_batch(2))
-
-
-@pytest.mark.parametrize(("mode", "verb"), [("sync", "exchange"), ("async", "put")])
-def test_a_shard_killed_in_the_middle_comes_back_from_its_files(
-    connect, tmp_path, mode, verb
-) -> None:
-    """Two workers train on; one of two shards is killed twice, and started again on its port."""
-    step_count = 14
-    tables: list[shardwell.Table] = []
-
-    def train(index: int) -> None:
-        for step in range(step_count):
-            if verb == "exchange":
-                tables[index].exchange_rows(*_batch(step, index))
-            else:
-                tables[index].put_row_gradients(*_batch(step, index))
-
-    with contextlib.ExitStack() as stack:
-
-        def serve(index: int, port: int = 0) -> ServingShard:
-            flags = (f"--data-dir={tmp_path}/{index}",)
-            return stack.enter_context(ServingShard(*flags, index=index, count=2, port=port))
-
-        shards = [serve(0), serve(1)]
-        addresses = [shard.address() for shard in shards]
-        for index in (0, 1):
-            client = connect(",".join(addresses), f"w{index}", timeout_s=30.0)
-            options = {**OPTIONS, "worker_count": 2, "mode": mode}
-            tables.append(client.table("rows", **options))
-        training = [in_background(partial(train, index)) for index in (0, 1)]
-        for kill_count in (1, 2):
-            eventually("it trains", lambda n=kill_count: tables[0].next_step >= 4 * n)
-            shards[1].close()
-            shards[1] = serve(1, int(addresses[1].rpartition(":")[2]))
-            assert shards[1].address() == addresses[1]
-        for each in training:
-            each.result(40)
-        model = _Model(step_count, 2, mode=mode)
-        model.check(tables[0].get_rows(EVERY, min_version=step_count))
-        np.testing.assert_array_equal(tables[1].row_ids(), sorted(model.model.rows))

@@ -481,3 +481,32 @@ def test_a_table_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         np.testing.assert_array_equal(tables[0].get_rows(np.arange(100)), expected)
         tables[1].put_row_gradients(ids + 3, gradients)
         np.testing.assert_array_equal(tables[0].get_rows(np.arange(100)), following)
+
+
+def test_a_gradient_that_cannot_be_journaled_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Failing(monkeypatch, "pwritev", "/journal-")
+    with (
+        served(tmp_path / "first") as target,
+        shardwell.connect(target, worker_id="w0", timeout_s=20) as client,
+        client.table(
+            "t",
+            row_count=50_000,
+            dim=4,
+            optimizer=shardwell.SGD(learning_rate=1.0),
+            initializer=shardwell.Zeros(),
+            codec="fp32",
+        ) as table,
+    ):
+        ones = np.ones((3, 4), np.float32)
+        table.put_row_gradients([1, 2, 3], ones)
+        full.error_number = errno.ENOSPC
+        with pytest.raises(StorageError, match=r"journal-.*free space"):
+            table.put_row_gradients([3, 4, 5], ones)
+        np.testing.assert_array_equal(table.get_rows([1, 2, 3, 4, 5])[:, 0], [-1, -1, -1, 0, 0])
+        np.testing.assert_array_equal(table.row_ids(), [1, 2, 3])
+        full.error_number = 0
+        table.put_row_gradients([3, 4, 5], ones)
+        np.testing.assert_array_equal(table.get_rows([1, 2, 3, 4, 5])[:, 0], [-1, -1, -2, -1, -1])
+        np.testing.assert_array_equal(table.row_ids(), [1, 2, 3, 4, 5])

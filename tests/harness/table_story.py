@@ -93,14 +93,32 @@ def apply(
     storage.reserve(following)
     with storage.change(places, values=step.values, sums=step.sums) as change:
         if step.values:
-            write_values(storage, places, change.weights + step.value, step, reached)
+            weights, slots = write_values(
+                storage, places, change.weights + step.value, step, reached
+            )
+            if step.value % 2:  # half of them by the storage
+                change.weights[:] = weights
+                change.write(weights=change.weights, slots=slots)
+                reached("rows written by the storage")
+            else:
+                storage.weights[places] = weights
+                reached("weights written")
+                for array, rows in zip(storage.slots, slots, strict=True):
+                    array[places] = rows
+                    reached("slot written")
         elif new.size:
-            write_values(storage, new, np.zeros((new.size, 3)), step, reached)
+            weights, slots = write_values(storage, new, np.zeros((new.size, 3)), step, reached)
+            storage.weights[new] = weights
+            for array, rows in zip(storage.slots, slots, strict=True):
+                array[new] = rows
         if step.sums:
             assert storage.sums is not None
-            if step.has_sum:
-                storage.sums[places] = places[:, None] * 100 + step.value
-                reached("sums written")
+            sums = np.repeat(places[:, None] * 100.0 + step.value, 3, axis=1).astype(np.float32)
+            if step.has_sum and step.value % 2:
+                change.write(sums=sums)
+            elif step.has_sum:
+                storage.sums[places] = sums
+            reached("sums written")
             storage.has_sum[places] = step.has_sum
             reached("flags written")
         record = TableRecord(following, version, step.value % 3, step.value * 10, -step.value)
@@ -114,18 +132,22 @@ def write_values(
     weights: np.ndarray,
     step: Step,
     reached: Callable[[str], None],
-) -> None:
-    """Writes all values of rows; a new row's weights don't count in what was before."""
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Writes keys and counts of rows; returns their weights and slots.
+
+    A new row's weights don't count in what was before.
+    """
     is_new = places >= storage.record.row_used
-    storage.weights[places] = np.where(is_new[:, None], places[:, None] + step.value, weights)
-    reached("weights written")
-    for number, slot in enumerate(storage.slots):
-        slot[places] = places[:, None] * 10 + step.value + number
-        reached("slot written")
     storage.keys[places] = places + 1000 * step.value
     storage.update_counts[places] = FREE if step.is_free else step.value
     storage.last_steps[places] = step.value + 50
     reached("counts written")
+    slots = [
+        np.repeat(places[:, None] * 10.0 + step.value + number, array.shape[1], axis=1)
+        for number, array in enumerate(storage.slots)
+    ]
+    weights = np.where(is_new[:, None], places[:, None] + step.value, weights)
+    return weights.astype(np.float32), [rows.astype(np.float32) for rows in slots]
 
 
 def state_of(storage: TableStorage) -> State:

@@ -6,60 +6,29 @@ numbers where exact values are asked for. Clients are real, one a worker.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
 from harness.row_model import OPTIMIZERS, ModelRows
-from harness.together import in_background, together
-from shardwell.row_lanes import IDLE_LANE_SET_COUNT_MAX, LANE_SET_COUNT_MAX
+from harness.table_batches import DIM, open_table, random_ids, whole_numbers
 
 pytestmark = pytest.mark.timeout(60)
 
 SGD = OPTIMIZERS["sgd"]
 CODECS = ("fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4")
-DIM = 5
-
-
-def _ids(generator: np.random.Generator, row_count: int | None, size: int) -> np.ndarray:
-    """Some again and again, some once."""
-    if row_count is None:
-        some = generator.integers(-(2**63), 2**63 - 1, 20)
-        return generator.choice(np.concatenate((some, np.arange(-5, 5))), size)
-    return np.minimum(generator.integers(0, row_count, size), generator.integers(0, 40, size) ** 2)
-
-
-def _whole(generator: np.random.Generator, *shape: int) -> np.ndarray:
-    return generator.integers(-8, 9, shape).astype(np.float32)
-
-
-def _table(client: shardwell.Client, **options: Any) -> shardwell.Table:
-    return client.table(
-        "rows",
-        **{
-            "row_count": 1000,
-            "dim": DIM,
-            "optimizer": SGD,
-            "initializer": shardwell.Zeros(),
-            "codec": "fp32",
-            **options,
-        },
-    )
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("row_count", [1, 7, 1000, 2**62, None])
 @pytest.mark.parametrize("shard_count", [1, 2, 3, 4])
 def test_rows_are_those_of_the_model(cluster, connect, shard_count, row_count, mode) -> None:
-    table = _table(connect(cluster(shard_count), "w0"), row_count=row_count, mode=mode)
+    table = open_table(connect(cluster(shard_count), "w0"), row_count=row_count, mode=mode)
     model = ModelRows(DIM, SGD, mode=mode)
     generator = np.random.default_rng(shard_count)
-    every = _ids(generator, row_count, 300)
+    every = random_ids(generator, row_count, 300)
     for step in range(6):
-        ids, gradients = _ids(generator, row_count, 50), _whole(generator, 50, DIM)
+        ids, gradients = random_ids(generator, row_count, 50), whole_numbers(generator, 50, DIM)
         model.put(ids, gradients)
         if step % 2:
             assert table.put_row_gradients(ids, gradients) == step
@@ -78,11 +47,11 @@ def test_rows_are_those_of_the_model(cluster, connect, shard_count, row_count, m
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_codec(cluster, connect, codec) -> None:
     """Whole numbers are exact in all of them; others as near as the codec is."""
-    table = _table(connect(cluster(2), "w0"), codec=codec, dim=64)
+    table = open_table(connect(cluster(2), "w0"), codec=codec, dim=64)
     model = ModelRows(64, SGD)
     generator = np.random.default_rng(3)
-    ids = _ids(generator, 1000, 400)
-    for gradients in (_whole(generator, 400, 64), np.zeros((400, 64), np.float32)):
+    ids = random_ids(generator, 1000, 400)
+    for gradients in (whole_numbers(generator, 400, 64), np.zeros((400, 64), np.float32)):
         model.put(ids, gradients)
         np.testing.assert_array_equal(table.exchange_rows(ids, gradients), model.get(ids))
     gradients = generator.standard_normal((400, 64))
@@ -99,7 +68,7 @@ def test_every_optimizer(cluster, connect, name, worker_count) -> None:
     optimizer, initializer = OPTIMIZERS[name], shardwell.Uniform(low=-0.5, high=0.5, seed=3)
     running = cluster(2)
     tables = [
-        _table(
+        open_table(
             connect(running, f"w{index}"),
             optimizer=optimizer,
             initializer=initializer,
@@ -112,7 +81,7 @@ def test_every_optimizer(cluster, connect, name, worker_count) -> None:
     every = np.arange(1000)
     for step in range(8):
         for index, table in enumerate(tables):
-            ids = _ids(generator, 1000, 40)
+            ids = random_ids(generator, 1000, 40)
             gradients = generator.standard_normal((40, DIM)).astype(np.float32)
             model.put(ids, gradients, 3 + index)
             table.put_row_gradients(ids, gradients, sample_count=3 + index)
@@ -132,7 +101,7 @@ def test_every_optimizer(cluster, connect, name, worker_count) -> None:
 @pytest.mark.parametrize("row_count", [1000, None])
 def test_rows_before_their_first_gradient(cluster, connect, initializer, row_count) -> None:
     """Fetching makes none; the first gradient starts from the same values."""
-    table = _table(connect(cluster(2), "w0"), initializer=initializer, row_count=row_count)
+    table = open_table(connect(cluster(2), "w0"), initializer=initializer, row_count=row_count)
     model = ModelRows(DIM, SGD, initializer=initializer)
     ids = np.arange(100) if row_count else np.array([-1, 2**63 - 1, -(2**63), 0, 5])
     before = table.get_rows(ids)
@@ -150,7 +119,7 @@ def test_the_same_bits_on_any_number_of_shards(cluster, connect, codec, row_coun
     """Small and large values in one batch, so that the codec's rounding depends on its scale."""
     found = []
     for shard_count in (1, 2, 3):
-        table = _table(
+        table = open_table(
             connect(cluster(shard_count), "w0"),
             codec=codec,
             row_count=row_count,
@@ -171,11 +140,11 @@ def test_the_same_bits_on_any_number_of_shards(cluster, connect, codec, row_coun
 def test_batches_of_many_messages(cluster, connect) -> None:
     """63 rows fill a message; a step's parts count together, and rows come in order."""
     dim = 4096
-    table = _table(connect(cluster(2), "w0"), dim=dim, row_count=None)
+    table = open_table(connect(cluster(2), "w0"), dim=dim, row_count=None)
     model = ModelRows(dim, SGD)
     generator = np.random.default_rng(9)
     ids = generator.integers(-(2**63), 2**63 - 1, 700)[generator.integers(0, 700, 800)]
-    gradients = _whole(generator, 800, dim)
+    gradients = whole_numbers(generator, 800, dim)
     model.put(ids, gradients)
     rows = table.exchange_rows(ids, gradients, ids[::-1])
     np.testing.assert_array_equal(rows, model.get(ids[::-1]))
@@ -187,7 +156,7 @@ def test_batches_of_many_messages(cluster, connect) -> None:
 
 
 def test_shapes_of_ids_and_rows(cluster, connect) -> None:
-    table = _table(connect(cluster(2), "w0"))
+    table = open_table(connect(cluster(2), "w0"))
     table.put_row_gradients([[1, 2], [3, 1]], -2 * np.ones((2, 2, DIM)))
     assert table.get_rows([[1, 2], [3, 1]]).tolist() == [
         [[2] * DIM, [1] * DIM],
@@ -203,7 +172,7 @@ def test_shapes_of_ids_and_rows(cluster, connect) -> None:
 
 def test_out_is_filled_and_returned(cluster, connect) -> None:
     for shard_count in (1, 3):
-        table = _table(connect(cluster(shard_count), "w0"))
+        table = open_table(connect(cluster(shard_count), "w0"))
         table.put_row_gradients([1, 2], -2 * np.ones((2, DIM)))
         for ids in ([1, 2], [2, 9, 2]):
             out = np.full((len(ids), DIM), np.nan, np.float32)
@@ -217,83 +186,21 @@ def test_out_is_filled_and_returned(cluster, connect) -> None:
 def test_an_empty_batch_is_a_step(cluster, connect) -> None:
     """Synchronous: a contribution of its sample_count; the others go on with it."""
     running = cluster(2)
-    one, two = (_table(connect(running, f"w{i}"), worker_count=2) for i in (0, 1))
+    one, two = (open_table(connect(running, f"w{i}"), worker_count=2) for i in (0, 1))
     assert one.put_row_gradients([], np.zeros((0, DIM)), sample_count=3) == 0
     assert two.put_row_gradients([5], -8 * np.ones((1, DIM))) == 0
     assert one.get_rows(5, min_version=1).tolist() == [1] * DIM
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_several_workers_at_the_same_time(cluster, connect, mode) -> None:
-    """Whole numbers: in asynchronous mode their order does not matter."""
-    worker_count, step_count = 3, 6
-    running = cluster(2)
-    tables = [
-        _table(connect(running, f"w{index}"), worker_count=worker_count, mode=mode)
-        for index in range(worker_count)
-    ]
-    model = ModelRows(DIM, SGD, worker_count=worker_count, mode=mode)
-    generator = np.random.default_rng(2)
-    batches = [
-        [(_ids(generator, 1000, 60), 6 * _whole(generator, 60, DIM)) for _ in range(step_count)]
-        for _ in range(worker_count)
-    ]
-    for step in range(step_count):
-        for index in range(worker_count):
-            model.put(*batches[index][step])
-
-    def train(index: int) -> None:
-        for step, (ids, gradients) in enumerate(batches[index]):
-            if step % 2:
-                tables[index].exchange_rows(ids, gradients)
-            else:
-                tables[index].put_row_gradients(ids, gradients)
-
-    together([lambda index=index: train(index) for index in range(worker_count)])
-    every = np.arange(1000)
-    for table in tables:
-        found = table.get_rows(every, min_version=step_count)
-        np.testing.assert_allclose(found, model.get(every), rtol=1e-6)
-        assert table.next_step == step_count
-
-
-def test_min_version_waits_and_names_who_is_missing(cluster, connect) -> None:
-    running = cluster(2)
-    one, two = (_table(connect(running, f"w{i}"), worker_count=2) for i in (0, 1))
-    ones = np.ones((3, DIM), np.float32)
-    one.put_row_gradients([1, 2, 3], ones)
-    with pytest.raises(shardwell.WorkersMissingError, match="w1") as caught:
-        one.get_rows([1, 2, 3], min_version=1, timeout_s=0.3)
-    assert caught.value.missing_worker_ids == ("w1",)
-    with pytest.raises(shardwell.WorkersMissingError, match="w1"):
-        one.put_row_gradients([7], ones[:1], timeout_s=0.3)
-    waiting = in_background(lambda: one.get_rows([1, 2, 3], min_version=1))
-    two.put_row_gradients([3], ones[:1])
-    assert waiting.result(10)[:, 0].tolist() == [-0.25, -0.25, -0.5]
-    assert one.put_row_gradients([7], ones[:1]) == 1  # the same as the call that failed
-
-
-def test_exchange_waits_for_the_others(cluster, connect) -> None:
-    running = cluster(2)
-    one, two = (_table(connect(running, f"w{i}"), worker_count=2) for i in (0, 1))
-    ones = np.ones((1, DIM), np.float32)
-    with pytest.raises(shardwell.WorkersMissingError, match="w1"):
-        one.exchange_rows([1], ones, [1, 2], timeout_s=0.3)
-    assert one.next_step == 0
-    assert one.is_step_begun
-    waiting = in_background(lambda: one.exchange_rows([1], ones, [1, 2]))
-    two.put_row_gradients([2], 3 * ones)
-    assert waiting.result(10)[:, 0].tolist() == [-0.25, -0.75]
-    assert (one.next_step, one.version, one.is_step_begun) == (1, 1, False)
-
-
 def test_rows_that_are_evicted_begin_again(cluster, connect) -> None:
-    table = _table(connect(cluster(3), "w0"), initializer=shardwell.Uniform(seed=1), row_count=None)
+    table = open_table(
+        connect(cluster(3), "w0"), initializer=shardwell.Uniform(seed=1), row_count=None
+    )
     model = ModelRows(DIM, SGD, initializer=shardwell.Uniform(seed=1))
     generator = np.random.default_rng(0)
     every = np.arange(-40, 40)
     for step in range(6):
-        ids, gradients = generator.choice(every, 12), _whole(generator, 12, DIM)
+        ids, gradients = generator.choice(every, 12), whole_numbers(generator, 12, DIM)
         model.put(ids, gradients)
         table.put_row_gradients(ids, gradients)
         if step in (2, 3, 5):
@@ -305,7 +212,7 @@ def test_rows_that_are_evicted_begin_again(cluster, connect) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_learning_rate_is_changed_everywhere(cluster, connect, mode) -> None:
-    table = _table(connect(cluster(2), "w0"), mode=mode)
+    table = open_table(connect(cluster(2), "w0"), mode=mode)
     model = ModelRows(DIM, SGD, mode=mode)
     ids, gradients = np.arange(20), np.ones((20, DIM))
     for rate in (None, 0.25, 0.0, 2.0):
@@ -315,99 +222,3 @@ def test_a_learning_rate_is_changed_everywhere(cluster, connect, mode) -> None:
         model.put(ids, gradients)
         np.testing.assert_array_equal(table.exchange_rows(ids, gradients), model.get(ids))
     assert {status.learning_rate for status in table.status()} == {2.0}
-
-
-def test_a_restarted_worker_goes_on(cluster, connect) -> None:
-    running = cluster(2)
-    first = connect(running, "w0")
-    table = _table(first)
-    for step in range(3):
-        assert table.put_row_gradients([1, 2], np.ones((2, DIM))) == step
-    first.close()
-    again = _table(connect(running, "w0"))
-    assert (again.next_step, again.version, again.is_step_begun) == (3, 3, False)
-    assert again.put_row_gradients([2], np.ones((1, DIM))) == 3
-    assert again.get_rows([1, 2])[:, 0].tolist() == [-1.5, -2.0]
-
-
-def test_opening_again(cluster, connect) -> None:
-    running = cluster(2)
-    client = connect(running, "w0")
-    table = _table(client)
-    table.put_row_gradients([1], np.ones((1, DIM)))
-    assert _table(client) is table
-    assert table.next_step == 1
-    with pytest.raises(shardwell.SpecMismatchError, match="dim: 5 exists, 6 was asked for"):
-        _table(client, dim=6)
-    with pytest.raises(shardwell.ArgumentError, match=r"cache_row_count .* close it first"):
-        _table(client, cache_row_count=10)
-    with table as entered:
-        assert entered is table
-    for call in (lambda: table.get_rows([1]), lambda: table.prefetch_rows([1]), table.row_ids):
-        with pytest.raises(shardwell.ClosedError, match="table 'rows' was closed"):
-            call()
-    table.close()
-    other = _table(client, cache_row_count=10)
-    assert other is not table
-    assert other.next_step == 1
-    assert (other.name, other.dim, other.row_count) == ("rows", DIM, 1000)
-    client.parameter("rows", size=3, optimizer=SGD)  # names are their own
-    client.close()
-    with pytest.raises(shardwell.ClosedError):
-        other.get_rows([1])
-
-
-def test_a_reader_needs_no_seat(cluster, connect) -> None:
-    running = cluster(2)
-    writer, reader = (_table(connect(running, name)) for name in ("writer", "reader"))
-    for step in range(5):
-        writer.put_row_gradients([step], -2 * np.ones((1, DIM)))
-        assert reader.get_rows([step])[0, 0] == 1
-    late = _table(connect(running, "late"))
-    assert late.next_step == 5
-    with pytest.raises(shardwell.SeatsTakenError, match="writer"):
-        late.put_row_gradients([1], np.ones((1, DIM)))
-    assert late.get_rows([4])[0, 0] == 1
-
-
-def test_more_calls_than_may_be_under_way_wait(cluster, connect) -> None:
-    running = cluster(1)
-    reader, writer = (_table(connect(running, name)) for name in ("reader", "writer"))
-    waiting = [
-        in_background(lambda: reader.get_rows([1], min_version=1))
-        for _ in range(LANE_SET_COUNT_MAX)
-    ]
-    eventually("all wait", lambda: len(reader._streams._pool._busy) == LANE_SET_COUNT_MAX)
-    with pytest.raises(shardwell.DeadlineError, match="8 calls of other threads on table 'rows'"):
-        reader.get_rows([1], timeout_s=0.2)
-    late = in_background(lambda: reader.get_rows([1]))
-    writer.put_row_gradients([1], np.ones((1, DIM)))
-    for each in (*waiting, late):
-        assert each.result(10)[0, 0] == -0.5
-    streams = running.servers[0]._streams
-    kept = IDLE_LANE_SET_COUNT_MAX + 1  # and the writer's
-    eventually("few are kept", lambda: streams.count == kept)
-
-
-def test_threads_fetch_beside_gradients(cluster, connect) -> None:
-    """Each row is always whole: all its values are those of one step."""
-    table = _table(connect(cluster(2), "w0"), dim=64)
-    ids = np.arange(50)
-
-    def fetch() -> int:
-        last = 0.0
-        for _ in range(30):
-            rows = table.get_rows(ids)
-            assert (rows == rows[:, :1]).all()
-            assert rows.max() >= last
-            last = rows.min()
-        return 0
-
-    def put() -> int:
-        for _ in range(15):
-            table.put_row_gradients(ids, -np.ones((50, 64)))
-        return 0
-
-    together([fetch, fetch, fetch, put, put])
-    assert table.next_step == 30
-    assert (table.get_rows(ids) == 15).all()

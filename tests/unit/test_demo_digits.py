@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardwell import ArgumentError
-from shardwell_server.demo.digits import (
+from shardwell_server.demo.digits.samples import (
     CLASS_COUNT,
     HELD_OUT_COUNT,
     IMAGE_SIZE,

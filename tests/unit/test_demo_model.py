@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardwell_server.demo.model import Perceptron
+from shardwell_server.demo.digits.model import Perceptron
 
 MODEL = Perceptron(input_size=5, hidden_size=7, class_count=3)
 

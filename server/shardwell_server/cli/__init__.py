@@ -11,12 +11,13 @@ _COMMANDS = {
     "checkpoint": ("checkpoint", "checkpoint"),
     "cluster": ("cluster", "cluster"),
     "demo": ("demo", "demo"),
-    "demo-worker": ("demo", "demo_worker"),
+    "demo-embeddings-worker": ("demo_embeddings_worker", "demo_embeddings_worker"),
+    "demo-worker": ("train_digits", "demo_worker"),
     "health": ("health", "health"),
     "run": ("run", "run"),
     "serve": ("serve", "serve"),
     "status": ("status", "status"),
-    "train-digits": ("demo", "train_digits"),
+    "train-digits": ("train_digits", "train_digits"),
 }
 """Name, and the module here and attribute where its code is."""
 

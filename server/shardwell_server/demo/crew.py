@@ -11,16 +11,14 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from shardwell.closing import Closing
 from shardwell_server.demo.errors import DemoError
 from shardwell_server.demo.reports import Report, parse_line
-from shardwell_server.demo.worker import Task
 from shardwell_server.processes import PARENT_FLAG, ChildProcess, describe_exit
 
-WORKER_COMMAND = "demo-worker"
-"""The hidden command that runs one worker and prints its reports."""
 SILENCE_MAX_S = 90.0
 """A worker that reports nothing for so long is taken for stuck; longer than its own deadlines."""
 _GRACE_S = 2.0
@@ -35,17 +33,32 @@ _ONE_THREAD = {
 """As many math threads as cores in every worker would have the workers fight for the cores."""
 
 
+class WorkerTask(Protocol):
+    """What a worker is to do, as far as its crew has to know."""
+
+    @property
+    def worker_id(self) -> str:
+        """Its name."""
+
+    @property
+    def step_count(self) -> int:
+        """Steps that it has made when it has done all."""
+
+    def command(self) -> list[str]:
+        """The command of this program that does it, and reports on its standard output."""
+
+
 class Member:
     """One worker's process. Its fields are written by its own thread and read by any."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: WorkerTask) -> None:
         self.task = task
         self.latest: Report | None = None
         """What it reported last."""
         self.loss: float | None = None
         """The loss that it reported last."""
-        self.accuracy: float | None = None
-        """The accuracy that it reported last."""
+        self.measures: Mapping[str, float] = {}
+        """The measures that it reported last."""
         self.first_loss: float | None = None
         """The loss of its first step."""
         self.first_step_s: float | None = None
@@ -55,21 +68,7 @@ class Member:
         self._error: str | None = None
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close
         self._child = ChildProcess(
-            [
-                WORKER_COMMAND,
-                f"--target={task.target}",
-                f"--worker-id={task.worker_id}",
-                f"--worker-index={task.worker_index}",
-                f"--worker-count={task.worker_count}",
-                f"--parameter={task.parameter}",
-                f"--steps={task.step_count}",
-                f"--codec={task.codec}",
-                f"--mode={task.mode}",
-                f"--sync={task.sync}",
-                f"--timeout-s={task.timeout_s}",
-                f"--connect-timeout-s={task.connect_timeout_s}",
-                PARENT_FLAG,
-            ],
+            [*task.command(), PARENT_FLAG],
             environment={**os.environ, **_ONE_THREAD},
             stderr=self._stderr,
         )
@@ -139,8 +138,8 @@ class Member:
                 if self.first_loss is None:
                     self.first_loss = told.loss
                     self.first_step_s = self.heard_s
-            if told.accuracy is not None:
-                self.accuracy = told.accuracy
+            if told.measures:
+                self.measures = told.measures
             self.latest = told
 
     def _stderr_tail(self) -> str:
@@ -151,7 +150,7 @@ class Member:
 class Crew(Closing):
     """All workers. A context manager that leaves none behind."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[WorkerTask]) -> None:
         self.members: list[Member] = []
         self._stack = contextlib.ExitStack()
         try:

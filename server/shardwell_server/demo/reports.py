@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from shardwell import Traffic
 
@@ -25,8 +25,8 @@ class Report:
     """Encoded, since it started."""
     sent_value_bytes: int = 0
     """What was sent, as float32."""
-    accuracy: float | None = None
-    """Of the weights after that step, on held-out digits; None: this worker does not measure."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """Of what was learnt after that step, on held-out data; empty: this worker does not measure."""
 
     def to_line(self) -> str:
         """One line of JSON, without the newline."""
@@ -72,7 +72,12 @@ class Reporter:
         self._report(Report(step=step))
 
     def add(
-        self, step: int, loss: float, *, last: bool, measure: Callable[[], float] | None = None
+        self,
+        step: int,
+        loss: float,
+        *,
+        last: bool,
+        measure: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         """Notes that `step` steps are made, the last of them with `loss`.
 
@@ -80,7 +85,7 @@ class Reporter:
             step: Steps that are made.
             loss: Of the last.
             last: Whether there is no other.
-            measure: The accuracy now; called when a report is due.
+            measure: Measures now; called when a report is due.
         """
         self._losses.append(loss)
         now_s = time.monotonic()
@@ -93,7 +98,7 @@ class Reporter:
                     sent_bytes=self._traffic.sent_bytes,
                     received_bytes=self._traffic.received_bytes,
                     sent_value_bytes=self._traffic.sent_value_bytes,
-                    accuracy=None if measure is None else measure(),
+                    measures={} if measure is None else measure(),
                 )
             )
             self._losses.clear()

@@ -19,6 +19,8 @@ class Standing:
     """Workers that have connected."""
     step: int
     """Steps that every worker has made."""
+    step_sum: int
+    """Steps of all workers together."""
     loss: float | None
     """Mean of the workers' latest; None before the first step."""
     first_loss: float | None
@@ -64,6 +66,7 @@ class Observer:
         return Standing(
             ready_count=len(reports),
             step=min(member.step for member in members),
+            step_sum=sum(member.step for member in members),
             loss=_mean([member.loss for member in members]),
             first_loss=_mean([member.first_loss for member in members]),
             sent_bytes=sent,

@@ -68,7 +68,7 @@ class TableSlice:
         self.spec = spec
         self.layout = layout
         self.storage = storage
-        self._codec = RowCodec.of(spec, layout.rows_per_change_max)
+        self._codec = RowCodec.of(spec)
         self._reader = PartReader(spec, self._codec, placement, shard_index)
         self._changed = threading.Condition(threading.Lock())
         self._ledger = TableLedger(

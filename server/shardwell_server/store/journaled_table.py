@@ -85,7 +85,7 @@ class JournaledTable(MmapTable):
         write_again(rows, self._arrays, stored.record.row_used)
         has_sums = bool(rows.sums) or rows.clears
         self._guard.write(
-            rows.places, self._copies, rows.new_start, values=bool(rows.values), sums=has_sums
+            rows.places, self._copies, rows.new_start, {}, values=bool(rows.values), sums=has_sums
         )
         self._guard.write_new(rows.new_start, stored.record.row_used)
         position = stored.position

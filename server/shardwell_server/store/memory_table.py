@@ -10,7 +10,13 @@ import numpy as np
 from shardwell.codec import Float32
 from shardwell_server.store.event import Event
 from shardwell_server.store.lazy_memory import lazy_zeros
-from shardwell_server.store.row_arrays import check_capacity, gather, make_arrays, scatter
+from shardwell_server.store.row_arrays import (
+    check_capacity,
+    gather,
+    make_arrays,
+    scatter,
+    scatter_rows,
+)
 from shardwell_server.store.table_storage import Places, Position, TableLayout, TableRecord
 
 
@@ -101,6 +107,22 @@ class MemoryRowChange:
                 np.copyto(copy, rows)
         if sums and self.sums is not None:
             np.copyto(self.sums, self._saved[-2])
+
+    def write(
+        self,
+        *,
+        weights: Float32 | None = None,
+        slots: Sequence[Float32] = (),
+        sums: Float32 | None = None,
+    ) -> None:
+        """See RowChange."""
+        of = self._of
+        if weights is not None:
+            scatter_rows(of.weights, self._places, weights)
+        for array, rows in zip(of.slots, slots, strict=bool(slots)):
+            scatter_rows(array, self._places, rows)
+        if sums is not None and of.sums is not None:
+            scatter_rows(of.sums, self._places, sums)
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
         """See RowChange."""

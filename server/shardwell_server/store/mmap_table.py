@@ -20,7 +20,7 @@ takes the rows back; after it, the entry is void, and the mark is written again 
 
 Files are sparse up to the table's capacity (sparse_file.py). What is in them is believed when its
 check fits: records, marks, events, undo and the rows' keys at the start, rows before their first
-use. So opening a table reads 17 bytes a row, and 9 more where gradients are summed.
+use. So opening a table reads 24 bytes a row, and 9 more where gradients are summed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,20 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.codec import Float32
+from shardwell.errors import StorageError
 from shardwell_server.store.event import Event
 from shardwell_server.store.event_log import EventLog
 from shardwell_server.store.layout_file import write_layout
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.mapped_file import MappedFile, sync_directory, sync_file
 from shardwell_server.store.marks import Marks, recover_marks, seat_count
-from shardwell_server.store.row_arrays import Rows, WrittenRows, check_capacity, make_arrays
+from shardwell_server.store.row_arrays import (
+    Rows,
+    WrittenRows,
+    check_capacity,
+    make_arrays,
+    scatter_rows,
+)
 from shardwell_server.store.row_guard import RowGuard
 from shardwell_server.store.row_undo import RowUndo, entry_bytes
 from shardwell_server.store.sparse_file import SparseFile, reserve_all
@@ -289,6 +296,7 @@ class MmapRowChange:
         self._of = of
         self._places = places
         self._kinds = {"values": values, "sums": sums}
+        self._given: dict[int, Float32] = {}
         self._is_saved = False
         self._is_committed = False
         n, copies = places.size, of._copies
@@ -316,9 +324,23 @@ class MmapRowChange:
             ]
             saved = dict(zip(numbers, of._undo.save(sequence, places, numbers), strict=True))
             self._is_saved = True
-            for number, copy in guard.copied(self.weights, self.slots, self.sums):
+            for number, copy in guard.numbered(self.weights, self.slots, self.sums):
                 if number in saved:
                     np.copyto(copy, saved[number])
+
+    def write(
+        self,
+        *,
+        weights: Float32 | None = None,
+        slots: Sequence[Float32] = (),
+        sums: Float32 | None = None,
+    ) -> None:
+        """See RowChange."""
+        guard = self._of._guard
+        assert len(slots) in (0, len(self._of.slots))
+        for number, rows in guard.numbered(weights, slots, sums):
+            scatter_rows(guard.arrays[number], self._places, rows)
+            self._given[number] = rows
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
         """See RowChange."""
@@ -328,12 +350,16 @@ class MmapRowChange:
         if not self._kinds["sums"]:
             of.has_sum[row_used : record.row_used] = False
         of._reached("rows")
-        rows = of._guard.write(self._places, of._copies, row_used, **self._kinds)
+        rows = of._guard.write(self._places, of._copies, row_used, self._given, **self._kinds)
         of._reached("rows' checks")
         new_rows = of._guard.write_new(row_used, record.row_used)
         of._reached("new rows' checks")
         stored = StoredTableRecord(of._stored.sequence + 1, record, position)
-        of._note(stored, rows._replace(new_rows=new_rows))
+        try:
+            of._note(stored, rows._replace(new_rows=new_rows))
+        except StorageError:
+            self._roll_back()  # while nobody reads
+            raise
         self._is_committed = True
         of.put(stored)
         if self._is_saved:
@@ -346,10 +372,15 @@ class MmapRowChange:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if self._is_saved and not self._is_committed:
-                self._of._undo.roll_back()
+            if not self._is_committed:
+                self._roll_back()
         finally:
             self._of._lock.release()
+
+    def _roll_back(self) -> None:
+        if self._is_saved:
+            self._of._undo.roll_back()
+            self._is_saved = False
 
 
 def _mark(position: Position) -> int:

@@ -100,6 +100,12 @@ def gather(array: Rows, places: Places, into: Rows) -> Rows:
     return part
 
 
+def scatter_rows(array: Float32, places: Places, rows: Float32) -> None:
+    """array[places] = rows, of (n, width), with each row as one item: NumPy takes half the time."""
+    item = np.dtype((np.void, array.itemsize * array.shape[1]))
+    array.view(item).reshape(-1)[places] = rows.view(item).reshape(-1)
+
+
 def scatter(arrays: Sequence[Rows], places: Places, saved: Sequence[Rows]) -> None:
     """Writes rows back where `gather` found them."""
     for array, rows in zip(arrays, saved, strict=True):

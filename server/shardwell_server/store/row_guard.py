@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,15 +60,24 @@ class RowGuard:
         self._left_count = 0
         self._verified: npt.NDArray[np.bool_] | None = None
 
-    def copied(
-        self, weights: Float32, slots: tuple[Float32, ...], sums: Float32 | None
+    def numbered(
+        self, weights: Float32 | None, slots: Sequence[Float32], sums: Float32 | None
     ) -> list[tuple[int, Float32]]:
-        """Copies of what a change hands out, each with the number of its array."""
-        values = list(enumerate((weights, *slots), start=_WEIGHTS))
-        return values if sums is None else [*values, (self.of_sums.start, sums)]
+        """Rows that there are of these arrays, each with the number of its array."""
+        found = list(enumerate(slots, start=_WEIGHTS + 1))
+        if weights is not None:
+            found.append((_WEIGHTS, weights))
+        return found if sums is None else [*found, (self.of_sums.start, sums)]
 
     def write(
-        self, places: Places, copies: RowArrays, row_used: int, *, values: bool, sums: bool
+        self,
+        places: Places,
+        copies: RowArrays,
+        row_used: int,
+        given: Mapping[int, Rows],
+        *,
+        values: bool,
+        sums: bool,
     ) -> WrittenRows:
         """Writes the checks of rows as they lie; returns the rows, without new ones.
 
@@ -76,24 +85,29 @@ class RowGuard:
             places: Which were written; what is beyond `row_used` is left to `write_new`.
             copies: Arrays to gather rows in.
             row_used: Places from there on are new.
+            given: Rows at all places that need not be gathered, by number of their array.
             values: Whether their values were written.
             sums: Whether their sums were.
         """
         if places.size and places.max() >= row_used:
-            places = places[places < row_used]
+            is_old = places < row_used
+            places, given = places[is_old], {n: rows[is_old] for n, rows in given.items()}
+
+        def rows_of(number: int, array: Rows, into: Rows) -> Rows:
+            rows = given.get(number)
+            return gather(array, places, into) if rows is None else rows
+
         batch: list[Rows] = []
         summed: list[Rows] = []
         if values:
-            batch = [
-                gather(array, places, into)
-                for array, into in zip(self._rows.of_values, copies.of_values, strict=True)
-            ]
+            pairs = zip(self._rows.of_values, copies.of_values, strict=True)
+            batch = [rows_of(number, *pair) for number, pair in enumerate(pairs)]
             self._row_checks[places] = self._checks.of_values(places, *batch)
             self._key_checks[places] = self._checks.of_keys(places, *batch[:2])
         if sums and self._rows.sums is not None and copies.sums is not None:
             has_sum = gather(self._rows.has_sum, places, copies.has_sum)
             if has_sum.any():
-                rows = gather(self._rows.sums, places, copies.sums)
+                rows = rows_of(self.of_sums.start, self._rows.sums, copies.sums)
                 self._sum_checks[places] = self._checks.of_sums(places, has_sum, rows)
                 summed = [rows, has_sum]
             else:

@@ -98,12 +98,29 @@ class RowChange(Protocol):
     sums: Float32 | None
     """The same of the sums; without rows where the change is not of `sums`."""
 
+    def write(
+        self,
+        *,
+        weights: Float32 | None = None,
+        slots: Sequence[Float32] = (),
+        sums: Float32 | None = None,
+    ) -> None:
+        """Writes rows of the change, all of them, new ones too; faster than the caller could.
+
+        What is given need not be read again for the rows' checks. The copies may be given.
+
+        Args:
+            weights: (n, dim), C-contiguous; not to be altered before `commit`. None: written
+                directly, or not at all.
+            slots: (n, width) each, the same; empty or all.
+            sums: (n, dim), the same.
+        """
+
     def commit(self, record: TableRecord, position: Position | None) -> None:
         """Makes it all stand: the rows as written, `record`, and what a worker has contributed.
 
         Raises:
-            StorageError: it can't be journaled, as on a full disk; when the change ends, it never
-                began.
+            StorageError: it can't be journaled, as on a full disk; the change never began.
         """
 
 

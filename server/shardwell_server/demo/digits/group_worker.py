@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 import shardwell
 from shardwell.errors import ArgumentError
-from shardwell_server.demo.digits import Batches, Digits
-from shardwell_server.demo.model import FloatArray
-from shardwell_server.demo.reports import Report, Reporter
-from shardwell_server.demo.worker import (
+from shardwell_server.demo.digits.model import FloatArray
+from shardwell_server.demo.digits.samples import Batches, Digits
+from shardwell_server.demo.digits.worker import (
     BATCH_SIZE,
     FIRST_WEIGHTS_SEED,
     MODEL,
@@ -25,6 +24,7 @@ from shardwell_server.demo.worker import (
     Task,
     train,
 )
+from shardwell_server.demo.reports import Report, Reporter
 
 _STRATEGIES: dict[str, shardwell.Strategy] = {
     "ring": shardwell.Ring(),
@@ -100,9 +100,9 @@ def _train(
         gradient_of, MODEL.first_weights(FIRST_WEIGHTS_SEED), OPTIMIZER, sync, rank=rank
     )
 
-    def accuracy() -> float:
-        held_out = digits.held_out
-        return MODEL.accuracy(trainer.weights, held_out.images, held_out.labels)
+    def measures() -> dict[str, float]:
+        images, labels = digits.held_out.images, digits.held_out.labels
+        return {"accuracy": MODEL.accuracy(trainer.weights, images, labels)}
 
     group = getattr(sync, "group", None)
     traffic = shardwell.Traffic() if group is None else group.traffic
@@ -115,6 +115,6 @@ def _train(
             trainer.next_step,
             result.loss,
             last=trainer.next_step == task.step_count,
-            measure=accuracy if index == 0 else None,
+            measure=measures if index == 0 else None,
         )
     return trainer.weights

@@ -15,14 +15,16 @@ import numpy.typing as npt
 
 import shardwell
 from shardwell.specs import CodecName, ModeName
-from shardwell_server.demo.digits import CLASS_COUNT, IMAGE_SIZE, Batches, Digits
-from shardwell_server.demo.model import Perceptron
+from shardwell_server.demo.digits.model import Perceptron
+from shardwell_server.demo.digits.samples import CLASS_COUNT, IMAGE_SIZE, Batches, Digits
 from shardwell_server.demo.reports import Report, Reporter
 
 MODEL = Perceptron(input_size=IMAGE_SIZE, hidden_size=1024, class_count=CLASS_COUNT)
 """76 810 weights: more than digits need, so that there is something to send."""
 OPTIMIZER = shardwell.Adam(learning_rate=5e-4)
 """Half the usual rate: eight asynchronous workers, each some steps behind, still converge."""
+WORKER_COMMAND = "demo-worker"
+"""The hidden command that runs one worker and prints its reports."""
 BATCH_SIZE = 32
 """Samples of one worker's gradient."""
 STEP_COUNT = 500
@@ -62,6 +64,23 @@ class Task:
     """Bound of each call. A minute, for workers that are still starting."""
     connect_timeout_s: float = 60.0
     """How long shards are waited for."""
+
+    def command(self) -> list[str]:
+        """The command that does it, without the program's name."""
+        return [
+            WORKER_COMMAND,
+            f"--target={self.target}",
+            f"--worker-id={self.worker_id}",
+            f"--worker-index={self.worker_index}",
+            f"--worker-count={self.worker_count}",
+            f"--parameter={self.parameter}",
+            f"--steps={self.step_count}",
+            f"--codec={self.codec}",
+            f"--mode={self.mode}",
+            f"--sync={self.sync}",
+            f"--timeout-s={self.timeout_s}",
+            f"--connect-timeout-s={self.connect_timeout_s}",
+        ]
 
 
 def open_weights(client: shardwell.Client, task: Task) -> shardwell.Parameter:

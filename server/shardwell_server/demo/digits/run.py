@@ -1,4 +1,4 @@
-"""The demo as a whole: a cluster, workers that train on it, and someone who measures.
+"""The run as a whole: a cluster, workers that train on it, and someone who measures.
 
 Everything that is started is started in a `with`, so that it ends however this ends.
 """
@@ -8,27 +8,30 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwell.errors import ArgumentError, ShardwellError
+from shardwell.errors import ArgumentError
 from shardwell.specs import CodecName, ModeName
 from shardwell_server.demo.crew import Crew
-from shardwell_server.demo.digits import HELD_OUT_COUNT, Samples, check_installed, load_digits
-from shardwell_server.demo.errors import DemoError
-from shardwell_server.demo.examiner import Examiner
-from shardwell_server.demo.screen import Screen, count
+from shardwell_server.demo.digits.examiner import Examiner
+from shardwell_server.demo.digits.samples import (
+    HELD_OUT_COUNT,
+    Samples,
+    check_installed,
+    load_digits,
+)
+from shardwell_server.demo.digits.screen import Screen
+from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName, Task
+from shardwell_server.demo.progress import count
+from shardwell_server.demo.shards import GRACE_S, check_shards, ended_shards_named
 from shardwell_server.demo.standing import Observer, Standing
 from shardwell_server.demo.stop import StopRequest
-from shardwell_server.demo.worker import ACCURACY_MIN, STEP_COUNT, SyncName, Task
 from shardwell_server.local_cluster import LocalCluster
-from shardwell_server.processes import describe_exit
 
 WORKER_COUNT_MAX = 32
 """With more, a worker's share of the digits is hardly more than its batch."""
 _LOOK_INTERVAL_S = 0.1
 _EXAM_INTERVAL_S = 0.5
-_SHARD_GRACE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,7 @@ def run_demo(config: DemoConfig, screen: Screen, stop: StopRequest) -> Result:
         ShardwellError: see `LocalCluster` and `Client`.
     """
     start_s = time.monotonic()
+    screen.introduce()
     check_installed()
     with contextlib.ExitStack() as stack:
         stop.check()
@@ -128,7 +132,7 @@ def run_demo(config: DemoConfig, screen: Screen, stop: StopRequest) -> Result:
         if config.started_shard_count:
             screen.say(f"starting {count(config.started_shard_count, 'shard')}")
             cluster = stack.enter_context(
-                LocalCluster(config.started_shard_count, processes=True, grace_s=_SHARD_GRACE_S)
+                LocalCluster(config.started_shard_count, processes=True, grace_s=GRACE_S)
             )
             target = cluster.target
         tasks = config.tasks(target or "none:1")
@@ -137,7 +141,7 @@ def run_demo(config: DemoConfig, screen: Screen, stop: StopRequest) -> Result:
         screen.say(f"starting {count(config.worker_count, 'worker')}")
         with stop.at_once():
             held_out = load_digits().held_out
-        with _ended_shards_named(cluster):
+        with ended_shards_named(cluster):
             standing, accuracy = _watch(crew, tasks[0], held_out, screen, stop, cluster)
     return Result(
         accuracy=accuracy,
@@ -163,7 +167,7 @@ def _watch(
         exam_due_s = 0.0
         while True:
             stop.check()
-            _check_shards(cluster)
+            check_shards(cluster)
             finished = crew.has_finished()
             standing = observer.look(time.monotonic())
             if task.sync == "server" and examiner is None and standing.ready_count:
@@ -172,29 +176,9 @@ def _watch(
                 accuracy = examiner.accuracy()
                 exam_due_s = time.monotonic() + _EXAM_INTERVAL_S
             elif task.sync != "server":
-                accuracy = crew.members[0].accuracy
+                accuracy = crew.members[0].measures.get("accuracy")
             screen.show(standing, accuracy, last=finished)
             if finished:
                 assert accuracy is not None
                 return standing, accuracy
             time.sleep(_LOOK_INTERVAL_S)
-
-
-@contextlib.contextmanager
-def _ended_shards_named(cluster: LocalCluster | None) -> Iterator[None]:
-    """Tells of a shard that has ended, rather than of what followed from it."""
-    try:
-        yield
-    except ShardwellError:
-        _check_shards(cluster)
-        raise
-
-
-def _check_shards(cluster: LocalCluster | None) -> None:
-    """Raises a DemoError that names a shard of ours that has ended."""
-    for index, child in enumerate(cluster.children if cluster is not None else ()):
-        code = child.poll()
-        if code is not None:
-            raise DemoError(
-                f"shard {index} has ended with {describe_exit(code)}", shard_index=index
-            )

@@ -8,8 +8,8 @@ import numpy as np
 
 import shardwell
 from shardwell.closing import Closing
-from shardwell_server.demo.digits import Samples
-from shardwell_server.demo.worker import MODEL, Task, open_weights
+from shardwell_server.demo.digits.samples import Samples
+from shardwell_server.demo.digits.worker import MODEL, Task, open_weights
 
 _TIMEOUT_S = 20.0
 

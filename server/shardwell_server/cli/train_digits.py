@@ -1,0 +1,173 @@
+"""Workers that train the digits classifier: those of docker compose, and those of the demo."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from shardwell.errors import ArgumentError, ShardwellError
+from shardwell_server.cli.digits_options import exit_by_accuracy, exit_stopped, training_options
+from shardwell_server.demo.digits.group_worker import train_by_sync
+from shardwell_server.demo.digits.samples import Samples, load_digits
+from shardwell_server.demo.digits.worker import MODEL, WORKER_COMMAND, Task
+from shardwell_server.demo.reports import Report, error_line
+from shardwell_server.demo.stop import StoppedError, StopRequest
+from shardwell_server.processes import stop_when_parent_ends
+
+_REPORT_INTERVAL_S = 0.1
+_LINE_INTERVAL_S = 2.0
+
+
+def _worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What a worker is told; the command gets it as one Task."""
+
+    @functools.wraps(command)
+    def with_task(
+        *, worker_id: str, worker_index: int | None, worker_count: int, **fields: Any
+    ) -> None:
+        try:
+            if worker_index is None:
+                worker_index = index_of(worker_id, worker_count)
+        except ArgumentError as error:
+            raise click.UsageError(error.message) from None
+        command(
+            exit_with_parent=fields.pop("exit_with_parent"),
+            task=Task(
+                worker_id=worker_id,
+                worker_index=worker_index,
+                worker_count=worker_count,
+                **fields,
+            ),
+        )
+
+    with_options: Callable[..., Any] = with_task
+    for option in (
+        click.option("--exit-with-parent", is_flag=True, hidden=True),
+        click.option(
+            "--connect-timeout-s",
+            type=float,
+            default=60.0,
+            show_default=True,
+            envvar="SHARDWELL_CONNECT_TIMEOUT_S",
+            help="How long shards are waited for.",
+        ),
+        click.option(
+            "--timeout-s",
+            type=float,
+            default=60.0,
+            show_default=True,
+            envvar="SHARDWELL_TIMEOUT_S",
+            help="Bound of each call, waiting for other workers included.",
+        ),
+        click.option(
+            "--parameter",
+            default="digits",
+            show_default=True,
+            envvar="SHARDWELL_PARAMETER",
+            help="Name of the model's weights in the cluster.",
+        ),
+        training_options,
+        click.option(
+            "--worker-count",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            envvar="SHARDWELL_WORKER_COUNT",
+            help="Workers that train together.",
+        ),
+        click.option(
+            "--worker-index",
+            type=int,
+            envvar="SHARDWELL_WORKER_INDEX",
+            help="Which share of the digits, from 0. Default: the number at the end of the worker "
+            "id, modulo the worker count.",
+        ),
+        click.option(
+            "--worker-id",
+            required=True,
+            envvar="SHARDWELL_WORKER_ID",
+            help="Unique in the cluster, and the same after a restart.",
+        ),
+        click.option(
+            "--target",
+            required=True,
+            envvar="SHARDWELL_SHARDS",
+            metavar="HOST:PORT,...",
+            help="The shards in order; those that are still starting are waited for.",
+        ),
+    ):
+        with_options = option(with_options)
+    return with_options
+
+
+@click.command()
+@_worker_options
+def train_digits(*, task: Task, exit_with_parent: bool) -> None:
+    """Be one worker that trains the digits classifier on a cluster.
+
+    Start as many as --worker-count says, each with an id of its own. A worker that is started
+    again goes on where it was. Each ends by measuring the held-out accuracy: exit code 0 if it is
+    at least 0.95, else 1.
+    """
+    stop = StopRequest()
+    if exit_with_parent:
+        stop_when_parent_ends(lambda: os._exit(1))
+
+    def say(report: Report) -> None:
+        if report.loss is None:
+            click.echo(
+                f"worker {task.worker_id} ({task.worker_index} of {task.worker_count}) is "
+                f"connected to {task.target}; step {report.step} of {task.step_count}"
+            )
+        else:
+            click.echo(f"step {report.step}/{task.step_count}  loss {report.loss:.4f}")
+
+    try:
+        with stop.at_once():
+            digits = load_digits()
+            weights = train_by_sync(task, digits, say, report_interval_s=_LINE_INTERVAL_S)
+    except StoppedError:
+        exit_stopped(stop, "start it again to go on")
+    exit_by_accuracy(_accuracy(weights, digits.held_out))
+
+
+@click.command(WORKER_COMMAND, hidden=True)
+@_worker_options
+def demo_worker(*, task: Task, exit_with_parent: bool) -> None:
+    """Be one worker of the demo; reports go to standard output."""
+    if exit_with_parent:
+        stop_when_parent_ends(lambda: os._exit(1))
+    try:
+        train_by_sync(
+            task,
+            load_digits(),
+            lambda report: click.echo(report.to_line()),
+            report_interval_s=_REPORT_INTERVAL_S,
+        )
+    except ShardwellError as error:
+        click.echo(error_line(error.message))
+        raise click.exceptions.Exit(1) from None
+
+
+def index_of(worker_id: str, worker_count: int) -> int:
+    """A worker's index from its id: "w3" is 3. Modulo the count, so ids may count from 1.
+
+    Raises:
+        ArgumentError: the id does not end in a number.
+    """
+    number = re.search(r"\d+$", worker_id)
+    if number is None:
+        raise ArgumentError(
+            f"worker id {worker_id!r} does not end in a number; give --worker-index, from 0 to "
+            f"{worker_count - 1}"
+        )
+    return int(number[0]) % worker_count
+
+
+def _accuracy(weights: Any, held_out: Samples) -> float:
+    return MODEL.accuracy(weights, held_out.images, held_out.labels)

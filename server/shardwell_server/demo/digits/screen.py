@@ -1,0 +1,78 @@
+"""What a person sees of the digits: how the training goes on, and a closing table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from shardwell_server.demo.digits.worker import ACCURACY_MIN
+from shardwell_server.demo.progress import Progress, count, traffic
+from shardwell_server.demo.standing import Standing
+
+if TYPE_CHECKING:
+    from shardwell_server.demo.digits.run import DemoConfig, Result
+
+
+class Screen:
+    """Shows one run."""
+
+    def __init__(self, config: DemoConfig, progress: Progress) -> None:
+        self._config = config
+        self._progress = progress
+
+    def introduce(self) -> None:
+        """Tells what is about to run."""
+        self._progress.print(f"[bold]Shardwell[/]: {escape(_described(self._config))}")
+
+    def say(self, what: str) -> None:
+        """Tells what is being done."""
+        self._progress.say(what)
+
+    def show(self, standing: Standing, accuracy: float | None, *, last: bool) -> None:
+        """Shows where the training stands."""
+        step_count, worker_count = self._config.step_count, self._config.process_count
+        if standing.loss is None:
+            if self._progress.is_live and standing.ready_count:
+                self.say(f"starting workers, {standing.ready_count} of {worker_count} are ready")
+            return
+        figures = [f"loss {standing.loss:.4f}"]
+        if accuracy is not None:
+            figures.append(f"accuracy {accuracy:.3f}")
+        if not last and self._config.sync != "threads":
+            figures.append(f"{standing.bytes_per_s / 1e6:5.1f} MB/s")
+        step = f"step {standing.step:>{len(str(step_count))}}/{step_count}"
+        self._progress.show(step, standing.step, step_count, figures, last=last)
+
+    def conclude(self, result: Result) -> None:
+        """Prints the closing table."""
+        standing, config = result.standing, self._config
+        right = round(result.accuracy * result.held_out_count)
+        colour = "green" if result.passed else "red"
+        seconds = standing.training_s or float("nan")
+        rows = {
+            "held-out accuracy": f"[bold {colour}]{result.accuracy:.3f}[/], {right} of "
+            f"{result.held_out_count} digits; {ACCURACY_MIN} is needed",
+            "loss": f"{standing.first_loss:.4f} at the first step, {standing.loss:.4f} at the last",
+            "steps": f"{config.step_count} by every worker in {standing.training_s:.1f} s, "
+            f"{standing.steps_per_s:.1f} a second",
+            "sent": traffic(standing.sent_bytes, seconds),
+            "received": traffic(standing.received_bytes, seconds),
+            "codec": f"{config.codec}, {standing.codec_ratio:.2f} times less than float32",
+        }
+        if config.sync == "threads":
+            del rows["sent"], rows["received"], rows["codec"]
+        rows["in all"] = f"{result.duration_s:.1f} s, from start to end of all processes"
+        self._progress.print_tables(list(rows.items()))
+
+
+def _described(config: DemoConfig) -> str:
+    """What is about to run."""
+    if config.sync == "threads":
+        return f"{count(config.worker_count, 'thread')} of one process"
+    workers = count(config.worker_count, "worker")
+    if config.sync != "server":
+        shape = {"ring": "in a ring", "tree": "in a tree", "centralized": "around rank 0"}
+        return f"{workers} among themselves, {shape[config.sync]}, codec {config.codec}"
+    where = count(config.shard_count, "shard") if config.target is None else config.target
+    return f"{workers} on {where}, codec {config.codec}, {config.mode}"

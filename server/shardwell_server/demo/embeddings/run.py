@@ -1,0 +1,239 @@
+"""The run as a whole: one process trains, then several workers on a cluster, and both are compared.
+
+Everything that is started is started in a `with`, so that it ends however this ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import shardwell
+from shardwell.errors import ArgumentError
+from shardwell.specs import CodecName
+from shardwell_server.demo.crew import Crew
+from shardwell_server.demo.embeddings.examiner import TEST_HITS, TEST_MRR, Examiner
+from shardwell_server.demo.embeddings.knowledge_graph import (
+    KnowledgeGraph,
+    find_data,
+    read_graph,
+)
+from shardwell_server.demo.embeddings.questions import Question, ask_some
+from shardwell_server.demo.embeddings.screen import Screen
+from shardwell_server.demo.embeddings.worker import (
+    BATCH_COUNT,
+    DATA_SET,
+    MODEL,
+    Task,
+    open_tables,
+)
+from shardwell_server.demo.progress import count
+from shardwell_server.demo.shards import GRACE_S, check_shards, ended_shards_named
+from shardwell_server.demo.standing import Observer, Standing
+from shardwell_server.demo.stop import StopRequest
+from shardwell_server.local_cluster import LocalCluster
+
+RATIO_MIN = 0.98
+"""The cluster's MRR as a part of that of one process; below it, the run has failed."""
+WORKER_COUNT_MAX = 32
+_LOOK_INTERVAL_S = 0.1
+_EXAM_INTERVAL_S = 0.5
+_TIMEOUT_S = 20.0
+_QUESTION_COUNT = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingsConfig:
+    """What the demo runs; checked when made."""
+
+    shard_count: int = 2
+    """Shards, each a process."""
+    worker_count: int = 4
+    """Workers, each a process."""
+    codec: CodecName = "fp16"
+    """How rows and gradients travel."""
+    step_count: int | None = None
+    """Steps of each worker; None: BATCH_COUNT among them all. One process makes those of all."""
+    target: str | None = None
+    """A cluster that runs already; None: start one of `shard_count`."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.worker_count <= WORKER_COUNT_MAX:
+            raise ArgumentError(
+                f"embeddings are trained by 1 to {WORKER_COUNT_MAX} workers; "
+                f"got {self.worker_count}"
+            )
+        if self.step_count is not None and self.step_count < 1:
+            raise ArgumentError(f"step_count must be at least 1; got {self.step_count}")
+
+    @property
+    def steps(self) -> int:
+        """Steps of each worker."""
+        return self.step_count or -(-BATCH_COUNT // self.worker_count)
+
+    @property
+    def step_sum(self) -> int:
+        """Steps of all workers, and of one process."""
+        return self.steps * self.worker_count
+
+    def task_alone(self) -> Task:
+        """What one process is to do, without a cluster: the batches of all workers, in order."""
+        return Task(target=None, worker_id="alone", step_count=self.step_sum)
+
+    def tasks(self, target: str) -> list[Task]:
+        """What each worker is to do. The tables' names are new, so that nothing is resumed."""
+        tables = f"{DATA_SET}-{uuid.uuid4().hex[:8]}"
+        return [
+            Task(
+                target=target,
+                worker_id=f"w{index}",
+                worker_index=index,
+                worker_count=self.worker_count,
+                step_count=self.steps,
+                tables=tables,
+                codec=self.codec,
+            )
+            for index in range(self.worker_count)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one of the two trainings went."""
+
+    standing: Standing
+    """Of its workers, at the end."""
+    measures: Mapping[str, float]
+    """Of what they learnt."""
+
+    @property
+    def mrr(self) -> float:
+        """Filtered, of the test facts."""
+        return self.measures[TEST_MRR]
+
+    @property
+    def hits_at_10(self) -> float:
+        """Filtered, of the test facts."""
+        return self.measures[TEST_HITS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How it went."""
+
+    alone: Outcome
+    """One process."""
+    together: Outcome
+    """The workers on the cluster."""
+    questions: list[Question]
+    """Some of the test facts, with what the cluster's embeddings answer."""
+    duration_s: float
+    """Of the whole demo."""
+
+    @property
+    def ratio(self) -> float:
+        """The cluster's MRR as a part of that of one process."""
+        return self.together.mrr / self.alone.mrr
+
+    @property
+    def passed(self) -> bool:
+        """Whether the cluster learns as well as one process."""
+        return self.ratio >= RATIO_MIN
+
+
+def run_embeddings(config: EmbeddingsConfig, screen: Screen, stop: StopRequest) -> Result:
+    """Runs it all, and leaves no process behind.
+
+    Raises:
+        StoppedError: a signal asked for it.
+        DemoError: PyKEEN is missing, or a worker or a shard has ended; it is named.
+        ShardwellError: see `LocalCluster`, `Client` and `Table`.
+    """
+    start_s = time.monotonic()
+    with stop.at_once():
+        graph = read_graph(find_data(DATA_SET))
+    screen.introduce(graph)
+    alone = _train_alone(config, screen, stop)
+    together, questions = _train_together(config, graph, screen, stop)
+    return Result(
+        alone=alone,
+        together=together,
+        questions=questions,
+        duration_s=time.monotonic() - start_s,
+    )
+
+
+def _train_alone(config: EmbeddingsConfig, screen: Screen, stop: StopRequest) -> Outcome:
+    screen.begin("one process")
+    with Crew([config.task_alone()]) as crew:
+        screen.say("starting one process")
+        (member,) = crew.members
+        return _watch(crew, screen, stop, lambda last: member.measures)
+
+
+def _train_together(
+    config: EmbeddingsConfig, graph: KnowledgeGraph, screen: Screen, stop: StopRequest
+) -> tuple[Outcome, list[Question]]:
+    with contextlib.ExitStack() as stack:
+        stop.check()
+        screen.begin(count(config.worker_count, "worker"))
+        cluster, target = None, config.target
+        if target is None:
+            screen.say(f"starting {count(config.shard_count, 'shard')}")
+            cluster = stack.enter_context(
+                LocalCluster(config.shard_count, processes=True, grace_s=GRACE_S)
+            )
+            target = cluster.target
+        stop.check()
+        tasks = config.tasks(target)
+        crew = stack.enter_context(Crew(tasks))
+        screen.say(f"starting {count(config.worker_count, 'worker')}")
+        with ended_shards_named(cluster):
+            reader = f"{tasks[0].tables}-examiner"
+            client = stack.enter_context(
+                shardwell.connect(target, worker_id=reader, timeout_s=_TIMEOUT_S)
+            )
+            examiner = Examiner(MODEL, graph, *open_tables(client, tasks[0], graph))
+            outcome = _watch(crew, screen, stop, _now_and_then(examiner), cluster)
+            return outcome, ask_some(graph, MODEL, *examiner.rows(), _QUESTION_COUNT)
+
+
+def _now_and_then(examiner: Examiner) -> Callable[[bool], Mapping[str, float]]:
+    """Measures twice a second, and all of it at the end."""
+    due_s = 0.0
+    latest: Mapping[str, float] = {}
+
+    def measure(last: bool) -> Mapping[str, float]:
+        nonlocal due_s, latest
+        if last:
+            return examiner.result()
+        if time.monotonic() >= due_s:
+            latest = examiner.progress()
+            due_s = time.monotonic() + _EXAM_INTERVAL_S
+        return latest
+
+    return measure
+
+
+def _watch(
+    crew: Crew,
+    screen: Screen,
+    stop: StopRequest,
+    measure: Callable[[bool], Mapping[str, float]],
+    cluster: LocalCluster | None = None,
+) -> Outcome:
+    """Shows and measures until all workers have finished."""
+    observer = Observer(crew.members)
+    while True:
+        stop.check()
+        check_shards(cluster)
+        finished = crew.has_finished()
+        standing = observer.look(time.monotonic())
+        measures = measure(finished)
+        screen.show(standing, measures, last=finished)
+        if finished:
+            return Outcome(standing=standing, measures=measures)
+        time.sleep(_LOOK_INTERVAL_S)

@@ -1,0 +1,38 @@
+"""Shards of the demo that end before it does: whoever waits for one wants to know which."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from shardwell.errors import ShardwellError
+from shardwell_server.demo.errors import DemoError
+from shardwell_server.local_cluster import LocalCluster
+from shardwell_server.processes import describe_exit
+
+GRACE_S = 0.5
+"""What the demo's shards give open calls when they stop: nobody is left who made any."""
+
+
+@contextlib.contextmanager
+def ended_shards_named(cluster: LocalCluster | None) -> Iterator[None]:
+    """Tells of a shard that has ended, rather than of what followed from it."""
+    try:
+        yield
+    except ShardwellError:
+        check_shards(cluster)
+        raise
+
+
+def check_shards(cluster: LocalCluster | None) -> None:
+    """Does nothing if all shards run, or none is ours (None).
+
+    Raises:
+        DemoError: a shard of the cluster has ended; it is named.
+    """
+    for index, child in enumerate(cluster.children if cluster is not None else ()):
+        code = child.poll()
+        if code is not None:
+            raise DemoError(
+                f"shard {index} has ended with {describe_exit(code)}", shard_index=index
+            )

@@ -1,0 +1,185 @@
+"""Goal: embeddings learn on a cluster what they learn in one process, and the demo says so.
+
+Method: the training loop on both kinds of table, with real servers; then the command as a user runs
+it, with few steps: what it prints, its exit code, and that it leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.commands import Program
+from harness.leaks import child_pids, is_running
+from harness.polling import eventually
+from shardwell_server import LocalCluster
+from shardwell_server.demo.embeddings.examiner import TEST_MRR, VALIDATION_MRR
+from shardwell_server.demo.embeddings.knowledge_graph import KnowledgeGraph
+from shardwell_server.demo.embeddings.local_table import LocalTable
+from shardwell_server.demo.embeddings.worker import (
+    Task,
+    open_tables,
+    run_worker,
+    table_specs,
+    train,
+)
+from shardwell_server.demo.reports import Report, Reporter
+
+needs_pykeen = pytest.mark.skipif(
+    importlib.util.find_spec("pykeen") is None, reason="PyKEEN brings the facts"
+)
+COMMAND = ("-m", "shardwell_server", "demo", "--task=embeddings")
+DEADLINE_S = 90.0
+STEP_COUNT = 12
+
+
+@pytest.fixture
+def graph() -> KnowledgeGraph:
+    """300 facts that were drawn, 10 of them for each of the other parts."""
+    random = np.random.default_rng(3)
+    keys = random.choice(40 * 5 * 40, 300, replace=False)
+    facts = np.column_stack([keys // 200, keys // 40 % 5, keys % 40])
+    return KnowledgeGraph(
+        entity_names=tuple(f"e{i}" for i in range(40)),
+        relation_names=tuple(f"r{i}" for i in range(5)),
+        training=facts[:280],
+        validation=facts[280:290],
+        test=facts[290:],
+    )
+
+
+def task(target: str | None, **fields) -> Task:
+    return Task(target=target, worker_id="w0", step_count=STEP_COUNT, codec="fp32", **fields)
+
+
+def rows_of(tables, graph: KnowledgeGraph) -> tuple[np.ndarray, np.ndarray]:
+    entities, relations = tables
+    return (
+        entities.get_rows(np.arange(graph.entity_count)),
+        relations.get_rows(np.arange(graph.relation_count)),
+    )
+
+
+def test_one_worker_on_shards_makes_the_rows_that_one_process_makes(graph):
+    alone = tuple(LocalTable(spec) for spec in table_specs(task(None), graph))
+    first = rows_of(alone, graph)
+    silent = Reporter(lambda report: None, shardwell.Traffic(), interval_s=3600.0)
+    train(task(None), graph, *alone, silent)
+    with LocalCluster(3) as cluster:
+        one = task(cluster.target)
+        run_worker(one, graph, lambda report: None, report_interval_s=3600.0)
+        with shardwell.connect(cluster.target, worker_id="reader") as client:
+            together = rows_of(open_tables(client, one, graph), graph)
+    for before, expected, rows in zip(first, rows_of(alone, graph), together, strict=True):
+        assert np.abs(expected - before).max() > 0.3, "it has learnt something"
+        np.testing.assert_allclose(rows, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_worker_that_is_started_again_goes_on(graph):
+    reports: list[Report] = []
+    with LocalCluster(2) as cluster:
+        for step_count in (5, STEP_COUNT, STEP_COUNT):
+            one = Task(target=cluster.target, worker_id="w0", step_count=step_count)
+            run_worker(one, graph, reports.append, report_interval_s=3600.0)
+    told = [report.step for report in reports if report.loss is None]
+    assert told == [0, 5, STEP_COUNT]
+    assert reports[-1].step == STEP_COUNT
+    assert reports[-1].loss is None, "nothing is left to do"
+
+
+def test_alone_it_measures(graph):
+    reports: list[Report] = []
+    run_worker(task(None), graph, reports.append, report_interval_s=3600.0)
+    assert set(reports[1].measures) == {VALIDATION_MRR}
+    assert reports[-1].step == STEP_COUNT
+    assert 0.0 < reports[-1].measures[TEST_MRR] < 1.0
+
+
+@needs_pykeen
+@pytest.mark.slow
+def test_it_compares_a_cluster_with_one_process():
+    with Program(*COMMAND, "--shards=2", "--workers=2", "--steps=150") as program:
+        code = program.end(DEADLINE_S)
+    output = "\n".join(program.lines)
+    assert "UMLS: 5216 facts among 135 entities and 46 relations" in output
+    assert re.search(r"^one process, step 300/300 +loss \S+ +MRR 0\.\d{3}$", output, re.M), output
+    assert re.search(r"^2 workers, step 300/300 +loss \S+ +MRR 0\.\d{3}$", output, re.M), output
+    mrr = re.search(r"^filtered MRR +(\S+) +(\S+) +(\S+) of one process's", output, re.M)
+    assert mrr, output
+    alone, together, ratio = (float(figure) for figure in mrr.groups())
+    assert alone > 0.85
+    assert together > 0.85
+    assert ratio == pytest.approx(together / alone, abs=2e-4)
+    hits = re.search(r"^hits@10 +(\S+) +(\S+)", output, re.M)
+    assert hits, output
+    assert min(float(figure) for figure in hits.groups()) > 0.95
+    codec = re.search(r"^codec +fp16, ([\d.]+) times less than float32", output, re.M)
+    assert codec, output
+    assert 1.7 < float(codec[1]) < 2.1
+    # So few steps are compared with more noise than a whole run's.
+    assert ratio == pytest.approx(1.0, abs=0.05)
+    told = f"the cluster's filtered MRR is {mrr[3]} times that of one process"
+    if ratio >= 0.98:
+        assert (code, program.log) == (0, [])
+        assert program.lines[-1] == f"Passed: {told}, at least 0.98."
+    else:
+        assert (code, program.log) == (1, [f"Failed: {told}, below 0.98."])
+
+
+@needs_pykeen
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--mode=sync",), "trained asynchronously on shards; leave out --mode and --sync"),
+        (("--sync=ring",), "trained asynchronously on shards; leave out --mode and --sync"),
+        (("--workers=33",), "1 to 32 workers; got 33"),
+    ],
+)
+def test_what_it_can_not_do_is_refused_at_once(arguments, told):
+    with Program(*COMMAND, *arguments) as program:
+        assert program.end(DEADLINE_S) == 1
+    assert program.lines == []
+    assert told in "\n".join(program.log)
+
+
+def test_without_pykeen_it_says_how_to_install_it():
+    """The command in a process where the package can't be found."""
+    script = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'pykeen' else find(name)\n"
+        "from shardwell_server.cli import main\n"
+        "sys.argv = ['shardwell', 'demo', '--task=embeddings']\n"
+        "main()\n"
+    )
+    with Program("-c", script) as program:
+        assert program.end(DEADLINE_S) == 1
+    assert program.log == [
+        "shardwell: the facts come with PyKEEN, which is not installed; run: "
+        "pip install --no-deps pykeen==1.11.1"
+    ]
+
+
+@needs_pykeen
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("who", ["one process", "2 workers"])
+def test_a_stopped_run_leaves_nothing_behind(who):
+    steps = 20 if who == "2 workers" else 100000
+    with Program(*COMMAND, "--workers=2", f"--steps={steps}") as program:
+        while not program.read_line().startswith(f"{who}, step"):
+            pass
+        children = child_pids(program.pid)
+        program.send(signal.SIGINT)
+        code = program.end(DEADLINE_S)
+    assert (code, program.log) in (
+        (130, ["Stopped by Ctrl-C; shards and workers have ended."]),
+        (0, []),
+    )
+    assert children
+    eventually("all end", lambda: not any(map(is_running, children)), timeout_s=20.0)
