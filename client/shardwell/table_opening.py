@@ -17,7 +17,7 @@ from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
 from shardwell.errors import ArgumentError, CorruptChunkError, StepOrderError, UnknownTableError
 from shardwell.retry import Attempts
 from shardwell.row_codec import RowCodec, rows_per_message_max
-from shardwell.row_placement import Ids, RowPlacement
+from shardwell.row_placement import Ids
 from shardwell.table_spec import TableSpec
 from shardwell.turns import Turns
 from shardwell.v1 import table_pb2 as pb
@@ -66,7 +66,7 @@ class TableOpening:
         Raises:
             SpecMismatchError, LimitError: a shard refuses.
             StepOrderError: asynchronous mode: the shards do not have the same past.
-            CorruptChunkError: a shard takes fewer rows in a message than this worker sends.
+            CorruptChunkError: a shard cuts messages in another way.
         """
         return self._standing(attempts, take_seat=False)
 
@@ -85,15 +85,12 @@ class TableOpening:
             for channel in self._channels
         ]
         expected = rows_per_message_max(self._spec)
-        if self._spec.row_count is not None:  # a small table's messages never have as many
-            placement = RowPlacement(self._spec.row_count, len(self._channels))
-            expected = min(expected, placement.local_row_count())
         for channel, answer in zip(self._channels, answers, strict=True):
-            if answer.rows_per_message_max < expected:
+            if answer.rows_per_message_max != expected:
                 raise CorruptChunkError(
                     f"shard {channel.shard_index} has messages of up to "
                     f"{answer.rows_per_message_max} rows for table {self._spec.name!r}; expected "
-                    f"at least {expected}; run the same version everywhere",
+                    f"{expected}; run the same version everywhere",
                     shard_index=channel.shard_index,
                     table=self._spec.name,
                 )
