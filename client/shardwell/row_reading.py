@@ -15,7 +15,7 @@ from shardwell.retry import Attempts
 from shardwell.row_batches import RowBatch, ShardedIds
 from shardwell.row_cache import RowCache
 from shardwell.row_placement import Ids
-from shardwell.row_transfer import RowFetch
+from shardwell.row_transfer import RowFetch, RowTransfer
 from shardwell.table_streams import TableStreams
 from shardwell.turns import Turns
 
@@ -26,7 +26,7 @@ class RowReading:
     Args:
         table: The table's name.
         dim: Its.
-        row_count_max: Rows of one message.
+        transfer: Of its rows.
         streams: To its shards.
         turns: Its.
         executor: Whose threads prefetch.
@@ -38,7 +38,7 @@ class RowReading:
         table: str,
         dim: int,
         *,
-        row_count_max: int,
+        transfer: RowTransfer,
         streams: TableStreams,
         turns: Turns,
         executor: Executor,
@@ -46,7 +46,7 @@ class RowReading:
     ) -> None:
         self._table = table
         self._dim = dim
-        self._row_count_max = row_count_max
+        self._transfer = transfer
         self._streams = streams
         self._turns = turns
         self._prefetches = Prefetches(executor)
@@ -85,7 +85,7 @@ class RowReading:
         return RowFetch(
             batch.distinct,
             self._room(batch, out),
-            row_count_max=self._row_count_max,
+            row_count_max=self._transfer.row_count_max,
         )
 
     def answered(self, batch: RowBatch, fetch: RowFetch, out: Float32) -> None:
@@ -172,6 +172,8 @@ class RowReading:
     def _fetch(
         self, ids: ShardedIds, rows: Float32, min_version: int, attempts: Attempts
     ) -> int | None:
-        fetch = RowFetch(ids, rows, row_count_max=self._row_count_max, min_version=min_version)
+        fetch = RowFetch(
+            ids, rows, row_count_max=self._transfer.row_count_max, min_version=min_version
+        )
         self._turns.run(attempts, lambda: self._streams.attempt(None, fetch, attempts.rest_s))
         return int(fetch.version) if ids.ids.size else None

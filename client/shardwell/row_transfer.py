@@ -138,11 +138,8 @@ class RowTransfer:
         self._worker_id = worker_id
         self._traffic = traffic
         self._codec = RowCodec.of(spec)
-
-    @property
-    def row_count_max(self) -> int:
-        """Rows of one message."""
-        return self._codec.row_count_max
+        self.row_count_max = self._codec.row_count_max
+        """Rows of one message that is sent; fewer, once the shards have said so."""
 
     def messages(
         self,

@@ -65,7 +65,7 @@ class Table:
         self._streams = TableStreams(spec.name, shards.channels, transfer, watchdog=watchdog)
         self._steps = TableSteps(
             spec,
-            row_count_max=transfer.row_count_max,
+            transfer=transfer,
             opening=self._opening,
             streams=self._streams,
             turns=self._turns,
@@ -74,7 +74,7 @@ class Table:
         self._reading = RowReading(
             spec.name,
             spec.dim,
-            row_count_max=transfer.row_count_max,
+            transfer=transfer,
             streams=self._streams,
             turns=self._turns,
             executor=executor,
@@ -163,17 +163,17 @@ class Table:
         flat, shape = as_ids(ids, self.spec.row_count)
         min_version = self._min_version(min_version)
         attempts = self._turns.attempts(timeout_s)
+        room = None if out is None else self._room(out, shape)  # checked before anything is taken
         found = self._reading.prefetched(flat, min_version, attempts)
         if found is None:
-            rows, target = self._room(out, shape)
+            rows, target = room or self._room(None, shape)
             batch = RowBatch(flat, shape, self._placement)
             version = self._reading.read(batch, target, min_version, attempts)
+        elif room is None:
+            rows, version = found.rows.reshape(*shape, self.dim), found.version
         else:
-            version = found.version
-            rows = found.rows.reshape(*shape, self.dim)
-            if out is not None:
-                rows, target = self._room(out, shape)
-                target[...] = found.rows
+            (rows, target), version = room, found.version
+            target[...] = found.rows
         if version is not None:
             self.version = version
         return rows
@@ -267,10 +267,7 @@ class Table:
         """
         attempts = self._turns.attempts(timeout_s)
         batch, sums, count = self._checked(ids, gradients, sample_count)
-        wanted = batch
-        if next_ids is not None:
-            flat, shape = as_ids(next_ids, self.spec.row_count)
-            wanted = RowBatch(flat, shape, self._placement)
+        wanted = batch if next_ids is None else self._batch(next_ids)
         rows, target = self._room(out, wanted.shape)
         if np.may_share_memory(target, sums.gradients):
             raise ArgumentError("out must not overlap the gradients; pass another array")
@@ -302,8 +299,7 @@ class Table:
 
         Not of one moment where gradients come in meanwhile.
         """
-        attempts = self._turns.attempts(timeout_s)
-        return self._opening.row_ids(attempts)
+        return self._opening.row_ids(self._turns.attempts(timeout_s))
 
     def evict(self, *, older_than_step: int, timeout_s: float | None = None) -> int:
         """Drops rows whose last gradient joined a step before `older_than_step`, on all shards.
@@ -315,8 +311,7 @@ class Table:
             How many rows went; of a call that had to be repeated, perhaps fewer than did.
         """
         step = check_integer("older_than_step", older_than_step, 0, STEP_MAX)
-        attempts = self._turns.attempts(timeout_s)
-        count = self._opening.evict(step, attempts)
+        count = self._opening.evict(step, self._turns.attempts(timeout_s))
         self._reading.forget()
         return count
 
@@ -342,8 +337,7 @@ class Table:
 
     def status(self, *, timeout_s: float | None = None) -> list[table_pb2.TableStatus]:
         """What each shard holds of the table, in the order of the shards."""
-        attempts = self._turns.attempts(timeout_s)
-        return self._opening.status(attempts)
+        return self._opening.status(self._turns.attempts(timeout_s))
 
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
@@ -369,14 +363,16 @@ class Table:
 
     # What the verbs share.
 
+    def _batch(self, ids: Any) -> RowBatch:
+        return RowBatch(*as_ids(ids, self.spec.row_count), self._placement)
+
     def _checked(
         self, ids: Any, gradients: Any, sample_count: int
     ) -> tuple[RowBatch, RowSums, int]:
         """Checks everything that can be checked before anything is sent."""
-        flat, shape = as_ids(ids, self.spec.row_count)
-        values = as_gradients(gradients, shape, self.dim, self.name)
+        batch = self._batch(ids)
+        values = as_gradients(gradients, batch.shape, self.dim, self.name)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
-        batch = RowBatch(flat, shape, self._placement)
         sums = RowSums(batch, values, self.name, allow_non_finite=self.spec.allow_non_finite)
         return batch, sums, count
 

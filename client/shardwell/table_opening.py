@@ -35,6 +35,8 @@ class Standing(NamedTuple):
     """Whether some shard has counted some of that step."""
     version: int
     """See `Table.version`."""
+    row_count_max: int
+    """Rows of one message, on any shard."""
 
 
 class TableOpening:
@@ -66,7 +68,7 @@ class TableOpening:
         Raises:
             SpecMismatchError, LimitError: a shard refuses.
             StepOrderError: asynchronous mode: the shards do not have the same past.
-            CorruptChunkError: a shard cuts messages in another way.
+            CorruptChunkError: a shard has messages of a size that can't be.
         """
         return self._standing(attempts, take_seat=False)
 
@@ -84,13 +86,13 @@ class TableOpening:
             self._turns.run(attempts, partial(self._join, channel, attempts, take_seat=take_seat))
             for channel in self._channels
         ]
-        expected = rows_per_message_max(self._spec)
+        most = rows_per_message_max(self._spec)
         for channel, answer in zip(self._channels, answers, strict=True):
-            if answer.rows_per_message_max != expected:
+            if not 1 <= answer.rows_per_message_max <= most:
                 raise CorruptChunkError(
                     f"shard {channel.shard_index} has messages of up to "
                     f"{answer.rows_per_message_max} rows for table {self._spec.name!r}; expected "
-                    f"{expected}; run the same version everywhere",
+                    f"1 to {most}; run the same version everywhere",
                     shard_index=channel.shard_index,
                     table=self._spec.name,
                 )
@@ -109,6 +111,7 @@ class TableOpening:
             next_step=min(steps),
             is_begun=max(steps) > min(steps) or any(a.counted_part_count for a in answers),
             version=min(answer.version for answer in answers),
+            row_count_max=min(answer.rows_per_message_max for answer in answers),
         )
 
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:

@@ -14,7 +14,7 @@ from shardwell.errors import StepOrderError
 from shardwell.retry import Attempts
 from shardwell.row_batches import ShardedIds
 from shardwell.row_sums import RowSums
-from shardwell.row_transfer import RowFetch, RowPut
+from shardwell.row_transfer import RowFetch, RowPut, RowTransfer
 from shardwell.table_opening import Standing, TableOpening
 from shardwell.table_spec import TableSpec
 from shardwell.table_streams import TableStreams
@@ -35,7 +35,7 @@ class TableSteps:
 
     Args:
         spec: The table.
-        row_count_max: Rows of one message.
+        transfer: Of its rows; is told how many a message may have.
         opening: Of the table.
         streams: To its shards.
         turns: Its.
@@ -45,13 +45,13 @@ class TableSteps:
         self,
         spec: TableSpec,
         *,
-        row_count_max: int,
+        transfer: RowTransfer,
         opening: TableOpening,
         streams: TableStreams,
         turns: Turns,
     ) -> None:
         self._spec = spec
-        self._row_count_max = row_count_max
+        self._transfer = transfer
         self._opening = opening
         self._streams = streams
         self._turns = turns
@@ -86,7 +86,7 @@ class TableSteps:
             sums,
             step=self.next_step,
             sample_count=sample_count,
-            row_count_max=self._row_count_max,
+            row_count_max=self._transfer.row_count_max,
         )
         if self._begun is not None:
             self._repeat(self._begun, put)
@@ -138,6 +138,7 @@ class TableSteps:
 
     def _stand(self, standing: Standing) -> int:
         """Goes on where the shards say."""
+        self._transfer.row_count_max = standing.row_count_max
         if standing.next_step != self.next_step:
             self._begun = None
         self.next_step = standing.next_step

@@ -302,7 +302,7 @@ def test_an_image_newer_than_its_journal_is_refused(
     path = tmp_path / "store"
     storage = recovered(restore({}, path))
     take_seats(storage)
-    monkeypatch.setattr(storage, "_wants_image", True)
+    monkeypatch.setattr(storage._journaling, "wants_image", True)
     steps = iter(range(len(STORY)))
 
     def one() -> bool:
@@ -370,6 +370,7 @@ def test_a_sync_that_failed_is_made_good_by_an_image(
         storage.make_durable()
     with pytest.raises(StorageError, match="making an image failed"):
         storage.make_image(lambda: False)
+    asked = {path.name for path in (path / TABLE).glob("journal-*")}
     failing.error_number = 0
     with pytest.raises(StorageError, match="syncing it failed"):
         storage.make_durable()
@@ -380,6 +381,7 @@ def test_a_sync_that_failed_is_made_good_by_an_image(
     (image,) = standing_images(image_of(path))
     for segment in (path / TABLE).glob("journal-*"):
         assert segment.name.rpartition("-")[2] >= image.rpartition("-")[2]
+        assert segment.name not in asked  # which the disk has lost pages of
     lost = scrambled_at(path, tmp_path / "lost")
     assert state_of(recovered(lost, boot=OtherStart)) == STATES[1]
 
@@ -392,7 +394,7 @@ def test_images_that_fail_leave_the_journal_short(
     storage = recovered(path)
     take_seats(storage)
     apply(storage, STORY[0], 1)
-    monkeypatch.setattr(storage, "_wants_image", True)
+    monkeypatch.setattr(storage._journaling, "wants_image", True)
     full.error_number = errno.ENOSPC
     for _ in range(5):
         with pytest.raises(StorageError, match="free space"):

@@ -397,11 +397,11 @@ class TableRows:
         position: Position | None,
     ) -> None:
         new_places, used = places[is_new], self._places.used
-        if new_places.size:
-            self._storage.keys[new_places] = ids[is_new]
-            used = max(used, int(new_places.max()) + 1)
-            self._index.add(ids[is_new], new_places)
         try:
+            if new_places.size:
+                self._storage.keys[new_places] = ids[is_new]
+                used = max(used, int(new_places.max()) + 1)
+                self._index.add(ids[is_new], new_places)
             change.commit(record._replace(row_used=used), position)
         except BaseException:
             self._index.remove(ids[is_new])

@@ -206,7 +206,9 @@ class TableSlice:
     def _decide(self, seat: Seat, header: pb.RowGradients) -> Decision:
         if header.abandons:
             return self._ledger.decide_end(seat, header.step)
-        return self._ledger.decide(seat, header.step, header.part_index)
+        return self._ledger.decide(
+            seat, header.step, header.part_index, ends_step=header.end_of_step
+        )
 
     def _check_sample_count(self, seat: Seat, header: pb.RowGradients) -> None:
         """Refuses another weight in the middle of a step, as far as this process remembers."""

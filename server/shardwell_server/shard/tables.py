@@ -167,12 +167,10 @@ class Tables:
                 table=layout.name,
             ) from None
         # Limits may have changed since; the files have the sizes that they were made with.
-        expected = dataclasses.replace(
-            self._layout(spec),
-            row_capacity=layout.row_capacity,
-            rows_per_change_max=layout.rows_per_change_max,
-        )
-        if layout != expected:
+        expected = self._layout(spec)
+        has_room = layout.rows_per_change_max >= expected.rows_per_change_max
+        sizes = {name: getattr(layout, name) for name in ("row_capacity", "rows_per_change_max")}
+        if layout != dataclasses.replace(expected, **sizes) or not has_room:
             raise StorageError(
                 f"table {layout.name!r}: its files hold {layout}; this shard needs {expected}; run "
                 "the version that wrote it",
