@@ -180,7 +180,8 @@ def test_training_goes_on_while_one_version_is_taken(
         assert not list((tmp_path / "data").rglob("tmp*")), "spools have no names"
 
 
-def test_a_restored_shard_keeps_what_it_was_given(cluster, connect, tmp_path) -> None:
+@pytest.mark.parametrize("durability", ["process", "step"])
+def test_a_restored_shard_keeps_what_it_was_given(cluster, connect, tmp_path, durability) -> None:
     """Files of a restored shard are as good as those of one that trained; with its rate."""
     client = connect(cluster(1), "w0")
     table = open_table(client)
@@ -190,7 +191,7 @@ def test_a_restored_shard_keeps_what_it_was_given(cluster, connect, tmp_path) ->
     client.save_checkpoint(tmp_path / "c")
     expected = table.exchange_rows(np.arange(25), np.ones((25, DIM)))
     with (
-        LocalCluster(2, tmp_path / "data") as running,
+        LocalCluster(2, tmp_path / "data", durability=durability) as running,
         shardwell.connect(running.target, worker_id="restorer") as restorer,
     ):
         restorer.restore_checkpoint(tmp_path / "c")

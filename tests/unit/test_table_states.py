@@ -8,6 +8,7 @@ and messages are read by NumPy. Between any two messages of a scan, training goe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwell
+from harness.images import image_of, restore
 from harness.table_messages import part
 from harness.telling import SameMachine
 from shardwell.errors import (
@@ -333,6 +335,38 @@ def test_the_newest_load_counts(directory) -> None:
     give(table, ones(8))
     with pytest.raises(StepOrderError, match="has counted gradients"):
         table.loading.begin()
+
+
+def test_a_load_that_is_killed_at_any_write(tmp_path) -> None:
+    """It has not begun, or refuses gradients and is empty, or stands whole; twice over."""
+    path, target = tmp_path / "a", tmp_path / "b"
+    path.mkdir()
+    images: list[Any] = []
+    store = MmapStore(path, boot=SameMachine(path), reached=lambda _: images.append(image_of(path)))
+    table = Shard(CONFIG, store).tables.open(SPEC)[0]
+    loads = [({5, 2}, 1.5, 7, 0.5), ({2}, 2.5, 3, None)]
+    expected: dict[int, Rows] = {0: {}}
+    images.clear()
+    for ids, weight, version, rate in loads:
+        number = table.loading.begin()
+        for row_id in ids:
+            table.loading.add(number, state(row_id, weight=weight))
+        table.loading.finish(number, version, rate)
+        expected[version] = whole(table)
+    seen = []
+    for image in images:
+        again = shard_of(restore(image, target)).tables.table("t")
+        status = again.describe(1)
+        if status.loading:
+            assert (status.row_count, status.version) == (0, 0)
+            with pytest.raises(NotInitializedError):
+                give(again, ones(1))
+        else:
+            assert whole(again) == expected[again.version]
+            assert again.learning_rate == (0.5 if again.version == 7 else 1.0)
+        seen.append((status.loading, status.version))
+    order = [(False, 0), (True, 0), (False, 7), (True, 0), (False, 3)]
+    assert [each for each, _ in itertools.groupby(seen)] == order
 
 
 @pytest.mark.parametrize(
