@@ -190,7 +190,7 @@ def read_until(program: Program, start: str) -> None:
 def test_a_stopped_run_leaves_nothing_behind(moment):
     with Program(*COMMAND, "--workers=2", "--steps=200") as program:
         read_until(program, moment)
-        children = command_lines(program.pid)
+        children = child_pids(program.pid)
         program.send(signal.SIGINT)
         assert program.end(DEADLINE_S) == 130
     assert program.log == ["Stopped by Ctrl-C; shards and workers have ended."]
@@ -211,9 +211,13 @@ def test_a_stopped_run_leaves_nothing_behind(moment):
 def test_a_killed_process_ends_it_and_is_named(victim, told):
     with Program(*COMMAND, "--workers=2", "--steps=20") as program:
         read_until(program, "starting 2 workers")
-        children = command_lines(program.pid)
-        (pid,) = (pid for pid, line in children.items() if victim in line)
-        os.kill(pid, signal.SIGKILL)
+        # A process that has just been made has no command line yet.
+        found = eventually(
+            f"a process has {victim}",
+            lambda: [pid for pid, line in command_lines(program.pid).items() if victim in line],
+        )
+        children = child_pids(program.pid)
+        os.kill(found[0], signal.SIGKILL)
         assert program.end(DEADLINE_S) == 1
     assert re.fullmatch(f"shardwell: {told}", "\n".join(program.log)), program.log
     eventually("all end", lambda: not any(map(is_running, children)), timeout_s=20.0)
