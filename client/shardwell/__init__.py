@@ -9,7 +9,7 @@ with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as clien
 import logging
 
 from shardwell.batches import Update, merge_updates, split_batch
-from shardwell.checkpoint import Checkpoint, CheckpointParameter
+from shardwell.checkpoint import Checkpoint, CheckpointParameter, CheckpointTable
 from shardwell.client import Client, connect
 from shardwell.data_parallel import DataParallelTrainer, StepResult
 from shardwell.errors import (
@@ -59,6 +59,7 @@ from shardwell.optimizers import (
 from shardwell.parameter import Parameter
 from shardwell.specs import ParameterSpec
 from shardwell.table import Table
+from shardwell.table_export import TableExport
 from shardwell.table_spec import TableSpec
 from shardwell.threaded_sync import ThreadedSync
 from shardwell.traffic import Traffic
@@ -79,6 +80,7 @@ __all__ = [
     "Centralized",
     "Checkpoint",
     "CheckpointParameter",
+    "CheckpointTable",
     "Client",
     "ClosedError",
     "CollectiveMismatchError",
@@ -114,6 +116,7 @@ __all__ = [
     "StorageError",
     "Strategy",
     "Table",
+    "TableExport",
     "TableSpec",
     "ThreadedSync",
     "Traffic",

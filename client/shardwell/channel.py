@@ -87,6 +87,10 @@ class ShardChannel:
             f"/{_TABLE_SERVICE}/ScanRows",
             request_serializer=table_pb2.ScanRowsRequest.SerializeToString,
         )
+        self.load_rows: Any = channel.stream_unary(
+            f"/{_TABLE_SERVICE}/LoadRows",
+            response_deserializer=table_pb2.LoadRowsResponse.FromString,
+        )
 
     def call(
         self,

@@ -1,4 +1,4 @@
-"""Saves a cluster's parameters to a checkpoint, and restores them into a cluster, of any size."""
+"""Saves a cluster to a checkpoint, and restores it into a cluster, of any size."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from shardwell.shards import Shards
 from shardwell.slice_file import SliceReader
 from shardwell.snapshots import ParameterSnapshot
 from shardwell.specs import ParameterSpec
+from shardwell.table_checkpointing import TableCheckpointing
+from shardwell.table_export import TableExport
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.whole_directory import whole_directory
@@ -48,14 +50,21 @@ class Checkpointing:
         self._worker_id = worker_id
         self._traffic = traffic
         self._attempts = shards.attempts(timeout_s)
+        self._tables = TableCheckpointing(
+            self._channels, worker_id=worker_id, traffic=traffic, attempts=self._attempts
+        )
 
     # Saving.
 
     def save(
-        self, path: str | os.PathLike[str], parameters: Sequence[str] | None = None
+        self,
+        path: str | os.PathLike[str],
+        parameters: Sequence[str] | None = None,
+        tables: Sequence[str] | None = None,
     ) -> Checkpoint:
         """See `Client.save_checkpoint`."""
-        _check_names(parameters)
+        _check_names("parameters", parameters)
+        _check_names("tables", tables)
         target = Path(os.path.abspath(path))
         with whole_directory(target) as partial:
             status = self._status(self._channels[0])
@@ -63,12 +72,14 @@ class Checkpointing:
             for number, spec in enumerate(_specs(status, parameters), 1):
                 (partial / f"{number:06d}-{spec.name}").mkdir()
                 entries.append(self._snapshot(spec, partial, number))
+            table_entries = self._tables.save(partial, tables, first_number=len(entries) + 1)
             checkpoint = Checkpoint(
                 path=target,
                 cluster_id=self._channels[0].identity.cluster_id,
                 shard_count=len(self._channels),
                 software_version=status.software_version,
                 parameters=tuple(entries),
+                tables=tuple(table_entries),
             )
             write_manifest(partial, checkpoint)
         return checkpoint
@@ -94,12 +105,18 @@ class Checkpointing:
     # Restoring.
 
     def restore(
-        self, path: str | os.PathLike[str], parameters: Sequence[str] | None = None
+        self,
+        path: str | os.PathLike[str],
+        parameters: Sequence[str] | None = None,
+        tables: Sequence[str] | None = None,
     ) -> Checkpoint:
         """See `Client.restore_checkpoint`."""
-        _check_names(parameters)
+        _check_names("parameters", parameters)
+        _check_names("tables", tables)
         checkpoint = inspect_checkpoint(path, verify=True)
         selected = checkpoint.select(parameters)
+        selected_tables = checkpoint.select_tables(tables)
+        self._tables.check_free(selected_tables)
         for channel in self._channels:
             self._check_free(selected, self._status(channel))
         for entry in selected:
@@ -108,7 +125,15 @@ class Checkpointing:
         for entry in selected:
             if not isinstance(entry.spec.optimizer, Average):
                 self._restore(checkpoint.path, entry)
+        for table in selected_tables:
+            self._tables.restore(checkpoint.path, table)
         return checkpoint
+
+    # Tables alone.
+
+    def export_table(self, name: str, path: str | os.PathLike[str]) -> TableExport:
+        """See `Client.export_table`."""
+        return self._tables.export(name, Path(os.path.abspath(path)))
 
     def _check_free(
         self, entries: Sequence[CheckpointParameter], status: pb.GetStatusResponse
@@ -202,9 +227,9 @@ def _specs(status: pb.GetStatusResponse, names: Sequence[str] | None) -> list[Pa
     return [ParameterSpec.from_proto(entries[name].spec) for name in dict.fromkeys(names)]
 
 
-def _check_names(parameters: Sequence[str] | None) -> None:
-    if isinstance(parameters, str):
-        raise ArgumentError(f"parameters must be a list of names; got {parameters!r:.140}")
+def _check_names(what: str, names: Sequence[str] | None) -> None:
+    if isinstance(names, str):
+        raise ArgumentError(f"{what} must be a list of names; got {names!r:.140}")
 
 
 class _CheckpointValues:

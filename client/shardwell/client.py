@@ -28,6 +28,7 @@ from shardwell.specs import (
     ParameterSpec,
 )
 from shardwell.table import Table
+from shardwell.table_export import TableExport
 from shardwell.table_spec import DIM_MAX, ROW_COUNT_MAX, TableSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -290,54 +291,82 @@ class Client(Closing):
         self,
         path: str | os.PathLike[str],
         parameters: Sequence[str] | None = None,
+        tables: Sequence[str] | None = None,
         *,
         timeout_s: float | None = None,
     ) -> Checkpoint:
-        """Writes parameters with their optimizer state to a directory, while training goes on.
+        """Writes parameters and tables with optimizer state to a directory, while training goes on.
 
-        Each parameter is taken at one version: what all chunks on all shards were after the same
-        step. Gradients of an open step are no part of it. Asynchronous parameters have no such
-        moment; their chunks are taken one after another.
+        Each parameter and each table is taken at one version: what all of it on all shards was
+        after the same step. Gradients of an open step are no part of it. Asynchronous ones have no
+        such moment; their chunks and rows are taken one after another.
 
         Args:
             path: The directory, which must not exist; it appears when it is complete.
             parameters: Names; default: all that have first weights.
+            tables: Names; default: all.
             timeout_s: Bound of all of it; default: the client's.
 
         Raises:
             ArgumentError: `path` exists.
-            UnknownParameterError, NotInitializedError: a parameter can't be saved.
-            WorkersMissingError: chunks stay behind others, because workers are missing.
+            UnknownParameterError, UnknownTableError, NotInitializedError: one can't be saved.
+            WorkersMissingError: chunks or rows stay behind others, because workers are missing.
             DeadlineError, ShardUnavailableError, StorageError: it can't be read or written.
         """
-        return self._checkpointing(timeout_s).save(path, parameters)
+        return self._checkpointing(timeout_s).save(path, parameters, tables)
 
     def restore_checkpoint(
         self,
         path: str | os.PathLike[str],
         parameters: Sequence[str] | None = None,
+        tables: Sequence[str] | None = None,
         *,
         timeout_s: float | None = None,
     ) -> Checkpoint:
-        """Creates parameters as a checkpoint has them; the cluster may have any number of shards.
+        """Creates what a checkpoint has; the cluster may have any number of shards.
 
-        To be called before workers open the parameters. They use the same specs as before, and go
-        on at `next_step`. The whole checkpoint is verified first; then each parameter stands whole
-        on all shards, or not at all. One with the optimizer Average has nothing that a next step
-        could use; it begins anew.
+        To be called before workers open parameters and tables. They use the same specs as before,
+        and go on at `next_step`. The whole checkpoint is verified first; then each parameter stands
+        whole on all shards, or not at all. One with the optimizer Average has nothing that a next
+        step could use; it begins anew. A table takes no gradients until it stands; if a restore is
+        cut off, restore what does not stand yet again, by name.
 
         Args:
             path: The checkpoint's directory.
             parameters: Names; default: all.
+            tables: Names; default: all.
             timeout_s: Bound of all of it; default: the client's.
 
         Raises:
             StorageError: the checkpoint is damaged or incomplete; nothing was sent.
-            ArgumentError: a parameter has first weights already, or is not in the checkpoint.
-            SpecMismatchError: a parameter exists with another spec.
+            ArgumentError: a parameter has first weights, or a table has rows, already; or there is
+                none in the checkpoint.
+            SpecMismatchError: a parameter or table exists with another spec.
             LimitError, DeadlineError, ShardUnavailableError: a shard can't take it.
         """
-        return self._checkpointing(timeout_s).restore(path, parameters)
+        return self._checkpointing(timeout_s).restore(path, parameters, tables)
+
+    def export_table(
+        self, name: str, path: str | os.PathLike[str], *, timeout_s: float | None = None
+    ) -> TableExport:
+        """Writes a table's ids and rows, sorted by id, to a file for other programs to read.
+
+        All rows are of one version, as in a checkpoint; rows without a gradient are not in it.
+
+        Args:
+            name: The table; it need not be open here.
+            path: Ends in .safetensors ("ids" and "rows") or .parquet ("id" and "vector"; needs the
+                extra `parquet`). Must not exist; it appears when it is complete. Beside it there
+                must be room for it and for a checkpoint of the table.
+            timeout_s: Bound of all of it; default: the client's.
+
+        Raises:
+            ArgumentError: `path` exists, ends otherwise, or needs pyarrow, which is missing.
+            UnknownTableError: there is no such table.
+            WorkersMissingError, DeadlineError, ShardUnavailableError, StorageError: as with
+                `save_checkpoint`.
+        """
+        return self._checkpointing(timeout_s).export_table(name, path)
 
     def _checkpointing(self, timeout_s: float | None) -> Checkpointing:
         self._check_open()

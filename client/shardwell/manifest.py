@@ -3,7 +3,7 @@
 {
   "crc32c": "9ab1...",        of the file's bytes, with zeros in place of these eight digits
   "format": "shardwell-checkpoint",
-  "format_version": 1,
+  "format_version": 2,        1 where there are no tables, so that earlier versions read it
   "shardwell_version": "0.1.0",
   "cluster_id": "prod",
   "shard_count": 2,
@@ -18,6 +18,9 @@
       "files": [
         {"path": "000001-model/slice-00000.safetensors", "offset": 0, "size": 325,
          "bytes": 2792, "crc32c": "01d0..."}, ...
+  "tables": [                 as parameters; their files without "offset" and "size":
+        {"path": "000002-users/rows-00000-000000.safetensors", "rows": 1000,
+         "bytes": 528792, "crc32c": "77fe..."}, ...
 """
 
 from __future__ import annotations
@@ -32,18 +35,25 @@ from typing import Any, TypeVar
 from fastcrc import crc32
 from google.protobuf import json_format
 
-from shardwell.checkpoint import Checkpoint, CheckpointParameter, SliceFile
+from shardwell.checkpoint import (
+    Checkpoint,
+    CheckpointParameter,
+    CheckpointTable,
+    RowsFile,
+    SliceFile,
+)
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.names import check_name
 from shardwell.optimizers import check_learning_rate
 from shardwell.slice_file import file_error
 from shardwell.specs import SIZE_MAX, STEP_MAX, ParameterSpec
-from shardwell.v1 import types_pb2
+from shardwell.table_spec import ROW_COUNT_MAX, TableSpec
+from shardwell.v1 import table_pb2, types_pb2
 from shardwell.values import check_integer
 
 _NAME = "manifest.json"
 _FORMAT = "shardwell-checkpoint"
-_FORMAT_VERSION = 1
+_FORMAT_VERSIONS = (1, 2)
 _SIZE_MAX_BYTES = 2**28
 """Of a manifest: a million files."""
 _NO_CRC = "00000000"
@@ -60,18 +70,18 @@ def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
         StorageError: it can't be written.
     """
     path = directory / _NAME
-    text = json.dumps(
-        {
-            "crc32c": _NO_CRC,
-            "format": _FORMAT,
-            "format_version": _FORMAT_VERSION,
-            "shardwell_version": checkpoint.software_version,
-            "cluster_id": checkpoint.cluster_id,
-            "shard_count": checkpoint.shard_count,
-            "parameters": [_to_json(entry) for entry in checkpoint.parameters],
-        },
-        indent=2,
-    )
+    fields = {
+        "crc32c": _NO_CRC,
+        "format": _FORMAT,
+        "format_version": _FORMAT_VERSIONS[bool(checkpoint.tables)],
+        "shardwell_version": checkpoint.software_version,
+        "cluster_id": checkpoint.cluster_id,
+        "shard_count": checkpoint.shard_count,
+        "parameters": [_to_json(entry) for entry in checkpoint.parameters],
+    }
+    if checkpoint.tables:
+        fields["tables"] = [_to_json(entry) for entry in checkpoint.tables]
+    text = json.dumps(fields, indent=2)
     data = f"{text}\n".encode()
     crc = f'"crc32c": "{crc32.iscsi(data):08x}"'.encode()
     try:
@@ -83,7 +93,7 @@ def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
         raise file_error(path, error, "writing it") from None
 
 
-def _to_json(entry: CheckpointParameter) -> dict[str, Any]:
+def _to_json(entry: CheckpointParameter | CheckpointTable) -> dict[str, Any]:
     return {
         "name": entry.name,
         "spec": json_format.MessageToDict(
@@ -95,16 +105,21 @@ def _to_json(entry: CheckpointParameter) -> dict[str, Any]:
         "version_max": entry.version_max,
         "learning_rate": entry.learning_rate,
         "slots": list(entry.spec.optimizer.slot_names),
-        "files": [
-            {
-                "path": file.path,
-                "offset": file.offset,
-                "size": file.size,
-                "bytes": file.size_bytes,
-                "crc32c": f"{file.crc32c:08x}",
-            }
-            for file in entry.files
-        ],
+        "files": [_file_to_json(file) for file in entry.files],
+    }
+
+
+def _file_to_json(file: SliceFile | RowsFile) -> dict[str, Any]:
+    cover = (
+        {"offset": file.offset, "size": file.size}
+        if isinstance(file, SliceFile)
+        else {"rows": file.row_count}
+    )
+    return {
+        "path": file.path,
+        **cover,
+        "bytes": file.size_bytes,
+        "crc32c": f"{file.crc32c:08x}",
     }
 
 
@@ -143,10 +158,10 @@ def _read(path: Path) -> Checkpoint:
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is no manifest of a checkpoint: {error}") from None
     version = fields.get("format_version")
-    if version != _FORMAT_VERSION:
+    if version not in _FORMAT_VERSIONS:
         raise StorageError(
-            f"{path} has format version {version!r:.40}; expected {_FORMAT_VERSION}; use the "
-            "version of shardwell that wrote it"
+            f"{path} has format version {version!r:.40}; expected {_FORMAT_VERSIONS[0]} or "
+            f"{_FORMAT_VERSIONS[1]}; use the version of shardwell that wrote it"
         )
     blank = _CRC.sub(f'"crc32c": "{_NO_CRC}"'.encode(), data, count=1)
     if found is None or found[1] != f"{crc32.iscsi(blank):08x}".encode():
@@ -163,15 +178,18 @@ def _read(path: Path) -> Checkpoint:
 
 def _checkpoint(path: Path, fields: dict[str, Any]) -> Checkpoint:
     parameters = tuple(map(_parameter, _typed(fields, "parameters", list)))
-    names = [entry.name for entry in parameters]
-    if len(set(names)) != len(names):
-        raise ArgumentError(f"a parameter is there twice in {names}")
+    tables = tuple(map(_table, _typed({"tables": [], **fields}, "tables", list)))
+    for entries, what in ((parameters, "parameter"), (tables, "table")):
+        names = [entry.name for entry in entries]
+        if len(set(names)) != len(names):
+            raise ArgumentError(f"a {what} is there twice in {names}")
     return Checkpoint(
         path=path,
         cluster_id=check_name("cluster_id", fields["cluster_id"]),
         shard_count=check_integer("shard_count", fields["shard_count"], 1, 2**32),
         software_version=_typed(fields, "shardwell_version", str),
         parameters=parameters,
+        tables=tables,
     )
 
 
@@ -187,35 +205,75 @@ def _parameter(fields: Any) -> CheckpointParameter:
         learning_rate=None if rate is None else check_learning_rate("learning_rate", rate),
         files=tuple(map(_file, _typed(fields, "files", list))),
     )
-    expected = (spec.name, list(spec.optimizer.slot_names))
-    found = (fields["name"], fields["slots"])
-    if found != expected:
-        raise ArgumentError(f"name and slots are {found!r:.200}; the spec's are {expected}")
-    if (rate is None) != (getattr(spec.optimizer, "learning_rate", None) is None):
-        raise ArgumentError(f"parameter {spec.name!r} has learning rate {rate}: {spec.optimizer}")
-    is_one = entry.version == entry.version_max
-    if entry.version > entry.version_max or (spec.mode == "sync" and not is_one):
-        raise ArgumentError(
-            f"parameter {spec.name!r} has versions {entry.version} to {entry.version_max}"
-        )
+    _check_entry(entry, fields, "parameter")
     _check_cover(spec, entry.files)
     return entry
 
 
+def _table(fields: Any) -> CheckpointTable:
+    spec = TableSpec.from_proto(
+        json_format.ParseDict(_typed(fields, "spec", dict), table_pb2.TableSpec())
+    )
+    rate = fields["learning_rate"]
+    entry = CheckpointTable(
+        spec=spec,
+        version=check_integer("version", fields["version"], 0, STEP_MAX),
+        version_max=check_integer("version_max", fields["version_max"], 0, STEP_MAX),
+        learning_rate=None if rate is None else check_learning_rate("learning_rate", rate),
+        files=tuple(map(_rows_file, _typed(fields, "files", list))),
+    )
+    _check_entry(entry, fields, "table")
+    return entry
+
+
+def _check_entry(
+    entry: CheckpointParameter | CheckpointTable, fields: dict[str, Any], what: str
+) -> None:
+    """Refuses what contradicts itself."""
+    expected = (entry.spec.name, list(entry.spec.optimizer.slot_names))
+    found = (fields["name"], fields["slots"])
+    if found != expected:
+        raise ArgumentError(f"name and slots are {found!r:.200}; the spec's are {expected}")
+    if (entry.learning_rate is None) != (
+        getattr(entry.spec.optimizer, "learning_rate", None) is None
+    ):
+        raise ArgumentError(
+            f"{what} {entry.name!r} has learning rate {entry.learning_rate}: {entry.spec.optimizer}"
+        )
+    is_one = entry.version == entry.version_max
+    if entry.version > entry.version_max or (entry.spec.mode == "sync" and not is_one):
+        raise ArgumentError(
+            f"{what} {entry.spec.name!r} has versions {entry.version} to {entry.version_max}"
+        )
+
+
 def _file(fields: Any) -> SliceFile:
+    return SliceFile(
+        offset=check_integer("offset", fields["offset"], 0, SIZE_MAX),
+        size=check_integer("size", fields["size"], 1, SIZE_MAX),
+        **_place(fields),
+    )
+
+
+def _rows_file(fields: Any) -> RowsFile:
+    return RowsFile(
+        row_count=check_integer("rows", fields["rows"], 1, ROW_COUNT_MAX), **_place(fields)
+    )
+
+
+def _place(fields: Any) -> dict[str, Any]:
+    """What all files have."""
     path = _typed(fields, "path", str)
     if not all(_FILE_PART.fullmatch(part) for part in path.split("/")):
         raise ArgumentError(f"{path!r:.200} is no path below the checkpoint's directory")
     crc = _typed(fields, "crc32c", str)
     if not re.fullmatch(r"[0-9a-f]{8}", crc):
         raise ArgumentError(f"the CRC32C of {path} must be eight hexadecimal digits; got {crc!r}")
-    return SliceFile(
-        path=path,
-        offset=check_integer("offset", fields["offset"], 0, SIZE_MAX),
-        size=check_integer("size", fields["size"], 1, SIZE_MAX),
-        size_bytes=check_integer("bytes", fields["bytes"], 1, 2**62),
-        crc32c=int(crc, 16),
-    )
+    return {
+        "path": path,
+        "size_bytes": check_integer("bytes", fields["bytes"], 1, 2**62),
+        "crc32c": int(crc, 16),
+    }
 
 
 def _check_cover(spec: ParameterSpec, files: Iterable[SliceFile]) -> None:

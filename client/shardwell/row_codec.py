@@ -83,12 +83,12 @@ class RowCodec:
         self._allow_non_finite = allow_non_finite
 
     @staticmethod
-    def of(spec: TableSpec, row_count_max: int = ROWS_PER_MESSAGE_MAX) -> RowCodec:
-        """The one of gradients, fetches and their answers, of `row_count_max` rows at the most."""
+    def of(spec: TableSpec) -> RowCodec:
+        """The one of gradients, fetches and their answers."""
         return RowCodec(
             spec.dim,
             CODECS[spec.codec_name],
-            row_count_max=min(rows_per_message_max(spec), row_count_max),
+            row_count_max=rows_per_message_max(spec),
             lz4=spec.lz4,
             allow_non_finite=spec.allow_non_finite,
         )

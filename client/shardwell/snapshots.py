@@ -1,9 +1,7 @@
 """Takes a checkpoint of a cluster: every parameter at one version, while training goes on.
 
-For each parameter: ask all shards for the newest version V; have all of them begin a snapshot at V;
-when one is past it, begin again a little later (V + 1, V + 2, V + 4, ...); when a later version was
-not reached soon, because training paused, take the newest again. What has begun everywhere can be
-read at leisure, slice by slice, in pieces of 1 MiB.
+For each parameter, all shards begin a snapshot at one version (one_version.py). What has begun
+everywhere can be read at leisure, slice by slice, in pieces of 1 MiB.
 """
 
 from __future__ import annotations
@@ -25,11 +23,9 @@ from shardwell.codec import CODECS
 from shardwell.errors import (
     CorruptChunkError,
     DeadlineError,
-    LimitError,
     ShardwellError,
-    StepOrderError,
-    WorkersMissingError,
 )
+from shardwell.one_version import at_one_version
 from shardwell.partition import Slice, slice_of
 from shardwell.retry import Attempts
 from shardwell.siblings import Siblings
@@ -41,10 +37,6 @@ from shardwell.values import milliseconds
 
 _READER_COUNT_MAX = 8
 """Threads; further shards keep what they have to until it is their turn."""
-_FIRST_WAIT_S = 1.0
-"""How long a version that nobody may ever reach is waited for; doubled each time."""
-_LIMIT_PAUSE_S = 0.25
-_AHEAD_MAX = 2**20
 # The shards refuse weights that the spec refuses.
 _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
@@ -93,24 +85,9 @@ class ParameterSnapshot:
             DeadlineError: training was too fast, or the deadline too near.
             ShardwellError: a shard refuses, or a file can't be written.
         """
-        ahead, later, wait_s = 0, 1, _FIRST_WAIT_S
-        while True:
-            version = self._newest_version() + ahead
-            remaining_s = self._remaining_s()
-            try:
-                return self._attempt(
-                    version, min(wait_s, remaining_s / 2) if ahead else remaining_s
-                )
-            except StepOrderError:  # too late
-                ahead, later = later, min(2 * later, _AHEAD_MAX)
-            except WorkersMissingError:  # perhaps too early: nobody trains any more
-                if not ahead:
-                    raise
-                ahead, wait_s = 0, 2 * wait_s
-            except LimitError:  # perhaps of attempts that the shards have not seen the end of yet
-                if self._remaining_s() <= _LIMIT_PAUSE_S:
-                    raise
-                self._attempts.pause(_LIMIT_PAUSE_S)
+        return at_one_version(
+            self._attempt, self._newest_version, self._remaining_s, self._attempts
+        )
 
     def _attempt(self, version: int, wait_s: float) -> CheckpointParameter:
         siblings = Siblings()

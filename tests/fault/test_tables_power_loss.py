@@ -30,6 +30,7 @@ from shardwell_server.store import MemoryStore, MmapStore, TableStorage, image_f
 from shardwell_server.store import journaled_table as journaled
 from shardwell_server.store.boot import Boot
 from shardwell_server.store.data_dir import DataDir
+from shardwell_server.store.table_storage import Places
 
 TABLE = "tables/000001"
 MAPPED = {"weights", "slot-0", "slot-1", "sums", "has_sum", "keys", "update_counts", "last_steps"}
@@ -302,7 +303,7 @@ def test_an_image_newer_than_its_journal_is_refused(
     path = tmp_path / "store"
     storage = recovered(restore({}, path))
     take_seats(storage)
-    monkeypatch.setattr(storage, "_wants_image", True)
+    monkeypatch.setattr(storage._journaling, "wants_image", True)
     steps = iter(range(len(STORY)))
 
     def one() -> bool:
@@ -370,6 +371,7 @@ def test_a_sync_that_failed_is_made_good_by_an_image(
         storage.make_durable()
     with pytest.raises(StorageError, match="making an image failed"):
         storage.make_image(lambda: False)
+    asked = {path.name for path in (path / TABLE).glob("journal-*")}
     failing.error_number = 0
     with pytest.raises(StorageError, match="syncing it failed"):
         storage.make_durable()
@@ -380,6 +382,7 @@ def test_a_sync_that_failed_is_made_good_by_an_image(
     (image,) = standing_images(image_of(path))
     for segment in (path / TABLE).glob("journal-*"):
         assert segment.name.rpartition("-")[2] >= image.rpartition("-")[2]
+        assert segment.name not in asked  # which the disk has lost pages of
     lost = scrambled_at(path, tmp_path / "lost")
     assert state_of(recovered(lost, boot=OtherStart)) == STATES[1]
 
@@ -392,7 +395,7 @@ def test_images_that_fail_leave_the_journal_short(
     storage = recovered(path)
     take_seats(storage)
     apply(storage, STORY[0], 1)
-    monkeypatch.setattr(storage, "_wants_image", True)
+    monkeypatch.setattr(storage._journaling, "wants_image", True)
     full.error_number = errno.ENOSPC
     for _ in range(5):
         with pytest.raises(StorageError, match="free space"):
@@ -407,6 +410,26 @@ def test_images_that_fail_leave_the_journal_short(
     storage.make_image(lambda: False)
     lost = scrambled_at(path, tmp_path / "lost")
     assert state_of(recovered(lost, boot=OtherStart)) == STATES[1]
+
+
+def test_an_image_verifies_no_row_that_is_being_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half changed, it would be taken for damaged."""
+    path = restore({}, tmp_path / "store")
+    tell(recovered(path))
+    storage = recovered(path)
+    verify, found = storage.verify, []
+
+    def checked(places: Places) -> None:
+        found.append(storage._lock.locked())  # type: ignore[attr-defined]
+        verify(places)
+
+    monkeypatch.setattr(storage, "verify", checked)
+    monkeypatch.setattr(storage, "_wants_image", True)
+    storage.make_image(lambda: False)
+    assert found
+    assert all(found)
 
 
 def test_without_an_image_what_is_damaged_is_refused(tmp_path: Path) -> None:

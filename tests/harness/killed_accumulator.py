@@ -1,9 +1,9 @@
 """A program that tells an accumulator's story once for each of its writes, killed right after it.
 
-Usage: killed_accumulator.py DIRECTORY
+Usage: killed_accumulator.py DIRECTORY FIRST PACE
 
-Of the n-th telling it leaves DIRECTORY/n/store, and DIRECTORY/n/answered with a byte for each call
-that was answered.
+Of telling n = FIRST, FIRST + PACE, ... it leaves DIRECTORY/n/store, and DIRECTORY/n/answered with
+a byte for each call that was answered.
 """
 
 from __future__ import annotations
@@ -26,4 +26,4 @@ def tell_accumulator(path: Path, answered: int, reached: Callable[[str], None]) 
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), tell_accumulator))
+    sys.exit(main(sys.argv[1:], tell_accumulator))

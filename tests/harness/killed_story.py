@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -49,9 +49,9 @@ def tell_killed(tell: Tell, path: Path, killed_after: int) -> None:
     tell(path, os.open(path / "answered", os.O_WRONLY | os.O_CREAT), reached)
 
 
-def main(directory: Path, tell: Tell = tell_training, *, first: int = 1, pace: int = 1) -> int:
-    """Prints n - 1 of the telling that came to its end: at a pace of 1, how many were cut off."""
-    number = first
+def main(arguments: Sequence[str], tell: Tell = tell_training) -> int:
+    """Prints the number of the telling that came to its end."""
+    directory, number, pace = Path(arguments[0]), int(arguments[1]), int(arguments[2])
     while True:
         child = os.fork()
         if child == 0:
@@ -63,11 +63,10 @@ def main(directory: Path, tell: Tell = tell_training, *, first: int = 1, pace: i
                 os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status != -signal.SIGKILL:
-            print(number - 1)
+            print(number)
             return status
         number += pace
 
 
 if __name__ == "__main__":
-    first, pace = map(int, sys.argv[2:])
-    sys.exit(main(Path(sys.argv[1]), first=first, pace=pace))
+    sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,9 @@
 """A program that tells the story of a table once for each of its writes, killed right after it.
 
-Usage: killed_table_story.py DIRECTORY
+Usage: killed_table_story.py DIRECTORY FIRST PACE
 
-Of the n-th telling it leaves DIRECTORY/n/store, and DIRECTORY/n/answered with a byte for each step
-that was answered.
+Of telling n = FIRST, FIRST + PACE, ... it leaves DIRECTORY/n/store, and DIRECTORY/n/answered with
+a byte for each step that was answered.
 """
 
 from __future__ import annotations
@@ -26,4 +26,4 @@ def tell_table(path: Path, answered: int, reached: Callable[[str], None]) -> Non
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), tell_table))
+    sys.exit(main(sys.argv[1:], tell_table))

@@ -101,7 +101,7 @@ SPOILED: dict[str, tuple[Spoil, tuple[Any, Any], str]] = {
     "empty": (with_payload(lambda payload: b""), LOST, "the payload has 0 bytes"),
     "fewer rows": (with_fields(row_count=2), LOST, "2 ids are 16 bytes"),
     "no rows": (with_fields(row_count=0), LOST, "0 ids are 0 bytes"),
-    "too many rows": (with_fields(row_count=2**32 - 1), INVALID, "at most 50 rows"),
+    "too many rows": (with_fields(row_count=2**32 - 1), INVALID, "at most 52428 rows"),
     "scale": (with_fields(scale_exponent=1), INVALID, "scale_exponent must be 0"),
     "compressed": (with_fields(lz4=True), INVALID, "COMPRESSION_NONE"),
     "NaN": (with_value(4, np.nan), NON_FINITE, f"column 1 of row id {MINE[1]} is not finite"),
@@ -158,7 +158,7 @@ FETCHES = {
     "CRC": (with_fields(crc32c=7), LOST, "CRC32C of 24 payload bytes"),
     "short": (with_payload(lambda payload: payload[:-1]), LOST, "the payload has 23 bytes"),
     "with values": (with_payload(lambda payload: payload * 2), LOST, "the payload has 48 bytes"),
-    "too many rows": (with_fields(row_count=2**20), INVALID, "at most 50 rows"),
+    "too many rows": (with_fields(row_count=2**20), INVALID, "at most 52428 rows"),
     "scale": (with_fields(scale_exponent=-1), INVALID, "scale_exponent 0 and lz4 false"),
     "compressed": (with_fields(lz4=True), INVALID, "scale_exponent 0 and lz4 false"),
 }
@@ -262,18 +262,14 @@ def test_another_spec_is_told_what_differs(cluster) -> None:
         assert not table.open()[0].created
 
 
-def test_what_is_not_there_yet_says_so(cluster) -> None:
-    """State of rows is for checkpoints."""
+def test_content_that_nobody_knows(cluster) -> None:
     with WireWorker(cluster(1).target, "w0") as connection:
         table = WireTable(connection, table_spec())
-        for content in (pb.ScanRowsRequest.CONTENT_STATE, 0, 9):
+        for content in (0, 9):
             with pytest.raises(grpc.RpcError) as caught:
                 table.scan(content)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert_matches("content must be", str(caught.value.details()))
-        with pytest.raises(grpc.RpcError) as caught:
-            table.stubs[0].LoadRows(iter([pb.LoadRowsRequest()]), timeout=CALL_TIMEOUT_S)
-        assert_matches("can't load rows", str(caught.value.details()))
 
 
 @pytest.mark.parametrize("method", ["EvictRows", "SetTableLearningRate", "ScanRows"])

@@ -199,6 +199,28 @@ def test_a_table_that_was_large_shrinks() -> None:
     assert index.find(keys[:20]).tolist() == [*range(10), *[-1] * 10]
 
 
+@pytest.mark.parametrize("call_number", [1, 2, 5])
+def test_without_memory_to_grow_it_stays_as_it_was(monkeypatch, call_number) -> None:
+    index, ids = HashRowIndex(), np.arange(600)
+    index.add(ids, ids)
+    calls = itertools.count(1)
+    insert = HashRowIndex._insert
+
+    def failing(self: HashRowIndex, *rows: Ids) -> None:
+        if next(calls) == call_number:
+            raise MemoryError
+        insert(self, *rows)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HashRowIndex, "_insert", failing)
+        with pytest.raises(MemoryError):
+            index.add(np.arange(600, 900), np.arange(600, 900))
+    assert (index.find(np.arange(900)) == np.where(np.arange(900) < 600, np.arange(900), -1)).all()
+    index.add(np.arange(600, 900), np.arange(600, 900))
+    assert (index.find(np.arange(900)) == np.arange(900)).all()
+    assert len(index) == 900
+
+
 def test_a_direct_index_touches_memory_only_where_rows_are() -> None:
     """Address space for 2^36 rows, which no machine here has as memory."""
     placement = RowPlacement(2**36, 1)

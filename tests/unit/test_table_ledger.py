@@ -21,7 +21,7 @@ def ledger(worker_count: int = 2, *, version: int = 0, worker_count_max: int = 9
 def give(steps: TableLedger, seat: Seat, step: int, part_count: int = 1) -> None:
     """A whole step."""
     for part in range(part_count):
-        assert steps.decide(seat, step, part) is Decision.COUNT
+        assert steps.decide(seat, step, part, ends_step=False) is Decision.COUNT
         steps.record(seat, steps.following(seat, ends_step=part == part_count - 1))
 
 
@@ -38,13 +38,13 @@ def test_a_step_is_complete_when_all_workers_have_ended_it() -> None:
     assert steps.is_complete
     assert steps.version == 0
     for seat in (first, second):
-        assert steps.decide(seat, 0, 0) is Decision.DUPLICATE
-        assert steps.decide(seat, 1, 0) is Decision.WAIT
+        assert steps.decide(seat, 0, 0, ends_step=False) is Decision.DUPLICATE
+        assert steps.decide(seat, 1, 0, ends_step=False) is Decision.WAIT
     steps.close()
     assert steps.version == 1
     for seat in (first, second):
-        assert steps.decide(seat, 0, 5) is Decision.DUPLICATE
-        assert steps.decide(seat, 1, 0) is Decision.COUNT
+        assert steps.decide(seat, 0, 5, ends_step=False) is Decision.DUPLICATE
+        assert steps.decide(seat, 1, 0, ends_step=False) is Decision.COUNT
 
 
 def test_parts_count_once_and_in_order() -> None:
@@ -53,7 +53,7 @@ def test_parts_count_once_and_in_order() -> None:
     give_part(steps, seat)
     give_part(steps, seat)
     assert steps.next_part("w0") == (0, 2)
-    assert [steps.decide(seat, 0, part) for part in range(3)] == [
+    assert [steps.decide(seat, 0, part, ends_step=False) for part in range(3)] == [
         Decision.DUPLICATE,
         Decision.DUPLICATE,
         Decision.COUNT,
@@ -61,33 +61,51 @@ def test_parts_count_once_and_in_order() -> None:
     with pytest.raises(
         StepOrderError, match="sent part 3 of step 0, of which 2 are counted here; send part 2"
     ) as caught:
-        steps.decide(seat, 0, 3)
+        steps.decide(seat, 0, 3, ends_step=False)
     assert caught.value.worker_id == "w0"
+
+
+def test_an_end_before_parts_that_were_counted_is_refused() -> None:
+    """A worker that came back with fewer rows; acknowledged, the step would stay open."""
+    steps = ledger()
+    seat = steps.seat("w0")
+    for _ in range(3):
+        give_part(steps, seat)
+    for part in range(3):
+        assert steps.decide(seat, 0, part, ends_step=False) is Decision.DUPLICATE
+        with pytest.raises(StepOrderError, match=f"part {part}, and 3 parts.*abandon"):
+            steps.decide(seat, 0, part, ends_step=True)
+    steps.record(seat, steps.following(seat, ends_step=True))
+    for part in range(4):
+        assert steps.decide(seat, 0, part, ends_step=True) is Decision.DUPLICATE
 
 
 def test_a_worker_one_ahead_waits_with_its_first_part_and_its_end() -> None:
     steps = ledger()
     first, second = steps.seat("w0"), steps.seat("w1")
     give(steps, first, 0)
-    assert steps.decide(first, 1, 0) is Decision.WAIT
+    assert steps.decide(first, 1, 0, ends_step=False) is Decision.WAIT
     assert steps.decide_end(first, 1) is Decision.WAIT
     with pytest.raises(StepOrderError, match="part 1 of step 1, of which 0 are counted"):
-        steps.decide(first, 1, 1)
+        steps.decide(first, 1, 1, ends_step=False)
     with pytest.raises(StepOrderError, match="expected step 1"):
-        steps.decide(first, 2, 0)
+        steps.decide(first, 2, 0, ends_step=False)
     give(steps, second, 0)
     steps.close()
-    assert steps.decide(first, 1, 0) is Decision.COUNT
+    assert steps.decide(first, 1, 0, ends_step=False) is Decision.COUNT
 
 
 @pytest.mark.parametrize("step", [1, 2, 2**62])
 def test_steps_are_not_skipped(step: int) -> None:
     steps = ledger()
     seat = steps.seat("w0")
-    for decide in (lambda: steps.decide(seat, step, 0), lambda: steps.decide_end(seat, step)):
+    for decide in (
+        lambda: steps.decide(seat, step, 0, ends_step=False),
+        lambda: steps.decide_end(seat, step),
+    ):
         with pytest.raises(StepOrderError, match=f"step {step}, which was not its next"):
             decide()
-    assert steps.decide(seat, 0, 0) is Decision.COUNT
+    assert steps.decide(seat, 0, 0, ends_step=False) is Decision.COUNT
 
 
 def test_an_abandoned_step_ends_with_the_parts_that_were_counted() -> None:
@@ -98,7 +116,7 @@ def test_an_abandoned_step_ends_with_the_parts_that_were_counted() -> None:
     steps.record(seat, steps.following(seat, ends_step=True))
     assert seat.position == Position(0, 1, 0)
     assert steps.decide_end(seat, 0) is Decision.DUPLICATE
-    assert steps.decide(seat, 0, 7) is Decision.DUPLICATE
+    assert steps.decide(seat, 0, 7, ends_step=False) is Decision.DUPLICATE
     assert steps.contributed(0) == ["w0"]
 
 
@@ -114,7 +132,7 @@ def test_asynchronous_workers_count_for_themselves() -> None:
     found = [steps.next_part(worker_id) for worker_id in ("w0", "w1", "new")]
     assert found == [(3, 0), (0, 1), (0, 0)]
     with pytest.raises(StepOrderError, match="expected step 0"):
-        steps.decide(second, 3, 0)
+        steps.decide(second, 3, 0, ends_step=False)
     assert steps.missing(4) == ([], 0)
 
 
@@ -122,16 +140,20 @@ def test_a_step_that_closed_without_a_worker_is_refused() -> None:
     """A restored table begins at a version; a worker joins it there."""
     steps = ledger(version=3)
     seat = steps.restore_seat("w0", Position(0, 1, 2))
-    assert steps.decide(seat, 0, 9) is steps.decide(seat, 1, 1) is Decision.DUPLICATE
+    assert (
+        steps.decide(seat, 0, 9, ends_step=False)
+        is steps.decide(seat, 1, 1, ends_step=False)
+        is Decision.DUPLICATE
+    )
     for step, part in ((1, 2), (1, 3), (2, 0)):
         with pytest.raises(StepOrderError, match="which closed without it: expected step 3"):
-            steps.decide(seat, step, part)
+            steps.decide(seat, step, part, ends_step=False)
     with pytest.raises(StepOrderError, match="closed without it"):
         steps.decide_end(seat, 2)
     assert steps.next_part("w0") == steps.next_part("new") == (3, 0)
     give_part(steps, seat)
     assert seat.position == Position(0, 3, 1)
-    assert steps.decide(seat, 2, 0) is Decision.DUPLICATE
+    assert steps.decide(seat, 2, 0, ends_step=False) is Decision.DUPLICATE
 
 
 def test_a_ledger_that_comes_back_goes_on() -> None:

@@ -63,13 +63,15 @@ class TableLedgerMachine(RuleBasedStateMachine):
     def counted(self, worker: str, step: int) -> int:
         return len({part for at, part in self.parts[worker] if at == step})
 
-    def verdict(self, worker: str, step: int, part: int | None) -> Decision | None:
+    def verdict(
+        self, worker: str, step: int, part: int | None, *, ends_step: bool
+    ) -> Decision | None:
         """What the .proto says of a part, or of an abandoned step's end; None: out of order."""
         steps = self.ended[worker] | {at for at, _ in self.parts[worker]}
         if any(step < later for later in steps) or step in self.ended[worker]:
             return Decision.DUPLICATE
         if part is not None and (step, part) in self.parts[worker]:
-            return Decision.DUPLICATE
+            return None if ends_step else Decision.DUPLICATE  # the step has not ended there
         if step != self.open_step(worker):
             return None
         if part is not None and part != self.counted(worker, step):
@@ -131,12 +133,12 @@ class TableLedgerMachine(RuleBasedStateMachine):
                 self.offer(worker, step, index, ends_step=index == part + part_count - 1)
 
     def offer(self, worker: str, step: int, part: int | None, *, ends_step: bool) -> None:
-        seat, want = self.ledger.seat(worker), self.verdict(worker, step, part)
+        seat, want = self.ledger.seat(worker), self.verdict(worker, step, part, ends_step=ends_step)
 
         def decide() -> Decision:
             if part is None:
                 return self.ledger.decide_end(seat, step)
-            return self.ledger.decide(seat, step, part)
+            return self.ledger.decide(seat, step, part, ends_step=ends_step)
 
         if want is None:
             closed = self.worker_count and step < self.version

@@ -27,6 +27,7 @@ from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell_server.config import Limits
 from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.row_index import HashRowIndex
 from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.table_slice import TableSlice
 from shardwell_server.store import MemoryStore, MmapStore, TableLayout, TableStorage
@@ -162,6 +163,19 @@ def test_a_row_that_comes_again_begins_anew(optimizer, worker_count) -> None:
     assert storage.record.row_used == 2  # the places served again
 
 
+@pytest.mark.parametrize("worker_count", [1, 2])
+def test_rows_of_the_open_step_are_not_evicted(worker_count) -> None:
+    table, _, _ = table_of(worker_count=worker_count)
+    for worker in range(worker_count):
+        give(table, 0, {1: [1, 1], 2: [1, 1]}, f"w{worker}")
+    give(table, 1, {2: [1, 1]}, ends=False)
+    assert table.evict(99) == 1
+    give(table, 1, {3: [1, 1]}, index=1)
+    for worker in range(1, worker_count):
+        give(table, 1, {2: [1, 1]}, f"w{worker}")
+    assert get(table, 1, 2) == [[0, 0], [-2, -2]]
+
+
 @pytest.mark.parametrize("on_files", [False, True])
 def test_no_reader_sees_half_a_row(tmp_path, on_files) -> None:
     """All columns of a row change alike; so a row with two values would be a torn one."""
@@ -268,6 +282,27 @@ def test_what_can_not_be_committed_never_was(worker_count) -> None:
         give(table, 1, {2: [1, 1], 3: [1, 1]}, f"w{worker}")
     assert get(table, 1) + get(table, 2, 3) == [[-1, -1]] * 3
     assert table.describe(9).row_count == 3
+
+
+@pytest.mark.parametrize("worker_count", [1, 2])
+def test_rows_that_the_index_has_no_memory_for_never_were(monkeypatch, worker_count) -> None:
+    table, _, _ = table_of(row_count=None, worker_count=worker_count)
+    for worker in range(worker_count):
+        give(table, 0, {1: [1, 1]}, f"w{worker}")
+    add = HashRowIndex.add
+
+    def of_some(self: HashRowIndex, ids: Any, places: Any) -> None:
+        add(self, ids[:1], places[:1])
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HashRowIndex, "add", of_some)
+        with pytest.raises(MemoryError):
+            give(table, 1, {2: [1, 1], 3: [1, 1]})
+    assert get(table, 1, 2, 3) == [[-1, -1], [0, 0], [0, 0]]
+    for worker in range(worker_count):
+        give(table, 1, {3: [1, 1], 4: [2, 2]}, f"w{worker}")
+    assert get(table, 1, 2, 3, 4) == [[-1, -1], [0, 0], [-1, -1], [-2, -2]]
 
 
 def test_room_for_rows_counts_when_it_is_made() -> None:

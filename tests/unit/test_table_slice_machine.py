@@ -293,7 +293,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def compare(self) -> None:
         found = {}
-        for ids, values in self.table.scan(with_values=True):
+        for ids, values in self.table.scan.values(with_values=True):
             found.update(zip(ids.tolist(), values.tolist(), strict=True))
         assert found.keys() == self.model.rows.keys()
         for row_id, values in found.items():

@@ -291,7 +291,7 @@ class GetTableStatusResponse(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate")
+    __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate", "loading")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     ROW_CAPACITY_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +303,7 @@ class TableStatus(_message.Message):
     COUNTED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
     spec: TableSpec
     row_count: int
     row_capacity: int
@@ -314,4 +315,5 @@ class TableStatus(_message.Message):
     counted_row_count: int
     duplicate_part_count: int
     learning_rate: float
-    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., row_capacity: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., version: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_row_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., learning_rate: _Optional[float] = ...) -> None: ...
+    loading: bool
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., row_capacity: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., version: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_row_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., loading: bool = ...) -> None: ...

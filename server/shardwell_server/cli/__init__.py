@@ -17,6 +17,7 @@ _COMMANDS = {
     "run": ("run", "run"),
     "serve": ("serve", "serve"),
     "status": ("status", "status"),
+    "table": ("table", "table"),
     "train-digits": ("train_digits", "train_digits"),
 }
 """Name, and the module here and attribute where its code is."""

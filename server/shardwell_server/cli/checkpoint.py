@@ -1,4 +1,4 @@
-"""`shardwell checkpoint`: save parameters to a directory, restore them, see what there is."""
+"""`shardwell checkpoint`: save a cluster to a directory, restore it, see what there is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwell_server.cli.tables import console, table
 
 @click.group()
 def checkpoint() -> None:
-    """Save parameters to a directory, restore them into a cluster, or look at them."""
+    """Save parameters and tables to a directory, restore them into a cluster, or look at them."""
 
 
 def _cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,7 +29,14 @@ def _cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "parameters",
             multiple=True,
             metavar="NAME",
-            help="Only this one; may be given several times. Default: all.",
+            help="Only this parameter; may be given several times. Default: all, if no --table.",
+        ),
+        click.option(
+            "--table",
+            "tables",
+            multiple=True,
+            metavar="NAME",
+            help="Only this table; may be given several times. Default: all, if no --parameter.",
         ),
         click.option(
             "--shards",
@@ -50,31 +57,47 @@ _DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
 @checkpoint.command()
 @_DIRECTORY
 @_cluster_options
-def save(*, directory: Path, target: str, parameters: tuple[str, ...], timeout_s: float) -> None:
-    """Write parameters and optimizer state to DIRECTORY, each at one version.
+def save(
+    *,
+    directory: Path,
+    target: str,
+    parameters: tuple[str, ...],
+    tables: tuple[str, ...],
+    timeout_s: float,
+) -> None:
+    """Write parameters, tables and optimizer state to DIRECTORY, each at one version.
 
     Training may go on meanwhile. DIRECTORY must not exist; it appears when it is complete.
     """
     with _connected(target) as client:
-        made = client.save_checkpoint(directory, parameters or None, timeout_s=timeout_s)
+        made = client.save_checkpoint(directory, *_choice(parameters, tables), timeout_s=timeout_s)
     _print(made)
 
 
 @checkpoint.command()
 @_DIRECTORY
 @_cluster_options
-def restore(*, directory: Path, target: str, parameters: tuple[str, ...], timeout_s: float) -> None:
-    """Create parameters as DIRECTORY has them, in a cluster with any number of shards.
+def restore(
+    *,
+    directory: Path,
+    target: str,
+    parameters: tuple[str, ...],
+    tables: tuple[str, ...],
+    timeout_s: float,
+) -> None:
+    """Create parameters and tables as DIRECTORY has them, in a cluster with any number of shards.
 
-    Before workers start: a parameter that has weights already is refused. The whole checkpoint is
-    verified first.
+    Before workers start: a parameter that has weights, or a table that has rows, is refused. The
+    whole checkpoint is verified first.
     """
     with _connected(target) as client:
-        made = client.restore_checkpoint(directory, parameters or None, timeout_s=timeout_s)
+        chosen = _choice(parameters, tables)
+        made = client.restore_checkpoint(directory, *chosen, timeout_s=timeout_s)
         shard_count = client.shard_count
-    names = {entry.name for entry in made.select(parameters or None)}
+    names = sorted({entry.name for entry in made.select(chosen[0])})
+    names += sorted({f"table {entry.name}" for entry in made.select_tables(chosen[1])})
     click.echo(
-        f"restored {', '.join(sorted(names)) or 'nothing'} from {made.path} into {shard_count} "
+        f"restored {', '.join(names) or 'nothing'} from {made.path} into {shard_count} "
         f"shards; workers go on at next_step"
     )
 
@@ -92,6 +115,13 @@ def inspect(*, directory: Path, verify: bool) -> None:
         click.echo("verified: every file is as it was written")
 
 
+def _choice(
+    parameters: tuple[str, ...], tables: tuple[str, ...]
+) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """What is asked for; None: all of the kind."""
+    return (parameters, tables) if parameters or tables else (None, None)
+
+
 def _connected(target: str) -> shardwell.Client:
     return shardwell.connect(target, worker_id=f"checkpoint-{os.getpid()}")
 
@@ -101,16 +131,22 @@ def _print(made: shardwell.Checkpoint) -> None:
         f"{made.path}: cluster {made.cluster_id}, {made.shard_count} shards, "
         f"shardwell {made.software_version}, {made.size_bytes / 1e6:.1f} MB"
     )
-    parameters = table(title, "parameter", ">size", ">version", "optimizer", "tensors", ">files")
-    for entry in made.parameters:
-        is_one = entry.version == entry.version_max
-        rate = "" if entry.learning_rate is None else f" {entry.learning_rate:g}"
-        parameters.add_row(
-            entry.name,
-            str(entry.size),
-            str(entry.version) if is_one else f"{entry.version} to {entry.version_max}",
-            f"{type(entry.spec.optimizer).__name__}{rate}",
-            ", ".join(entry.tensor_names),
-            str(len(entry.files)),
-        )
-    console().print(parameters)
+    shown = table(title, "parameter", ">size", ">version", "optimizer", "tensors", ">files")
+    for parameter in made.parameters:
+        shown.add_row(parameter.name, str(parameter.size), *_columns(parameter))
+    for entry in made.tables:
+        size = f"{entry.row_count} rows x {entry.spec.dim}"
+        shown.add_row(f"table {entry.name}", size, *_columns(entry))
+    console().print(shown)
+
+
+def _columns(entry: shardwell.CheckpointParameter | shardwell.CheckpointTable) -> tuple[str, ...]:
+    """What parameters and tables have both."""
+    is_one = entry.version == entry.version_max
+    rate = "" if entry.learning_rate is None else f" {entry.learning_rate:g}"
+    return (
+        str(entry.version) if is_one else f"{entry.version} to {entry.version_max}",
+        f"{type(entry.spec.optimizer).__name__}{rate}",
+        ", ".join(entry.tensor_names),
+        str(len(entry.files)),
+    )

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -28,7 +28,7 @@ from shardwell.v1 import types_pb2
 from shardwell_server.services.first_weights import receive_first_weights
 from shardwell_server.services.snapshots import snapshot_messages
 from shardwell_server.services.streams import OpenStreams
-from shardwell_server.services.waiting import patience_of
+from shardwell_server.services.waiting import patience_of, wanted
 from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.shard import Shard
@@ -182,7 +182,7 @@ class ParameterServerService:
                 parameter,
                 request.version,
                 self._patience(context, request.wait_timeout_ms / 1000),
-                self._wanted(context),
+                wanted(self._shard, context),
             ):
                 self._shard.traffic.add(sent=len(message))
                 yield message
@@ -289,13 +289,6 @@ class ParameterServerService:
 
     def _patience(self, context: grpc.ServicerContext, timeout_s: float) -> Patience:
         return patience_of(self._shard, context, timeout_s)
-
-    def _wanted(self, context: grpc.ServicerContext) -> Callable[[], bool]:
-        """Whether somebody still reads an answer that may take as long as the call; any thread."""
-        remaining_s = context.time_remaining()
-        bound_s = self._limits.wait_max_s
-        deadline_s = time.monotonic() + (bound_s if remaining_s is None else remaining_s)
-        return lambda: context.is_active() and time.monotonic() < deadline_s
 
 
 class _GradientSource:

@@ -20,9 +20,10 @@ from shardwell.optimizers import check_learning_rate
 from shardwell.row_codec import RowCodec
 from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2 as pb
+from shardwell_server.services import row_states
 from shardwell_server.services.parameter_server import STATUS_NAME_COUNT_MAX
 from shardwell_server.services.streams import OpenStreams
-from shardwell_server.services.waiting import patience_of
+from shardwell_server.services.waiting import patience_of, wanted
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table_slice import TableSlice
@@ -30,6 +31,7 @@ from shardwell_server.shard.table_slice import TableSlice
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["TableService"]
 _CONTENT = pb.ScanRowsRequest.Content
+_CONTENTS = (_CONTENT.CONTENT_IDS, _CONTENT.CONTENT_VALUES, _CONTENT.CONTENT_STATE)
 
 
 class TableService:
@@ -110,17 +112,28 @@ class TableService:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         table = self._shard.tables.table(request.table)
-        if request.content not in (_CONTENT.CONTENT_IDS, _CONTENT.CONTENT_VALUES):
+        if request.content not in _CONTENTS:
             raise ArgumentError(
-                f"content must be CONTENT_IDS or CONTENT_VALUES; got {request.content}"
-                + (": this version does not stream state" if request.content == 3 else "")
+                f"content must be CONTENT_IDS, CONTENT_VALUES or CONTENT_STATE; got "
+                f"{request.content}"
             )
-        codec = RowCodec.of_scans(table.spec)
         with self._streams.opened():
+            if request.content == _CONTENT.CONTENT_STATE:
+                patience = patience_of(self._shard, context, request.wait_timeout_ms / 1000)
+                for message in row_states.state_messages(
+                    table, request.version, patience, wanted(self._shard, context)
+                ):
+                    self._shard.traffic.add(sent=len(message))
+                    yield message
+                return
+            table.loading.check_standing()
+            codec = RowCodec.of_scans(table.spec)
             yield pb.ScanRowsResponse(
                 version=table.version, learning_rate=table.learning_rate
             ).SerializeToString()
-            for ids, values in table.scan(with_values=request.content == _CONTENT.CONTENT_VALUES):
+            for ids, values in table.scan.values(
+                with_values=request.content == _CONTENT.CONTENT_VALUES
+            ):
                 header = pb.ScanRowsResponse(version=table.version)
                 message = codec.encode(header, header.rows, ids, values)
                 table.make_durable()  # nobody goes on from what could still be lost
@@ -131,7 +144,13 @@ class TableService:
         self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> pb.LoadRowsResponse:
         """See the .proto."""
-        raise ArgumentError("this version can't load rows; create them by their first gradients")
+        with self._streams.opened():
+            try:
+                response = row_states.load(self._shard, self._one_by_one(messages, context))
+            finally:
+                self._streams.busy(context)
+        _LOG.info("rows loaded", extra={"rows": response.row_count})
+        return response
 
     def evict_rows(
         self, request: pb.EvictRowsRequest, context: grpc.ServicerContext
@@ -175,6 +194,16 @@ class TableService:
         )
 
     # What they share.
+
+    def _one_by_one(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        """The same; while the next one is waited for, the server may stop."""
+        self._streams.idle(context)
+        for message in messages:
+            self._streams.busy(context)
+            yield message
+            self._streams.idle(context)
 
     def _opened(self, request: pb.ExchangeRowsRequest) -> _RowExchange:
         """The table and worker that a stream's first message names."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import grpc
 
 from shardwell_server.shard.patience import Patience
@@ -28,3 +31,11 @@ def patience_of(shard: Shard, context: grpc.ServicerContext, timeout_s: float) -
         is_active=context.is_active,
         is_stopping=shard.is_stopping,
     )
+
+
+def wanted(shard: Shard, context: grpc.ServicerContext) -> Callable[[], bool]:
+    """Whether somebody still reads an answer that may take as long as the call; any thread."""
+    remaining_s = context.time_remaining()
+    bound_s = shard.config.limits.wait_max_s
+    deadline_s = time.monotonic() + (bound_s if remaining_s is None else remaining_s)
+    return lambda: context.is_active() and time.monotonic() < deadline_s

@@ -223,9 +223,20 @@ class HashRowIndex:
         size_bits = _SIZE_BITS_MIN
         while needed > load * (1 << size_bits):
             size_bits += 1
-        self._make(size_bits)
-        # Of some lines the first slots, then the second ones, and so on: the rows of one line want
-        # the same new one, and would get into each other's way.
+        before = dict(vars(self))
+        try:
+            self._make(size_bits)
+            self._move(old)
+        except BaseException:
+            vars(self).update(before)  # nobody may find half of the rows
+            raise
+
+    def _move(self, old: Ids) -> None:
+        """Adds the rows of other slots.
+
+        Of some lines the first slots, then the second ones, and so on: the rows of one line want
+        the same new one, and would get into each other's way.
+        """
         for start in range(0, len(old), _BATCH * _LINE):
             lines = old[start : start + _BATCH * _LINE].reshape(-1, _LINE, 2)
             for column in range(_LINE):

@@ -71,7 +71,7 @@ class Shard:
         self._stopping = threading.Event()
         for layout, storage in store.recover():
             self._recover(layout, storage)
-        self.tables = Tables(config, store, self._lock, self._stored_bytes)
+        self.tables = Tables(config, store, self._lock, self._stored_bytes, spool_dir)
         """Those of this shard."""
         store.recovered()
         self.tables.go_on()

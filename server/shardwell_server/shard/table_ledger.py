@@ -7,6 +7,7 @@ was restored since, goes on at the open step: where o < v, its position counts a
 
     part (s, k) of a worker at (o, c)
     s < o, or s = o and k < c    DUPLICATE   acknowledge, do not count
+    the latter, ending the step  StepOrderError: more parts were counted, of other rows
     sync: s < v                  StepOrderError: closed without it
     s = o and k = c              COUNT; sync, o = v + 1: WAIT until v closes
     otherwise                    StepOrderError: parts or steps were skipped
@@ -70,13 +71,21 @@ class TableLedger(Seats[Seat]):
         assert position.seat_index == len(self._seats)
         return self._sit(Seat(worker_id, position))
 
-    def decide(self, seat: Seat, step: int, part_index: int) -> Decision:
-        """What to do with a part of `seat`'s step.
+    def decide(self, seat: Seat, step: int, part_index: int, *, ends_step: bool) -> Decision:
+        """What to do with a part of `seat`'s step, which may be its last.
 
         Raises:
             StepOrderError: see the table above.
         """
-        if (step, part_index) < (seat.position.step, seat.position.part_count):
+        _, open_step, part_count = seat.position
+        if (step, part_index) < (open_step, part_count):
+            if ends_step and step == open_step:  # to acknowledge it would leave the step open
+                raise StepOrderError(
+                    f"worker {seat.worker_id!r} ended step {step} with part {part_index}, and "
+                    f"{part_count} parts of it are counted here, which were not the last: those "
+                    "had other rows; send them again, or abandon the step",
+                    worker_id=seat.worker_id,
+                )
             return Decision.DUPLICATE
         self._check_step(seat, step)
         _, expected = self._next_part(seat)

@@ -95,6 +95,17 @@ class TableRegister:
         self._rates.change(first, learning_rate)
         self._storage.compact(self._events())
 
+    def forget_learning_rates(self) -> None:
+        """Goes back to the spec's.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        fresh = LearningRates(getattr(self._spec.optimizer, "learning_rate", 0.0))
+        if self._rates.changes != fresh.changes:
+            self._rates = fresh
+            self._storage.compact(self._events())
+
     def _events(self) -> list[Event]:
         """The fewest events that lead to where the register stands."""
         seated = self._ledger.seated_worker_ids

@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwell.codec import Float32
-from shardwell.errors import StorageError
+from shardwell.errors import ArgumentError
 from shardwell.row_placement import Ids, RowPlacement
+from shardwell.row_state import RowState
 from shardwell.row_update_rules import RowUpdateRule
 from shardwell.row_values import initial_rows
 from shardwell.table_spec import TableSpec
+from shardwell_server.shard.found_rows import index_of
 from shardwell_server.shard.reading_lock import ReadingLock
-from shardwell_server.shard.row_index import DirectRowIndex, HashRowIndex
 from shardwell_server.shard.row_places import RowPlaces
+from shardwell_server.shard.table_snapshot import TableSnapshots
 from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
 from shardwell_server.store.gradient_rows import Place, add_rows, first_bad_place, touched_rows
-from shardwell_server.store.table_storage import Places
+from shardwell_server.store.table_storage import Int64, Places
 
-_DIRECT_ROW_COUNT_MAX = 2**26
-"""Rows of a shard up to which an index by row number costs less than a hash table would."""
-_RECOVERED_ROW_COUNT = 2**16
-"""Rows that are looked at together at the start, so that their keys stay in the cache."""
 _NO_PLACES: Places = np.empty(0, np.int64)
 Flags = npt.NDArray[np.bool_]
 
@@ -56,6 +53,7 @@ class TableRows:
         storage: What is kept.
         places: Of the storage.
         batch_row_count_max: Rows of one change.
+        snapshots: Told of rows before they are written.
 
     Raises:
         StorageError: the storage has ids that can't be here.
@@ -70,20 +68,16 @@ class TableRows:
         places: RowPlaces,
         *,
         batch_row_count_max: int,
+        snapshots: TableSnapshots,
     ) -> None:
         self._spec = spec
+        self._snapshots = snapshots
         self._storage = storage
         self._places = places
         self._rule = RowUpdateRule(spec.optimizer)
         self._lock = ReadingLock()
         self._batch_row_count_max = batch_row_count_max
-        is_direct = spec.row_count is not None and (
-            placement.local_row_count() <= _DIRECT_ROW_COUNT_MAX
-        )
-        self._index: DirectRowIndex | HashRowIndex = (
-            DirectRowIndex(placement) if is_direct else HashRowIndex(secrets.randbits(64))
-        )
-        self._recover(placement, shard_index)
+        self._index = index_of(spec, storage, places, placement, shard_index)
         # Which rows have a sum, so that nobody has to look for them.
         self._touched = (
             [touched_rows(storage.has_sum, places.used)] if spec.worker_count > 1 else []
@@ -122,6 +116,38 @@ class TableRows:
             storage.verify(places)
             values = np.take(storage.weights, places, axis=0) if with_values else None
             return storage.keys[places], values
+
+    def states(
+        self, start: int, stop: int, claim: Callable[[Places], Places] | None = None
+    ) -> RowState:
+        """The rows at places from `start` to below `stop`, with all that is known of them.
+
+        Args:
+            start: First place.
+            stop: Last place, and one more.
+            claim: Which of them are wanted; None: all that had an update.
+
+        Raises:
+            StorageError: an earlier process left a damaged row.
+        """
+        storage = self._storage
+        with self._lock.reading():
+            counts = storage.update_counts[start : min(stop, storage.record.row_used)]
+            places = start + np.flatnonzero(counts > 0)
+            if claim is not None:
+                places = claim(places)
+            storage.verify(places)
+            return self._gather(places)
+
+    def _gather(self, places: Places) -> RowState:
+        storage = self._storage
+        return RowState(
+            storage.keys[places],
+            np.take(storage.weights, places, axis=0),
+            tuple(np.take(slot, places, axis=0) for slot in storage.slots),
+            storage.update_counts[places],
+            storage.last_steps[places],
+        )
 
     def verify(self, start: int, stop: int) -> None:
         """Checks the rows at places from `start` to below `stop`.
@@ -170,6 +196,25 @@ class TableRows:
             change.write(weights=change.weights, slots=change.slots)
             self._note(places, counts, step)
             self._commit(change, ids, places, is_new, record, position)
+
+    def load(self, state: RowState, record: TableRecord) -> None:
+        """Creates rows with all that is known of them.
+
+        Raises:
+            ArgumentError: one exists; nothing changed.
+            LimitError, StorageError: nothing changed.
+        """
+        places, is_new = self._located(state.ids)
+        if not is_new.all():
+            raise ArgumentError(
+                f"table {self._spec.name!r}: row id {state.ids[~is_new][0]} was loaded before",
+                table=self._spec.name,
+            )
+        with self._changing(places, values=True, sums=False) as (change, alone):
+            alone()
+            change.write(weights=state.weights, slots=state.slots)
+            self._note(places, state.update_counts, state.last_steps)
+            self._commit(change, state.ids, places, is_new, record, None)
 
     def add(
         self,
@@ -279,11 +324,17 @@ class TableRows:
         self, places: Places, *, values: bool, sums: bool
     ) -> Iterator[tuple[RowChange, Callable[[], None]]]:
         """A change, and what keeps readers out from then on, until it stands or was taken back."""
+
+        def be_alone() -> None:
+            if values:
+                self._snapshots.before_write(places, self._gather)
+            alone.enter_context(self._lock.writing())
+
         with (
             contextlib.ExitStack() as alone,
             self._storage.change(places, values=values, sums=sums) as change,
         ):
-            yield change, lambda: alone.enter_context(self._lock.writing())
+            yield change, be_alone
 
     def _located(self, ids: Ids) -> tuple[Places, Flags]:
         """Each id's place, and whether it is new, in which case there is room."""
@@ -320,7 +371,7 @@ class TableRows:
         counts += 1
         return counts
 
-    def _note(self, places: Places, counts: npt.NDArray[np.int64], step: int) -> None:
+    def _note(self, places: Places, counts: Int64, step: int | Int64) -> None:
         """Writes what rows have beside values."""
         self._storage.update_counts[places] = counts
         self._storage.last_steps[places] = step
@@ -332,49 +383,16 @@ class TableRows:
         places: Places,
         is_new: Flags,
         record: TableRecord,
-        position: Position,
+        position: Position | None,
     ) -> None:
         new_places, used = places[is_new], self._places.used
-        if new_places.size:
-            self._storage.keys[new_places] = ids[is_new]
-            used = max(used, int(new_places.max()) + 1)
-            self._index.add(ids[is_new], new_places)
         try:
+            if new_places.size:
+                self._storage.keys[new_places] = ids[is_new]
+                used = max(used, int(new_places.max()) + 1)
+                self._index.add(ids[is_new], new_places)
             change.commit(record._replace(row_used=used), position)
         except BaseException:
             self._index.remove(ids[is_new])
             raise
         self._places.take(new_places)
-
-    def _recover(self, placement: RowPlacement, shard_index: int) -> None:
-        """Finds out where rows are that an earlier process left."""
-        storage, used, count = self._storage, self._places.used, 0
-        self._index.make_room(self._places.row_count)
-        for start in range(0, used, _RECOVERED_ROW_COUNT):
-            counts = storage.update_counts[start : min(start + _RECOVERED_ROW_COUNT, used)]
-            places = start + np.flatnonzero(counts != FREE)
-            keys = storage.keys[places]
-            wrong = _first_misplaced(keys, placement, shard_index)
-            if wrong is not None:
-                raise self._damaged(f"id {keys[wrong]}, which", placement, shard_index)
-            self._index.add(keys, places)
-            count += places.size
-        if len(self._index) != count:
-            raise self._damaged("an id twice, which", placement, shard_index)
-
-    def _damaged(self, what: str, placement: RowPlacement, shard_index: int) -> StorageError:
-        return StorageError(
-            f"table {self._spec.name!r}: its files have {what} can't be on shard {shard_index} of "
-            f"{placement.shard_count}; they are damaged: restore a copy or a checkpoint",
-            table=self._spec.name,
-        )
-
-
-def _first_misplaced(keys: Ids, placement: RowPlacement, shard_index: int) -> int | None:
-    """Place of the first that can't be on a shard; None: all can."""
-    is_wrong = np.zeros(keys.size, np.bool_)
-    if placement.row_count is not None:
-        is_wrong |= keys.view(np.uint64) >= placement.row_count
-    if placement.shard_count > 1:
-        is_wrong |= placement.shards_of(keys) != shard_index
-    return int(np.argmax(is_wrong)) if is_wrong.any() else None

@@ -12,13 +12,15 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from shardwell.codec import Bytes, Float32, NonFiniteValueError
+from shardwell.codec import Bytes, NonFiniteValueError
 from shardwell.errors import ArgumentError, StorageError
-from shardwell.row_codec import RowCodec, rows_per_scan_message_max
-from shardwell.row_placement import Ids, RowPlacement
+from shardwell.row_codec import RowCodec
+from shardwell.row_placement import RowPlacement
 from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell_server.config import Limits
@@ -29,9 +31,12 @@ from shardwell_server.shard.refusals import non_finite_row, table_workers_missin
 from shardwell_server.shard.row_places import RowPlaces
 from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.table_ledger import Seat, TableLedger
+from shardwell_server.shard.table_loading import TableLoading
 from shardwell_server.shard.table_parts import Part, PartReader
 from shardwell_server.shard.table_register import TableRegister
 from shardwell_server.shard.table_rows import NonFiniteSumError, TableRows
+from shardwell_server.shard.table_scan import TableScan
+from shardwell_server.shard.table_snapshot import TableSnapshots
 from shardwell_server.store import TableLayout, TableStorage
 
 _EVICT_ROW_COUNT = 2**20
@@ -49,6 +54,7 @@ class TableSlice:
         shard_index: This shard.
         limits: Of this shard.
         stored_bytes: The same.
+        spool_dir: Where scans keep copies meanwhile; None: the system's temporary directory.
 
     Raises:
         StorageError: what an earlier process left can't be believed.
@@ -64,6 +70,7 @@ class TableSlice:
         shard_index: int,
         limits: Limits,
         stored_bytes: StoredBytes,
+        spool_dir: Path | None = None,
     ) -> None:
         self.spec = spec
         self.layout = layout
@@ -78,6 +85,7 @@ class TableSlice:
         )
         self._register = TableRegister(spec, storage, self._ledger, limits)
         self._places = RowPlaces(layout, storage, stored_bytes, limits.table_row_count_max)
+        snapshots = TableSnapshots(spec, spool_dir=spool_dir, count_max=limits.snapshot_count_max)
         self._rows = TableRows(
             spec,
             placement,
@@ -85,7 +93,26 @@ class TableSlice:
             storage,
             self._places,
             batch_row_count_max=layout.rows_per_change_max,
+            snapshots=snapshots,
         )
+        parts: dict[str, Any] = {
+            "ledger": self._ledger,
+            "register": self._register,
+            "rows": self._rows,
+            "places": self._places,
+            "changed": self._changed,
+        }
+        self.scan = TableScan(spec, storage, snapshots=snapshots, **parts)
+        """Its rows, all of them."""
+        self.loading = TableLoading(
+            spec,
+            storage,
+            placement,
+            shard_index,
+            batch_row_count_max=layout.rows_per_change_max,
+            **parts,
+        )
+        """How a checkpoint comes in."""
         self._sample_counts: dict[int, tuple[int, int]] = {}
         self._counted_row_count = 0
         self._duplicate_part_count = 0
@@ -96,6 +123,7 @@ class TableSlice:
         A damaged row is told to whoever needs it, and keeps no other table from its workers.
         """
         with self._changed, contextlib.suppress(StorageError):
+            self.loading.drop_unfinished()
             self._finish_step()
 
     @property
@@ -152,6 +180,7 @@ class TableSlice:
             False if it had been counted before.
 
         Raises:
+            NotInitializedError: a checkpoint is being restored.
             ArgumentError, CorruptChunkError, NonFiniteError: the part is refused.
             SeatsTakenError, LimitError, StorageError: the same; nothing of it is counted.
             StepOrderError: see the ledger.
@@ -159,6 +188,7 @@ class TableSlice:
         """
         part = self._reader.open(worker_id, header, payload)
         with self._changed:
+            self.loading.check_standing()
             seat = self._register.seat(worker_id)
             while (decision := self._decide(seat, header)) is Decision.WAIT:
                 self._finish_step()
@@ -176,7 +206,9 @@ class TableSlice:
     def _decide(self, seat: Seat, header: pb.RowGradients) -> Decision:
         if header.abandons:
             return self._ledger.decide_end(seat, header.step)
-        return self._ledger.decide(seat, header.step, header.part_index)
+        return self._ledger.decide(
+            seat, header.step, header.part_index, ends_step=header.end_of_step
+        )
 
     def _check_sample_count(self, seat: Seat, header: pb.RowGradients) -> None:
         """Refuses another weight in the middle of a step, as far as this process remembers."""
@@ -231,6 +263,7 @@ class TableSlice:
         """Has the ledger note steps that have closed in the storage, and wakes who waits."""
         while self._ledger.version < self.storage.record.version:
             self._ledger.close()
+            self.scan.begin_snapshots()
             self._changed.notify_all()
 
     def _finish_step(self) -> None:
@@ -253,12 +286,14 @@ class TableSlice:
         """The rows that are asked for as a sealed message, once the table has `min_version`.
 
         Raises:
+            NotInitializedError: a checkpoint is being restored.
             ArgumentError, CorruptChunkError: the question is refused.
             WorkersMissingError: the steps before did not close in time.
             NonFiniteError: training diverged; values are not finite.
             StorageError: an earlier process left a damaged row.
         """
         ids = self._reader.open_ids(fetch.rows, payload)
+        self.loading.check_standing()
         self._wait_for(fetch.min_version, patience)
         values = np.empty((ids.size, self.spec.dim), np.float32)
         header = pb.ExchangeRowsResponse(version=self._rows.read(ids, values))
@@ -276,23 +311,6 @@ class TableSlice:
                     if self.version < version and not patience.wait(self._changed):
                         raise table_workers_missing(self.spec, self._ledger, version, patience)
 
-    def scan(self, *, with_values: bool) -> Iterator[tuple[Ids, Float32 | None]]:
-        """All rows that exist, a message's worth at a time: ids, and values if they are wanted.
-
-        Each row as it is when its turn comes; one that is evicted and comes again meanwhile may be
-        missing.
-
-        Raises:
-            StorageError: an earlier process left a damaged row.
-        """
-        batch = rows_per_scan_message_max(self.spec)
-        start = 0
-        while start < self._places.used:
-            ids, values = self._rows.scan(start, start + batch, with_values=with_values)
-            if ids.size:
-                yield ids, values
-            start += batch
-
     # Keeping.
 
     def evict(self, older_than_step: int) -> int:
@@ -304,7 +322,10 @@ class TableSlice:
         count = start = 0
         while start < self._places.used:
             with self._changed:
-                count += self._rows.evict(start, start + _EVICT_ROW_COUNT, older_than_step)
+                older = older_than_step
+                if self._ledger.is_sync:  # with one worker, the open step's rows have no sum
+                    older = min(older, self.version)
+                count += self._rows.evict(start, start + _EVICT_ROW_COUNT, older)
             start += _EVICT_ROW_COUNT
         self.make_durable()
         return count
@@ -362,4 +383,5 @@ class TableSlice:
             counted_row_count=self._counted_row_count,
             duplicate_part_count=self._duplicate_part_count,
             learning_rate=self.learning_rate,
+            loading=self.loading.is_under_way,
         )

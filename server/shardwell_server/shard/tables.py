@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
@@ -33,14 +34,21 @@ class Tables:
         store: Where they are kept.
         lock: Guards the store.
         stored_bytes: Of the shard.
+        spool_dir: See Shard.
 
     Raises:
         StorageError: what it kept can't be believed.
     """
 
     def __init__(
-        self, config: ShardConfig, store: Store, lock: threading.Lock, stored_bytes: StoredBytes
+        self,
+        config: ShardConfig,
+        store: Store,
+        lock: threading.Lock,
+        stored_bytes: StoredBytes,
+        spool_dir: Path | None = None,
     ) -> None:
+        self._spool_dir = spool_dir
         self._config = config
         self._store = store
         self._lock = lock
@@ -142,6 +150,7 @@ class Tables:
             shard_index=self._config.shard_index,
             limits=self._config.limits,
             stored_bytes=self._stored_bytes,
+            spool_dir=self._spool_dir,
         )
 
     def _recover(self, layout: TableLayout, storage: TableStorage) -> None:
@@ -158,12 +167,10 @@ class Tables:
                 table=layout.name,
             ) from None
         # Limits may have changed since; the files have the sizes that they were made with.
-        expected = dataclasses.replace(
-            self._layout(spec),
-            row_capacity=layout.row_capacity,
-            rows_per_change_max=layout.rows_per_change_max,
-        )
-        if layout != expected:
+        expected = self._layout(spec)
+        has_room = layout.rows_per_change_max >= expected.rows_per_change_max
+        sizes = {name: getattr(layout, name) for name in ("row_capacity", "rows_per_change_max")}
+        if layout != dataclasses.replace(expected, **sizes) or not has_room:
             raise StorageError(
                 f"table {layout.name!r}: its files hold {layout}; this shard needs {expected}; run "
                 "the version that wrote it",

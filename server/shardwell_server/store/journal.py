@@ -123,6 +123,11 @@ class Journal:
         wanted = self._written
         if self.has_failed:  # the kernel tells of a lost page once
             raise OSError(errno.EIO, "an earlier sync failed, until an image is written")
+        self._ask_disk()
+        self._synced = wanted
+
+    def _ask_disk(self) -> None:
+        """Remembers it where the disk has failed."""
         try:
             os.fdatasync(self._file)
         except OSError:
@@ -130,7 +135,6 @@ class Journal:
             with contextlib.suppress(OSError):
                 (self._directory / FAILED_NAME).touch()
             raise
-        self._synced = wanted
 
     def sync_segment(self) -> None:
         """Returns when the segment that is written is on disk, whatever has failed before it.
@@ -141,7 +145,7 @@ class Journal:
             OSError: the disk failed.
         """
         with self._sync_lock:
-            os.fdatasync(self._file)
+            self._ask_disk()
 
     def repaired(self) -> None:
         """An image stands that was begun after the newest segment was."""

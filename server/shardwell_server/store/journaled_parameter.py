@@ -18,11 +18,11 @@ from pathlib import Path
 
 from shardwell.codec import Bytes
 from shardwell.errors import StorageError
-from shardwell_server.store import image_files
 from shardwell_server.store.chunk_journal import pack_entry, read_entries
-from shardwell_server.store.image_files import forget_images, image_path, images
-from shardwell_server.store.journal import Journal, segments
-from shardwell_server.store.mapped_file import storage_error, sync_directory, sync_file
+from shardwell_server.store.image_files import image_path, images
+from shardwell_server.store.journal import segments
+from shardwell_server.store.journaling import Journaling, forget_journal
+from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.mmap_parameter import MmapParameter
 from shardwell_server.store.store import JournalEntry
 
@@ -48,9 +48,7 @@ def restore_image(directory: Path, reached: Callable[[str], None]) -> bool:
 class JournaledParameter(MmapParameter):
     """See the module."""
 
-    _journal: Journal | None = None
-    _older_bytes = 0
-    _syncs_each = False
+    _journaling: Journaling | None = None
 
     def begin(self, *, syncs_each: bool) -> None:
         """Begins to journal; to be called once, when replay is over.
@@ -61,18 +59,16 @@ class JournaledParameter(MmapParameter):
         Raises:
             StorageError: the journal can't be written.
         """
-        try:  # an earlier process may have left them with the kernel alone
-            self.sync_names()
-            for path in segments(self.directory).values():
-                sync_file(path)
-        except OSError as error:
-            raise storage_error(self.directory, error, "syncing it") from None
-        self._syncs_each = syncs_each
         self._events.is_synced = True
-        self._journal = Journal(self.directory, self._reached)
-        self._older_bytes = sum(p.stat().st_size for p in segments(self.directory).values())
-        self._journal.begin_segment()
-        self.wants_image = not images(self.directory) or self._journal.has_failed
+        self._journaling = Journaling(
+            self.directory, self._reached, self.sync_names, syncs_each=syncs_each
+        )
+        self._journaling.begin_segment()
+
+    @property
+    def wants_image(self) -> bool:
+        """See ParameterStorage."""
+        return self._journaling is not None and self._journaling.wants_image
 
     def journal(
         self,
@@ -85,29 +81,23 @@ class JournaledParameter(MmapParameter):
         payload: Bytes,
     ) -> None:
         """See ParameterStorage."""
-        if self._journal is None:
+        if self._journaling is None:
             return
         sequence = self._stored[chunk_index].sequence + 1
         entry = JournalEntry(
             chunk_index, seat_index, sequence, step, sample_count, exponent, learning_rate, payload
         )
-        self._journal.append(pack_entry(entry, self._salt))
-        size_bytes = self._older_bytes + self._journal.size_bytes
-        if size_bytes > max(2 * self._layout.size_bytes, image_files.IMAGE_AT_BYTES_MIN):
-            self.wants_image = True
+        self._journaling.append(pack_entry(entry, self._salt), self._layout.size_bytes)
 
     def make_durable(self) -> None:
         """See ParameterStorage."""
-        if self._syncs_each:
-            self.sync()
+        if self._journaling is not None:
+            self._journaling.make_durable()
 
     def sync(self) -> None:
         """See ParameterStorage."""
-        if self._journal is not None:
-            try:
-                self._journal.sync()
-            finally:
-                self.wants_image = self.wants_image or self._journal.has_failed
+        if self._journaling is not None:
+            self._journaling.sync()
 
     def replay(self) -> Iterator[JournalEntry]:
         """See ParameterStorage."""
@@ -139,34 +129,18 @@ class JournaledParameter(MmapParameter):
     @contextlib.contextmanager
     def imaging(self) -> Iterator[Callable[[int], None]]:
         """See ParameterStorage."""
-        if self._journal is None:
+        journaling = self._journaling
+        if journaling is None:
             yield lambda chunk_index: None
             return
-        self._older_bytes += self._journal.size_bytes
-        number = self._journal.begin_segment()
-        standing = image_path(self.directory, number)
-        if standing.exists():  # nothing was journaled since, but first weights may have come
-            number = self._journal.begin_segment(anyway=True)
-            standing = image_path(self.directory, number)
-        making = standing.with_suffix(".new")
-        try:
-            making.mkdir()
-            self._reached("image begun")
-            image = MmapParameter.create(making, self._layout, self._salt, self._reached)
+        number = journaling.begin_segment()
+        if image_path(self.directory, number).exists():
+            # Nothing was journaled since, but first weights may have come.
+            number = journaling.begin_segment(anyway=True)
+        with journaling.imaging(number) as path:
+            image = MmapParameter.create(path, self._layout, self._salt, self._reached)
             yield lambda chunk_index: image.copy_chunk(self, chunk_index)
             image.close()
-            sync_directory(making)
-            self._reached("image written")
-            making.rename(standing)
-            self._reached("image stands")
-            sync_directory(self.directory)
-        except OSError as error:
-            raise storage_error(standing, error, "making an image") from None
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
-        self._journal.repaired()
-        self.wants_image, self._older_bytes = False, 0
-        forget_images(self.directory, self._reached, before=number)
 
     def stop_journaling(self) -> None:
         """Makes image and journal superfluous, and removes them.
@@ -174,16 +148,10 @@ class JournaledParameter(MmapParameter):
         Raises:
             StorageError: the disk failed.
         """
-        if images(self.directory) or segments(self.directory):
-            try:
-                super().close()
-            except OSError as error:
-                raise storage_error(self.directory, error, "writing it to disk") from None
-        forget_images(self.directory, self._reached)
+        forget_journal(self.directory, self._reached, super().close)
 
     def close(self) -> None:
         """See MmapParameter."""
-        if self._journal is not None:
-            with contextlib.suppress(OSError):  # remembered; the files themselves are enough
-                self._journal.close()
+        if self._journaling is not None:
+            self._journaling.close()
         super().close()

@@ -12,7 +12,6 @@ After a loss of power the newest image replaces the files, and the changes are w
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from shardwell.errors import StorageError
-from shardwell_server.store import image_files
-from shardwell_server.store.image_files import forget_images, image_path, images
-from shardwell_server.store.journal import Journal, segments
-from shardwell_server.store.mapped_file import storage_error, sync_directory, sync_file
+from shardwell_server.store.image_files import image_path, images
+from shardwell_server.store.journaling import Journaling, forget_journal
+from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.mmap_table import MmapTable
 from shardwell_server.store.row_arrays import WrittenRows, write_again
 from shardwell_server.store.sparse_file import copy_sparse
@@ -34,6 +32,7 @@ from shardwell_server.store.table_journal import (
     pack_mark,
 )
 from shardwell_server.store.table_records import StoredTableRecord
+from shardwell_server.store.table_storage import TableLayout
 
 _BLOCK_BYTES = 4 << 20
 """Rows that are copied to an image while changes wait: about a millisecond."""
@@ -57,16 +56,28 @@ def restore_table_image(directory: Path, reached: Callable[[str], None]) -> bool
     return bool(newest)
 
 
+class _StoppedError(Exception):
+    """An image is given up."""
+
+
 class JournaledTable(MmapTable):
     """See the module."""
 
-    _journal: Journal | None = None
-    _older_bytes = 0
-    _syncs_each = False
-    _wants_image = False
+    _journaling: Journaling | None = None
     _marked = (-1, 0)
     """Number and size of the segment, when it had a mark and nothing else."""
-    _image_lock: threading.Lock
+
+    def __init__(
+        self,
+        directory: Path,
+        layout: TableLayout,
+        salt: int,
+        kind: str,
+        reached: Callable[[str], None],
+    ) -> None:
+        """See MmapTable."""
+        super().__init__(directory, layout, salt, kind, reached)
+        self._image_lock = threading.Lock()
 
     def replay(self) -> None:
         """Writes again what the image that was restored lacks; to be called once, first.
@@ -107,102 +118,75 @@ class JournaledTable(MmapTable):
         Raises:
             StorageError: the journal, or a first image, can't be written.
         """
-        try:  # an earlier process may have left them with the kernel alone
-            self._sync_names()
-            for path in segments(self.directory).values():
-                sync_file(path)
-        except OSError as error:
-            raise storage_error(self.directory, error, "syncing it") from None
-        self._syncs_each = syncs_each
-        self._image_lock = threading.Lock()
         self._events.is_synced = True
-        journal = Journal(self.directory, self._reached)
-        self._older_bytes = sum(p.stat().st_size for p in segments(self.directory).values())
-        self._journal = journal
-        self._begin_segment(journal)
-        self._wants_image = not images(self.directory) or journal.has_failed
+        journaling = Journaling(
+            self.directory, self._reached, self._sync_names, syncs_each=syncs_each
+        )
+        self._begin_segment(journaling)
+        self._journaling = journaling
         self.make_image()
 
     def _note(self, stored: StoredTableRecord, rows: WrittenRows) -> None:
         """See MmapTable."""
-        if self._journal is None:
-            return
-        self._journal.append(pack_entry(TableEntry(stored, rows), self._salt))
-        size_bytes = self._older_bytes + self._journal.size_bytes
-        image_bytes = stored.record.row_used * self._layout.row_size_bytes
-        if size_bytes > max(2 * image_bytes, image_files.IMAGE_AT_BYTES_MIN):
-            self._wants_image = True
+        if self._journaling is not None:
+            image_bytes = stored.record.row_used * self._layout.row_size_bytes
+            self._journaling.append(pack_entry(TableEntry(stored, rows), self._salt), image_bytes)
 
     def make_durable(self) -> None:
         """See TableStorage."""
-        if self._syncs_each:
-            self.sync()
+        if self._journaling is not None:
+            self._journaling.make_durable()
 
     def sync(self) -> None:
         """See TableStorage."""
-        if self._journal is not None:
-            try:
-                self._journal.sync()
-            finally:
-                self._wants_image = self._wants_image or self._journal.has_failed
+        if self._journaling is not None:
+            self._journaling.sync()
 
     def make_image(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
         """See TableStorage."""
-        if self._journal is not None and self._wants_image:
-            with self._image_lock:
-                self._write_image(self._journal, is_stopping)
+        journaling = self._journaling
+        if journaling is not None and journaling.wants_image:
+            with self._image_lock, contextlib.suppress(_StoppedError):
+                self._write_image(journaling, is_stopping)
 
-    def _write_image(self, journal: Journal, is_stopping: Callable[[], bool]) -> None:
+    def _write_image(self, journaling: Journaling, is_stopping: Callable[[], bool]) -> None:
         with self._lock:
-            number = self._begin_segment(journal)
-        standing = image_path(self.directory, number)
-        making = standing.with_suffix(".new")
-        try:
-            making.mkdir()
-            self._reached("image begun")
-            image = MmapTable.create(making, self._layout, self._salt, self._reached)
-            if not self._copy_to(image, is_stopping):
-                return
+            number = self._begin_segment(journaling)
+        with journaling.imaging(number) as path:
+            image = MmapTable.create(path, self._layout, self._salt, self._reached)
+            self._copy_to(image, is_stopping)
             image.close()
-            sync_directory(making)
-            journal.sync_segment()  # rows may be as new as its last entry
-            self._reached("image written")
-            making.rename(standing)
-            self._reached("image stands")
-            sync_directory(self.directory)
-        except OSError as error:
-            raise storage_error(standing, error, "making an image") from None
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
-        journal.repaired()
-        self._wants_image, self._older_bytes = False, 0
-        forget_images(self.directory, self._reached, before=number)
+            journaling.journal.sync_segment()  # rows may be as new as its last entry
 
-    def _begin_segment(self, journal: Journal) -> int:
+    def _begin_segment(self, journaling: Journaling) -> int:
         """Goes on in a new segment, unless this one is as good; no change is under way."""
-        number, size_bytes = journal.number, journal.size_bytes
-        if self._marked != (number, size_bytes) or image_path(self.directory, number).exists():
-            self._older_bytes += size_bytes
-            number = journal.begin_segment(anyway=True)
+        journal = journaling.journal
+        number = journal.number
+        if (
+            self._marked != (number, journal.size_bytes)
+            or image_path(self.directory, number).exists()
+            or journal.has_failed
+        ):
+            number = journaling.begin_segment(anyway=True)
             journal.append(pack_mark(self._stored, self._salt))
             self._marked = (number, journal.size_bytes)
         return number
 
-    def _copy_to(self, image: MmapTable, is_stopping: Callable[[], bool]) -> bool:
-        """Copies all rows while changes go on, then the record; False when it was stopped."""
+    def _copy_to(self, image: MmapTable, is_stopping: Callable[[], bool]) -> None:
+        """Copies all rows while changes go on, then the record."""
         step = max(_BLOCK_BYTES // self._layout.row_size_bytes, 1)
         start = 0
         while not is_stopping():
             stop = min(start + step, self.record.row_used)
-            self.verify(np.arange(start, stop))
             image.reserve(stop)
-            with self._lock:
+            with self._lock:  # a row that is being changed fits no check
+                self.verify(np.arange(start, stop))
                 image.copy_rows(self, start, stop)
                 if stop == self.record.row_used:
                     image.copy_standing(self)
-                    return True
+                    return
             start = stop
-        return False
+        raise _StoppedError
 
     def stop_journaling(self) -> None:
         """Makes image and journal superfluous, and removes them.
@@ -210,16 +194,10 @@ class JournaledTable(MmapTable):
         Raises:
             StorageError: the disk failed.
         """
-        if images(self.directory) or segments(self.directory):
-            try:
-                super().close()
-            except OSError as error:
-                raise storage_error(self.directory, error, "writing it to disk") from None
-        forget_images(self.directory, self._reached)
+        forget_journal(self.directory, self._reached, super().close)
 
     def close(self) -> None:
         """See MmapTable."""
-        if self._journal is not None:
-            with contextlib.suppress(OSError):  # remembered; the files themselves are enough
-                self._journal.close()
+        if self._journaling is not None:
+            self._journaling.close()
         super().close()

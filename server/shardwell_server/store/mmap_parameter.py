@@ -60,8 +60,6 @@ class MmapParameter:
         self.directory = directory
         self.is_torn = False
         """See ParameterStorage."""
-        self.wants_image = False
-        """See ParameterStorage."""
         self._layout = layout
         self._salt = salt
         self._files: list[MappedFile] = []
@@ -158,6 +156,11 @@ class MmapParameter:
         self._seat_count = seat_count(self._events.read())
         latest = [(stored.seat_index, stored.step) for stored in self._stored]
         recover_marks(self._marks, self._seat_count, latest, is_torn=self.is_torn)
+
+    @property
+    def wants_image(self) -> bool:
+        """See ParameterStorage."""
+        return False
 
     def records(self) -> list[ChunkRecord]:
         """See ParameterStorage."""

@@ -52,6 +52,10 @@ class TableLayout:
         return 4 * values + 5 * 8 + self.with_sum * (8 + 1)
 
 
+LOADING = -1
+"""As `contribution_count`: the rows are those of a load that has not finished."""
+
+
 class TableRecord(NamedTuple):
     """Where the table stands, beside its rows; a change replaces it as a whole."""
 
@@ -60,11 +64,17 @@ class TableRecord(NamedTuple):
     version: int = 0
     """Synchronous: steps that have closed. Asynchronous: steps that were counted."""
     contribution_count: int = 0
-    """Synchronous: workers that have ended the open step; worker_count while it is closing."""
+    """Synchronous: workers that have ended the open step; worker_count while it is closing.
+    LOADING, in both modes: nothing here stands."""
     sample_total: int = 0
     """Synchronous: their samples."""
     shift: int = 0
     """Synchronous: the open step's sums are those of gradients times 2^-shift."""
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the rows are those of a load that has not finished."""
+        return self.contribution_count == LOADING
 
 
 class Position(NamedTuple):

@@ -1,0 +1,151 @@
+"""Rows of a table in a safetensors file: ids, weights, optimizer state, counts and steps.
+
+    ids                 I64 (n,)
+    weights             F32 (n, dim)
+    exp_avg, ...        F32 (n, width), the optimizer's `slot_names`
+    update_counts       I64 (n,)
+    last_steps          I64 (n,)
+
+A file is written whole, from memory; a shard has as many as it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from fastcrc import crc32
+from safetensors import SafetensorError, safe_open
+
+from shardwell.codec import Float32
+from shardwell.errors import StorageError
+from shardwell.row_placement import Ids
+from shardwell.row_state import RowState
+from shardwell.slice_file import WEIGHTS_NAME, file_error
+from shardwell.table_spec import TableSpec
+
+_HEADER_ALIGNMENT_BYTES = 8
+_open: Any = safe_open
+
+
+def tensor_names(spec: TableSpec) -> tuple[str, ...]:
+    """Of each file, in the order of RowState.arrays."""
+    return ("ids", WEIGHTS_NAME, *spec.optimizer.slot_names, "update_counts", "last_steps")
+
+
+def _tensors(spec: TableSpec, row_count: int) -> dict[str, tuple[str, list[int]]]:
+    """Type and shape of each."""
+    whole, n = ("I64", [row_count]), row_count
+    values = [("F32", [n, width]) for width in (spec.dim, *spec.slot_widths)]
+    return dict(zip(tensor_names(spec), [whole, *values, whole, whole], strict=True))
+
+
+def write_rows(path: Path, spec: TableSpec, states: Sequence[RowState]) -> tuple[int, int]:
+    """Makes a file, and brings it to the disk; returns its bytes and their CRC32C.
+
+    Raises:
+        StorageError: it can't be made or written to.
+    """
+    row_count = sum(state.ids.size for state in states)
+    metadata = {"format": "shardwell-rows", "table": spec.name, "dim": str(spec.dim)}
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    for name, (dtype, shape) in _tensors(spec, row_count).items():
+        stop = start + int(np.prod(shape)) * (8 if dtype == "I64" else 4)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _HEADER_ALIGNMENT_BYTES)
+    head = len(header).to_bytes(8, "little") + header
+    crc = crc32.iscsi(head)
+    try:
+        with path.open("xb") as file:
+            file.write(head)
+            for arrays in zip(*(state.arrays for state in states), strict=True):
+                for array in arrays:
+                    values = np.ascontiguousarray(array).astype(
+                        array.dtype.newbyteorder("<"), copy=False
+                    )
+                    view = values.reshape(-1).view(np.uint8).data
+                    crc = crc32.iscsi(view, crc)
+                    file.write(view)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise file_error(path, error, "writing it") from None
+    return len(head) + start, crc
+
+
+class RowsReader:
+    """A file to read from. A context manager that closes it.
+
+    Raises:
+        StorageError: it is no safetensors file, or not one with these tensors.
+    """
+
+    def __init__(self, path: Path, spec: TableSpec, row_count: int) -> None:
+        self._path = path
+        self._spec = spec
+        try:
+            self._open = _open(path, framework="numpy")
+        except OSError as error:
+            raise file_error(path, error, "opening it") from None
+        except SafetensorError as error:
+            raise StorageError(f"{path} is no safetensors file: {error}; take another copy") from (
+                None
+            )
+        self._file: Any = self._open.__enter__()
+        found = {
+            name: (part.get_dtype(), part.get_shape())
+            for name in self._file.keys()  # noqa: SIM118 (it is no mapping)
+            for part in [self._file.get_slice(name)]
+        }
+        expected = _tensors(spec, row_count)
+        if found != expected:
+            self.close()
+            raise StorageError(
+                f"{path} has tensors {found}; expected {expected}; take another copy"
+            )
+
+    def read(self, start: int, stop: int) -> RowState:
+        """Rows [start, stop), copied."""
+        ids, weights, *slots, counts, steps = (
+            self._part(name, start, stop) for name in tensor_names(self._spec)
+        )
+        return RowState(ids, weights, tuple(slots), counts, steps)
+
+    def read_ids(self, start: int, stop: int) -> Ids:
+        """The ids of rows [start, stop), copied."""
+        ids: Ids = self._part("ids", start, stop)
+        return ids
+
+    def read_weights(self, start: int, stop: int) -> Float32:
+        """The weights of rows [start, stop), copied."""
+        weights: Float32 = self._part(WEIGHTS_NAME, start, stop)
+        return weights
+
+    def _part(self, name: str, start: int, stop: int) -> Any:
+        try:
+            return self._file.get_slice(name)[start:stop]
+        except (SafetensorError, OSError) as error:
+            raise StorageError(f"{self._path} can't be read: {error}; take another copy") from None
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._open.__exit__(None, None, None)
+
+    def __enter__(self) -> RowsReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,197 @@
+"""Puts a table of a checkpoint into a cluster of any number of shards.
+
+The files are read once, block by block, and each row goes to the stream of its shard. All shards
+have begun, and refuse gradients, before any is told to finish; none is told before all have been
+sent everything. When a shard fails, all is done again, those that had finished included: they take
+it as long as no gradient was counted.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell.checkpoint import CheckpointTable
+from shardwell.errors import ArgumentError, DeadlineError, StorageError
+from shardwell.retry import Attempts
+from shardwell.row_placement import RowPlacement
+from shardwell.row_state import RowState, RowStateCodec
+from shardwell.rows_file import RowsReader
+from shardwell.siblings import Siblings
+from shardwell.traffic import Traffic
+from shardwell.v1 import table_pb2 as pb
+
+_WAITING_COUNT_MAX = 4
+"""Messages of up to 1 MiB that wait for a shard."""
+_LOOK_S = 0.2
+"""How often somebody who waits for a shard looks whether one has failed."""
+
+
+class TableRestore:
+    """One table's, from files into all shards, on which it was created.
+
+    Args:
+        path: Of the checkpoint.
+        entry: The table.
+        channels: Of the shards, in order.
+        worker_id: Whose call it is.
+        traffic: Counts it.
+        attempts: Of the call.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entry: CheckpointTable,
+        channels: Sequence[ShardChannel],
+        *,
+        worker_id: str,
+        traffic: Traffic,
+        attempts: Attempts,
+    ) -> None:
+        self._path = path
+        self._entry = entry
+        self._channels = channels
+        self._worker_id = worker_id
+        self._traffic = traffic
+        self._attempts = attempts
+        self._codec = RowStateCodec(entry.spec)
+        self._placement = RowPlacement(entry.spec.row_count, len(channels))
+
+    def restore(self) -> None:
+        """One attempt; blocks until the table stands on all shards.
+
+        Raises:
+            StorageError: a file can't be read.
+            ArgumentError: it has rows that can't be.
+            ShardwellError: a shard refuses.
+        """
+        for channel in self._channels:  # a stream that only opens: no shard takes gradients then
+            with channel.translated(table=self._entry.name):
+                channel.load_rows(iter([self._opening(channel)]), timeout=self._timeout_s())
+        siblings = Siblings()
+        lanes: list[_Lane] = []
+        try:
+            for channel in self._channels:
+                lanes.append(_Lane(channel, self._opening(channel), self._timeout_s()))
+                siblings.add(channel, lanes[-1].call)
+            for file in self._entry.files:
+                with RowsReader(self._path / file.path, self._entry.spec, file.row_count) as reader:
+                    self._send(reader, file.row_count, lanes, siblings)
+            for lane in lanes:
+                self._put(lane, None, siblings)
+            row_count = sum(self._result(lane, siblings) for lane in lanes)
+        finally:
+            siblings.cancel()
+            for lane in lanes:
+                lane.stop()
+        if row_count != self._entry.row_count:
+            raise StorageError(
+                f"table {self._entry.name!r} has {row_count} rows after it was restored; the "
+                f"checkpoint has {self._entry.row_count}",
+                table=self._entry.name,
+            )
+
+    def _opening(self, channel: ShardChannel) -> bytes:
+        entry = self._entry
+        specified = getattr(entry.spec.optimizer, "learning_rate", None)
+        return pb.LoadRowsRequest(
+            open=pb.TableOpen(shard=channel.identity, table=entry.name, worker_id=self._worker_id),
+            version=entry.version,
+            learning_rate=None if entry.learning_rate == specified else entry.learning_rate,
+        ).SerializeToString()
+
+    def _send(
+        self, reader: RowsReader, row_count: int, lanes: list[_Lane], siblings: Siblings
+    ) -> None:
+        """Sends the rows of one file to their shards."""
+        block = self._codec.row_count_max * len(lanes)
+        for start in range(0, row_count, block):
+            state = reader.read(start, min(start + block, row_count))
+            self._check_ids(state)
+            shards = self._placement.shards_of(state.ids)
+            for index, lane in enumerate(lanes):
+                part = state.take(shards == index) if len(lanes) > 1 else state
+                for piece in part.pieces(self._codec.row_count_max):
+                    header = pb.LoadRowsRequest()
+                    message = self._codec.encode(header, header.rows, piece)
+                    self._put(lane, message, siblings)
+                    self._traffic.add_sent(len(message), piece.weights.size)
+
+    def _check_ids(self, state: RowState) -> None:
+        row_count = self._placement.row_count
+        if row_count is not None:
+            is_bad = (state.ids < 0) | (state.ids >= row_count)
+            if is_bad.any():
+                raise ArgumentError(
+                    f"{self._path}: table {self._entry.name!r} has row id {state.ids[is_bad][0]}; "
+                    f"its ids are 0 to {row_count - 1}",
+                    table=self._entry.name,
+                )
+
+    def _put(self, lane: _Lane, message: bytes | None, siblings: Siblings) -> None:
+        """Hands a message to a lane, waiting as long as none has failed."""
+        while not lane.offer(message):
+            if not lane.call.is_active():
+                self._result(lane, siblings)
+            self._timeout_s()
+
+    def _result(self, lane: _Lane, siblings: Siblings) -> int:
+        try:
+            row_count: int = lane.call.result().row_count
+        except grpc.RpcError as error:
+            channel, first = siblings.failure(lane.channel, error)
+            raise channel.translate(first, table=self._entry.name) from None
+        except grpc.FutureCancelledError:
+            channel, first = siblings.failure(lane.channel, lane.call)
+            raise channel.translate(first, table=self._entry.name) from None
+        return row_count
+
+    def _timeout_s(self) -> float:
+        remaining_s = self._attempts.remaining_s
+        if remaining_s <= 0:
+            raise DeadlineError(
+                f"table {self._entry.name!r} was not restored in time; raise timeout_s",
+                table=self._entry.name,
+            )
+        return remaining_s + ANSWER_MARGIN_S
+
+
+class _Lane:
+    """The stream to one shard; gRPC takes messages from it on a thread of its own."""
+
+    def __init__(self, channel: ShardChannel, opening: bytes, timeout_s: float) -> None:
+        self.channel = channel
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING_COUNT_MAX)
+        self._is_stopped = False
+        with channel.translated():
+            self.call: Any = channel.load_rows.future(self._messages(opening), timeout=timeout_s)
+
+    def offer(self, message: bytes | None) -> bool:
+        """Takes a message, None being the last; False if there is no room yet."""
+        try:
+            self._waiting.put(message, timeout=_LOOK_S)
+        except queue.Full:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Lets go of gRPC's thread."""
+        self._is_stopped = True
+
+    def _messages(self, opening: bytes) -> Iterator[bytes]:
+        yield opening
+        while not self._is_stopped:
+            try:
+                message = self._waiting.get(timeout=_LOOK_S)
+            except queue.Empty:
+                continue
+            if message is None:
+                yield pb.LoadRowsRequest(finish=True).SerializeToString()
+                return
+            yield message

@@ -1,0 +1,221 @@
+"""Takes a checkpoint of a table: all rows of all shards, with state, into files.
+
+As snapshots.py for parameters. Rows come in no order and nobody knows how many there will be, so a
+shard's are gathered until they fill a file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+
+from shardwell import framing
+from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell.checkpoint import CheckpointTable, RowsFile, rows_path
+from shardwell.errors import ArgumentError, CorruptChunkError, DeadlineError
+from shardwell.one_version import at_one_version
+from shardwell.retry import Attempts
+from shardwell.row_state import RowState, RowStateCodec
+from shardwell.rows_file import write_rows
+from shardwell.siblings import Siblings
+from shardwell.table_spec import TableSpec
+from shardwell.traffic import Traffic
+from shardwell.v1 import table_pb2 as pb
+from shardwell.values import milliseconds
+
+_READER_COUNT_MAX = 8
+"""Threads; further shards keep what they have to until it is their turn."""
+FILE_SIZE_BYTES = 32 * 2**20
+"""About that much of a shard's rows goes to a file, and is in memory before."""
+
+
+class _Taken(NamedTuple):
+    """What came of one shard."""
+
+    files: list[RowsFile]
+    version: int
+    learning_rate: float
+
+
+class TableSnapshot:
+    """One table's, from all shards into files."""
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        channels: Sequence[ShardChannel],
+        newest_version: Callable[[], int],
+        directory: Path,
+        *,
+        number: int,
+        traffic: Traffic,
+        attempts: Attempts,
+    ) -> None:
+        self._spec = spec
+        self._channels = channels
+        self._newest_version = newest_version
+        self._directory = directory
+        self._number = number
+        self._traffic = traffic
+        self._attempts = attempts
+        self._codec = RowStateCodec(spec)
+
+    def take(self) -> CheckpointTable:
+        """Blocks until all files are on the disk.
+
+        Raises:
+            WorkersMissingError: the shards wait for workers; names them.
+            DeadlineError: training was too fast, or the deadline too near.
+            ShardwellError: a shard refuses, or a file can't be written.
+        """
+        return at_one_version(
+            self._attempt, self._newest_version, self._remaining_s, self._attempts
+        )
+
+    def _attempt(self, version: int, wait_s: float) -> CheckpointTable:
+        siblings = Siblings()
+        try:
+            calls = [
+                siblings.add(channel, self._call(channel, version, wait_s))
+                for channel in self._channels
+            ]
+            firsts = [
+                self._next(channel, call, siblings)
+                for channel, call in zip(self._channels, calls, strict=True)
+            ]
+            taken = self._receive_all(version, firsts, calls, siblings)
+        finally:
+            siblings.cancel()
+        rate = getattr(self._spec.optimizer, "learning_rate", None)
+        return CheckpointTable(
+            spec=self._spec,
+            version=min(each.version for each in taken),
+            version_max=max(each.version for each in taken),
+            learning_rate=None if rate is None else taken[0].learning_rate,
+            files=tuple(file for each in taken for file in each.files),
+        )
+
+    def _call(self, channel: ShardChannel, version: int, wait_s: float) -> Any:
+        with channel.translated(table=self._spec.name):
+            return channel.scan_rows(
+                pb.ScanRowsRequest(
+                    shard=channel.identity,
+                    table=self._spec.name,
+                    content=pb.ScanRowsRequest.CONTENT_STATE,
+                    version=version,
+                    wait_timeout_ms=milliseconds(wait_s),
+                ),
+                timeout=self._remaining_s() + ANSWER_MARGIN_S,
+            )
+
+    def _receive_all(
+        self, version: int, firsts: list[bytes | None], calls: list[Any], siblings: Siblings
+    ) -> list[_Taken]:
+        """Reads all shards, several at once; when one fails, the others are given up."""
+        failures: list[BaseException] = []
+        lock = threading.Lock()
+
+        def receive(channel: ShardChannel, first: bytes | None, call: Any) -> _Taken:
+            try:
+                return self._receive(channel, first, version, call, siblings)
+            except BaseException as error:
+                with lock:
+                    failures.append(error)
+                siblings.cancel()
+                raise
+
+        count = min(len(self._channels), _READER_COUNT_MAX)
+        with ThreadPoolExecutor(count, thread_name_prefix="shardwell-checkpoint") as pool:
+            try:
+                futures = [
+                    pool.submit(receive, channel, first, call)
+                    for channel, first, call in zip(self._channels, firsts, calls, strict=True)
+                ]
+                wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException:  # the user's Ctrl-C
+                siblings.cancel()
+                raise
+        if failures:
+            raise failures[0]
+        return [future.result() for future in futures]
+
+    def _receive(
+        self,
+        channel: ShardChannel,
+        message: bytes | None,
+        version: int,
+        call: Any,
+        siblings: Siblings,
+    ) -> _Taken:
+        """Writes what one shard sends to its files."""
+        files: list[RowsFile] = []
+        states: list[RowState] = []
+        size_bytes, found, rate, is_first = 0, 0, 0.0, True
+        while message is not None:
+            header, payload = framing.parse(pb.ScanRowsResponse, message)
+            late = self._spec.mode == "sync" and header.version != version
+            if late or header.HasField("rows") == is_first:
+                raise self._corrupt(
+                    channel,
+                    f"rows={header.HasField('rows')} at version {header.version}; expected "
+                    f"rows={not is_first} at {version}",
+                )
+            found, rate = header.version, header.learning_rate
+            if not is_first:
+                states.append(self._opened(channel, header.rows, payload))
+                self._traffic.add_received(len(message), states[-1].weights.size)
+                size_bytes += payload.size
+                if size_bytes >= FILE_SIZE_BYTES:
+                    files.append(self._write(channel, len(files), states))
+                    states, size_bytes = [], 0
+            is_first = False
+            message = self._next(channel, call, siblings)
+        if is_first:
+            raise self._corrupt(channel, "the end of its answer, too early")
+        if states:
+            files.append(self._write(channel, len(files), states))
+        return _Taken(files, found, rate)
+
+    def _opened(self, channel: ShardChannel, rows: pb.Rows, payload: Any) -> RowState:
+        try:
+            return self._codec.open(rows, payload)
+        except (ArgumentError, CorruptChunkError) as error:
+            raise self._corrupt(channel, error.message) from None
+
+    def _write(self, channel: ShardChannel, part: int, states: list[RowState]) -> RowsFile:
+        name = rows_path(self._number, self._spec.name, channel.shard_index, part)
+        path = self._directory / name
+        path.unlink(missing_ok=True)  # of an attempt before
+        size_bytes, crc = write_rows(path, self._spec, states)
+        row_count = sum(state.ids.size for state in states)
+        return RowsFile(path=name, row_count=row_count, size_bytes=size_bytes, crc32c=crc)
+
+    def _next(self, channel: ShardChannel, call: Any, siblings: Siblings) -> bytes | None:
+        """The next message; None at the end."""
+        try:
+            message: bytes | None = next(call, None)
+        except grpc.RpcError as error:
+            first_channel, first = siblings.failure(channel, error)
+            raise first_channel.translate(first, table=self._spec.name) from None
+        return message
+
+    def _corrupt(self, channel: ShardChannel, what: str) -> CorruptChunkError:
+        return CorruptChunkError(
+            f"shard {channel.shard_index} answered a scan of {self._spec.name!r} with {what}",
+            shard_index=channel.shard_index,
+            table=self._spec.name,
+        )
+
+    def _remaining_s(self) -> float:
+        remaining_s = self._attempts.remaining_s
+        if remaining_s <= 0:
+            raise DeadlineError(
+                f"no scan of table {self._spec.name!r} in time; raise timeout_s",
+                table=self._spec.name,
+            )
+        return remaining_s

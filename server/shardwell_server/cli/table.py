@@ -1,0 +1,38 @@
+"""`shardwell table`: what can be done with a table from outside."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+import shardwell
+
+
+@click.group()
+def table() -> None:
+    """Export tables."""
+
+
+@table.command()
+@click.argument("name")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--shards",
+    "target",
+    envvar="SHARDWELL_SHARDS",
+    required=True,
+    metavar="HOST:PORT[,...]",
+    help="The cluster; default: $SHARDWELL_SHARDS.",
+)
+@click.option("--timeout-s", type=float, default=600.0, show_default=True, help="For all of it.")
+def export(*, name: str, path: Path, target: str, timeout_s: float) -> None:
+    """Write ids and rows of table NAME, sorted by id, to PATH.
+
+    PATH ends in .safetensors or .parquet (which needs pyarrow), must not exist, and appears when it
+    is complete. Training may go on meanwhile; all rows are of one version.
+    """
+    with shardwell.connect(target, worker_id=f"export-{os.getpid()}") as client:
+        made = client.export_table(name, path, timeout_s=timeout_s)
+    click.echo(f"exported {made.row_count} rows of {name} at version {made.version} to {made.path}")
