@@ -133,9 +133,17 @@ class TableSteps:
         return self.next_step - 1
 
     def _take_seat(self, attempts: Attempts) -> None:
-        """Once; only then this worker's steps are the same on all shards for certain."""
+        """Once; only then this worker's steps are the same on all shards for certain.
+
+        What an earlier process of this worker had sent may have been counted since the table was
+        opened. The step stays the one that was told then: sent again, it counts once.
+        """
         if not self._has_seat:
-            self._stand(self._opening.take_seat(attempts))
+            told = self.next_step
+            standing = self._opening.take_seat(attempts)
+            if standing.next_step == told + 1:
+                standing = standing._replace(next_step=told, is_begun=True)
+            self._stand(standing)
             self._has_seat = True
 
     def _stand(self, standing: Standing) -> int:
