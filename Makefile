@@ -65,10 +65,12 @@ bench: .venv/.has-demo
 
 setup: .venv/.has-demo .venv/.has-test .venv/.has-lint
 
-# One stamp an extra of pyproject.toml; it is made again when that file has changed.
+# One stamp an extra of pyproject.toml; it is made again when that file has changed. Conflicts are not
+# told, because pip would tell of all that PyKEEN lacks; what the extras need is installed or fails.
 .venv/.has-%: pyproject.toml $(BIN)/python
 	@echo "installing shardwell[$*] into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
+	  --editable '.[$*]'
 	@touch $@
 
 .venv/.has-demo .venv/.has-test: | .venv/.has-facts

@@ -2,12 +2,11 @@
 
 pip install --no-deps pykeen==1.11.1    # ships the facts, as text; its code is not used
 shardwell cluster --shards 2            # prints: export SHARDWELL_SHARDS=...
-python examples/knowledge_graph.py 0 &  # with that variable set; as many workers as you like
-python examples/knowledge_graph.py 1
+shardwell run -n 2 -- python examples/knowledge_graph.py    # with that variable set
 """
 
 import importlib.util
-import sys
+import os
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 import shardwell
 
 DIM, BATCH_SIZE, NEGATIVE_COUNT, STEP_COUNT = 128, 128, 64, 400
-worker = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+worker = int(os.environ.get("RANK", 0))  # `shardwell run` numbers the workers
 
 package = importlib.util.find_spec("pykeen").submodule_search_locations[0]
 parts = [Path(package, f"datasets/umls/{part}.txt") for part in ("train", "valid", "test")]

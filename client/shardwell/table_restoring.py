@@ -121,7 +121,7 @@ class TableRestore:
                     header = pb.LoadRowsRequest()
                     message = self._codec.encode(header, header.rows, piece)
                     self._put(lane, message, siblings)
-                    self._traffic.add_sent(len(message), 0)
+                    self._traffic.add_sent(len(message), piece.weights.size)
 
     def _check_ids(self, state: RowState) -> None:
         row_count = self._placement.row_count

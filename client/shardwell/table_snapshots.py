@@ -168,7 +168,7 @@ class TableSnapshot:
             found, rate = header.version, header.learning_rate
             if not is_first:
                 states.append(self._opened(channel, header.rows, payload))
-                self._traffic.add_received(len(message), 0)
+                self._traffic.add_received(len(message), states[-1].weights.size)
                 size_bytes += payload.size
                 if size_bytes >= FILE_SIZE_BYTES:
                     files.append(self._write(channel, len(files), states))

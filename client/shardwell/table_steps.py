@@ -94,11 +94,13 @@ class TableSteps:
             fetch.min_version, fetch.is_exact = put.step + 1, True
         try:
             self._run(put, fetch, attempts)
-        except BaseException:
-            if put.is_sent:
+            return self._end()
+        except BaseException:  # Ctrl-C comes anywhere
+            if self.next_step != put.step:  # it has ended
+                self._begun, self.is_begun = None, False
+            elif put.is_sent:
                 self._begun, self.is_begun = _Begun(put.digest(), put.counted_shards), True
             raise
-        return self._end()
 
     def abandon(self, attempts: Attempts) -> int:
         """See `Table.abandon_step`."""
@@ -126,14 +128,22 @@ class TableSteps:
         put.counted_shards |= begun.counted_shards
 
     def _end(self) -> int:
-        self._begun, self.is_begun = None, False
         self.next_step += 1
+        self._begun, self.is_begun = None, False
         return self.next_step - 1
 
     def _take_seat(self, attempts: Attempts) -> None:
-        """Once; only then this worker's steps are the same on all shards for certain."""
+        """Once; only then this worker's steps are the same on all shards for certain.
+
+        What an earlier process of this worker had sent may have been counted since the table was
+        opened. The step stays the one that was told then: sent again, it counts once.
+        """
         if not self._has_seat:
-            self._stand(self._opening.take_seat(attempts))
+            told = self.next_step
+            standing = self._opening.take_seat(attempts)
+            if standing.next_step == told + 1:
+                standing = standing._replace(next_step=told, is_begun=True)
+            self._stand(standing)
             self._has_seat = True
 
     def _stand(self, standing: Standing) -> int:

@@ -362,6 +362,26 @@ def test_an_interrupted_call_leaves_no_stream_and_no_answer_behind(
     KnownRows(1).check(table.get_rows(EVERY))
 
 
+def test_a_step_that_was_interrupted_at_its_very_end_is_known_to_be_begun(
+    join, monkeypatch
+) -> None:
+    """Otherwise other rows would be sent for it, and taken for its repetition."""
+    _, table = join()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table._steps, "_end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            table.put_row_gradients(*batch(0))
+    assert (table.next_step, table.is_step_begun) == (0, True)
+    with pytest.raises(shardwell.StepOrderError, match="sent other rows of it"):
+        table.put_row_gradients(*batch(1))
+    assert table.put_row_gradients(*batch(0)) == 0
+    KnownRows(1).check(table.get_rows(EVERY))
+
+
 def test_streams_dropped_by_the_shard_are_opened_again(running, join) -> None:
     _, table = join()
     for step in range(3):

@@ -30,6 +30,7 @@ from shardwell_server.store import MemoryStore, MmapStore, TableStorage, image_f
 from shardwell_server.store import journaled_table as journaled
 from shardwell_server.store.boot import Boot
 from shardwell_server.store.data_dir import DataDir
+from shardwell_server.store.table_storage import Places
 
 TABLE = "tables/000001"
 MAPPED = {"weights", "slot-0", "slot-1", "sums", "has_sum", "keys", "update_counts", "last_steps"}
@@ -409,6 +410,26 @@ def test_images_that_fail_leave_the_journal_short(
     storage.make_image(lambda: False)
     lost = scrambled_at(path, tmp_path / "lost")
     assert state_of(recovered(lost, boot=OtherStart)) == STATES[1]
+
+
+def test_an_image_verifies_no_row_that_is_being_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half changed, it would be taken for damaged."""
+    path = restore({}, tmp_path / "store")
+    tell(recovered(path))
+    storage = recovered(path)
+    verify, found = storage.verify, []
+
+    def checked(places: Places) -> None:
+        found.append(storage._lock.locked())  # type: ignore[attr-defined]
+        verify(places)
+
+    monkeypatch.setattr(storage, "verify", checked)
+    monkeypatch.setattr(storage, "_wants_image", True)
+    storage.make_image(lambda: False)
+    assert found
+    assert all(found)
 
 
 def test_without_an_image_what_is_damaged_is_refused(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ class ModelTable:
         self._update(row, gradient, state, self.counts[row_id], self.rate())
 
     def evict(self, older_than_step: int) -> int:
+        if self.worker_count:  # rows of the open step stay
+            older_than_step = min(older_than_step, self.version)
         old = [
             row_id
             for row_id, step in self.last_steps.items()

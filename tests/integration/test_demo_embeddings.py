@@ -6,10 +6,12 @@ it, with few steps: what it prints, its exit code, and that it leaves nothing be
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import re
 import signal
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ from shardwell_server.demo.reports import Report, Reporter
 needs_pykeen = pytest.mark.skipif(
     importlib.util.find_spec("pykeen") is None, reason="PyKEEN brings the facts"
 )
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 COMMAND = ("-m", "shardwell_server", "demo", "--task=embeddings")
 DEADLINE_S = 90.0
 STEP_COUNT = 12
@@ -108,15 +111,16 @@ def test_it_compares_a_cluster_with_one_process():
         code = program.end(DEADLINE_S)
     output = "\n".join(program.lines)
     assert "UMLS: 5216 facts among 135 entities and 46 relations" in output
-    assert re.search(r"^one process, step 300/300 +loss \S+ +MRR 0\.\d{3}$", output, re.M), output
-    assert re.search(r"^2 workers, step 300/300 +loss \S+ +MRR 0\.\d{3}$", output, re.M), output
-    mrr = re.search(r"^filtered MRR +(\S+) +(\S+) +(\S+) of one process's", output, re.M)
+    for who in ("one process", "2 workers"):
+        last = rf"^{who}, step 300/300 +loss \d\.\d+ +validation MRR 0\.\d{{3}}$"
+        assert re.search(last, output, re.M), output
+    mrr = re.search(r"^filtered MRR +(\S+) +(\S+) +(\S+)", output, re.M)
     assert mrr, output
     alone, together, ratio = (float(figure) for figure in mrr.groups())
     assert alone > 0.85
     assert together > 0.85
     assert ratio == pytest.approx(together / alone, abs=2e-4)
-    hits = re.search(r"^hits@10 +(\S+) +(\S+)", output, re.M)
+    hits = re.search(r"^filtered hits@10 +(\S+) +(\S+)", output, re.M)
     assert hits, output
     assert min(float(figure) for figure in hits.groups()) > 0.95
     codec = re.search(r"^codec +fp16, ([\d.]+) times less than float32", output, re.M)
@@ -166,20 +170,54 @@ def test_without_pykeen_it_says_how_to_install_it():
     ]
 
 
+def command_lines(parent_pid: int) -> dict[int, str]:
+    """Of a process's children, by process id."""
+    lines = {}
+    for pid in child_pids(parent_pid):
+        with contextlib.suppress(OSError):
+            lines[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return lines
+
+
+def read_until(program: Program, start: str) -> None:
+    while not program.read_line().startswith(start):
+        pass
+
+
 @needs_pykeen
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("who", ["one process", "2 workers"])
-def test_a_stopped_run_leaves_nothing_behind(who):
-    steps = 20 if who == "2 workers" else 100000
-    with Program(*COMMAND, "--workers=2", f"--steps={steps}") as program:
-        while not program.read_line().startswith(f"{who}, step"):
-            pass
+@needs_proc
+@pytest.mark.parametrize("moment", ["one process, step", "starting 2 workers"])
+def test_a_stopped_run_leaves_nothing_behind(moment):
+    with Program(*COMMAND, "--workers=2", "--steps=200") as program:
+        read_until(program, moment)
         children = child_pids(program.pid)
         program.send(signal.SIGINT)
-        code = program.end(DEADLINE_S)
-    assert (code, program.log) in (
-        (130, ["Stopped by Ctrl-C; shards and workers have ended."]),
-        (0, []),
-    )
-    assert children
+        assert program.end(DEADLINE_S) == 130
+    assert program.log == ["Stopped by Ctrl-C; shards and workers have ended."]
+    assert len(children) == (1 if moment.startswith("one") else 4)
+    eventually("all end", lambda: not any(map(is_running, children)), timeout_s=20.0)
+
+
+@needs_pykeen
+@needs_proc
+@pytest.mark.parametrize(
+    ("victim", "told"),
+    [
+        ("--worker-id=w1 ", r"worker w1 has ended with signal 9 \(SIGKILL\) at step \d+ of 20"),
+        ("--shard-index=1 ", r"shard 1 has ended with signal 9 \(SIGKILL\)"),
+    ],
+    ids=["worker", "shard"],
+)
+def test_a_killed_process_ends_it_and_is_named(victim, told):
+    with Program(*COMMAND, "--workers=2", "--steps=20") as program:
+        read_until(program, "starting 2 workers")
+        # A process that has just been made has no command line yet.
+        found = eventually(
+            f"a process has {victim}",
+            lambda: [pid for pid, line in command_lines(program.pid).items() if victim in line],
+        )
+        children = child_pids(program.pid)
+        os.kill(found[0], signal.SIGKILL)
+        assert program.end(DEADLINE_S) == 1
+    assert re.fullmatch(f"shardwell: {told}", "\n".join(program.log)), program.log
     eventually("all end", lambda: not any(map(is_running, children)), timeout_s=20.0)

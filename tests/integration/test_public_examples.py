@@ -5,6 +5,7 @@ Method: each Python block of the README and each example is run as it stands, by
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -82,6 +83,19 @@ def test_examples_of_the_server(name: str) -> None:
         assert output_of(str(ROOT / "examples" / name), target=cluster.target)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("pykeen") is None, reason="PyKEEN brings the facts")
+def test_the_example_of_tables() -> None:
+    program = str(ROOT / "examples" / "knowledge_graph.py")
+    with LocalCluster(2) as cluster:
+        command = ("-m", "shardwell_server", "run", "-n", "2", "--", sys.executable, program)
+        lines = output_of(*command, target=cluster.target)
+    told = re.findall(r"MRR (\S+)  hits@10 (\S+)", "\n".join(lines))
+    assert len(told) == 2
+    for mrr, hits in told:
+        assert float(mrr) > 0.75
+        assert float(hits) > 0.95
+
+
 def test_the_example_of_a_group() -> None:
     program = str(ROOT / "examples" / "group.py")
     lines = output_of("-m", "shardwell_server", "run", "-n", "4", "--", sys.executable, program)
@@ -90,5 +104,5 @@ def test_the_example_of_a_group() -> None:
 
 
 def test_every_example_is_run() -> None:
-    named = {"worker.py", "all_reduce.py", "local_cluster.py", "group.py"}
+    named = {"worker.py", "all_reduce.py", "local_cluster.py", "group.py", "knowledge_graph.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == named

@@ -21,6 +21,8 @@ import shardwell
 from harness.polling import eventually
 from harness.row_model import OPTIMIZERS
 from harness.together import in_background, together
+from harness.wire_table import WireTable
+from harness.wire_worker import WireWorker
 from shardwell import table_snapshots
 from shardwell_server import Limits, LocalCluster
 
@@ -180,7 +182,8 @@ def test_training_goes_on_while_one_version_is_taken(
         assert not list((tmp_path / "data").rglob("tmp*")), "spools have no names"
 
 
-def test_a_restored_shard_keeps_what_it_was_given(cluster, connect, tmp_path) -> None:
+@pytest.mark.parametrize("durability", ["process", "step"])
+def test_a_restored_shard_keeps_what_it_was_given(cluster, connect, tmp_path, durability) -> None:
     """Files of a restored shard are as good as those of one that trained; with its rate."""
     client = connect(cluster(1), "w0")
     table = open_table(client)
@@ -190,7 +193,7 @@ def test_a_restored_shard_keeps_what_it_was_given(cluster, connect, tmp_path) ->
     client.save_checkpoint(tmp_path / "c")
     expected = table.exchange_rows(np.arange(25), np.ones((25, DIM)))
     with (
-        LocalCluster(2, tmp_path / "data") as running,
+        LocalCluster(2, tmp_path / "data", durability=durability) as running,
         shardwell.connect(running.target, worker_id="restorer") as restorer,
     ):
         restorer.restore_checkpoint(tmp_path / "c")
@@ -273,3 +276,38 @@ def test_a_limit_of_the_target_is_named(cluster, connect, tmp_path) -> None:
         table.put_row_gradients([1], np.ones((1, DIM)))
     with pytest.raises(shardwell.NotInitializedError, match="restored"):
         table.get_rows([1])
+
+
+def test_gradients_of_an_open_step_are_no_part(cluster, connect, tmp_path) -> None:
+    """Nor are rows that only they created, nor the part of a step that waits for its end."""
+    running = cluster(2)
+    tables = [open_table(connect(running, f"w{i}"), worker_count=2) for i in range(2)]
+    together([lambda t=t: t.put_row_gradients([1, 2], np.ones((2, DIM))) for t in tables])
+    tables[0].put_row_gradients([2, 3], np.ones((2, DIM)))
+    (entry,) = connect(running, "saver").save_checkpoint(tmp_path / "c").tables
+    assert (entry.version, entry.row_count) == (1, 2)
+    np.testing.assert_array_equal(read_rows(tmp_path / "c")[0]["ids"], [1, 2])
+    target = cluster(1)
+    connect(target, "restorer").restore_checkpoint(tmp_path / "c")
+    tables = [open_table(connect(target, f"w{i}"), worker_count=2) for i in range(2)]
+    together([lambda t=t: t.put_row_gradients([2, 3], np.ones((2, DIM))) for t in tables])
+    rows = tables[0].get_rows([1, 2, 3], min_version=2)
+    np.testing.assert_array_equal(rows[:, 0], [-1.0, -2.5, -1.0])
+
+
+def test_a_step_that_is_stuck_half_way_names_who_is_missing(cluster, connect, tmp_path) -> None:
+    """One shard has closed a step that the other has not: there is no version to take."""
+    running = cluster(2)
+    table = open_table(connect(running, "w0"), worker_count=2)
+    table.put_row_gradients([1], np.ones((1, DIM)))
+    saver = connect(running, "saver")
+    with WireWorker(running.target, "late") as worker:
+        late = WireTable(worker, table.spec.to_proto())
+        list(late.stream(0, late.parts([], [])))
+        with pytest.raises(shardwell.WorkersMissingError, match="late") as caught:
+            saver.save_checkpoint(tmp_path / "c", timeout_s=0.7)
+        assert caught.value.missing_worker_ids == ("late",)
+        assert list(tmp_path.iterdir()) == []
+        list(late.stream(1, late.parts([], [])))
+    (entry,) = saver.save_checkpoint(tmp_path / "c").tables
+    assert entry.version == 1

@@ -100,6 +100,32 @@ def test_a_restarted_worker_goes_on(cluster, connect) -> None:
     assert again.get_rows([1, 2])[:, 0].tolist() == [-1.5, -2.0]
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("verb", ["put", "exchange", "abandon"])
+def test_what_the_worker_before_had_sent_may_be_counted_after_opening(
+    cluster, connect, mode, verb
+) -> None:
+    """The step that `next_step` told is the one that is sent: it counts once."""
+    running = cluster(2)
+    before = open_table(connect(running, "w0"), mode=mode)
+    gradients = np.ones((3, DIM), np.float32)
+    for _ in range(2):
+        before.put_row_gradients([1, 2, 3], gradients)
+    after = open_table(connect(running, "w0"), mode=mode)
+    assert (after.next_step, after.is_step_begun) == (2, False)
+    before.put_row_gradients([1, 2, 3], gradients)
+    if verb == "put":
+        assert after.put_row_gradients([1, 2, 3], gradients) == 2
+    elif verb == "exchange":
+        assert after.exchange_rows([1, 2, 3], gradients)[0, 0] == -1.5
+    else:
+        assert after.abandon_step() == 2
+    assert (after.next_step, after.is_step_begun) == (3, False)
+    assert after.get_rows([1])[0, 0] == -1.5
+    assert after.put_row_gradients([1, 2, 3], gradients) == 3
+    assert after.get_rows([1])[0, 0] == -2
+
+
 def test_opening_again(cluster, connect) -> None:
     running = cluster(2)
     client = connect(running, "w0")

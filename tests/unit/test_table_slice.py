@@ -163,6 +163,19 @@ def test_a_row_that_comes_again_begins_anew(optimizer, worker_count) -> None:
     assert storage.record.row_used == 2  # the places served again
 
 
+@pytest.mark.parametrize("worker_count", [1, 2])
+def test_rows_of_the_open_step_are_not_evicted(worker_count) -> None:
+    table, _, _ = table_of(worker_count=worker_count)
+    for worker in range(worker_count):
+        give(table, 0, {1: [1, 1], 2: [1, 1]}, f"w{worker}")
+    give(table, 1, {2: [1, 1]}, ends=False)
+    assert table.evict(99) == 1
+    give(table, 1, {3: [1, 1]}, index=1)
+    for worker in range(1, worker_count):
+        give(table, 1, {2: [1, 1]}, f"w{worker}")
+    assert get(table, 1, 2) == [[0, 0], [-2, -2]]
+
+
 @pytest.mark.parametrize("on_files", [False, True])
 def test_no_reader_sees_half_a_row(tmp_path, on_files) -> None:
     """All columns of a row change alike; so a row with two values would be a torn one."""

@@ -8,6 +8,7 @@ and messages are read by NumPy. Between any two messages of a scan, training goe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwell
+from harness.images import image_of, restore
 from harness.table_messages import part
 from harness.telling import SameMachine
 from shardwell.errors import (
@@ -208,7 +210,12 @@ def test_what_is_too_late_or_too_early(worker_count) -> None:
         with pytest.raises(StepOrderError, match="in the middle of the step"):
             next(scan(table, 2))
     else:
-        assert set(scanned(scan(table, 2))) == {0, 1}, "row 7 is of the open step"
+        messages = scan(table, 2)
+        next(messages)
+        give(table, ones(8), index=1)
+        give(table, ones(8), "w1")
+        assert whole(table)[7][2] == 1
+        assert set(scanned(messages)) == {0, 1}, "row 7 is of the open step"
 
 
 def test_asynchronous_rows_come_as_they_are() -> None:
@@ -333,6 +340,38 @@ def test_the_newest_load_counts(directory) -> None:
     give(table, ones(8))
     with pytest.raises(StepOrderError, match="has counted gradients"):
         table.loading.begin()
+
+
+def test_a_load_that_is_killed_at_any_write(tmp_path) -> None:
+    """It has not begun, or refuses gradients and is empty, or stands whole; twice over."""
+    path, target = tmp_path / "a", tmp_path / "b"
+    path.mkdir()
+    images: list[Any] = []
+    store = MmapStore(path, boot=SameMachine(path), reached=lambda _: images.append(image_of(path)))
+    table = Shard(CONFIG, store).tables.open(SPEC)[0]
+    loads = [({5, 2}, 1.5, 7, 0.5), ({2}, 2.5, 3, None)]
+    expected: dict[int, Rows] = {0: {}}
+    images.clear()
+    for ids, weight, version, rate in loads:
+        number = table.loading.begin()
+        for row_id in ids:
+            table.loading.add(number, state(row_id, weight=weight))
+        table.loading.finish(number, version, rate)
+        expected[version] = whole(table)
+    seen = []
+    for image in images:
+        again = shard_of(restore(image, target)).tables.table("t")
+        status = again.describe(1)
+        if status.loading:
+            assert (status.row_count, status.version) == (0, 0)
+            with pytest.raises(NotInitializedError):
+                give(again, ones(1))
+        else:
+            assert whole(again) == expected[again.version]
+            assert again.learning_rate == (0.5 if again.version == 7 else 1.0)
+        seen.append((status.loading, status.version))
+    order = [(False, 0), (True, 0), (False, 7), (True, 0), (False, 3)]
+    assert [each for each, _ in itertools.groupby(seen)] == order
 
 
 @pytest.mark.parametrize(

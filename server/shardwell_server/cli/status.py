@@ -167,7 +167,9 @@ def _tables_table(answers: list[_Answer]) -> Table:
             str(spec.dim),
             f"{type(spec.optimizer).__name__} {found.learning_rate:g}",
             spec.codec,
-            _taking_part(str(found.version), spec.mode, found),
+            "[yellow]being restored[/yellow]"
+            if found.loading
+            else _taking_part(str(found.version), spec.mode, found),
         )
     return tables
 

@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwell.codec import Float32
-from shardwell.errors import ArgumentError, StorageError
+from shardwell.errors import ArgumentError
 from shardwell.row_placement import Ids, RowPlacement
 from shardwell.row_state import RowState
 from shardwell.row_update_rules import RowUpdateRule
 from shardwell.row_values import initial_rows
 from shardwell.table_spec import TableSpec
+from shardwell_server.shard.found_rows import index_of
 from shardwell_server.shard.reading_lock import ReadingLock
-from shardwell_server.shard.row_index import DirectRowIndex, HashRowIndex
 from shardwell_server.shard.row_places import RowPlaces
 from shardwell_server.shard.table_snapshot import TableSnapshots
 from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
 from shardwell_server.store.gradient_rows import Place, add_rows, first_bad_place, touched_rows
 from shardwell_server.store.table_storage import Int64, Places
 
-_DIRECT_ROW_COUNT_MAX = 2**26
-"""Rows of a shard up to which an index by row number costs less than a hash table would."""
-_RECOVERED_ROW_COUNT = 2**16
-"""Rows that are looked at together at the start, so that their keys stay in the cache."""
 _NO_PLACES: Places = np.empty(0, np.int64)
 Flags = npt.NDArray[np.bool_]
 
@@ -82,13 +77,7 @@ class TableRows:
         self._rule = RowUpdateRule(spec.optimizer)
         self._lock = ReadingLock()
         self._batch_row_count_max = batch_row_count_max
-        is_direct = spec.row_count is not None and (
-            placement.local_row_count() <= _DIRECT_ROW_COUNT_MAX
-        )
-        self._index: DirectRowIndex | HashRowIndex = (
-            DirectRowIndex(placement) if is_direct else HashRowIndex(secrets.randbits(64))
-        )
-        self._recover(placement, shard_index)
+        self._index = index_of(spec, storage, places, placement, shard_index)
         # Which rows have a sum, so that nobody has to look for them.
         self._touched = (
             [touched_rows(storage.has_sum, places.used)] if spec.worker_count > 1 else []
@@ -407,36 +396,3 @@ class TableRows:
             self._index.remove(ids[is_new])
             raise
         self._places.take(new_places)
-
-    def _recover(self, placement: RowPlacement, shard_index: int) -> None:
-        """Finds out where rows are that an earlier process left."""
-        storage, used, count = self._storage, self._places.used, 0
-        self._index.make_room(self._places.row_count)
-        for start in range(0, used, _RECOVERED_ROW_COUNT):
-            counts = storage.update_counts[start : min(start + _RECOVERED_ROW_COUNT, used)]
-            places = start + np.flatnonzero(counts != FREE)
-            keys = storage.keys[places]
-            wrong = _first_misplaced(keys, placement, shard_index)
-            if wrong is not None:
-                raise self._damaged(f"id {keys[wrong]}, which", placement, shard_index)
-            self._index.add(keys, places)
-            count += places.size
-        if len(self._index) != count:
-            raise self._damaged("an id twice, which", placement, shard_index)
-
-    def _damaged(self, what: str, placement: RowPlacement, shard_index: int) -> StorageError:
-        return StorageError(
-            f"table {self._spec.name!r}: its files have {what} can't be on shard {shard_index} of "
-            f"{placement.shard_count}; they are damaged: restore a copy or a checkpoint",
-            table=self._spec.name,
-        )
-
-
-def _first_misplaced(keys: Ids, placement: RowPlacement, shard_index: int) -> int | None:
-    """Place of the first that can't be on a shard; None: all can."""
-    is_wrong = np.zeros(keys.size, np.bool_)
-    if placement.row_count is not None:
-        is_wrong |= keys.view(np.uint64) >= placement.row_count
-    if placement.shard_count > 1:
-        is_wrong |= placement.shards_of(keys) != shard_index
-    return int(np.argmax(is_wrong)) if is_wrong.any() else None

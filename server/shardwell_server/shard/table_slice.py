@@ -322,7 +322,10 @@ class TableSlice:
         count = start = 0
         while start < self._places.used:
             with self._changed:
-                count += self._rows.evict(start, start + _EVICT_ROW_COUNT, older_than_step)
+                older = older_than_step
+                if self._ledger.is_sync:  # with one worker, the open step's rows have no sum
+                    older = min(older, self.version)
+                count += self._rows.evict(start, start + _EVICT_ROW_COUNT, older)
             start += _EVICT_ROW_COUNT
         self.make_durable()
         return count

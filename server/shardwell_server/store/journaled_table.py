@@ -178,9 +178,9 @@ class JournaledTable(MmapTable):
         start = 0
         while not is_stopping():
             stop = min(start + step, self.record.row_used)
-            self.verify(np.arange(start, stop))
             image.reserve(stop)
-            with self._lock:
+            with self._lock:  # a row that is being changed fits no check
+                self.verify(np.arange(start, stop))
                 image.copy_rows(self, start, stop)
                 if stop == self.record.row_used:
                     image.copy_standing(self)

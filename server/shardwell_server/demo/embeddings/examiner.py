@@ -41,11 +41,11 @@ class Examiner:
 
     def progress(self) -> Mapping[str, float]:
         """What is shown on the way: the filtered MRR of the validation facts."""
-        ranking = self._validation.ranking(self._model, *self.rows())
-        return {VALIDATION_MRR: ranking.mrr}
+        return {VALIDATION_MRR: self._validation.ranking(self._model, *self.rows()).mrr}
 
     def result(self) -> Mapping[str, float]:
         """What is told at the end: of the test facts too."""
-        entities, relations = self.rows()
-        ranking = self._test.ranking(self._model, entities, relations)
-        return {**self.progress(), TEST_MRR: ranking.mrr, TEST_HITS: ranking.hits_at_10}
+        rows = self.rows()
+        validation = self._validation.ranking(self._model, *rows)
+        test = self._test.ranking(self._model, *rows)
+        return {VALIDATION_MRR: validation.mrr, TEST_MRR: test.mrr, TEST_HITS: test.hits_at_10}

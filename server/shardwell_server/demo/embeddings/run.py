@@ -189,14 +189,14 @@ def _train_together(
             target = cluster.target
         stop.check()
         tasks = config.tasks(target)
-        crew = stack.enter_context(Crew(tasks))
-        screen.say(f"starting {count(config.worker_count, 'worker')}")
         with ended_shards_named(cluster):
             reader = f"{tasks[0].tables}-examiner"
             client = stack.enter_context(
                 shardwell.connect(target, worker_id=reader, timeout_s=_TIMEOUT_S)
             )
             examiner = Examiner(MODEL, graph, *open_tables(client, tasks[0], graph))
+            crew = stack.enter_context(Crew(tasks))
+            screen.say(f"starting {count(config.worker_count, 'worker')}")
             outcome = _watch(crew, screen, stop, _now_and_then(examiner), cluster)
             return outcome, ask_some(graph, MODEL, *examiner.rows(), _QUESTION_COUNT)
 
@@ -232,7 +232,7 @@ def _watch(
         check_shards(cluster)
         finished = crew.has_finished()
         standing = observer.look(time.monotonic())
-        measures = measure(finished)
+        measures = measure(finished) if standing.ready_count else {}
         screen.show(standing, measures, last=finished)
         if finished:
             return Outcome(standing=standing, measures=measures)

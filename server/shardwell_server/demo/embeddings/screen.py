@@ -57,7 +57,7 @@ class Screen:
             return
         figures = [f"loss {standing.loss:.4f}"]
         if VALIDATION_MRR in measures:
-            figures.append(f"MRR {measures[VALIDATION_MRR]:.3f}")
+            figures.append(f"{VALIDATION_MRR} {measures[VALIDATION_MRR]:.3f}")
         if not last and standing.sent_bytes:
             figures.append(f"{standing.bytes_per_s / 1e6:5.1f} MB/s")
         made, all_steps = standing.step_sum, self._config.step_sum
@@ -70,16 +70,17 @@ class Screen:
         standing, config = together.standing, self._config
         colour = "green" if result.passed else "red"
         seconds = standing.training_s or float("nan")
+        workers = count(config.worker_count, "worker")
         comparison = [
-            ("", "[dim]one process[/]", f"[dim]{count(config.worker_count, 'worker')}[/]", ""),
+            ("of test facts", "[dim]one process[/]", f"[dim]{workers}[/]", "[dim]ratio[/]"),
             (
                 "filtered MRR",
                 f"{alone.mrr:.4f}",
                 f"[bold {colour}]{together.mrr:.4f}[/]",
-                f"[bold {colour}]{result.ratio:.4f}[/] of one process's",
+                f"[bold {colour}]{result.ratio:.4f}[/]",
             ),
             (
-                "hits@10",
+                "filtered hits@10",
                 f"{alone.hits_at_10:.4f}",
                 f"{together.hits_at_10:.4f}",
                 f"{together.hits_at_10 / alone.hits_at_10:.4f}",
