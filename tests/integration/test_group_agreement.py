@@ -148,9 +148,10 @@ def test_a_late_rank_is_waited_for_then_named(place) -> None:
 
     def work(group: shardwell.Group) -> tuple[str, tuple[int, ...]]:
         array = np.full(7, group.rank, np.float32)
+        group.barrier()
         if group.rank == 1:
             may_call.wait(20)
-        error = error_of(lambda: group.all_reduce(array, timeout_s=0.5))
+        error = error_of(lambda: group.all_reduce(array, timeout_s=1.0))
         may_call.set()
         assert (array == group.rank).all()
         assert isinstance(error, shardwell.WorkersMissingError)
@@ -310,9 +311,11 @@ def test_join_when_another_leaves_without(place) -> None:
 @pytest.mark.parametrize("leaver", [0, 2])
 def test_a_call_when_another_has_left(place, leaver) -> None:
     """And after it the group is rebuilt without the one that left."""
+    have_gone_on = threading.Barrier(3)
 
     def work(group: shardwell.Group) -> int:
         goes_on(group)
+        have_gone_on.wait(20)  # a rebuild would end a call that is under way
         if group.rank == leaver:
             return 0
         array = np.ones(4, np.float32)
