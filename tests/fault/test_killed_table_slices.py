@@ -91,7 +91,7 @@ STORY: list[Callable[[TableSlice], Any]] = [
 def state_of(table: TableSlice) -> dict[str, Any]:
     """All that a table is."""
     storage, rows = table.storage, {}
-    for ids, values in table.scan(with_values=True):
+    for ids, values in table.scan.values(with_values=True):
         rows.update(zip(ids.tolist(), values.tolist(), strict=True))
     used = storage.record.row_used
     live = np.flatnonzero(storage.update_counts[:used] >= 0)
