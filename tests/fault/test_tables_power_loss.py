@@ -426,7 +426,7 @@ def test_an_image_verifies_no_row_that_is_being_changed(
         verify(places)
 
     monkeypatch.setattr(storage, "verify", checked)
-    monkeypatch.setattr(storage, "_wants_image", True)
+    monkeypatch.setattr(storage._journaling, "wants_image", True)
     storage.make_image(lambda: False)
     assert found
     assert all(found)

@@ -200,15 +200,18 @@ def test_waits_end_when_a_shard_stops(cluster, asks) -> None:
         table = WireTable(worker, table_spec(**PAIR))
         table.put([1], [[1]])
         messages = [table.fetch([1], min_version=1)] if asks == "fetch" else table.parts([1], [[1]])
-        waiting = in_background(lambda: list(table.stream(0, messages)))
         status = worker.stubs[0].GetStatus
-        eventually(
-            "it waits",
-            lambda: status(parameter_server_pb2.GetStatusRequest()).open_stream_count == 1,
-        )
+
+        def open_stream_count() -> int:
+            return status(parameter_server_pb2.GetStatusRequest()).open_stream_count
+
+        eventually("the first stream has ended", lambda: open_stream_count() == 0)
+        waiting = in_background(lambda: list(table.stream(0, messages)))
+        eventually("it waits", lambda: open_stream_count() == 1)
         watch = Stopwatch()
         running.close()
         assert watch.elapsed_s < 10
         with pytest.raises(grpc.RpcError) as caught:
             waiting.result(10)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        # Cancelled where it had not come to the message that waits, and was idle: go on elsewhere.
+        assert caught.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
