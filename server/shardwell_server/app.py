@@ -29,6 +29,8 @@ from shardwell_server.store.data_dir import DataDir
 _LOG = logging.getLogger("shardwell_server")
 _UNARY_THREAD_COUNT = 32
 """Threads beyond those of streams, so that status and health are answered when all streams are."""
+_QUEUED_CALL_COUNT_MAX = 1024
+"""Calls that wait for a thread: a burst of workers that start together is served, not refused."""
 _IMAGE_LOOK_INTERVAL_S = 0.5
 _IMAGE_RETRY_INTERVAL_S = 10.0
 """After an image could not be written: mostly a full disk."""
@@ -67,7 +69,9 @@ class ShardServer:
             thread_name_prefix="shardwell-rpc",
         )
         self._server = grpc.server(
-            self._threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count
+            self._threads,
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=thread_count + _QUEUED_CALL_COUNT_MAX,
         )
         service = ParameterServerService(self.shard, self._streams)
         tables = TableService(self.shard, self._streams)

@@ -188,6 +188,16 @@ def test_waiting_for_first_weights_leaves_room_for_those_who_send_them(cluster, 
     assert all(answer.initialized for answer in answers)
 
 
+def test_a_burst_of_calls_is_served_whatever_the_number_of_threads(cluster) -> None:
+    running = cluster(1, limits=Limits(stream_count_max=2))
+    with WireWorker(running.target, "w0") as worker:
+        worker.create(spec("model", 20))
+        calls = [
+            worker.stubs[0].GetStatus.future(pb.GetStatusRequest(), timeout=20) for _ in range(400)
+        ]
+        assert {call.result().parameters[0].spec.name for call in calls} == {"model"}
+
+
 def _wait_for_init(target: str, worker_id: str):
     with WireWorker(target, worker_id) as worker:
         parameter = worker.create(spec("model", 20))
