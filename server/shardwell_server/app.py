@@ -36,6 +36,8 @@ _IMAGE_RETRY_INTERVAL_S = 10.0
 """After an image could not be written: mostly a full disk."""
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
+_LAST_READS_S = 0.25
+"""What a client is given to read the last answers, before a stream without work is ended."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 TABLE_SERVICE_NAME = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
 
@@ -131,7 +133,9 @@ class ShardServer:
         grace_s = self.config.grace_s if grace_s is None else grace_s
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         stopped = self._server.stop(grace_s)
-        self._streams.end_idle()
+        self._streams.end_idle(_LAST_READS_S)
+        stopped.wait(min(grace_s, _LAST_READS_S))
+        self._streams.end_idle(0.0)
         if not stopped.wait(max(grace_s - _LAST_ANSWERS_S, 0.0)):
             self.shard.stop()  # what still waits for other workers is told so, not cut off
         stopped.wait()

@@ -37,6 +37,9 @@ class Worker:
     checked: int = 0
     lost_ranks: tuple[int, ...] = ()
     heard_s: float = -1.0
+    """When the server could last have heard of it; -1 once nobody waits for it any more."""
+    last_word_s: float = -1.0
+    """When it said something last, whatever became of it since."""
     first_asked_s: float = -1.0
     ranks: set[int] = field(default_factory=set)
     """All that it has had: between its refusal and its being told, the holder's may change."""
@@ -144,7 +147,7 @@ class MeetingMachine(RuleBasedStateMachine):
     def ask(self, worker: Worker) -> None:
         before_s = worker.heard_s
         worker.silence_s = max(worker.silence_s, self.room.now_s - before_s)
-        worker.heard_s = self.room.now_s
+        worker.heard_s = worker.last_word_s = self.room.now_s
         worker.ranks.add(worker.rank)
         if worker.first_asked_s < 0:
             worker.first_asked_s = self.room.now_s
@@ -215,9 +218,13 @@ class MeetingMachine(RuleBasedStateMachine):
         assert len(set(member_ids)) == len(member_ids) <= self.room.spec.size
         assert answer.generation > worker.generation
         if worker.state == "joining" and len(member_ids) == self.room.spec.size:
-            assert answer.rank == worker.rank
+            assert answer.rank == worker.rank or self.is_survivor(member_ids[worker.rank])
         self.latest = max(self.latest, answer.generation)
         assert answer.generation == self.latest, "an older generation is told of"
+
+    def is_survivor(self, member_id: str) -> bool:
+        """Whether it was a member before, so that ranks may have closed up around it."""
+        return any(w.member_id == member_id and w.generation for w in self.workers)
 
     def check_gone(self, member_id: str, reason: str) -> None:
         """Nobody is called lost that was heard of within its lease."""
@@ -238,13 +245,13 @@ class MeetingMachine(RuleBasedStateMachine):
         assert silent or succeeded, str(error)
 
     def check_refused(self, worker: Worker, error: errors.RankTakenError) -> None:
-        """Somebody who has the rank was heard of after it asked first."""
+        """Somebody who has the rank, or left it since, was heard of after it asked first."""
         holders = [
             other
             for other in self.workers
             if other is not worker
             and error.rank in other.ranks
-            and other.heard_s >= worker.first_asked_s
+            and other.last_word_s >= worker.first_asked_s
         ]
         assert holders, str(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,8 @@ class OpenStreams:
         self._stream_count_max = stream_count_max
         self._lock = threading.Lock()
         self._count = 0
-        self._idle: set[grpc.ServicerContext] = set()
+        self._idle: dict[grpc.ServicerContext, float] = {}
+        """Since when."""
         self._stopping = False
 
     @property
@@ -46,23 +48,28 @@ class OpenStreams:
             with self._lock:
                 self._count -= 1
 
-    def idle(self, context: grpc.ServicerContext) -> None:
-        """Notes that a stream has answered everything."""
+    def idle(self, context: grpc.ServicerContext) -> bool:
+        """Notes that a stream has answered everything; False if it is to end, as the server stops.
+
+        A stream that ends by itself brings its client all answers; cancelling it would drop those
+        that were not read yet.
+        """
         with self._lock:
-            self._idle.add(context)
-            stopping = self._stopping
-        if stopping:
-            context.cancel()
+            if self._stopping:
+                return False
+            self._idle[context] = time.monotonic()
+            return True
 
     def busy(self, context: grpc.ServicerContext) -> None:
         """Notes that a stream has work again, or has ended."""
         with self._lock:
-            self._idle.discard(context)
+            self._idle.pop(context, None)
 
-    def end_idle(self) -> None:
-        """Ends the idle streams now, and others as soon as they are idle."""
+    def end_idle(self, idle_s: float) -> None:
+        """Ends streams that have been idle for so long; others end themselves once they are."""
         with self._lock:
             self._stopping = True
-            idle = list(self._idle)
+            since_s = time.monotonic() - idle_s
+            idle = [context for context, idle_since in self._idle.items() if idle_since <= since_s]
         for context in idle:
             context.cancel()

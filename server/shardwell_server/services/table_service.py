@@ -101,8 +101,8 @@ class TableService:
                         raise ArgumentError("only the first message of a stream has `open`")
                     self._shard.traffic.add(received=payload.size)
                     yield from exchange.answers(request, payload, self._waiting(request, context))
-                    if exchange.is_between_steps:
-                        self._streams.idle(context)
+                    if exchange.is_between_steps and not self._streams.idle(context):
+                        return
             finally:
                 self._streams.busy(context)
 
@@ -199,11 +199,13 @@ class TableService:
         self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         """The same; while the next one is waited for, the server may stop."""
-        self._streams.idle(context)
-        for message in messages:
+        while self._streams.idle(context):
+            message = next(messages, None)
+            if message is None:
+                return
             self._streams.busy(context)
             yield message
-            self._streams.idle(context)
+        context.cancel()
 
     def _opened(self, request: pb.ExchangeRowsRequest) -> _RowExchange:
         """The table and worker that a stream's first message names."""
