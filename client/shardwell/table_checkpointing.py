@@ -131,6 +131,7 @@ class TableCheckpointing:
             entry,
             self._channels,
             worker_id=self._worker_id,
+            status=lambda channel: self._ask(channel, entry.name)[0],
             traffic=self._traffic,
             attempts=self._attempts,
         )

@@ -2,14 +2,16 @@
 
 The files are read once, block by block, and each row goes to the stream of its shard. All shards
 have begun, and refuse gradients, before any is told to finish; none is told before all have been
-sent everything. When a shard fails, all is done again, those that had finished included: they take
-it as long as no gradient was counted.
+sent everything. When a shard fails, or whoever restored does, it is done again by whoever comes: on
+the shards that had not finished, if the others have finished this checkpoint, where workers may
+have gone on meanwhile; else on all, which take it as long as no gradient was counted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ class TableRestore:
         entry: The table.
         channels: Of the shards, in order.
         worker_id: Whose call it is.
+        status: Asks a shard what it has of the table.
         traffic: Counts it.
         attempts: Of the call.
     """
@@ -51,6 +54,7 @@ class TableRestore:
         channels: Sequence[ShardChannel],
         *,
         worker_id: str,
+        status: Callable[[ShardChannel], pb.TableStatus],
         traffic: Traffic,
         attempts: Attempts,
     ) -> None:
@@ -58,10 +62,12 @@ class TableRestore:
         self._entry = entry
         self._channels = channels
         self._worker_id = worker_id
+        self._status = status
         self._traffic = traffic
         self._attempts = attempts
         self._codec = RowStateCodec(entry.spec)
         self._placement = RowPlacement(entry.spec.row_count, len(channels))
+        self._load_id = _load_id(entry)
 
     def restore(self) -> None:
         """One attempt; blocks until the table stands on all shards.
@@ -71,13 +77,14 @@ class TableRestore:
             ArgumentError: it has rows that can't be.
             ShardwellError: a shard refuses.
         """
-        for channel in self._channels:  # a stream that only opens: no shard takes gradients then
+        channels = self._unfinished()
+        for channel in channels:  # a stream that only opens: no shard takes gradients then
             with channel.translated(table=self._entry.name):
                 channel.load_rows(iter([self._opening(channel)]), timeout=self._timeout_s())
         siblings = Siblings()
         lanes: list[_Lane] = []
         try:
-            for channel in self._channels:
+            for channel in channels:
                 lanes.append(_Lane(channel, self._opening(channel), self._timeout_s()))
                 siblings.add(channel, lanes[-1].call)
             for file in self._entry.files:
@@ -85,15 +92,33 @@ class TableRestore:
                     self._send(reader, file.row_count, lanes, siblings)
             for lane in lanes:
                 self._put(lane, None, siblings)
-            row_count = sum(self._result(lane, siblings) for lane in lanes)
+            for lane in lanes:
+                self._check_count(lane, self._result(lane, siblings))
         finally:
             siblings.cancel()
             for lane in lanes:
                 lane.stop()
-        if row_count != self._entry.row_count:
+
+    def _unfinished(self) -> list[ShardChannel]:
+        """The shards that it is to be done on.
+
+        Those where rows stand come first: if they have counted gradients, they refuse before any
+        other has begun, so that no later restore takes those for what one left that was cut off.
+        """
+        every = [(channel, self._status(channel)) for channel in self._channels]
+        if all(status.load_id == self._load_id for _, status in every):
+            begun = [channel for channel, status in every if status.loading]
+            if begun:
+                return begun
+        every.sort(key=lambda one: (one[1].loading, -one[1].row_count))
+        return [channel for channel, _ in every]
+
+    def _check_count(self, lane: _Lane, row_count: int) -> None:
+        if row_count != lane.row_count:
             raise StorageError(
-                f"table {self._entry.name!r} has {row_count} rows after it was restored; the "
-                f"checkpoint has {self._entry.row_count}",
+                f"table {self._entry.name!r} has {row_count} rows on shard "
+                f"{lane.channel.shard_index} after it was restored; {lane.row_count} were sent",
+                shard_index=lane.channel.shard_index,
                 table=self._entry.name,
             )
 
@@ -104,19 +129,22 @@ class TableRestore:
             open=pb.TableOpen(shard=channel.identity, table=entry.name, worker_id=self._worker_id),
             version=entry.version,
             learning_rate=None if entry.learning_rate == specified else entry.learning_rate,
+            load_id=self._load_id,
         ).SerializeToString()
 
     def _send(
         self, reader: RowsReader, row_count: int, lanes: list[_Lane], siblings: Siblings
     ) -> None:
         """Sends the rows of one file to their shards."""
-        block = self._codec.row_count_max * len(lanes)
+        block = self._codec.row_count_max * self._placement.shard_count
         for start in range(0, row_count, block):
             state = reader.read(start, min(start + block, row_count))
             self._check_ids(state)
             shards = self._placement.shards_of(state.ids)
-            for index, lane in enumerate(lanes):
-                part = state.take(shards == index) if len(lanes) > 1 else state
+            for lane in lanes:
+                index = lane.channel.shard_index
+                part = state.take(shards == index) if self._placement.shard_count > 1 else state
+                lane.row_count += part.ids.size
                 for piece in part.pieces(self._codec.row_count_max):
                     header = pb.LoadRowsRequest()
                     message = self._codec.encode(header, header.rows, piece)
@@ -162,11 +190,22 @@ class TableRestore:
         return remaining_s + ANSWER_MARGIN_S
 
 
+def _load_id(entry: CheckpointTable) -> int:
+    """Tells a table of a checkpoint from any other: see LoadRowsRequest.load_id."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in entry.files:
+        digest.update(f"{file.row_count} {file.crc32c:08x}\n".encode())
+    digest.update(f"{entry.name} {entry.version} {entry.row_count}".encode())
+    return int.from_bytes(digest.digest(), "little") or 1
+
+
 class _Lane:
     """The stream to one shard; gRPC takes messages from it on a thread of its own."""
 
     def __init__(self, channel: ShardChannel, opening: bytes, timeout_s: float) -> None:
         self.channel = channel
+        self.row_count = 0
+        """Rows that it was given."""
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING_COUNT_MAX)
         self._is_stopped = False
         with channel.translated():

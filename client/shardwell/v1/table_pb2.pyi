@@ -221,12 +221,13 @@ class ScanRowsResponse(_message.Message):
     def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., version: _Optional[int] = ..., learning_rate: _Optional[float] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class LoadRowsRequest(_message.Message):
-    __slots__ = ("open", "rows", "version", "learning_rate", "finish", "padding", "payload")
+    __slots__ = ("open", "rows", "version", "learning_rate", "finish", "load_id", "padding", "payload")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ID_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     open: TableOpen
@@ -234,9 +235,10 @@ class LoadRowsRequest(_message.Message):
     version: int
     learning_rate: float
     finish: bool
+    load_id: int
     padding: bytes
     payload: bytes
-    def __init__(self, open: _Optional[_Union[TableOpen, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., version: _Optional[int] = ..., learning_rate: _Optional[float] = ..., finish: bool = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[TableOpen, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., version: _Optional[int] = ..., learning_rate: _Optional[float] = ..., finish: bool = ..., load_id: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class LoadRowsResponse(_message.Message):
     __slots__ = ("row_count",)
@@ -291,7 +293,7 @@ class GetTableStatusResponse(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate", "loading")
+    __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate", "loading", "load_id")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     ROW_CAPACITY_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +306,7 @@ class TableStatus(_message.Message):
     DUPLICATE_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ID_FIELD_NUMBER: _ClassVar[int]
     spec: TableSpec
     row_count: int
     row_capacity: int
@@ -316,4 +319,5 @@ class TableStatus(_message.Message):
     duplicate_part_count: int
     learning_rate: float
     loading: bool
-    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., row_capacity: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., version: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_row_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., loading: bool = ...) -> None: ...
+    load_id: int
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., row_capacity: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., version: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_row_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., loading: bool = ..., load_id: _Optional[int] = ...) -> None: ...

@@ -73,11 +73,12 @@ class TableLoading:
                 table=self._spec.name,
             )
 
-    def begin(self) -> int:
+    def begin(self, load_id: int) -> int:
         """Empties the table, which counted no gradient; returns the load's number.
 
         An earlier load that has not finished is at its end. One that has finished is, too: it is
-        restored again, because not all shards had finished.
+        restored again, because not all shards had finished. `load_id` is noted when nothing stands
+        any more: so a table that stands with it has finished that load.
 
         Raises:
             StepOrderError: gradients were counted.
@@ -97,6 +98,7 @@ class TableLoading:
             self._ledger.version = 0
             self._drop()
             self._register.forget_learning_rates()
+            self._register.note_load(load_id)
             return self._number
 
     def drop_unfinished(self) -> None:

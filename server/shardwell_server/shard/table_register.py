@@ -6,6 +6,7 @@ storage before it takes effect. Events, as JSON objects:
     {"kind": "worker", "worker_id": W}                       W opened the table
     {"kind": "seat", "worker_id": W}                         W takes the next seat
     {"kind": "learning_rate", "from_step": N, "learning_rate": R}
+    {"kind": "load", "load_id": N}                           rows of that load are coming, or came
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class TableRegister:
         self._ledger = ledger
         self._limits = limits
         self._rates = LearningRates(getattr(spec.optimizer, "learning_rate", 0.0))
+        self.load_id = 0
+        """Of the newest load; 0: none."""
         self._restore()
 
     def remember(self, worker_id: str) -> None:
@@ -95,6 +98,17 @@ class TableRegister:
         self._rates.change(first, learning_rate)
         self._storage.compact(self._events())
 
+    def note_load(self, load_id: int) -> None:
+        """Notes which load begins.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        if load_id != self.load_id:
+            self._storage.log({"kind": "load", "load_id": load_id})
+            self.load_id = load_id
+            self._storage.compact(self._events())
+
     def forget_learning_rates(self) -> None:
         """Goes back to the spec's.
 
@@ -119,6 +133,8 @@ class TableRegister:
             {"kind": "learning_rate", "from_step": from_step, "learning_rate": rate}
             for from_step, rate in self._rates.changes
         ]
+        if self.load_id:
+            events.append({"kind": "load", "load_id": self.load_id})
         return events
 
     def _restore(self) -> None:
@@ -133,6 +149,8 @@ class TableRegister:
                         self._ledger.restore_seat(event["worker_id"], next(positions))
                     case "learning_rate":
                         self._rates.change(event["from_step"], event["learning_rate"])
+                    case "load":
+                        self.load_id = event["load_id"]
                     case kind:
                         raise KeyError(kind)
             except (KeyError, TypeError, StopIteration) as error:

@@ -384,4 +384,5 @@ class TableSlice:
             duplicate_part_count=self._duplicate_part_count,
             learning_rate=self.learning_rate,
             loading=self.loading.is_under_way,
+            load_id=self._register.load_id,
         )
