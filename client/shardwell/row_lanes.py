@@ -1,8 +1,9 @@
-"""One table's open streams to the shards: a set for each call that is under way, kept for the next.
+"""Open streams of rows to the shards: a set for each call that is under way, kept for the next.
 
 A set has at most one lane to each shard, opened when it is first needed. A thread that calls again
-and again uses the same set again and again; another one beside it, such as a prefetch, has its own,
-so that it waits for nobody else's answers.
+and again uses the same set again and again, whichever tables it calls: one that trains thirty has
+one stream to each shard. Another call beside it, such as a prefetch, has its own set, so that it
+waits for nobody else's answers.
 """
 
 from __future__ import annotations
@@ -18,36 +19,37 @@ from shardwell.siblings import Siblings
 
 LANE_SET_COUNT_MAX = 8
 """Calls on one table that are under way at once; further ones wait."""
-IDLE_LANE_SET_COUNT_MAX = 2
-"""Sets that are kept for later calls: one for those of a thread, one for its prefetches. Each open
-stream costs a shard a thread."""
+IDLE_LANE_SET_COUNT_MAX = 4
+"""Sets that a client keeps for later calls: one for those of a thread, others for its prefetches.
+Each open stream costs a shard a thread."""
 
 
 class LaneSet:
     """The lanes of one call. For one thread at a time, but for `close`."""
 
-    def __init__(self, table: str) -> None:
+    def __init__(self) -> None:
         self.siblings = Siblings()
-        self._table = table
         self._lanes: dict[int, Lane] = {}
+        self._tables: dict[int, str] = {}
+        """Which table each was used for last."""
         self._closed = False
 
-    def lane(self, channel: ShardChannel) -> tuple[Lane, bool]:
-        """The lane to a shard, and whether it is new.
+    def lane(self, channel: ShardChannel, table: str) -> tuple[Lane, bool]:
+        """The lane to a shard, and whether the next message must say that it is for this table.
 
         Raises:
             ClosedError: the table was closed.
         """
-        lane = self._lanes.get(channel.shard_index)
-        if lane is not None:
-            return lane, False
-        lane = self._lanes[channel.shard_index] = Lane(
-            channel, channel.exchange_rows, self.siblings
-        )
-        if self._closed:  # looked at after the lane could be seen by `close`
-            lane.close()
-            raise closed_error(self._table)
-        return lane, True
+        index = channel.shard_index
+        lane = self._lanes.get(index)
+        if lane is None:
+            lane = self._lanes[index] = Lane(channel, channel.exchange_rows, self.siblings)
+            if self._closed:  # looked at after the lane could be seen by `close`
+                lane.close()
+                raise closed_error(table)
+        opens = self._tables.get(index) != table
+        self._tables[index] = table
+        return lane, opens
 
     @property
     def is_open(self) -> bool:
@@ -66,13 +68,54 @@ class LaneSet:
             lane.close()
 
 
-class LanePool:
-    """Any thread may use it."""
+class IdleLanes:
+    """The sets of a client that no call uses now. Any thread may use it."""
 
-    def __init__(self, table: str) -> None:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sets: list[LaneSet] = []
+        self._closed = False
+
+    def take(self) -> LaneSet | None:
+        """The one that was kept last, if a shard has not ended it since."""
+        while True:
+            with self._lock:
+                if not self._sets:
+                    return None
+                lanes = self._sets.pop()
+            if lanes.is_open:
+                return lanes
+            lanes.close()
+
+    def keep(self, lanes: LaneSet) -> bool:
+        """Keeps a set for another call; False if there are enough."""
+        with self._lock:
+            if self._closed or len(self._sets) >= IDLE_LANE_SET_COUNT_MAX:
+                return False
+            self._sets.append(lanes)
+            return True
+
+    def close(self) -> None:
+        """Ends all, and keeps none from now on. Safe to repeat."""
+        with self._lock:
+            self._closed = True
+            sets, self._sets = self._sets, []
+        for lanes in sets:
+            lanes.close()
+
+
+class LanePool:
+    """The sets of one table's calls. Any thread may use it.
+
+    Args:
+        table: The table's name.
+        idle: The client's, of which they come, and to which they go.
+    """
+
+    def __init__(self, table: str, idle: IdleLanes) -> None:
         self._table = table
+        self._idle = idle
         self._free = threading.Condition()
-        self._idle: list[LaneSet] = []
         self._busy: set[LaneSet] = set()
         self._closed = False
 
@@ -95,17 +138,15 @@ class LanePool:
         self._give_back(lanes, keep=True)
 
     def close(self) -> None:
-        """Ends all lanes and lets no call begin. Safe to repeat."""
+        """Ends the lanes of all calls and lets none begin. Safe to repeat."""
         with self._free:
             self._closed = True
-            sets = [*self._idle, *self._busy]
-            self._idle.clear()
+            sets = list(self._busy)
             self._free.notify_all()
         for lanes in sets:
             lanes.close()
 
     def _taken(self, timeout_s: float) -> LaneSet:
-        dead = None
         with self._free:
             if not self._free.wait_for(
                 lambda: self._closed or len(self._busy) < LANE_SET_COUNT_MAX, timeout_s
@@ -117,22 +158,16 @@ class LanePool:
                 )
             if self._closed:
                 raise closed_error(self._table)
-            lanes = self._idle.pop() if self._idle else LaneSet(self._table)
-            if not lanes.is_open:  # the shard went away between calls
-                dead, lanes = lanes, LaneSet(self._table)
+            lanes = self._idle.take() or LaneSet()
             self._busy.add(lanes)
-        if dead is not None:
-            dead.close()
         return lanes
 
     def _give_back(self, lanes: LaneSet, *, keep: bool) -> None:
         with self._free:
             self._busy.discard(lanes)
-            keep = keep and not self._closed and len(self._idle) < IDLE_LANE_SET_COUNT_MAX
-            if keep:
-                self._idle.append(lanes)
+            is_kept = keep and not self._closed and self._idle.keep(lanes)
             self._free.notify()
-        if not keep:
+        if not is_kept:
             lanes.close()
 
 

@@ -62,7 +62,13 @@ class Table:
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
         self._opening = TableOpening(spec, shards.channels, worker_id=worker_id, turns=self._turns)
         transfer = RowTransfer(spec, worker_id=worker_id, traffic=traffic)
-        self._streams = TableStreams(spec.name, shards.channels, transfer, watchdog=watchdog)
+        self._streams = TableStreams(
+            spec.name,
+            shards.channels,
+            transfer,
+            watchdog=watchdog,
+            idle_lanes=shards.idle_lanes,
+        )
         self._steps = TableSteps(
             spec,
             transfer=transfer,

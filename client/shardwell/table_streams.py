@@ -11,7 +11,7 @@ import grpc
 from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
 from shardwell.errors import DeadlineError, NonFiniteError
 from shardwell.lane import Lane
-from shardwell.row_lanes import LanePool, LaneSet
+from shardwell.row_lanes import IdleLanes, LanePool, LaneSet
 from shardwell.row_transfer import Asked, RowFetch, RowPut, RowTransfer
 from shardwell.values import milliseconds
 from shardwell.watchdog import Watch, Watchdog
@@ -27,12 +27,13 @@ class TableStreams:
         transfer: RowTransfer,
         *,
         watchdog: Watchdog,
+        idle_lanes: IdleLanes,
     ) -> None:
         self._table = table
         self._channels = channels
         self._transfer = transfer
         self._watchdog = watchdog
-        self._pool = LanePool(table)
+        self._pool = LanePool(table, idle_lanes)
 
     def attempt(self, put: RowPut | None, fetch: RowFetch | None, wait_s: float) -> None:
         """Sends and fetches what is left of a call.
@@ -76,11 +77,11 @@ class TableStreams:
     ) -> None:
         opened: list[Lane] = []
         for one in asked:
-            lane, is_new = lanes.lane(one.channel)
+            lane, opens = lanes.lane(one.channel, self._table)
             opened.append(lane)
             if put is not None and one.parts:
                 put.is_sent = True
-            lane.submit(self._transfer.messages(one, put, fetch, wait_ms, opens=is_new))
+            lane.submit(self._transfer.messages(one, put, fetch, wait_ms, opens=opens))
         # In turns, so that no shard's stream stands still while another's is read.
         for number in range(max(one.answer_count for one in asked)):
             for one, lane in zip(asked, opened, strict=True):

@@ -201,13 +201,29 @@ def test_bad_openings(cluster, name) -> None:
         assert_matches(text, details)
 
 
-def test_a_stream_is_opened_once(cluster) -> None:
+def test_a_stream_goes_on_with_another_table_between_steps(cluster) -> None:
+    with WireWorker(cluster(1).target, "w0") as connection:
+        first = WireTable(connection, table_spec("first"))
+        second = WireTable(connection, table_spec("second", dim=2))
+        (put,) = first.parts([1, 2], np.ones((2, 3)))
+        ask = second.fetch([1])
+        ask.open.CopyFrom(second.opening(0))
+        again = first.fetch([2])
+        again.open.CopyFrom(first.opening(0))
+        counted, zeros, rows = first.stream(0, [put, ask, again])
+        assert counted.counted.counted_part_count == 1
+        np.testing.assert_array_equal(second.read(zeros), 0)
+        np.testing.assert_array_equal(first.read(rows), -1)
+
+
+def test_a_stream_keeps_its_table_during_a_step(cluster) -> None:
     with WireWorker(cluster(1).target, "w0") as connection:
         table = WireTable(connection, table_spec())
-        again = pb.ExchangeRowsRequest(open=table.opening(0))
-        found, details, _ = refused(table.stream(0, [again]))
+        parts = table.parts([1, 2], np.ones((2, 3)), rows_per_part=1)
+        parts[1].open.CopyFrom(table.opening(0))
+        found, details, _ = refused(table.stream(0, parts))
         assert found == INVALID
-        assert "only the first message" in details
+        assert "in the middle of a step" in details
 
 
 def test_samples_are_the_same_in_all_parts(cluster) -> None:

@@ -14,6 +14,7 @@ from harness.row_model import OPTIMIZERS, ModelRows
 from harness.table_batches import DIM, open_table, random_ids, whole_numbers
 from harness.together import in_background, together
 from shardwell.row_lanes import IDLE_LANE_SET_COUNT_MAX, LANE_SET_COUNT_MAX
+from shardwell_server import Limits
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -183,6 +184,24 @@ def test_more_calls_than_may_be_under_way_wait(cluster, connect) -> None:
     streams = running.servers[0]._streams
     kept = IDLE_LANE_SET_COUNT_MAX + 1  # and the writer's
     eventually("few are kept", lambda: streams.count == kept)
+
+
+def test_many_tables_share_a_few_streams(cluster, connect) -> None:
+    """As recommenders have them: a table for each feature."""
+    running = cluster(2, limits=Limits(stream_count_max=2))
+    client = connect(running, "w0")
+    tables = [
+        client.table(f"feature-{n}", row_count=100, dim=n + 1, optimizer=SGD) for n in range(30)
+    ]
+    for table in tables * 2:
+        table.put_row_gradients(np.arange(50), np.ones((50, table.dim)))
+    for number, table in enumerate(tables):
+        rows = table.exchange_rows([1, 2], np.ones((2, table.dim)), [2, 3])
+        assert rows.shape == (2, number + 1)
+        np.testing.assert_array_equal(rows, table.get_rows([2, 3]))
+    tables[0].close()
+    assert tables[1].get_rows([1]).shape == (1, 2)
+    assert [status.open_stream_count for status in client.status()] == [1, 1]
 
 
 def test_threads_fetch_beside_gradients(cluster, connect) -> None:

@@ -90,7 +90,8 @@ class TableServiceServicer(object):
     def ExchangeRows(self, request_iterator, context):
         """Adds gradients to rows and fetches rows; what comes first on the stream is done first.
 
-        The first message has `open`. Each further one has a part of a gradient or asks for rows. Each
+        The first message has `open`. Each further one has a part of a gradient or asks for rows; one
+        with another `open`, which may come between steps, makes the stream go on with that table. Each
         fetch is answered by one message with as many rows, in the order of its ids; each part with
         end_of_step by one message with `counted`, when all parts of the step are counted (MODE_ASYNC:
         applied). Answers come in the order of what they answer. Read while you write: the shard stops

@@ -95,10 +95,10 @@ class TableService:
                 for message in messages:
                     self._streams.busy(context)
                     request, payload = framing.parse(pb.ExchangeRowsRequest, message)
-                    if exchange is None:
+                    if exchange is None or request.HasField("open"):
+                        if exchange is not None and not exchange.is_between_steps:
+                            raise ArgumentError("`open` came in the middle of a step; end it first")
                         exchange = self._opened(request)
-                    elif request.HasField("open"):
-                        raise ArgumentError("only the first message of a stream has `open`")
                     self._shard.traffic.add(received=payload.size)
                     yield from exchange.answers(request, payload, self._waiting(request, context))
                     if exchange.is_between_steps and not self._streams.idle(context):
