@@ -211,8 +211,8 @@ class ParameterServerService:
                             f"{source.parameter.chunk_count}; read the answers first"
                         )
                     yield from self._answers(source.parameter, pending, all_=gradient.end_of_step)
-                    if gradient.end_of_step and not self._streams.idle(context):
-                        return
+                    if gradient.end_of_step:
+                        self._streams.idle(context)
                 if source is not None:
                     yield from self._answers(source.parameter, pending, all_=True)
             finally:

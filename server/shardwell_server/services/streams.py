@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from shardwell.errors import LimitError
+from shardwell.errors import LimitError, ShardUnavailableError
 
 
 class OpenStreams:
@@ -48,17 +48,17 @@ class OpenStreams:
             with self._lock:
                 self._count -= 1
 
-    def idle(self, context: grpc.ServicerContext) -> bool:
-        """Notes that a stream has answered everything; False if it is to end, as the server stops.
+    def idle(self, context: grpc.ServicerContext) -> None:
+        """Notes that a stream has answered everything.
 
-        A stream that ends by itself brings its client all answers; cancelling it would drop those
-        that were not read yet.
+        Raises:
+            ShardUnavailableError: the server stops. A stream that ends so brings all answers; if it
+                were cancelled, those that its client has not read yet would be dropped.
         """
         with self._lock:
             if self._stopping:
-                return False
+                raise ShardUnavailableError("the shard is stopping; wait until it is back")
             self._idle[context] = time.monotonic()
-            return True
 
     def busy(self, context: grpc.ServicerContext) -> None:
         """Notes that a stream has work again, or has ended."""

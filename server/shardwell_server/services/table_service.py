@@ -101,8 +101,8 @@ class TableService:
                         exchange = self._opened(request)
                     self._shard.traffic.add(received=payload.size)
                     yield from exchange.answers(request, payload, self._waiting(request, context))
-                    if exchange.is_between_steps and not self._streams.idle(context):
-                        return
+                    if exchange.is_between_steps:
+                        self._streams.idle(context)
             finally:
                 self._streams.busy(context)
 
@@ -199,13 +199,11 @@ class TableService:
         self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         """The same; while the next one is waited for, the server may stop."""
-        while self._streams.idle(context):
-            message = next(messages, None)
-            if message is None:
-                return
+        self._streams.idle(context)
+        for message in messages:
             self._streams.busy(context)
             yield message
-        context.cancel()
+            self._streams.idle(context)
 
     def _opened(self, request: pb.ExchangeRowsRequest) -> _RowExchange:
         """The table and worker that a stream's first message names."""
