@@ -3,7 +3,8 @@
     python benchmarks/rows.py [--batches 256 4096 65536] [--rows 1000000 10000000]
                               [--distributions uniform zipf] [--steps 5] [--dim 64]
                               [--optimizers adagrad sgd] [--codecs fp16 fp32]
-                              [--stores memory mmap] [--peers redis torch bare]
+                              [--modes async sync] [--stores memory mmap]
+                              [--peers redis torch bare]
                               [--parts rates python file] [--working-set 262144]
                               [--redis-server PROGRAM] [--redis-python PYTHON]
                               [--torch-python PYTHON] [--data-dir DIR] [--json FILE]
@@ -11,9 +12,10 @@
 Two workers, two shards; each worker gets the rows of batches of ids, puts gradients for them, and
 exchanges, which does both. A table has a working set, scattered over all its rows, the same places
 of it whatever the table's size is; its rows are created before, and batches are drawn from it,
-uniformly or by Zipf's law with exponent 1.1. Shardwell's tables are asynchronous; measured are the
-first optimizer, codec and store that are named, and each of the others in the place of the first;
-with larger tables than the smallest, the first codec and optimizer alone.
+uniformly or by Zipf's law with exponent 1.1. Measured are the first optimizer, codec, mode and
+store that are named, and each of the others in the place of the first; with larger tables than the
+smallest, the first optimizer, codec and mode alone. All workers make each step of a synchronous
+table: puts and exchanges wait for those of the other worker, gets for nobody.
 
 Beside it: Redis, a server a shard on 127.0.0.1 that keeps the same rows packed as bytes (MGET,
 MSET; also SET in a pipeline), the client splitting batches by id. It stores what it is sent, and
@@ -223,6 +225,7 @@ def parse() -> argparse.Namespace:
         "distributions": (("uniform", "zipf"), ("uniform", "zipf")),
         "optimizers": (("adagrad", "sgd"), OPTIMIZERS),
         "codecs": (("fp16", "fp32"), CODECS),
+        "modes": (("async", "sync"), ("async", "sync")),
         "stores": (("memory", "mmap"), ("memory", "mmap")),
         "peers": (("redis", "torch", "bare"), ("redis", "torch", "bare", "none")),
         "parts": (("rates", "python", "file"), ("rates", "python", "file")),

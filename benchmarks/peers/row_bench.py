@@ -101,9 +101,8 @@ class RowBench(Bench):
         if load is None:
             load = self._loads[order["rows"]] = RowLoad(order["rows"], self._working_set)
         if order["do"] == "fill":
-            mine = load.row_ids[self.rank :: self.size]
-            starts = range(0, mine.size, FILL_BATCH)
-            self._batches = [mine[start : start + FILL_BATCH] for start in starts]
+            call_count = -(-load.row_ids.size // (self.size * FILL_BATCH))  # the same on each rank
+            self._batches = np.array_split(load.row_ids[self.rank :: self.size], call_count)
             self._batches.append(self._batches[-1])
         else:
             self._batches = [

@@ -64,7 +64,7 @@ def shardwell_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> 
         clusters[store] = stack.enter_context(cluster)
     targets = json.dumps({store: cluster.target for store, cluster in clusters.items()})
     crew = start(args, stack, "shardwell_rows.py", "--targets", targets)
-    kinds = (args.optimizers, args.codecs, args.stores)
+    kinds = (args.optimizers, args.codecs, args.modes, args.stores)
     variants = [
         variant
         for variant in itertools.product(*kinds)
@@ -72,16 +72,16 @@ def shardwell_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> 
     ]
     return [
         System(
-            name=f"{optimizer}_{codec}_{store}",
-            label=f"Shardwell {codec}, {optimizer}, {store}",
+            name=f"{optimizer}_{codec}_{mode}_{store}",
+            label=f"Shardwell {codec}, {optimizer}, {mode}, {store}",
             crew=crew,
             worker_count=args.workers,
-            order={"optimizer": optimizer, "codec": codec, "store": store},
+            order={"optimizer": optimizer, "codec": codec, "mode": mode, "store": store},
             server_pids=[child.pid for child in clusters[store].children],
             codec=codec,
-            all_sizes=(optimizer, codec) == (args.optimizers[0], args.codecs[0]),
+            all_sizes=[optimizer, codec, mode] == [kind[0] for kind in kinds[:3]],
         )
-        for optimizer, codec, store in variants
+        for optimizer, codec, mode, store in variants
     ]
 
 

@@ -1,4 +1,4 @@
-"""The tables that are measured: asynchronous, their rows uniform at first."""
+"""The tables that are measured, their rows uniform at first."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def open_table(
-    client: shardwell.Client, row_count: int, dim: int, optimizer: str, codec: str
+    client: shardwell.Client,
+    row_count: int,
+    dim: int,
+    optimizer: str,
+    codec: str,
+    mode: Any = "async",
+    worker_count: int = 1,
 ) -> shardwell.Table:
     """The table; the same arguments are the same table."""
     return client.table(
-        f"{optimizer}-{codec}-{row_count}",
+        f"{optimizer}-{codec}-{mode}-{row_count}",
         row_count=row_count,
         dim=dim,
         optimizer=OPTIMIZERS[optimizer],
         initializer=shardwell.Uniform(low=-0.05, high=0.05, seed=1),
+        worker_count=worker_count,
         codec=codec,
-        mode="async",
+        mode=mode,
     )

@@ -1,4 +1,4 @@
-"""A worker of Shardwell's tables: asynchronous, on one or more clusters, many tables."""
+"""A worker of Shardwell's tables: on one or more clusters, many tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turns import work
 
 
 class ShardwellRows(RowBench):
-    """See RowBench. Orders also have `store`, `optimizer` and `codec`."""
+    """See RowBench. Orders also have `store`, `optimizer`, `codec` and `mode`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
@@ -20,15 +20,14 @@ class ShardwellRows(RowBench):
             store: shardwell.connect(target, worker_id=f"w{self.rank}")
             for store, target in args.targets.items()
         }
-        self._tables: dict[tuple[str, int, str, str], shardwell.Table] = {}
+        self._tables: dict[tuple[str, int, str, str, str], shardwell.Table] = {}
 
     def begin(self, batches: list[Ids]) -> None:
-        order = self.order
-        client = self._clients[order["store"]]
-        key = order["store"], order["rows"], order["optimizer"], order["codec"]
+        store, *kind = (self.order[name] for name in ("store", "optimizer", "codec", "mode"))
+        key = (store, self.order["rows"], *kind)
         if key not in self._tables:
             self._tables[key] = open_table(
-                client, order["rows"], self.dim, order["optimizer"], order["codec"]
+                self._clients[store], self.order["rows"], self.dim, *kind, worker_count=self.size
             )
         self._table = self._tables[key]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +14,7 @@ from shardwell.errors import ArgumentError, ClosedError
 from shardwell.initializers import Initializer, Uniform
 from shardwell.malloc import tune_malloc
 from shardwell.names import check_name
+from shardwell.opened import Opened
 from shardwell.optimizers import Optimizer
 from shardwell.parameter import Parameter
 from shardwell.row_cache import CACHE_ROW_COUNT_MAX
@@ -111,9 +111,8 @@ class Client(Closing):
         self._executor = ThreadPoolExecutor(
             _ASYNC_THREAD_COUNT, thread_name_prefix="shardwell-client"
         )
-        self._lock = threading.Lock()
-        self._parameters: dict[str, Parameter] = {}
-        self._tables: dict[str, Table] = {}
+        self._parameters = Opened[Parameter]()
+        self._tables = Opened[Table]()
         self._closed = False
 
     @property
@@ -139,7 +138,8 @@ class Client(Closing):
     ) -> Parameter:
         """Opens a parameter, creating it if it is new.
 
-        Opening it again gives the same object, which has asked the shards anew for its `next_step`.
+        Opening it again gives the same object, which has asked the shards anew for its `next_step`;
+        after its `close`, a new one.
 
         Args:
             name: 1 to 128 letters, digits, `.`, `_`, `-`.
@@ -170,8 +170,7 @@ class Client(Closing):
             mode=mode,
             allow_non_finite=allow_non_finite,
         )
-        with self._lock:
-            known = self._parameters.get(name)
+        known = self._parameters.find(name)
         if known is not None and known.spec == spec:
             known.reopen()
             return known
@@ -184,11 +183,7 @@ class Client(Closing):
             executor=self._executor,
             traffic=self.traffic,
         )
-        with self._lock:  # another thread may have been faster: one object a parameter
-            parameter = self._parameters.setdefault(name, made)
-        if self._closed:
-            parameter.close()
-        return parameter
+        return self._parameters.keep(name, made)
 
     def table(
         self,
@@ -259,9 +254,8 @@ class Client(Closing):
             check_integer("cache_row_count", cache_row_count, 0, CACHE_ROW_COUNT_MAX),
             check_integer("cache_staleness_steps", cache_staleness_steps, 0, STEP_MAX),
         )
-        with self._lock:
-            known = self._tables.get(name)
-        if known is not None and not known.is_closed and known.spec == spec:
+        known = self._tables.find(name)
+        if known is not None and known.spec == spec:
             if known.caching != caching:
                 raise ArgumentError(
                     f"table {name!r} is open with cache_row_count and cache_staleness_steps "
@@ -279,13 +273,7 @@ class Client(Closing):
             traffic=self.traffic,
             caching=caching,
         )
-        with self._lock:  # another thread may have been faster: one object a table
-            table = self._tables.get(name)
-            if table is None or table.is_closed:
-                table = self._tables[name] = made
-        if self._closed:
-            table.close()
-        return table
+        return self._tables.keep(name, made)
 
     def save_checkpoint(
         self,
@@ -399,12 +387,8 @@ class Client(Closing):
         if self._closed:
             return
         self._closed = True
-        with self._lock:
-            parameters, tables = list(self._parameters.values()), list(self._tables.values())
-        for parameter in parameters:
-            parameter.close()
-        for table in tables:
-            table.close()
+        self._parameters.close()
+        self._tables.close()
         self._shards.close()
         self._executor.shutdown()
         self._watchdog.close()

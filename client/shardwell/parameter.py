@@ -73,6 +73,11 @@ class Parameter:
         """Number of float32 elements."""
         return self.spec.size
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._turns.is_closed
+
     def init(self, weights: Any, *, timeout_s: float | None = None) -> int:
         """Sets the first weights; whoever calls first, in the whole cluster, decides them.
 

@@ -15,22 +15,18 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from fastcrc import crc32
-from safetensors import SafetensorError, safe_open
 
 from shardwell.codec import Float32
-from shardwell.errors import StorageError
 from shardwell.row_placement import Ids
 from shardwell.row_state import RowState
-from shardwell.slice_file import WEIGHTS_NAME, file_error
+from shardwell.slice_file import WEIGHTS_NAME, TensorsReader, file_error
 from shardwell.table_spec import TableSpec
 
 _HEADER_ALIGNMENT_BYTES = 8
-_open: Any = safe_open
 
 
 def tensor_names(spec: TableSpec) -> tuple[str, ...]:
@@ -81,71 +77,26 @@ def write_rows(path: Path, spec: TableSpec, states: Sequence[RowState]) -> tuple
     return len(head) + start, crc
 
 
-class RowsReader:
-    """A file to read from. A context manager that closes it.
-
-    Raises:
-        StorageError: it is no safetensors file, or not one with these tensors.
-    """
+class RowsReader(TensorsReader):
+    """What `write_rows` wrote. See TensorsReader."""
 
     def __init__(self, path: Path, spec: TableSpec, row_count: int) -> None:
-        self._path = path
         self._spec = spec
-        try:
-            self._open = _open(path, framework="numpy")
-        except OSError as error:
-            raise file_error(path, error, "opening it") from None
-        except SafetensorError as error:
-            raise StorageError(f"{path} is no safetensors file: {error}; take another copy") from (
-                None
-            )
-        self._file: Any = self._open.__enter__()
-        found = {
-            name: (part.get_dtype(), part.get_shape())
-            for name in self._file.keys()  # noqa: SIM118 (it is no mapping)
-            for part in [self._file.get_slice(name)]
-        }
-        expected = _tensors(spec, row_count)
-        if found != expected:
-            self.close()
-            raise StorageError(
-                f"{path} has tensors {found}; expected {expected}; take another copy"
-            )
+        super().__init__(path, _tensors(spec, row_count))
 
     def read(self, start: int, stop: int) -> RowState:
         """Rows [start, stop), copied."""
         ids, weights, *slots, counts, steps = (
-            self._part(name, start, stop) for name in tensor_names(self._spec)
+            self.read_part(name, start, stop) for name in tensor_names(self._spec)
         )
         return RowState(ids, weights, tuple(slots), counts, steps)
 
     def read_ids(self, start: int, stop: int) -> Ids:
         """The ids of rows [start, stop), copied."""
-        ids: Ids = self._part("ids", start, stop)
+        ids: Ids = self.read_part("ids", start, stop)
         return ids
 
     def read_weights(self, start: int, stop: int) -> Float32:
         """The weights of rows [start, stop), copied."""
-        weights: Float32 = self._part(WEIGHTS_NAME, start, stop)
+        weights: Float32 = self.read_part(WEIGHTS_NAME, start, stop)
         return weights
-
-    def _part(self, name: str, start: int, stop: int) -> Any:
-        try:
-            return self._file.get_slice(name)[start:stop]
-        except (SafetensorError, OSError) as error:
-            raise StorageError(f"{self._path} can't be read: {error}; take another copy") from None
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._open.__exit__(None, None, None)
-
-    def __enter__(self) -> RowsReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -7,11 +7,17 @@ waits at another one, perhaps for the same reason.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 import grpc
 
 from shardwell.channel import ShardChannel
+
+_READER_COUNT_MAX = 8
+"""Threads; further shards keep what they have to until it is their turn."""
+T = TypeVar("T")
 
 
 def _is_own_deadline(call: Any) -> bool:
@@ -50,6 +56,33 @@ class Siblings:
         """Ends all calls. Safe to repeat."""
         for call in list(self._calls):
             call.cancel()
+
+    def read_all(self, readers: Iterable[Callable[[], T]]) -> list[T]:
+        """Reads the answers of all calls to their ends, several at once, each by its reader.
+
+        When one fails, the others are given up, and what it raised first is raised.
+        """
+        failures: list[BaseException] = []
+
+        def read(reader: Callable[[], T]) -> T:
+            try:
+                return reader()
+            except BaseException as error:
+                with self._lock:
+                    failures.append(error)
+                self.cancel()
+                raise
+
+        with ThreadPoolExecutor(_READER_COUNT_MAX, "shardwell-reader") as pool:
+            try:
+                futures = [pool.submit(read, reader) for reader in readers]
+                wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException:  # the user's Ctrl-C
+                self.cancel()
+                raise
+        if failures:
+            raise failures[0]
+        return [future.result() for future in futures]
 
     def _ended(self, channel: ShardChannel, call: Any) -> None:
         if call.is_active():  # another call failed before this one was added

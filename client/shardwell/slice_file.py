@@ -117,16 +117,19 @@ class SliceWriter(Closing):
             raise file_error(self._path, error, "writing it") from None
 
 
-class SliceReader(Closing):
-    """A file to read from. A context manager that closes it.
+class TensorsReader(Closing):
+    """A safetensors file to read from. A context manager that closes it.
+
+    Args:
+        path: The file.
+        tensors: Type and shape of each by name.
 
     Raises:
         StorageError: it is no safetensors file, or not one with these tensors.
     """
 
-    def __init__(self, path: Path, names: Sequence[str], size: int) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, list[int]]]) -> None:
         self._path = path
-        self._names = names
         try:
             self._open = _open(path, framework="numpy")
         except OSError as error:
@@ -137,25 +140,38 @@ class SliceReader(Closing):
             )
         self._file: Any = self._open.__enter__()
         found = {
-            name: (slice_.get_dtype(), slice_.get_shape())
+            name: (part.get_dtype(), part.get_shape())
             for name in self._file.keys()  # noqa: SIM118 (it is no mapping)
-            for slice_ in [self._file.get_slice(name)]
+            for part in [self._file.get_slice(name)]
         }
-        expected = {name: ("F32", [size]) for name in names}
-        if found != expected:
+        if found != tensors:
             self.close()
-            raise StorageError(
-                f"{path} has tensors {found}; expected {expected}; take another copy"
-            )
+            raise StorageError(f"{path} has tensors {found}; expected {tensors}; take another copy")
 
-    def read(self, array_index: int, start: int, stop: int) -> Float32:
-        """Elements [start, stop) of a tensor, copied."""
+    def read_part(self, name: str, start: int, stop: int) -> Any:
+        """Elements, or rows, [start, stop) of a tensor, copied.
+
+        Raises:
+            StorageError: the file can't be read.
+        """
         try:
-            values: Float32 = self._file.get_slice(self._names[array_index])[start:stop]
+            return self._file.get_slice(name)[start:stop]
         except (SafetensorError, OSError) as error:
             raise StorageError(f"{self._path} can't be read: {error}; take another copy") from None
-        return values
 
     def close(self) -> None:
         """Closes the file."""
         self._open.__exit__(None, None, None)
+
+
+class SliceReader(TensorsReader):
+    """What a SliceWriter wrote. See TensorsReader."""
+
+    def __init__(self, path: Path, names: Sequence[str], size: int) -> None:
+        self._names = names
+        super().__init__(path, {name: ("F32", [size]) for name in names})
+
+    def read(self, array_index: int, start: int, stop: int) -> Float32:
+        """Elements [start, stop) of a tensor, copied."""
+        values: Float32 = self.read_part(self._names[array_index], start, stop)
+        return values

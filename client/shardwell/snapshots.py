@@ -6,9 +6,8 @@ everywhere can be read at leisure, slice by slice, in pieces of 1 MiB.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +34,6 @@ from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.values import milliseconds
 
-_READER_COUNT_MAX = 8
-"""Threads; further shards keep what they have to until it is their turn."""
 # The shards refuse weights that the spec refuses.
 _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
@@ -98,7 +95,10 @@ class ParameterSnapshot:
             ]
             for (channel, _), call in zip(self._parts, calls, strict=True):
                 self._begin(channel, call, siblings)
-            taken = self._receive_all(version, calls, siblings)
+            taken = siblings.read_all(
+                partial(self._receive, channel, where, version, call, siblings)
+                for (channel, where), call in zip(self._parts, calls, strict=True)
+            )
         finally:
             siblings.cancel()
         rate = getattr(self._spec.optimizer, "learning_rate", None)
@@ -129,35 +129,6 @@ class ParameterSnapshot:
             raise self._corrupt(
                 channel, f"{header.array_count} arrays, expected {len(self._names)}"
             )
-
-    def _receive_all(self, version: int, calls: list[Any], siblings: Siblings) -> list[_Taken]:
-        """Reads all shards, several at once; when one fails, the others are given up."""
-        failures: list[BaseException] = []
-        lock = threading.Lock()
-
-        def receive(channel: ShardChannel, where: Slice, call: Any) -> _Taken:
-            try:
-                return self._receive(channel, where, version, call, siblings)
-            except BaseException as error:
-                with lock:
-                    failures.append(error)
-                siblings.cancel()
-                raise
-
-        count = min(len(self._parts), _READER_COUNT_MAX)
-        with ThreadPoolExecutor(count, thread_name_prefix="shardwell-checkpoint") as pool:
-            try:
-                futures = [
-                    pool.submit(receive, channel, where, call)
-                    for (channel, where), call in zip(self._parts, calls, strict=True)
-                ]
-                wait(futures, return_when=FIRST_EXCEPTION)
-            except BaseException:  # the user's Ctrl-C
-                siblings.cancel()
-                raise
-        if failures:
-            raise failures[0]
-        return [future.result() for future in futures]
 
     def _receive(
         self, channel: ShardChannel, where: Slice, version: int, call: Any, siblings: Siblings

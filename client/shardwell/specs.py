@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from shardwell.errors import ArgumentError
 from shardwell.names import check_name
@@ -52,8 +52,53 @@ def codec_from_wire(codec: types_pb2.Codec, compression: types_pb2.Compression) 
     return name
 
 
+class TrainingSpec:
+    """What specs of parameters and of tables have in common."""
+
+    worker_count: int
+    codec: CodecName
+    mode: ModeName
+    allow_non_finite: bool
+
+    def check_training(self) -> None:
+        """Refuses what can't be.
+
+        Raises:
+            ArgumentError: a value is out of its range.
+        """
+        if self.codec not in get_args(CodecName):
+            raise ArgumentError(f"codec must be one of {get_args(CodecName)}; got {self.codec!r}")
+        if self.mode not in get_args(ModeName):
+            raise ArgumentError(f"mode must be 'sync' or 'async'; got {self.mode!r}")
+        if not isinstance(self.allow_non_finite, bool):
+            raise ArgumentError(f"allow_non_finite must be a bool; got {self.allow_non_finite!r}")
+        if self.mode == "sync":
+            check_whole_number("worker_count", self.worker_count, 1, WORKER_COUNT_MAX)
+        else:
+            check_whole_number("worker_count (in async mode)", self.worker_count, 0, 0)
+
+    @property
+    def lz4(self) -> bool:
+        """Whether what travels may be compressed."""
+        return self.codec.endswith("+lz4")
+
+    @property
+    def codec_name(self) -> str:
+        """The codec without its compression."""
+        return self.codec.removesuffix("+lz4")
+
+    def differences(self, other: Self) -> list[str]:
+        """Fields in which `other` differs, each as "field: mine exists, theirs was asked for"."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return [
+            f"{field.name}: {mine!r} exists, {theirs!r} was asked for"
+            for field in fields
+            if (mine := getattr(self, field.name)) != (theirs := getattr(other, field.name))
+        ]
+
+
 @dataclass(frozen=True, kw_only=True)
-class ParameterSpec:
+class ParameterSpec(TrainingSpec):
     """What all workers of a parameter must agree on; checked when made.
 
     Raises:
@@ -84,26 +129,7 @@ class ParameterSpec:
                 "optimizer must be one of shardwell.SGD, Adagrad, RMSProp, Adam, AdamW, Average; "
                 f"got {self.optimizer!r:.80}"
             )
-        if self.codec not in get_args(CodecName):
-            raise ArgumentError(f"codec must be one of {get_args(CodecName)}; got {self.codec!r}")
-        if self.mode not in get_args(ModeName):
-            raise ArgumentError(f"mode must be 'sync' or 'async'; got {self.mode!r}")
-        if not isinstance(self.allow_non_finite, bool):
-            raise ArgumentError(f"allow_non_finite must be a bool; got {self.allow_non_finite!r}")
-        if self.mode == "sync":
-            check_whole_number("worker_count", self.worker_count, 1, WORKER_COUNT_MAX)
-        else:
-            check_whole_number("worker_count (in async mode)", self.worker_count, 0, 0)
-
-    @property
-    def lz4(self) -> bool:
-        """Whether chunks may be compressed."""
-        return self.codec.endswith("+lz4")
-
-    @property
-    def codec_name(self) -> str:
-        """The codec without its compression."""
-        return self.codec.removesuffix("+lz4")
+        self.check_training()
 
     def to_proto(self) -> types_pb2.ParameterSpec:
         """The wire's form."""
@@ -138,11 +164,3 @@ class ParameterSpec:
             allow_non_finite=message.allow_non_finite,
             **values,
         )
-
-    def differences(self, other: ParameterSpec) -> list[str]:
-        """Fields in which `other` differs, each as "field: mine here, theirs there"."""
-        return [
-            f"{field.name}: {mine!r} exists, {theirs!r} was asked for"
-            for field in dataclasses.fields(self)
-            if (mine := getattr(self, field.name)) != (theirs := getattr(other, field.name))
-        ]

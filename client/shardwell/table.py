@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwell.closing import Closing
 from shardwell.codec import Float32
 from shardwell.errors import ArgumentError
 from shardwell.optimizers import check_learning_rate
@@ -36,7 +37,7 @@ from shardwell.values import check_integer
 from shardwell.watchdog import Watchdog
 
 
-class Table:
+class Table(Closing):
     """Made by `Client.table`. A context manager; leaving it closes the table in this worker."""
 
     def __init__(
@@ -360,12 +361,6 @@ class Table:
         self._turns.close()
         self._streams.close()
         self._reading.forget()
-
-    def __enter__(self) -> Table:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # What the verbs share.
 

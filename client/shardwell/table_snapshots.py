@@ -6,9 +6,8 @@ shard's are gathered until they fill a file.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +27,6 @@ from shardwell.traffic import Traffic
 from shardwell.v1 import table_pb2 as pb
 from shardwell.values import milliseconds
 
-_READER_COUNT_MAX = 8
-"""Threads; further shards keep what they have to until it is their turn."""
 FILE_SIZE_BYTES = 32 * 2**20
 """About that much of a shard's rows goes to a file, and is in memory before."""
 
@@ -88,7 +85,10 @@ class TableSnapshot:
                 self._next(channel, call, siblings)
                 for channel, call in zip(self._channels, calls, strict=True)
             ]
-            taken = self._receive_all(version, firsts, calls, siblings)
+            taken = siblings.read_all(
+                partial(self._receive, channel, first, version, call, siblings)
+                for channel, first, call in zip(self._channels, firsts, calls, strict=True)
+            )
         finally:
             siblings.cancel()
         rate = getattr(self._spec.optimizer, "learning_rate", None)
@@ -112,37 +112,6 @@ class TableSnapshot:
                 ),
                 timeout=self._remaining_s() + ANSWER_MARGIN_S,
             )
-
-    def _receive_all(
-        self, version: int, firsts: list[bytes | None], calls: list[Any], siblings: Siblings
-    ) -> list[_Taken]:
-        """Reads all shards, several at once; when one fails, the others are given up."""
-        failures: list[BaseException] = []
-        lock = threading.Lock()
-
-        def receive(channel: ShardChannel, first: bytes | None, call: Any) -> _Taken:
-            try:
-                return self._receive(channel, first, version, call, siblings)
-            except BaseException as error:
-                with lock:
-                    failures.append(error)
-                siblings.cancel()
-                raise
-
-        count = min(len(self._channels), _READER_COUNT_MAX)
-        with ThreadPoolExecutor(count, thread_name_prefix="shardwell-checkpoint") as pool:
-            try:
-                futures = [
-                    pool.submit(receive, channel, first, call)
-                    for channel, first, call in zip(self._channels, firsts, calls, strict=True)
-                ]
-                wait(futures, return_when=FIRST_EXCEPTION)
-            except BaseException:  # the user's Ctrl-C
-                siblings.cancel()
-                raise
-        if failures:
-            raise failures[0]
-        return [future.result() for future in futures]
 
     def _receive(
         self,

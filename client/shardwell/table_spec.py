@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from shardwell.errors import ArgumentError
 from shardwell.initializers import Initializer
@@ -13,9 +12,9 @@ from shardwell.optimizers import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, Row
 from shardwell.spec_fields import check_whole_number, name_of
 from shardwell.specs import (
     WIRE_MODES,
-    WORKER_COUNT_MAX,
     CodecName,
     ModeName,
+    TrainingSpec,
     codec_from_wire,
     codec_to_wire,
 )
@@ -28,7 +27,7 @@ OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, FTRL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSpec:
+class TableSpec(TrainingSpec):
     """What all workers of a table must agree on; checked when made.
 
     Raises:
@@ -69,26 +68,7 @@ class TableSpec:
                 "initializer must be one of shardwell.Zeros, Uniform, Normal; "
                 f"got {self.initializer!r:.80}"
             )
-        if self.codec not in get_args(CodecName):
-            raise ArgumentError(f"codec must be one of {get_args(CodecName)}; got {self.codec!r}")
-        if self.mode not in get_args(ModeName):
-            raise ArgumentError(f"mode must be 'sync' or 'async'; got {self.mode!r}")
-        if not isinstance(self.allow_non_finite, bool):
-            raise ArgumentError(f"allow_non_finite must be a bool; got {self.allow_non_finite!r}")
-        if self.mode == "sync":
-            check_whole_number("worker_count", self.worker_count, 1, WORKER_COUNT_MAX)
-        else:
-            check_whole_number("worker_count (in async mode)", self.worker_count, 0, 0)
-
-    @property
-    def lz4(self) -> bool:
-        """Whether values may be compressed."""
-        return self.codec.endswith("+lz4")
-
-    @property
-    def codec_name(self) -> str:
-        """The codec without its compression."""
-        return self.codec.removesuffix("+lz4")
+        self.check_training()
 
     @property
     def slot_widths(self) -> tuple[int, ...]:
@@ -133,11 +113,3 @@ class TableSpec:
             allow_non_finite=message.allow_non_finite,
             **values,
         )
-
-    def differences(self, other: TableSpec) -> list[str]:
-        """Fields in which `other` differs, each as "field: mine exists, theirs was asked for"."""
-        return [
-            f"{field.name}: {mine!r} exists, {theirs!r} was asked for"
-            for field in dataclasses.fields(self)
-            if (mine := getattr(self, field.name)) != (theirs := getattr(other, field.name))
-        ]

@@ -18,7 +18,7 @@ import pytest
 
 import shardwell
 from harness.polling import eventually
-from harness.power import OPTIMIZERS, Disk, Run, gradient, served, trained
+from harness.power import OPTIMIZERS, Disk, Run, gradient, served, start_again, trained
 from shardwell.errors import StorageError
 from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, ShardConfig
@@ -228,10 +228,9 @@ def test_a_clean_stop_needs_no_journal(tmp_path: Path) -> None:
             assert {model.next_step for model in run.models} == {3}
             np.testing.assert_array_equal(run.models[0].get_weights(), expected[-1])
             run.close()
-        boot_path = tmp_path / "undisturbed" / "boot.json"
-        boot = json.loads(boot_path.read_text())
+        boot = json.loads((tmp_path / "undisturbed" / "boot.json").read_text())
         assert boot["state"] == "clean"
-        boot_path.write_text(json.dumps({**boot, "boot_id": "another start"}))
+        start_again(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("loses_power_first", [False, True])

@@ -78,13 +78,18 @@ class Disk:
                         path.write_bytes(self._synced.get(original, b""))
                 elif is_live and path.name in MAPPED:
                     path.write_bytes(b"\x5a" * path.stat().st_size)
-        boot = json.loads((to / "boot.json").read_text())
-        (to / "boot.json").write_text(json.dumps({**boot, "boot_id": "another start"}))
+        start_again(to)
 
 
 def _images(directory: Path) -> list[str]:
     """The images that are there, one under way included."""
     return sorted(str(path) for path in directory.rglob("image-*"))
+
+
+def start_again(directory: Path) -> None:
+    """Makes files those of an earlier start of the machine."""
+    boot = json.loads((directory / "boot.json").read_text())
+    (directory / "boot.json").write_text(json.dumps({**boot, "boot_id": "another start"}))
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, part: str, error: int) -> threading.Event:

@@ -67,15 +67,20 @@ def make(store: Store) -> TableStorage:
     return found[0][1] if found else store.create_table(LAYOUT)
 
 
+def take_seats(storage: TableStorage) -> None:
+    """Two workers', if they are not there yet."""
+    while len(storage.positions()) < 2:
+        storage.add_seat()
+        storage.log({"kind": "seat", "worker_id": f"w{len(storage.positions())}"})
+
+
 def tell(
     storage: TableStorage,
     reached: Callable[[str], None] = _nothing,
     answered: Callable[[], None] = lambda: None,
 ) -> None:
     """Does what is not done yet; `reached` is called after every write of rows too."""
-    while len(storage.positions()) < 2:
-        storage.add_seat()
-        storage.log({"kind": "seat", "worker_id": f"w{len(storage.positions())}"})
+    take_seats(storage)
     for number, step in enumerate(STORY):
         if storage.record.version <= number:
             apply(storage, step, number + 1, reached)

@@ -145,6 +145,22 @@ def test_opened_again_it_goes_on_where_it_was(cluster, connect) -> None:
     assert other.next_step == 0
 
 
+def test_opened_again_after_its_close_it_is_another(cluster, connect) -> None:
+    client = connect(cluster(2), "w0")
+    model = client.parameter("model", size=100, optimizer=SGD)
+    model.init(np.zeros(100, np.float32))
+    model.exchange(np.ones(100, np.float32))
+    assert client.parameter("model", size=100, optimizer=SGD) is model
+    model.close()
+    with pytest.raises(shardwell.ClosedError, match=r"'model' was closed.*open it again"):
+        model.get_weights()
+    other = client.parameter("model", size=100, optimizer=SGD)
+    assert other is not model
+    assert (model.is_closed, other.is_closed) == (True, False)
+    assert other.next_step == 1
+    np.testing.assert_array_equal(other.get_weights(), -0.5)
+
+
 def test_an_unknown_parameter_is_named(cluster) -> None:
     running = cluster(1)
     with WireWorker(running.target, "w0") as worker:

@@ -1,7 +1,6 @@
 """Snapshots of a slice: each chunk as it was at one version, taken while training goes on.
 
-A chunk that is about to leave the version is copied first, into a spool: an unlinked file, so that
-memory stays bounded and nothing is left behind however the process ends. Whoever reads the snapshot
+A chunk that is about to leave the version is copied first, into a spool. Whoever reads the snapshot
 takes the other chunks as they lie, when their turn comes. Neither waits for the other.
 
 Invariant: when `Snapshots.under_way` has begun, every chunk is either at or below the version, or
@@ -14,14 +13,11 @@ changed, so that closing a step costs one look at it.
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from fastcrc import crc32
 
 from shardwell.codec import Float32
 from shardwell.errors import (
@@ -37,8 +33,7 @@ from shardwell_server.shard.ledger import StepLedger
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.refusals import workers_missing
 from shardwell_server.shard.register import Register
-
-_UNKNOWN = -1
+from shardwell_server.shard.spool import Copied, Spool
 
 
 class Snapshot:
@@ -48,7 +43,6 @@ class Snapshot:
         self,
         version: int,
         *,
-        stride_bytes: int,
         chunk_count: int,
         spool_dir: Path | None,
         is_wanted: Callable[[], bool],
@@ -59,13 +53,11 @@ class Snapshot:
         """Of the update that follows it, as of the chunk that was taken last."""
         self.failure: ShardwellError | None = None
         """Why it can't be had any more."""
-        self._stride_bytes = stride_bytes
         self._is_taken = bytearray(chunk_count)
-        self._kept: dict[int, int] = {}
-        self._spool_dir = spool_dir
+        self._kept: dict[int, Copied] = {}
         self._is_wanted = is_wanted
         self._lock = threading.Lock()
-        self._spool = _UNKNOWN
+        self._spool = Spool(spool_dir)
 
     def is_kept(self, chunk_index: int) -> bool:
         """Whether a chunk is in the spool."""
@@ -79,12 +71,14 @@ class Snapshot:
             self.drop(DeadlineError("the snapshot was not read before its deadline; call again"))
             return
         try:
-            self._write(chunk_index, arrays)
+            with self._lock:
+                if self.failure is not None:
+                    return
+                self._kept[chunk_index] = self._spool.copy(arrays)
         except OSError as error:
-            where = self._spool_dir or tempfile.gettempdir()
             self.drop(
                 StorageError(
-                    f"{where}: copying chunk {chunk_index} for a snapshot failed: "
+                    f"{self._spool.where}: copying chunk {chunk_index} for a snapshot failed: "
                     f"{error.strerror}; free space on that disk, or make checkpoints while nobody "
                     "trains"
                 )
@@ -103,44 +97,21 @@ class Snapshot:
         Raises:
             StorageError: the spool can't be read, or was damaged.
         """
-        offset, crc = chunk_index * self._stride_bytes, 0
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            for array in into:
-                view = array.view(np.uint8).data
-                count = os.preadv(self._spool, [view], offset)
-                crc = crc32.iscsi(view, crc)
-                offset += count
-        if crc != self._kept[chunk_index]:
+            is_whole = self._spool.read(self._kept[chunk_index], into)
+        if not is_whole:
             raise StorageError(
                 f"a copy of chunk {chunk_index} was damaged on its way through a file in "
-                f"{self._spool_dir or tempfile.gettempdir()}; check that disk, then call again"
+                f"{self._spool.where}; check that disk, then call again"
             )
 
     def drop(self, failure: ShardwellError) -> None:
         """Ends it and frees its disk space. Safe to repeat."""
         with self._lock:
             self.failure = self.failure or failure
-            spool, self._spool = self._spool, _UNKNOWN
-        if spool != _UNKNOWN:
-            os.close(spool)
-
-    def _write(self, chunk_index: int, arrays: Sequence[Float32]) -> None:
-        offset, crc = chunk_index * self._stride_bytes, 0
-        with self._lock:
-            if self.failure is not None:
-                return
-            if self._spool == _UNKNOWN:
-                with tempfile.TemporaryFile(dir=self._spool_dir) as file:
-                    self._spool = os.dup(file.fileno())
-            for array in arrays:
-                view = array.view(np.uint8).data
-                crc = crc32.iscsi(view, crc)
-                while view:
-                    count = os.pwrite(self._spool, view, offset)
-                    view, offset = view[count:], offset + count
-        self._kept[chunk_index] = crc
+            self._spool.close()
 
 
 class Snapshots:
@@ -251,7 +222,6 @@ class Snapshots:
     def _begin(self, version: int, is_wanted: Callable[[], bool]) -> Snapshot:
         snapshot = Snapshot(
             version,
-            stride_bytes=max((4 * c.where.size * len(c.arrays) for c in self._chunks), default=0),
             chunk_count=len(self._chunks),
             spool_dir=self._spool_dir,
             is_wanted=is_wanted,

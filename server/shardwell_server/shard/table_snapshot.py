@@ -1,7 +1,7 @@
 """Snapshots of a table: its rows as they were at one version, taken while training goes on.
 
 As snapshot.py for parameters, by rows: whoever is about to write rows that a snapshot has not
-passed copies them first into a spool, an unlinked file. The reader takes the others as they lie,
+passed copies them first into a spool. The reader takes the others as they lie,
 and then what is in the spool. Rows that are created later are none of its.
 
 Invariant: of a snapshot that has begun, each row of its version was either given to the reader, is
@@ -12,8 +12,6 @@ reached the version.
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from fastcrc import crc32
 
 from shardwell.errors import (
     DeadlineError,
@@ -32,15 +29,15 @@ from shardwell.errors import (
 )
 from shardwell.row_state import RowState, empty_state
 from shardwell.table_spec import TableSpec
+from shardwell_server.shard.spool import Copied, Spool
 from shardwell_server.store.table_storage import Places
 
 
 class _Kept(NamedTuple):
     """Rows in the spool."""
 
-    offset: int
     row_count: int
-    crc32c: int
+    copied: Copied
 
 
 class TableSnapshot:
@@ -66,13 +63,11 @@ class TableSnapshot:
         self.failure: ShardwellError | None = None
         """Why it can't be had any more."""
         self._spec = spec
-        self._spool_dir = spool_dir
         self._is_wanted = is_wanted
         self._lock = threading.Lock()
         self._left: npt.NDArray[np.bool_] | None = None
         self._kept: list[_Kept] = []
-        self._spool = -1
-        self._spool_end = 0
+        self._spool = Spool(spool_dir)
 
     @property
     def has_begun(self) -> bool:
@@ -122,14 +117,14 @@ class TableSnapshot:
             with self._lock:
                 wanted = self._claim(places)
                 if wanted.size:
-                    self._write(rows(wanted))
+                    state = rows(wanted)
+                    self._kept.append(_Kept(wanted.size, self._spool.copy(state.arrays)))
         except OSError as error:
-            where = self._spool_dir or tempfile.gettempdir()
             self.drop(
                 StorageError(
-                    f"{where}: copying rows of table {self._spec.name!r} for a scan failed: "
-                    f"{error.strerror}; free space on that disk, or make checkpoints while nobody "
-                    "trains",
+                    f"{self._spool.where}: copying rows of table {self._spec.name!r} for a scan "
+                    f"failed: {error.strerror}; free space on that disk, or make checkpoints while "
+                    "nobody trains",
                     table=self._spec.name,
                 )
             )
@@ -153,39 +148,19 @@ class TableSnapshot:
         """Ends it and frees its disk space. Safe to repeat."""
         with self._lock:
             self.failure = self.failure or failure
-            spool, self._spool = self._spool, -1
+            self._spool.close()
             self._left = None if self._left is None else self._left[:0]
-        if spool >= 0:
-            os.close(spool)
-
-    def _write(self, state: RowState) -> None:
-        if self._spool < 0:
-            with tempfile.TemporaryFile(dir=self._spool_dir) as file:
-                self._spool = os.dup(file.fileno())
-        offset, crc = self._spool_end, 0
-        for array in state.arrays:
-            view = array.reshape(-1).view(np.uint8).data
-            crc = crc32.iscsi(view, crc)
-            while view:
-                count = os.pwrite(self._spool, view, offset)
-                view, offset = view[count:], offset + count
-        self._kept.append(_Kept(self._spool_end, state.ids.size, crc))
-        self._spool_end = offset
 
     def _read(self, batch: _Kept) -> RowState:
         state = empty_state(self._spec, batch.row_count)
-        offset, crc = batch.offset, 0
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            for array in state.arrays:
-                view = array.reshape(-1).view(np.uint8).data
-                offset += os.preadv(self._spool, [view], offset)
-                crc = crc32.iscsi(view, crc)
-        if crc != batch.crc32c:
+            is_whole = self._spool.read(batch.copied, state.arrays)
+        if not is_whole:
             raise StorageError(
                 f"a copy of rows of table {self._spec.name!r} was damaged on its way through a "
-                f"file in {self._spool_dir or tempfile.gettempdir()}; check that disk, then call "
+                f"file in {self._spool.where}; check that disk, then call "
                 "again",
                 table=self._spec.name,
             )

@@ -11,11 +11,11 @@ import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from shardwell.closing import Closing
 from shardwell.codec import Float32
 from shardwell.errors import ArgumentError, ClosedError, NonFiniteError, StorageError
 from shardwell.optimizers import check_learning_rate
@@ -43,7 +43,7 @@ SIZE_BYTES_MAX = 2**46
 _RATE_MAX = float(np.finfo(np.float32).max)
 
 
-class MmapGradientAccumulator:
+class MmapGradientAccumulator(Closing):
     """Sums of gradients by row, in a file that survives kill -9. A context manager.
 
     Any thread may call anything. A call on rows waits only for calls on the same stripes:
@@ -340,14 +340,3 @@ class MmapGradientAccumulator:
         if self._sums is None:
             raise ClosedError("the gradient accumulator is closed; open another one")
         return self._sums
-
-    def __enter__(self) -> MmapGradientAccumulator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
