@@ -73,8 +73,7 @@ class Tables:
         with self._lock:
             known = self._tables.get(spec.name)
             if known is None:
-                made = self._tables[spec.name] = self._make(spec)
-                return made, True
+                return self._make(spec), True
         differences = known.spec.differences(spec)
         if differences:
             raise SpecMismatchError(
@@ -113,7 +112,12 @@ class Tables:
                 table=spec.name,
             )
         layout = self._layout(spec)
-        return self._slice(spec, layout, self._store.create_table(layout))
+
+        def begin(storage: TableStorage) -> None:
+            self._tables[spec.name] = self._slice(spec, layout, storage)
+
+        self._store.create_table(layout, begin)  # both are made, or neither is
+        return self._tables[spec.name]
 
     def _layout(self, spec: TableSpec) -> TableLayout:
         """What a table that is made now gets."""
