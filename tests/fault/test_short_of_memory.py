@@ -90,12 +90,13 @@ def test_a_table_opens_when_there_is_memory_again(
                 shard.tables.open(spec)
             assert refused.value.table == "t"
             assert shard.tables.all() == []
+            assert shard.stored_bytes == 0
             assert [*tmp_path.glob("tables/*")] == []
     assert open_journals(tmp_path) == []
     made, is_new = shard.tables.open(TABLE)
     assert is_new
     assert shard.tables.open(TABLE) == (made, False)
-    assert shard.stored_bytes == 0
+    assert shard.stored_bytes == made.storage.undo_bytes
     if kind != "memory":
         assert [path.name for path in tmp_path.glob("tables/*")] == ["000001"]
         shard.close()

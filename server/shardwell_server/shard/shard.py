@@ -220,7 +220,7 @@ class Shard:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all arrays, and of room for rows."""
+        """See `Limits.stored_bytes_max`."""
         return self._stored_bytes.count
 
     def checks(self) -> Iterator[Callable[[], None]]:

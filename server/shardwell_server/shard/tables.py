@@ -114,7 +114,19 @@ class Tables:
         layout = self._layout(spec)
 
         def begin(storage: TableStorage) -> None:
-            self._tables[spec.name] = self._slice(spec, layout, storage)
+            stored, needed = self._stored_bytes, storage.undo_bytes
+            if not stored.take(needed):
+                raise LimitError(
+                    f"limit stored_bytes_max={stored.limit_bytes}: table {spec.name!r} needs "
+                    f"{needed} bytes here for its undo file beside the {stored.count} in use; add "
+                    "shards, or raise it",
+                    table=spec.name,
+                )
+            try:
+                self._tables[spec.name] = self._slice(spec, layout, storage)
+            except BaseException:
+                stored.add(-needed)
+                raise
 
         self._store.create_table(layout, begin)  # both are made, or neither is
         return self._tables[spec.name]
@@ -180,4 +192,5 @@ class Tables:
                 "the version that wrote it",
                 table=layout.name,
             )
+        self._stored_bytes.add(storage.undo_bytes)
         self._tables[layout.name] = self._slice(spec, layout, storage)
