@@ -1,4 +1,7 @@
-"""Rows that were asked for ahead of the call that needs them. Each result is taken once."""
+"""Rows that were asked for ahead of the call that needs them. Each result is taken once.
+
+Invariant: a result is as old as `PREFETCH_CALL_COUNT_MAX` of the table's further calls at the most.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from shardwell.row_placement import Ids
 
 PREFETCH_COUNT_MAX = 4
 """Results that wait to be taken; the oldest gives way to one more."""
+PREFETCH_CALL_COUNT_MAX = 16
+"""Further calls for which a result waits: four steps of four calls each, for as many results. It
+would else be taken by a call for the same ids an epoch later."""
 
 
 class Prefetched(NamedTuple):
@@ -28,6 +34,8 @@ class Prefetched(NamedTuple):
 class _Entry(NamedTuple):
     ids: Ids
     future: Future[Prefetched]
+    call_count: int
+    """Calls before it."""
 
 
 class Prefetches:
@@ -41,29 +49,42 @@ class Prefetches:
         self._executor = executor
         self._lock = threading.Lock()
         self._entries: list[_Entry] = []
+        self._call_count = 0
 
     def begin(self, ids: Ids, fetch: Callable[[], Prefetched]) -> None:
         """Begins a fetch for `ids`, which nobody writes to."""
-        entry = _Entry(ids, self._executor.submit(fetch))
+        future = self._executor.submit(fetch)
         with self._lock:
-            self._entries.append(entry)
-            dropped = self._entries[:-PREFETCH_COUNT_MAX]
-            del self._entries[:-PREFETCH_COUNT_MAX]
-        for each in dropped:
-            each.future.cancel()  # if it has not begun
+            self._entries.append(_Entry(ids, future, self._call_count))
+            self._drop(len(self._entries) - PREFETCH_COUNT_MAX)
 
     def take(self, ids: Ids) -> Future[Prefetched] | None:
-        """The oldest result of a fetch for the same ids in the same order; None: there is none."""
+        """The oldest result of a fetch for the same ids in the same order; None: there is none.
+
+        To be called by each call that fetches rows, which counts as `passed_by`.
+        """
         with self._lock:
-            for place, entry in enumerate(self._entries):
-                if np.array_equal(entry.ids, ids):
-                    del self._entries[place]
-                    return entry.future
-        return None
+            found = [np.array_equal(entry.ids, ids) for entry in self._entries]
+            future = self._entries.pop(found.index(True)).future if any(found) else None
+            self._passed_by()
+        return future
+
+    def passed_by(self) -> None:
+        """To be called by each other call, which makes results older."""
+        with self._lock:
+            self._passed_by()
+
+    def _passed_by(self) -> None:
+        self._call_count += 1
+        oldest = self._call_count - PREFETCH_CALL_COUNT_MAX
+        self._drop(sum(entry.call_count < oldest for entry in self._entries))
 
     def clear(self) -> None:
         """Drops all results."""
         with self._lock:
-            dropped, self._entries = self._entries, []
-        for each in dropped:
-            each.future.cancel()
+            self._drop(len(self._entries))
+
+    def _drop(self, count: int) -> None:
+        """Drops the oldest."""
+        for _ in range(count):
+            self._entries.pop(0).future.cancel()  # if it has not begun

@@ -97,6 +97,7 @@ class RowReading:
 
     def pushed(self, ids: Ids) -> None:
         """Notes that this worker has sent gradients for rows, which ends one of its steps."""
+        self._prefetches.passed_by()
         with self._lock:
             self._step += 1
             self._has_put = True

@@ -191,8 +191,8 @@ class Table(Closing):
         The next `get_rows` of the same ids, in the same order, takes the result, or waits for it.
         So the rows of the next batch travel while this one is computed with. They are of the time
         between this call and its end: they may lack whatever is sent after this call, this
-        worker's own gradients too. A prefetch that fails is forgotten; `get_rows` then asks anew.
-        Up to 4 results wait to be taken, further ones drop the oldest.
+        worker's own gradients too. One that fails is forgotten; `get_rows` then asks anew. The
+        newest 4 results wait, each while at most 16 other calls fetch or send rows of this Table.
 
         Args:
             ids: See `get_rows`. Copied.

@@ -153,6 +153,14 @@ def test_rows_are_made_until_the_disk_is_full(disk: SmallDisk) -> None:
         with pytest.raises(StorageError, match="free space"):
             large.reserve(record.row_used + 64)
         assert large.record == record
+    ballast.unlink()  # room for some of the files
+    free, reserved = shutil.disk_usage(disk.path).free, large.reserved_row_count
+    for more in (600, 700):
+        with pytest.raises(StorageError, match="free space"):
+            large.reserve(reserved + more)
+        assert large.reserved_row_count == reserved
+        assert shutil.disk_usage(disk.path).free == free
+    disk.fill()
     apply(small, Step([0, 1, 2], 9, sums=True), 77)
     with large.change(np.arange(64), values=True, sums=True) as change:
         large.weights[:64] = change.weights + 1
@@ -160,7 +168,6 @@ def test_rows_are_made_until_the_disk_is_full(disk: SmallDisk) -> None:
     with pytest.raises(StorageError, match=r"'other' failed.*free space"):
         store.create_table(TableLayout(**{**vars(LAYOUT), "name": "other"}))
     disk.empty()
-    ballast.unlink()
     fill_rows(large, 64)
     store.create_table(TableLayout(**{**vars(LAYOUT), "name": "other"}))
     state = state_of(small)

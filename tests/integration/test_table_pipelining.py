@@ -13,7 +13,7 @@ from harness.polling import eventually
 from harness.proxy import Proxy
 from harness.row_model import OPTIMIZERS
 from harness.together import in_background
-from shardwell.prefetches import PREFETCH_COUNT_MAX
+from shardwell.prefetches import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -104,6 +104,45 @@ def test_the_oldest_of_too_many_gives_way(cluster, connect) -> None:
     _put(table, range(PREFETCH_COUNT_MAX + 1))
     found = [table.get_rows([key])[0, 0] for key in range(PREFETCH_COUNT_MAX + 1)]
     assert found == [1] + [0] * PREFETCH_COUNT_MAX
+
+
+@pytest.mark.parametrize("verb", ["get", "put", "exchange"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_prefetch_that_many_calls_have_passed_by_is_not_taken(
+    cluster, connect, mode, verb
+) -> None:
+    client = connect(cluster(2), "w0")
+    table = _table(client, mode=mode)
+    one = np.full((1, DIM), -2.0)
+    calls = {
+        "get": lambda: table.get_rows([3]),
+        "put": lambda: table.put_row_gradients([3], one),
+        "exchange": lambda: table.exchange_rows([3], one),
+    }
+    for call_count, is_taken in (
+        (PREFETCH_CALL_COUNT_MAX, True),
+        (PREFETCH_CALL_COUNT_MAX + 1, False),
+    ):
+        before = table.get_rows([1])[0, 0]
+        _prefetched(client, table, [1])
+        _put(table, [1])
+        for _ in range(call_count - 1):
+            calls[verb]()
+        assert table.get_rows([1])[0, 0] == before + (not is_taken)
+        assert table.get_rows([1])[0, 0] == before + 1
+
+
+def test_results_that_are_too_old_are_let_go(cluster, connect) -> None:
+    """When the call comes that is one too many, not when one wants them."""
+    client = connect(cluster(2), "w0")
+    table = _table(client)
+    table.prefetch_rows([1])
+    for _ in range(PREFETCH_CALL_COUNT_MAX):
+        _put(table, [3])
+    table.prefetch_rows([2])
+    assert len(table._reading._prefetches._entries) == 2
+    table.get_rows([3])
+    assert [entry.ids.tolist() for entry in table._reading._prefetches._entries] == [[2]]
 
 
 def test_a_prefetch_under_way_is_waited_for(cluster, connect) -> None:

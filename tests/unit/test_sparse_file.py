@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.errors import StorageError
+from shardwell_server.store import sparse_file
+from shardwell_server.store.mapped_file import PAGE_SIZE_BYTES
 from shardwell_server.store.sparse_file import (
     EXTENT_BYTES_MAX,
     EXTENT_BYTES_MIN,
@@ -99,6 +101,8 @@ class FullDisk:
     def _reserve(self, file: int, offset: int, length: int) -> None:
         if offset + length > self.limit:
             self.refused_count += 1
+            if offset < self.limit:  # as file systems do that take what there is
+                self._real(file, offset, self.limit - offset)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._real(file, offset, length)
 
@@ -138,6 +142,53 @@ def test_all_files_have_room_for_the_same_rows(
     assert files[2][0].reserved_bytes == before[2]
     disk.limit = LARGE
     assert reserve_all(files, wanted, wanted + 100, wanted + 100) == wanted + 100
+
+
+def test_what_a_full_disk_refused_for_one_file_is_given_back_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capacity = 1 << 30
+    files = [
+        (SparseFile.create(tmp_path / str(stride), capacity * stride), stride)
+        for stride in (8, 1, 256)
+    ]
+
+    def taken() -> list[tuple[int, int]]:
+        return [(file.reserved_bytes, disk_bytes(file.path)) for file, _ in files]
+
+    count = reserve_all(files, 0, 10, capacity)
+    for file, _ in files:
+        file.data[: file.reserved_bytes] = 5
+    before = taken()
+    disk = FullDisk(monkeypatch, files[2][0].reserved_bytes + 8_192)
+    for wanted in (count + 1_000, count + 2_000, count + 200_000):
+        with pytest.raises(StorageError, match="taking disk space"):
+            reserve_all(files, count, wanted, capacity)
+        assert taken() == before
+    assert reserve_all(files, count, count + 20, capacity) == count + 20
+    for (file, stride), (reserved, _) in zip(files, before, strict=True):
+        assert file.reserved_bytes < (count + 20) * stride + PAGE_SIZE_BYTES
+        assert disk_bytes(file.path) <= file.reserved_bytes + PAGE_SIZE_BYTES
+        assert (file.data[:reserved] == 5).all()
+        assert not file.data[reserved : file.reserved_bytes].any()
+    disk.limit = LARGE
+    assert reserve_all(files, count + 20, count + 2_000, capacity) >= count + 2_000
+    assert all((f.data[:size] == 5).all() for (f, _), (size, _) in zip(files, before, strict=True))
+
+
+def test_a_file_system_that_takes_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was taken stays known, so that it is not asked for again."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    made = SparseFile.create(tmp_path / "rows", LARGE)
+    made.reserve(8_192)
+    monkeypatch.setattr(sparse_file, "_remove", refused)
+    made.give_back(4_096, 8_192)
+    assert made.reserved_bytes == 8_192
 
 
 def test_a_file_system_that_forbids_the_size(tmp_path: Path) -> None:

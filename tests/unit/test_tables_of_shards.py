@@ -9,16 +9,18 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import shardwell
+from harness.telling import SameMachine
 from shardwell.errors import LimitError, SpecMismatchError, StorageError, UnknownTableError
 from shardwell.table_spec import TableSpec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.tables import Tables
-from shardwell_server.store import MemoryStore, TableLayout, TableStorage
+from shardwell_server.store import MemoryStore, MmapStore, Store, TableLayout, TableStorage
 
 SPEC = TableSpec(
     name="t",
@@ -32,9 +34,17 @@ SPEC = TableSpec(
 CONFIG = ShardConfig(shard_index=0, shard_count=2)
 
 
-def tables_of(config: ShardConfig = CONFIG, store: MemoryStore | None = None) -> Tables:
-    limit = StoredBytes(config.limits.stored_bytes_max)
+def tables_of(
+    config: ShardConfig = CONFIG, store: Store | None = None, stored: StoredBytes | None = None
+) -> Tables:
+    limit = stored or StoredBytes(config.limits.stored_bytes_max)
     return Tables(config, store or MemoryStore(), threading.Lock(), limit)
+
+
+def opened(path: Path) -> MmapStore:
+    store = MmapStore(path, boot=SameMachine(path))
+    store.recover()
+    return store
 
 
 @pytest.mark.parametrize(
@@ -71,6 +81,28 @@ def test_a_table_is_made_once() -> None:
         tables.open(dataclasses.replace(SPEC, name="u"))
     assert [e.value.table for e in (mismatch, unknown, limit)] == ["t", "u", "u"]
     assert tables.all() == [made]
+
+
+def test_the_undo_file_of_a_table_counts(tmp_path: Path) -> None:
+    """Of one that is there already, too, whatever the limit has become."""
+    size = 1 << 20
+    config = dataclasses.replace(CONFIG, limits=Limits(stored_bytes_max=size))
+    stored = StoredBytes(size)
+    tables = tables_of(config, opened(tmp_path), stored)
+    large, small = (dataclasses.replace(SPEC, name=str(n), row_count=n) for n in (10**6, 10))
+    for _ in range(2):
+        with pytest.raises(LimitError, match=rf"stored_bytes_max={size}: .*'{10**6}'.* undo") as no:
+            tables.open(large)
+        assert no.value.table == large.name
+        assert stored.count == 0
+        assert [*tmp_path.glob("tables/*")] == []
+    tables.open(small)
+    undo_bytes = (tmp_path / "tables" / "000001" / "undo").stat().st_size
+    assert stored.count == undo_bytes > 0
+    for limit in (size, 1):
+        again = StoredBytes(limit)
+        tables_of(config, opened(tmp_path), again)
+        assert again.count == undo_bytes
 
 
 @contextlib.contextmanager

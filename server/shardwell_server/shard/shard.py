@@ -106,7 +106,7 @@ class Shard:
             known = self._parameters.get(spec.name)
             is_new = known is None
             if known is None:
-                known = self._parameters[spec.name] = self._make(spec)
+                known = self._make(spec)
         known.make_image()  # of what needs no first weights, before anybody is told of it
         if is_new:
             return known, True
@@ -135,12 +135,16 @@ class Shard:
                 f"{needed} bytes here beside the {self.stored_bytes} in use; add shards",
                 parameter=spec.name,
             )
+
+        def begin(storage: ParameterStorage) -> None:
+            self._parameters[spec.name] = self._slice(spec, layout, storage)
+
         try:
-            storage = self._store.create(layout)
+            self._store.create(layout, begin)  # both are made, or neither is
         except BaseException:
             self._stored_bytes.add(-needed)
             raise
-        return self._slice(spec, layout, storage)
+        return self._parameters[spec.name]
 
     def _layout(self, spec: ParameterSpec, chunk_element_count: int) -> Layout:
         where = slice_of(spec.size, self.config.shard_index, self.config.shard_count)
@@ -216,7 +220,7 @@ class Shard:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all arrays, and of room for rows."""
+        """See `Limits.stored_bytes_max`."""
         return self._stored_bytes.count
 
     def checks(self) -> Iterator[Callable[[], None]]:

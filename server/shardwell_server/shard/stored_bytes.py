@@ -1,4 +1,7 @@
-"""How much a shard stores, over all parameters and tables, and the limit of it."""
+"""How much a shard stores, over all parameters and tables, and the limit of it.
+
+What counts is said at `Limits.stored_bytes_max`.
+"""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ class Tables:
         with self._lock:
             known = self._tables.get(spec.name)
             if known is None:
-                made = self._tables[spec.name] = self._make(spec)
-                return made, True
+                return self._make(spec), True
         differences = known.spec.differences(spec)
         if differences:
             raise SpecMismatchError(
@@ -113,7 +112,24 @@ class Tables:
                 table=spec.name,
             )
         layout = self._layout(spec)
-        return self._slice(spec, layout, self._store.create_table(layout))
+
+        def begin(storage: TableStorage) -> None:
+            stored, needed = self._stored_bytes, storage.undo_bytes
+            if not stored.take(needed):
+                raise LimitError(
+                    f"limit stored_bytes_max={stored.limit_bytes}: table {spec.name!r} needs "
+                    f"{needed} bytes here for its undo file beside the {stored.count} in use; add "
+                    "shards, or raise it",
+                    table=spec.name,
+                )
+            try:
+                self._tables[spec.name] = self._slice(spec, layout, storage)
+            except BaseException:
+                stored.add(-needed)
+                raise
+
+        self._store.create_table(layout, begin)  # both are made, or neither is
+        return self._tables[spec.name]
 
     def _layout(self, spec: TableSpec) -> TableLayout:
         """What a table that is made now gets."""
@@ -176,4 +192,5 @@ class Tables:
                 "the version that wrote it",
                 table=layout.name,
             )
+        self._stored_bytes.add(storage.undo_bytes)
         self._tables[layout.name] = self._slice(spec, layout, storage)

@@ -12,11 +12,13 @@ from shardwell.errors import LimitError
 from shardwell_server.store.event import Event
 from shardwell_server.store.memory_table import MemoryTable
 from shardwell_server.store.store import (
+    Begin,
     ChunkRecord,
     JournalEntry,
     Layout,
     ParameterStorage,
     Transition,
+    nothing,
 )
 from shardwell_server.store.table_storage import TableLayout, TableStorage
 
@@ -138,34 +140,42 @@ class MemoryStore:
     def recovered(self) -> None:
         """See Store."""
 
-    def create(self, layout: Layout) -> MemoryParameter:
+    def create(self, layout: Layout, begin: Begin[ParameterStorage] = nothing) -> MemoryParameter:
         """See Store."""
         if layout.name in self._parameters:
             raise ValueError(f"storage of {layout.name!r} exists")
         try:
-            made = MemoryParameter(layout)
-        except MemoryError:
+            made = self._parameters[layout.name] = MemoryParameter(layout)
+            begin(made)
+        except BaseException as error:
+            self._parameters.pop(layout.name, None)
+            if not isinstance(error, MemoryError):
+                raise
             raise LimitError(
                 f"no memory for {layout.slice_size} elements of {layout.name!r} with "
                 f"{len(layout.initial_slots)} slots of optimizer state; add shards or memory",
                 parameter=layout.name,
             ) from None
-        self._parameters[layout.name] = made
         return made
 
-    def create_table(self, layout: TableLayout) -> MemoryTable:
+    def create_table(
+        self, layout: TableLayout, begin: Begin[TableStorage] = nothing
+    ) -> MemoryTable:
         """See Store."""
         if layout.name in self._tables:
             raise ValueError(f"storage of table {layout.name!r} exists")
         try:
-            made = MemoryTable(layout)
-        except MemoryError:
+            made = self._tables[layout.name] = MemoryTable(layout)
+            begin(made)
+        except BaseException as error:
+            self._tables.pop(layout.name, None)
+            if not isinstance(error, MemoryError):
+                raise
             raise LimitError(
                 f"no address space for the {layout.row_capacity} rows that table {layout.name!r} "
                 f"may have, of {layout.row_size_bytes} bytes; add shards",
                 table=layout.name,
             ) from None
-        self._tables[layout.name] = made
         return made
 
     def close(self) -> None:

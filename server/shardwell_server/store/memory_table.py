@@ -65,6 +65,9 @@ class MemoryTable:
         """See TableStorage."""
         return self._reserved_row_count
 
+    undo_bytes = 0
+    """See TableStorage."""
+
     def change(self, places: Places, *, values: bool, sums: bool) -> MemoryRowChange:
         """See TableStorage."""
         assert places.size <= self._layout.rows_per_change_max

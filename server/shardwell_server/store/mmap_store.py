@@ -8,6 +8,7 @@ Both are numbered (numbered.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.mmap_parameter import MmapParameter
 from shardwell_server.store.mmap_table import MmapTable
 from shardwell_server.store.numbered import Numbered
-from shardwell_server.store.store import Layout, ParameterStorage
+from shardwell_server.store.store import Begin, Layout, ParameterStorage, nothing
 from shardwell_server.store.table_storage import TableLayout, TableStorage
 
 _LOG = logging.getLogger("shardwell_server")
@@ -31,6 +32,13 @@ _LOG = logging.getLogger("shardwell_server")
 
 def _nothing(point: str) -> None:
     pass
+
+
+def _drop(storage: JournaledParameter | JournaledTable | None) -> None:
+    """Closes the journal of one whose files are gone."""
+    if storage is not None:
+        with contextlib.suppress(OSError, MemoryError):
+            storage.close()
 
 
 class MmapStore:
@@ -56,10 +64,8 @@ class MmapStore:
         self._boot = boot or Boot(path)
         self._reached = reached
         self._is_torn = False
-        self._open: list[JournaledParameter] = []
-        self._open_tables: list[JournaledTable] = []
-        self._names: set[str] = set()
-        self._table_names: set[str] = set()
+        self._open: dict[str, JournaledParameter] = {}
+        self._open_tables: dict[str, JournaledTable] = {}
         is_synced = not self._durability.is_process
         self._parameters = Numbered(path / "parameters", reached, is_synced=is_synced)
         self._tables = Numbered(path / "tables", reached, is_synced=is_synced)
@@ -74,7 +80,7 @@ class MmapStore:
             raise storage_error(self._path, error, "reading it") from None
         for entry in self._parameters.standing():
             layout, salt = read_layout(entry / "parameter.json", Layout)
-            if layout.name in self._names:
+            if layout.name in self._open:
                 raise StorageError(
                     f"{entry} holds parameter {layout.name!r}, as another directory does; move the "
                     "one that was copied there away"
@@ -83,8 +89,7 @@ class MmapStore:
             storage = JournaledParameter.recover(
                 entry, layout, salt, self._reached, is_torn=is_torn
             )
-            self._names.add(layout.name)
-            self._open.append(storage)
+            self._open[layout.name] = storage
             found.append((layout, storage))
             if is_torn:
                 _LOG.warning(
@@ -108,10 +113,8 @@ class MmapStore:
 
     def recovered(self) -> None:
         """See Store."""
-        for storage in self._open:
+        for storage in self._all():
             self._begin(storage)
-        for table in self._open_tables:
-            self._begin(table)
         self._boot.mark("running")
 
     def _begin(self, storage: JournaledParameter | JournaledTable) -> None:
@@ -120,9 +123,14 @@ class MmapStore:
         else:
             storage.begin(syncs_each=self._durability.is_step)
 
-    def create(self, layout: Layout) -> JournaledParameter:
+    def _all(self) -> list[JournaledParameter | JournaledTable]:
+        return [*self._open.values(), *self._open_tables.values()]
+
+    def create(
+        self, layout: Layout, begin: Begin[ParameterStorage] = nothing
+    ) -> JournaledParameter:
         """See Store."""
-        if layout.name in self._names:
+        if layout.name in self._open:
             raise ValueError(f"storage of {layout.name!r} exists")
         salt = secrets.randbits(32)
 
@@ -132,11 +140,15 @@ class MmapStore:
                 made.close()
 
         doing = f"making the {layout.size_bytes} bytes of {layout.name!r}"
-        with self._parameters.making(fill, doing) as directory:
-            storage = JournaledParameter.recover(directory, layout, salt, self._reached)
-            self._begin(storage)
-        self._names.add(layout.name)
-        self._open.append(storage)
+        try:
+            with self._parameters.making(fill, doing) as directory:
+                storage = JournaledParameter.recover(directory, layout, salt, self._reached)
+                self._open[layout.name] = storage
+                self._begin(storage)
+                begin(storage)
+        except BaseException:
+            _drop(self._open.pop(layout.name, None))
+            raise
         return storage
 
     def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
@@ -144,7 +156,7 @@ class MmapStore:
         found: list[tuple[TableLayout, TableStorage]] = []
         for entry in self._tables.standing():
             layout, salt = read_layout(entry / "table.json", TableLayout)
-            if layout.name in self._table_names:
+            if layout.name in self._open_tables:
                 raise StorageError(
                     f"{entry} holds table {layout.name!r}, as another directory does; move the one "
                     "that was copied there away"
@@ -155,8 +167,7 @@ class MmapStore:
             )
             if has_image:
                 storage.replay()
-            self._table_names.add(layout.name)
-            self._open_tables.append(storage)
+            self._open_tables[layout.name] = storage
             found.append((layout, storage))
             if self._is_torn:
                 _LOG.warning(
@@ -177,9 +188,11 @@ class MmapStore:
             )
         return found
 
-    def create_table(self, layout: TableLayout) -> JournaledTable:
+    def create_table(
+        self, layout: TableLayout, begin: Begin[TableStorage] = nothing
+    ) -> JournaledTable:
         """See Store."""
-        if layout.name in self._table_names:
+        if layout.name in self._open_tables:
             raise ValueError(f"storage of table {layout.name!r} exists")
         salt = secrets.randbits(32)
 
@@ -191,12 +204,14 @@ class MmapStore:
         try:
             with self._tables.making(fill, f"making table {layout.name!r}") as directory:
                 storage = JournaledTable.recover(directory, layout, salt, self._reached)
+                self._open_tables[layout.name] = storage
                 self._begin(storage)
-        except StorageError as error:
-            error.table = layout.name
+                begin(storage)
+        except BaseException as error:
+            _drop(self._open_tables.pop(layout.name, None))
+            if isinstance(error, StorageError):
+                error.table = layout.name
             raise
-        self._table_names.add(layout.name)
-        self._open_tables.append(storage)
         return storage
 
     def close(self) -> None:
@@ -205,8 +220,8 @@ class MmapStore:
         Raises:
             StorageError: the disk failed; what it lacks is on it only if the machine stays up.
         """
-        opened: list[JournaledParameter | JournaledTable] = [*self._open, *self._open_tables]
-        self._open, self._open_tables = [], []
+        opened = self._all()
+        self._open, self._open_tables = {}, {}
         if not opened:
             return
         failed: OSError | None = None

@@ -106,8 +106,9 @@ class MmapTable:
         """Held while a change is under way, or rows are copied to an image."""
         self._guard = RowGuard(directory, layout, arrays, salt, array)
         changing = self._guard.arrays
-        size = entry_bytes(changing, layout.rows_per_change_max)
-        undo_file = fixed("undo", size)
+        self.undo_bytes = entry_bytes(changing, layout.rows_per_change_max)
+        """See TableStorage."""
+        undo_file = fixed("undo", self.undo_bytes)
         self._undo = RowUndo(undo_file, 0, changing, layout.rows_per_change_max, salt, reached)
         self._copies = make_arrays(
             layout, layout.rows_per_change_max, lambda _, *shape: lazy_zeros(*shape)

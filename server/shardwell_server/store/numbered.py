@@ -59,7 +59,7 @@ class Numbered:
     def making(self, fill: Callable[[Path], None], doing: str) -> Iterator[Path]:
         """A new directory, which `fill` has filled under another name; yields it.
 
-        When the block fails, there is none.
+        When the block fails, there is none; what could not be removed then is, at the next call.
 
         Raises:
             StorageError: it can't be made; `doing` says in the message what failed.
@@ -68,7 +68,9 @@ class Numbered:
         at = making = directory.with_suffix(".new")
         try:
             self._path.mkdir(exist_ok=True)
-            if making.exists():  # removing one may have failed before
+            if directory.exists():  # giving it up, or removing it, may have failed before
+                os.replace(directory, making)
+            if making.exists():
                 shutil.rmtree(making)
             making.mkdir()
             fill(making)
@@ -81,14 +83,15 @@ class Numbered:
                 sync_directory(self._path)
             self._reached("files' name")
             yield directory
-        except (OSError, MemoryError, OverflowError, StorageError) as error:
-            if at is directory:
-                with contextlib.suppress(OSError):
+        except Exception as error:
+            with contextlib.suppress(OSError, MemoryError):
+                if at is directory:
                     os.replace(directory, making)
-            shutil.rmtree(making, ignore_errors=True)
+                shutil.rmtree(making, ignore_errors=True)
             if isinstance(error, OSError):
                 raise storage_error(directory, error, doing) from None
             if isinstance(error, (MemoryError, OverflowError)):
-                raise StorageError(f"{directory}: {doing} failed: {error}; add shards") from None
+                reason = str(error) or "no memory"
+                raise StorageError(f"{directory}: {doing} failed: {reason}; add shards") from None
             raise
         self._next_number += 1

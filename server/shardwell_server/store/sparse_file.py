@@ -7,6 +7,7 @@ mapped page that the full disk has no room for kills the process.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -87,10 +88,28 @@ class SparseFile(MappedFile):
             raise storage_error(self.path, error, "taking disk space for more rows") from None
         self.reserved_bytes = size_bytes
 
+    def give_back(self, kept_bytes: int, taken_bytes: int) -> None:
+        """Makes a hole from `kept_bytes`, whole pages, to `taken_bytes`; what was there is lost.
+
+        A call that failed may have taken some of it. Where the file system takes nothing back, it
+        stays known as reserved, and is there when it is asked for next.
+        """
+        end = min(-(-taken_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES, self.data.size)
+        if self._mapping is None or end <= kept_bytes:
+            return
+        with contextlib.suppress(OSError):
+            _remove(self._mapping, kept_bytes, end - kept_bytes)
+            self.reserved_bytes = min(self.reserved_bytes, kept_bytes)
+
     def stands_reserved(self, size_bytes: int) -> None:
         """Notes that an earlier process has reserved that much; nothing is asked of the disk."""
         pages = -(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
         self.reserved_bytes = min(pages, self.data.size)
+
+
+def _remove(mapping: mmap.mmap, start: int, size_bytes: int) -> None:
+    """Makes a hole in the mapped file, whose size stays."""
+    mapping.madvise(mmap.MADV_REMOVE, start, size_bytes)
 
 
 def reserve_all(
@@ -98,7 +117,8 @@ def reserve_all(
 ) -> int:
     """Reserves rows in files that all have them; returns how many are reserved now.
 
-    Takes more than is wanted where there is space (`extended`), else exactly that.
+    Takes more than is wanted where there is space (`extended`), else exactly that. What some files
+    have taken, when another could not, is given back: nothing is kept that nobody counts.
 
     Args:
         files: Each with the bytes that it has of one row.
@@ -110,11 +130,14 @@ def reserve_all(
         StorageError: there is no disk space for what is wanted; nothing changed.
     """
     row_bytes = sum(stride for _, stride in files)
+    before = [file.reserved_bytes for file, _ in files]
     for row_count in (extended(reserved, wanted, capacity, row_bytes), wanted):
         try:
             for file, stride in files:
                 file.reserve(row_count * stride)
         except StorageError:
+            for (file, stride), kept_bytes in zip(files, before, strict=True):
+                file.give_back(kept_bytes, row_count * stride)
             if row_count == wanted:
                 raise
         else:

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shardwell.codec import Bytes, Float32
 from shardwell_server.store.event import Event
@@ -209,6 +209,15 @@ class ParameterStorage(Protocol):
         """
 
 
+Kind = TypeVar("Kind")
+Begin = Callable[[Kind], None]
+"""Takes over storage that was just made, before anybody else sees it."""
+
+
+def nothing(storage: object) -> None:
+    """Takes over nothing."""
+
+
 class Store(Protocol):
     """Storage of one shard. Calls come from one thread at a time."""
 
@@ -229,16 +238,26 @@ class Store(Protocol):
     def recovered(self) -> None:
         """To be called when all that `recover` and `recover_tables` gave was taken over."""
 
-    def create(self, layout: Layout) -> ParameterStorage:
+    def create(self, layout: Layout, begin: Begin[ParameterStorage] = nothing) -> ParameterStorage:
         """Makes the storage of a new parameter, whose name is unique in the store.
+
+        Args:
+            layout: Of it.
+            begin: What takes it over. When that fails, the storage was never made.
 
         Raises:
             LimitError: there is no memory for it.
             StorageError: there is no room on the disk, or it can't be written to.
         """
 
-    def create_table(self, layout: TableLayout) -> TableStorage:
+    def create_table(
+        self, layout: TableLayout, begin: Begin[TableStorage] = nothing
+    ) -> TableStorage:
         """Makes the storage of a new table; tables and parameters may have the same names.
+
+        Args:
+            layout: Of it.
+            begin: See `create`.
 
         Raises:
             LimitError: there is no address space for it.

@@ -183,6 +183,10 @@ class TableStorage(Protocol):
     def reserved_row_count(self) -> int:
         """Places that there is room for."""
 
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes on disk for taking changes back, taken when it is made; 0: there is no disk."""
+
     def change(
         self, places: Places, *, values: bool, sums: bool
     ) -> AbstractContextManager[RowChange]:
