@@ -17,13 +17,12 @@ from shardwell.closing import Closing
 from shardwell.codec import Float32
 from shardwell.errors import ArgumentError
 from shardwell.optimizers import check_learning_rate
-from shardwell.retry import Attempts
 from shardwell.row_batches import RowBatch, as_ids, as_row_output
 from shardwell.row_cache import RowCache
 from shardwell.row_placement import Ids, RowPlacement
 from shardwell.row_reading import RowReading
 from shardwell.row_sums import RowSums, as_gradients
-from shardwell.row_transfer import RowFetch, RowTransfer
+from shardwell.row_transfer import RowTransfer
 from shardwell.shards import Shards
 from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX
 from shardwell.table_opening import TableOpening
@@ -70,13 +69,6 @@ class Table(Closing):
             watchdog=watchdog,
             idle_lanes=shards.idle_lanes,
         )
-        self._steps = TableSteps(
-            spec,
-            transfer=transfer,
-            opening=self._opening,
-            streams=self._streams,
-            turns=self._turns,
-        )
         self._cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
         self._reading = RowReading(
             spec.name,
@@ -86,6 +78,14 @@ class Table(Closing):
             turns=self._turns,
             executor=executor,
             cache=self._cache,
+        )
+        self._steps = TableSteps(
+            spec,
+            transfer=transfer,
+            opening=self._opening,
+            streams=self._streams,
+            turns=self._turns,
+            pushed=self._reading.pushed,
         )
         self.version = self._steps.open(self._turns.attempts(None))
 
@@ -216,7 +216,9 @@ class Table(Closing):
         each message is applied as it arrives.
 
         After an error the step is still this worker's next: call again with the same rows, of
-        which each counts once whatever had been counted; or call `abandon_step`.
+        which each counts once whatever had been counted; or call `abandon_step`. After Ctrl-C
+        (KeyboardInterrupt), too, wherever it comes; but for the moment in which the call returns:
+        then `next_step` is the next one, and the step has ended.
 
         Args:
             ids: See `get_rows`.
@@ -241,7 +243,7 @@ class Table(Closing):
         attempts = self._turns.attempts(timeout_s)
         batch, sums, count = self._checked(ids, gradients, sample_count)
         with self._turns.turn(attempts):
-            return self._send(batch, sums, count, None, attempts)
+            return self._steps.put(batch.distinct, sums, count, None, attempts)
 
     def exchange_rows(
         self,
@@ -269,8 +271,9 @@ class Table(Closing):
             The rows after this step: (*next_ids.shape, dim) float32, `out` if given.
 
         Raises:
-            As `put_row_gradients` and `get_rows`. After an error the step is still this worker's
-            next: call again with the same rows.
+            As `put_row_gradients` and `get_rows`. After an error, or Ctrl-C, the step is still
+            this worker's next, also where only the rows did not come: call again with the same
+            gradients, which count once. See `put_row_gradients`.
         """
         attempts = self._turns.attempts(timeout_s)
         batch, sums, count = self._checked(ids, gradients, sample_count)
@@ -279,11 +282,14 @@ class Table(Closing):
         if np.may_share_memory(target, sums.gradients):
             raise ArgumentError("out must not overlap the gradients; pass another array")
         fetch = self._reading.question(wanted, target)
-        with self._turns.turn(attempts):
-            self._send(batch, sums, count, fetch, attempts)
+
+        def take() -> None:
             self._reading.answered(wanted, fetch, target)
-        if wanted.distinct.ids.size:
-            self.version = int(fetch.version)
+            if wanted.distinct.ids.size:
+                self.version = int(fetch.version)
+
+        with self._turns.turn(attempts):
+            self._steps.put(batch.distinct, sums, count, fetch, attempts, take)
         return rows
 
     def abandon_step(self, *, timeout_s: float | None = None) -> int:
@@ -376,20 +382,6 @@ class Table(Closing):
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         sums = RowSums(batch, values, self.name, allow_non_finite=self.spec.allow_non_finite)
         return batch, sums, count
-
-    def _send(
-        self,
-        batch: RowBatch,
-        sums: RowSums,
-        sample_count: int,
-        fetch: RowFetch | None,
-        attempts: Attempts,
-    ) -> int:
-        """Ends this worker's next step with a gradient; returns which step it was."""
-        try:
-            return self._steps.put(batch.distinct, sums, sample_count, fetch, attempts)
-        finally:
-            self._reading.pushed(batch.distinct.ids)
 
     def _room(self, out: Any, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
         """The result for ids of a shape, and the same memory as (n, dim)."""

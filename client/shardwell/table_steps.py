@@ -6,6 +6,7 @@ object lives: a step that may be counted in part is sent again with the same row
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from shardwell.errors import StepOrderError
 from shardwell.retry import Attempts
 from shardwell.row_batches import ShardedIds
+from shardwell.row_placement import Ids
 from shardwell.row_sums import RowSums
 from shardwell.row_transfer import RowFetch, RowPut, RowTransfer
 from shardwell.table_opening import Standing, TableOpening
@@ -39,6 +41,7 @@ class TableSteps:
         opening: Of the table.
         streams: To its shards.
         turns: Its.
+        pushed: Told of rows that gradients were sent for.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class TableSteps:
         opening: TableOpening,
         streams: TableStreams,
         turns: Turns,
+        pushed: Callable[[Ids], None],
     ) -> None:
         self._spec = spec
+        self._pushed = pushed
         self._transfer = transfer
         self._opening = opening
         self._streams = streams
@@ -74,8 +79,18 @@ class TableSteps:
         sample_count: int,
         fetch: RowFetch | None,
         attempts: Attempts,
+        take: Callable[[], None] = lambda: None,
     ) -> int:
         """Ends the next step with a gradient, then fetches rows; returns which step it was.
+
+        Args:
+            ids: Of the rows.
+            sums: Their gradients.
+            sample_count: See `Table.put_row_gradients`.
+            fetch: What is wanted then.
+            attempts: Those of the call.
+            take: What is to be done with what came. When it fails, as all else here, even by
+                Ctrl-C, the step has not ended for the caller, who makes the same call again.
 
         Raises:
             ShardwellError: see `Table.put_row_gradients`.
@@ -94,12 +109,14 @@ class TableSteps:
             fetch.min_version, fetch.is_exact = put.step + 1, True
         try:
             self._run(put, fetch, attempts)
+            self._pushed(ids.ids)
+            take()
             return self._end()
-        except BaseException:  # Ctrl-C comes anywhere
-            if self.next_step != put.step:  # it has ended
-                self._begun, self.is_begun = None, False
-            elif put.is_sent:
+        except BaseException:  # Ctrl-C comes anywhere, also in `_end`
+            if put.is_sent or put.counted_shards:
+                self.next_step = put.step
                 self._begun, self.is_begun = _Begun(put.digest(), put.counted_shards), True
+            self._pushed(ids.ids)
             raise
 
     def abandon(self, attempts: Attempts) -> int:
