@@ -18,6 +18,7 @@ from shardwell.opened import Opened
 from shardwell.optimizers import Optimizer
 from shardwell.parameter import Parameter
 from shardwell.row_cache import CACHE_ROW_COUNT_MAX
+from shardwell.row_lanes import IdleLanes
 from shardwell.shards import connect_shards
 from shardwell.specs import (
     SIZE_MAX,
@@ -108,11 +109,10 @@ class Client(Closing):
         self._timeout_s = timeout_s
         self._shards = connect_shards(target, cluster_id=cluster_id, timeout_s=connect_timeout_s)
         self._watchdog = Watchdog()
-        self._executor = ThreadPoolExecutor(
-            _ASYNC_THREAD_COUNT, thread_name_prefix="shardwell-client"
-        )
+        self._executor = ThreadPoolExecutor(_ASYNC_THREAD_COUNT, "shardwell-client")
         self._parameters = Opened[Parameter]()
         self._tables = Opened[Table]()
+        self._idle_lanes = IdleLanes()
         self._closed = False
 
     @property
@@ -271,6 +271,7 @@ class Client(Closing):
             watchdog=self._watchdog,
             executor=self._executor,
             traffic=self.traffic,
+            idle_lanes=self._idle_lanes,
             caching=caching,
         )
         return self._tables.keep(name, made)
@@ -389,6 +390,7 @@ class Client(Closing):
         self._closed = True
         self._parameters.close()
         self._tables.close()
+        self._idle_lanes.close()
         self._shards.close()
         self._executor.shutdown()
         self._watchdog.close()

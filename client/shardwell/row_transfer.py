@@ -140,6 +140,8 @@ class RowTransfer:
         self._codec = RowCodec.of(spec)
         self.row_count_max = self._codec.row_count_max
         """Rows of one message that is sent; fewer, once the shards have said so."""
+        self.incarnation = 0
+        """See OpenTableResponse; once the shards have said it."""
 
     def messages(
         self,
@@ -156,6 +158,7 @@ class RowTransfer:
             header.open.shard.CopyFrom(asked.channel.identity)
             header.open.table = self._spec.name
             header.open.worker_id = self._worker_id
+            header.open.incarnation = self.incarnation
         if put is not None:
             for index, span in enumerate(asked.parts):
                 yield self._part(header, put, asked, index, span, wait_timeout_ms)

@@ -9,7 +9,6 @@ import time
 from shardwell.channel import ShardChannel, parse_target
 from shardwell.errors import ClosedError, ShardUnavailableError, WrongShardError
 from shardwell.retry import Attempts
-from shardwell.row_lanes import IdleLanes
 from shardwell.v1 import parameter_server_pb2 as pb
 
 
@@ -19,8 +18,6 @@ class Shards:
     def __init__(self, addresses: list[str]) -> None:
         self.channels = [ShardChannel(i, address) for i, address in enumerate(addresses)]
         """One a shard, by index."""
-        self.idle_lanes = IdleLanes()
-        """Streams of rows that wait for a call."""
         self._closed = threading.Event()
 
     def attempts(self, timeout_s: float) -> Attempts:
@@ -51,7 +48,6 @@ class Shards:
     def close(self) -> None:
         """Ends all connections, the calls on them and all waits. Safe to repeat."""
         self._closed.set()
-        self.idle_lanes.close()
         for channel in self.channels:
             channel.close()
 

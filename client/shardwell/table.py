@@ -19,6 +19,7 @@ from shardwell.errors import ArgumentError
 from shardwell.optimizers import check_learning_rate
 from shardwell.row_batches import RowBatch, as_ids, as_row_output
 from shardwell.row_cache import RowCache
+from shardwell.row_lanes import IdleLanes
 from shardwell.row_placement import Ids, RowPlacement
 from shardwell.row_reading import RowReading
 from shardwell.row_sums import RowSums, as_gradients
@@ -49,6 +50,7 @@ class Table(Closing):
         watchdog: Watchdog,
         executor: Executor,
         traffic: Traffic,
+        idle_lanes: IdleLanes,
         caching: tuple[int, int] = (0, 0),
     ) -> None:
         self.spec = spec
@@ -67,7 +69,7 @@ class Table(Closing):
             shards.channels,
             transfer,
             watchdog=watchdog,
-            idle_lanes=shards.idle_lanes,
+            idle_lanes=idle_lanes,
         )
         self._cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
         self._reading = RowReading(

@@ -13,6 +13,7 @@ from shardwell.errors import (
     ArgumentError,
     ShardwellError,
     SpecMismatchError,
+    StepOrderError,
     UnknownTableError,
 )
 from shardwell.retry import Attempts
@@ -124,13 +125,16 @@ class TableCheckpointing:
         Raises:
             ShardwellError: see `TableRestore.restore`.
         """
-        for channel in self._channels:
+        made = [
             self._attempts.run(partial(self._create, channel, entry.spec))
+            for channel in self._channels
+        ]
         restore = TableRestore(
             path,
             entry,
             self._channels,
             worker_id=self._worker_id,
+            incarnation=made[0].incarnation,
             status=lambda channel: self._ask(channel, entry.name)[0],
             traffic=self._traffic,
             attempts=self._attempts,
@@ -138,9 +142,14 @@ class TableCheckpointing:
         self._attempts.run(restore.restore)
 
     def _newest_version(self, name: str) -> int:
-        return max(
-            table.version for channel in self._channels for table in self._ask(channel, name)
-        )
+        found = [table for channel in self._channels for table in self._ask(channel, name)]
+        if len({table.incarnation for table in found} - {0}) > 1:
+            raise StepOrderError(
+                f"table {name!r} was made anew on some shards, which lost their memory; there is "
+                "nothing whole to save: restore a checkpoint into an empty cluster",
+                table=name,
+            )
+        return max(table.version for table in found)
 
     def _statuses(self, channel: ShardChannel) -> list[pb.TableStatus]:
         return self._attempts.run(partial(self._ask, channel))
@@ -155,8 +164,8 @@ class TableCheckpointing:
         )
         return list(answer.tables)
 
-    def _create(self, channel: ShardChannel, spec: TableSpec) -> None:
-        channel.call(
+    def _create(self, channel: ShardChannel, spec: TableSpec) -> pb.OpenTableResponse:
+        return channel.call(
             "OpenTable",
             pb.OpenTableRequest(shard=channel.identity, spec=spec.to_proto()),
             pb.OpenTableResponse,

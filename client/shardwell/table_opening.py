@@ -37,6 +37,8 @@ class Standing(NamedTuple):
     """See `Table.version`."""
     row_count_max: int
     """Rows of one message, on any shard."""
+    incarnation: int
+    """What the table is told by from others of its name; 0: nothing."""
 
 
 class TableOpening:
@@ -67,7 +69,7 @@ class TableOpening:
 
         Raises:
             SpecMismatchError, LimitError: a shard refuses.
-            StepOrderError: asynchronous mode: the shards do not have the same past.
+            StepOrderError: the shards do not have the same past: one lost its memory.
             CorruptChunkError: a shard has messages of a size that can't be.
         """
         return self._standing(attempts, take_seat=False)
@@ -82,10 +84,11 @@ class TableOpening:
         return self._standing(attempts, take_seat=True)
 
     def _standing(self, attempts: Attempts, *, take_seat: bool) -> Standing:
-        answers = [
-            self._turns.run(attempts, partial(self._join, channel, attempts, take_seat=take_seat))
-            for channel in self._channels
-        ]
+        answers: list[pb.OpenTableResponse] = []
+        for channel in self._channels:
+            first = answers[0] if answers else None
+            join = partial(self._join, channel, attempts, first, take_seat=take_seat)
+            answers.append(self._turns.run(attempts, join))
         most = rows_per_message_max(self._spec)
         for channel, answer in zip(self._channels, answers, strict=True):
             if not 1 <= answer.rows_per_message_max <= most:
@@ -112,6 +115,7 @@ class TableOpening:
             is_begun=max(steps) > min(steps) or any(a.counted_part_count for a in answers),
             version=min(answer.version for answer in answers),
             row_count_max=min(answer.rows_per_message_max for answer in answers),
+            incarnation=answers[0].incarnation,
         )
 
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
@@ -220,9 +224,14 @@ class TableOpening:
         return np.concatenate(found)
 
     def _join(
-        self, channel: ShardChannel, attempts: Attempts, *, take_seat: bool = False
+        self,
+        channel: ShardChannel,
+        attempts: Attempts,
+        first: pb.OpenTableResponse | None,
+        *,
+        take_seat: bool,
     ) -> pb.OpenTableResponse:
-        """Creates or joins the table on one shard."""
+        """Creates or joins the table on one shard; `first` is what shard 0 said."""
         return channel.call(
             "OpenTable",
             pb.OpenTableRequest(
@@ -230,6 +239,8 @@ class TableOpening:
                 worker_id=self._worker_id,
                 spec=self._spec.to_proto(),
                 take_seat=take_seat,
+                incarnation=first.incarnation if first is not None else 0,
+                must_exist=first is not None and first.begun,
             ),
             pb.OpenTableResponse,
             timeout_s=attempts.rest_s,

@@ -42,6 +42,7 @@ class TableRestore:
         entry: The table.
         channels: Of the shards, in order.
         worker_id: Whose call it is.
+        incarnation: Of the table; see OpenTableResponse.
         status: Asks a shard what it has of the table.
         traffic: Counts it.
         attempts: Of the call.
@@ -54,6 +55,7 @@ class TableRestore:
         channels: Sequence[ShardChannel],
         *,
         worker_id: str,
+        incarnation: int,
         status: Callable[[ShardChannel], pb.TableStatus],
         traffic: Traffic,
         attempts: Attempts,
@@ -62,6 +64,7 @@ class TableRestore:
         self._entry = entry
         self._channels = channels
         self._worker_id = worker_id
+        self._incarnation = incarnation
         self._status = status
         self._traffic = traffic
         self._attempts = attempts
@@ -126,7 +129,12 @@ class TableRestore:
         entry = self._entry
         specified = getattr(entry.spec.optimizer, "learning_rate", None)
         return pb.LoadRowsRequest(
-            open=pb.TableOpen(shard=channel.identity, table=entry.name, worker_id=self._worker_id),
+            open=pb.TableOpen(
+                shard=channel.identity,
+                table=entry.name,
+                worker_id=self._worker_id,
+                incarnation=self._incarnation,
+            ),
             version=entry.version,
             learning_rate=None if entry.learning_rate == specified else entry.learning_rate,
             load_id=self._load_id,

@@ -166,6 +166,7 @@ class TableSteps:
     def _stand(self, standing: Standing) -> int:
         """Goes on where the shards say."""
         self._transfer.row_count_max = standing.row_count_max
+        self._transfer.incarnation = standing.incarnation
         if standing.next_step != self.next_step:
             self._begun = None
         self.next_step = standing.next_step

@@ -67,42 +67,52 @@ class TableSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., row_count: _Optional[int] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[_types_pb2.Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., compression: _Optional[_Union[_types_pb2.Compression, str]] = ..., mode: _Optional[_Union[_types_pb2.Mode, str]] = ..., worker_count: _Optional[int] = ..., allow_non_finite: bool = ...) -> None: ...
 
 class OpenTableRequest(_message.Message):
-    __slots__ = ("shard", "worker_id", "spec", "take_seat")
+    __slots__ = ("shard", "worker_id", "spec", "take_seat", "incarnation", "must_exist")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TAKE_SEAT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MUST_EXIST_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     worker_id: str
     spec: TableSpec
     take_seat: bool
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., take_seat: bool = ...) -> None: ...
+    incarnation: int
+    must_exist: bool
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ...) -> None: ...
 
 class OpenTableResponse(_message.Message):
-    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count")
+    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     ROWS_PER_MESSAGE_MAX_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     COUNTED_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     created: bool
     rows_per_message_max: int
     version: int
     next_step: int
     counted_part_count: int
     row_count: int
-    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ...) -> None: ...
+    incarnation: int
+    begun: bool
+    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ...) -> None: ...
 
 class TableOpen(_message.Message):
-    __slots__ = ("shard", "table", "worker_id")
+    __slots__ = ("shard", "table", "worker_id", "incarnation")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
     worker_id: str
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("row_count", "scale_exponent", "crc32c", "lz4")
@@ -293,7 +303,7 @@ class GetTableStatusResponse(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate", "loading", "load_id")
+    __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate", "loading", "load_id", "incarnation")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     ROW_CAPACITY_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +317,7 @@ class TableStatus(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
     LOAD_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     spec: TableSpec
     row_count: int
     row_capacity: int
@@ -320,4 +331,5 @@ class TableStatus(_message.Message):
     learning_rate: float
     loading: bool
     load_id: int
-    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., row_capacity: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., version: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_row_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., loading: bool = ..., load_id: _Optional[int] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., row_capacity: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., version: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_row_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., loading: bool = ..., load_id: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...

@@ -86,7 +86,7 @@ class _Load:
         self._version = opening.version
         self._table = table
         self._codec = RowStateCodec(table.spec)
-        self._number = table.loading.begin(opening.load_id)
+        self._number = table.loading.begin(opening.load_id, opening.open.incarnation)
         self.row_count = 0
         """Rows that stand."""
         self.is_finished = False

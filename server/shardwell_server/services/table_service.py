@@ -7,6 +7,7 @@ stream's thread.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterator
 
 import grpc
@@ -14,7 +15,7 @@ import grpc
 from shardwell import framing
 from shardwell.answering import Answering, parsed
 from shardwell.codec import Bytes
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, StepOrderError, UnknownTableError
 from shardwell.names import check_name
 from shardwell.optimizers import check_learning_rate
 from shardwell.row_codec import RowCodec
@@ -78,8 +79,13 @@ class TableService:
         spec = TableSpec.from_proto(request.spec)
         if request.take_seat:
             self._shard.tables.table(spec.name)  # whoever takes a seat has opened it before
+        if request.must_exist:
+            self._check_kept(spec.name)
         table, created = self._shard.tables.open(spec)
-        response = table.join(worker_id, take_seat=request.take_seat)
+        incarnation = request.incarnation
+        if created and not incarnation and request.shard.shard_index == 0:
+            incarnation = secrets.randbits(63) or 1
+        response = table.join(worker_id, take_seat=request.take_seat, incarnation=incarnation)
         response.created = created
         if created:
             _LOG.info("table created", extra={"table": spec.name, "dim": spec.dim})
@@ -129,7 +135,8 @@ class TableService:
             table.loading.check_standing()
             codec = RowCodec.of_scans(table.spec)
             yield pb.ScanRowsResponse(
-                version=table.version, learning_rate=table.learning_rate
+                version=table.version,
+                learning_rate=table.learning_rate,
             ).SerializeToString()
             for ids, values in table.scan.values(
                 with_values=request.content == _CONTENT.CONTENT_VALUES
@@ -205,6 +212,18 @@ class TableService:
             yield message
             self._streams.idle(context)
 
+    def _check_kept(self, name: str) -> None:
+        """Refuses to make a table that has begun on another shard."""
+        try:
+            self._shard.tables.table(name)
+        except UnknownTableError:
+            raise StepOrderError(
+                f"table {name!r} has begun on other shards, and shard "
+                f"{self._shard.config.shard_index} does not have it: it lost its memory; restore a "
+                "checkpoint into an empty cluster, or start the training again under another name",
+                table=name,
+            ) from None
+
     def _opened(self, request: pb.ExchangeRowsRequest) -> _RowExchange:
         """The table and worker that a stream's first message names."""
         if not request.HasField("open"):
@@ -212,6 +231,7 @@ class TableService:
         self._shard.check_identity(request.open.shard)
         worker_id = check_name("worker_id", request.open.worker_id)
         table = self._shard.tables.table(request.open.table)
+        table.register.check_incarnation(request.open.incarnation)
         return _RowExchange(self._shard, table, worker_id)
 
     def _waiting(self, request: pb.ExchangeRowsRequest, context: grpc.ServicerContext) -> Patience:

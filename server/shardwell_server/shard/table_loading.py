@@ -73,19 +73,20 @@ class TableLoading:
                 table=self._spec.name,
             )
 
-    def begin(self, load_id: int) -> int:
+    def begin(self, load_id: int = 0, incarnation: int = 0) -> int:
         """Empties the table, which counted no gradient; returns the load's number.
 
         An earlier load that has not finished is at its end. One that has finished is, too: it is
         restored again, because not all shards had finished. `load_id` is noted when nothing stands
-        any more: so a table that stands with it has finished that load.
+        any more: so a table that stands with it has finished that load. `incarnation`, unless 0, is
+        the table's from then on.
 
         Raises:
             StepOrderError: gradients were counted.
             StorageError: it can't be emptied.
         """
         with self._changed:
-            if any(at.step or at.part_count for at in self._storage.positions()):
+            if self._register.has_counted:
                 raise StepOrderError(
                     f"table {self._spec.name!r} has counted gradients on shard "
                     f"{self._shard_index}; restore into a cluster without it, before workers start",
@@ -98,6 +99,8 @@ class TableLoading:
             self._ledger.version = 0
             self._drop()
             self._register.forget_learning_rates()
+            if incarnation:
+                self._register.note_incarnation(incarnation)
             self._register.note_load(load_id)
             return self._number
 

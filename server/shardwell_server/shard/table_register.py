@@ -6,6 +6,7 @@ storage before it takes effect. Events, as JSON objects:
     {"kind": "worker", "worker_id": W}                       W opened the table
     {"kind": "seat", "worker_id": W}                         W takes the next seat
     {"kind": "learning_rate", "from_step": N, "learning_rate": R}
+    {"kind": "incarnation", "incarnation": N}                what the table is told from others by
     {"kind": "load", "load_id": N}                           rows of that load are coming, or came
 """
 
@@ -32,7 +33,14 @@ class TableRegister:
         self._rates = LearningRates(getattr(spec.optimizer, "learning_rate", 0.0))
         self.load_id = 0
         """Of the newest load; 0: none."""
+        self.incarnation = 0
+        """See OpenTableResponse; 0: none yet."""
         self._restore()
+
+    @property
+    def has_counted(self) -> bool:
+        """Whether any worker's gradient was."""
+        return any(at.step or at.part_count for at in self._storage.positions())
 
     def remember(self, worker_id: str) -> None:
         """Notes that a worker opened the table.
@@ -98,6 +106,31 @@ class TableRegister:
         self._rates.change(first, learning_rate)
         self._storage.compact(self._events())
 
+    def check_incarnation(self, incarnation: int) -> None:
+        """Refuses what is meant for another table of this name; 0 is meant for any.
+
+        Raises:
+            StepOrderError: this one has another incarnation.
+        """
+        if incarnation and self.incarnation not in (0, incarnation):
+            raise StepOrderError(
+                f"table {self._spec.name!r} was made anew on one shard and not on another, or "
+                "since it was opened: a shard lost its memory; restore a checkpoint into an empty "
+                "cluster, or start the training again under another name",
+                table=self._spec.name,
+            )
+
+    def note_incarnation(self, incarnation: int) -> None:
+        """Sets what the table is told from others by.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        if incarnation != self.incarnation:
+            self._storage.log({"kind": "incarnation", "incarnation": incarnation})
+            self.incarnation = incarnation
+            self._storage.compact(self._events())
+
     def note_load(self, load_id: int) -> None:
         """Notes which load begins.
 
@@ -133,6 +166,8 @@ class TableRegister:
             {"kind": "learning_rate", "from_step": from_step, "learning_rate": rate}
             for from_step, rate in self._rates.changes
         ]
+        if self.incarnation:
+            events.append({"kind": "incarnation", "incarnation": self.incarnation})
         if self.load_id:
             events.append({"kind": "load", "load_id": self.load_id})
         return events
@@ -149,6 +184,8 @@ class TableRegister:
                         self._ledger.restore_seat(event["worker_id"], next(positions))
                     case "learning_rate":
                         self._rates.change(event["from_step"], event["learning_rate"])
+                    case "incarnation":
+                        self.incarnation = event["incarnation"]
                     case "load":
                         self.load_id = event["load_id"]
                     case kind:

@@ -83,7 +83,8 @@ class TableSlice:
             worker_count=spec.worker_count,
             worker_count_max=limits.worker_count_max,
         )
-        self._register = TableRegister(spec, storage, self._ledger, limits)
+        self.register = TableRegister(spec, storage, self._ledger, limits)
+        """What changes rarely."""
         self._places = RowPlaces(layout, storage, stored_bytes, limits.table_row_count_max)
         snapshots = TableSnapshots(spec, spool_dir=spool_dir, count_max=limits.snapshot_count_max)
         self._rows = TableRows(
@@ -97,7 +98,7 @@ class TableSlice:
         )
         parts: dict[str, Any] = {
             "ledger": self._ledger,
-            "register": self._register,
+            "register": self.register,
             "rows": self._rows,
             "places": self._places,
             "changed": self._changed,
@@ -118,10 +119,7 @@ class TableSlice:
         self._duplicate_part_count = 0
 
     def go_on(self) -> None:
-        """Closes a step that an earlier process was closing; to be called when changes may begin.
-
-        A damaged row is told to whoever needs it, and keeps no other table from its workers.
-        """
+        """Closes a step that an earlier process was closing; damage is told to whoever meets it."""
         with self._changed, contextlib.suppress(StorageError):
             self.loading.drop_unfinished()
             self._finish_step()
@@ -139,23 +137,33 @@ class TableSlice:
     @property
     def learning_rate(self) -> float:
         """The rate of the next update."""
-        return self._register.learning_rate(self.version)
+        return self.register.learning_rate(self.version)
 
     # Taking part.
 
-    def join(self, worker_id: str, *, take_seat: bool = False) -> pb.OpenTableResponse:
+    def join(
+        self, worker_id: str, *, take_seat: bool = False, incarnation: int = 0
+    ) -> pb.OpenTableResponse:
         """Notes that a worker opened the table, if it has a name; tells it where it stands.
 
+        `incarnation`, unless 0, is that of other shards, and this one's too if nothing has begun.
+
         Raises:
+            StepOrderError: the table has begun with another incarnation.
             SeatsTakenError: it asked for a seat and can't have one.
             LimitError: too many workers.
             StorageError: it can't be noted.
         """
         with self._changed:
+            has_rows = self._places.row_count > 0 or self.loading.is_under_way
+            has_begun = has_rows or self.register.has_counted
+            if incarnation and not (self.register.incarnation and has_begun):
+                self.register.note_incarnation(incarnation)
+            self.register.check_incarnation(incarnation)
             if take_seat:
-                self._register.seat(worker_id)
+                self.register.seat(worker_id)
             if worker_id:
-                self._register.remember(worker_id)
+                self.register.remember(worker_id)
             step, part_count = self._ledger.next_part(worker_id)
             response = pb.OpenTableResponse(
                 rows_per_message_max=self.rows_per_message_max,
@@ -163,6 +171,8 @@ class TableSlice:
                 next_step=step,
                 counted_part_count=part_count,
                 row_count=self._places.row_count,
+                incarnation=self.register.incarnation,
+                begun=has_begun,
             )
         self.make_durable()  # next_step tells that what came before it was counted
         return response
@@ -189,7 +199,7 @@ class TableSlice:
         part = self._reader.open(worker_id, header, payload)
         with self._changed:
             self.loading.check_standing()
-            seat = self._register.seat(worker_id)
+            seat = self.register.seat(worker_id)
             while (decision := self._decide(seat, header)) is Decision.WAIT:
                 self._finish_step()
                 if not patience.wait(self._changed):
@@ -246,7 +256,7 @@ class TableSlice:
         if not ids.size:
             self._rows.settle(following, position)
         elif self.spec.worker_count < 2:
-            rate = self._register.learning_rate(record.version)
+            rate = self.register.learning_rate(record.version)
             self._rows.apply(ids, gradients, rate, following, position)
         else:
             factor = math.ldexp(float(header.sample_count), -following.shift)
@@ -273,7 +283,7 @@ class TableSlice:
             self._rows.close(
                 record.sample_total,
                 record.shift,
-                self._register.learning_rate(record.version),
+                self.register.learning_rate(record.version),
                 record._replace(
                     version=record.version + 1, contribution_count=0, sample_total=0, shift=0
                 ),
@@ -365,7 +375,7 @@ class TableSlice:
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
         """See `TableRegister.change_learning_rate`."""
         with self._changed:
-            self._register.change_learning_rate(from_step, learning_rate)
+            self.register.change_learning_rate(from_step, learning_rate)
 
     def describe(self, name_count_max: int) -> pb.TableStatus:
         """What GetTableStatus tells of it, with at most so many names of each kind."""
@@ -384,5 +394,6 @@ class TableSlice:
             duplicate_part_count=self._duplicate_part_count,
             learning_rate=self.learning_rate,
             loading=self.loading.is_under_way,
-            load_id=self._register.load_id,
+            load_id=self.register.load_id,
+            incarnation=self.register.incarnation,
         )
