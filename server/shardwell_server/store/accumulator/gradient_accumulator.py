@@ -58,6 +58,10 @@ class MmapGradientAccumulator:
     kernel keeps what a killed process wrote, but not what a machine that loses power had not
     written to disk: a file that was not closed then is refused. `close` puts everything on disk.
 
+    Ctrl-C in such a call takes it back, unless it was done. Where Ctrl-C comes once more meanwhile,
+    every further call is refused (StorageError) but `close`, which takes it back; and if that fails
+    or is not called, opening the file with `recover` does.
+
     Disk space is taken as rows are first touched, in pieces of 64 KiB, because most of the rows of
     a sparse table get no gradient between two `apply`: a file of 10 million rows takes the pages
     that were touched. It stays with the file. Where there is none, the call that needs it fails,
@@ -334,11 +338,19 @@ class MmapGradientAccumulator:
         with self._locks.everything():
             sums, self._sums = self._sums, None
             if sums is not None and self._file is not None:
-                self._file.end(sums.summary(sums.with_sum(self._touched.rows_of(None))))
+                try:
+                    if sums.is_torn:
+                        sums.take_back()
+                    summary = sums.summary(sums.with_sum(self._touched.rows_of(None)))
+                except BaseException:  # who opens it next takes back what is left
+                    self._file.close()
+                    raise
+                self._file.end(summary)
 
     def _open_sums(self) -> StoredSums:
         if self._sums is None:
             raise ClosedError("the gradient accumulator is closed; open another one")
+        self._sums.check_whole()
         return self._sums
 
     def __enter__(self) -> MmapGradientAccumulator:
