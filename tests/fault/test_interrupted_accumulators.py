@@ -23,6 +23,7 @@ from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
 
 FILES = ("accumulator/stored_sums.py", "store/row_undo.py", "store/row_arrays.py")
+CLEARING_FILES = ("gradient_accumulator.py", "gradient_file.py", "file_head.py", "touched_rows.py")
 ROWS = [1, 2, 3, 5, 8, 13]  # two blocks, of rows with sums and without
 OLD_ROWS = [2, 5, 9]
 
@@ -135,6 +136,25 @@ def test_ctrl_c_at_any_moment(tmp_path: Path) -> None:
         if not interrupt.place:
             break
     assert number > 50
+
+
+def test_ctrl_c_while_all_sums_are_taken_away(tmp_path: Path) -> None:
+    """What is added afterwards stands."""
+    path, copy = tmp_path / "sums", tmp_path / "copy"
+    for number in itertools.count():
+        path.unlink(missing_ok=True)
+        interrupt = Interrupt([*FILES, *CLEARING_FILES], number)
+        with opened(path) as accumulator:
+            accumulator.accumulate_rows(OLD_ROWS, gradients_of(OLD_ROWS, 1))
+            interrupt.run(accumulator.zero_grad)
+            accumulator.accumulate_rows(ROWS, gradients_of(ROWS, 2))
+            shutil.copyfile(path, copy)
+            found = sums_of(accumulator)
+        assert found in (AFTER, expected(ROWS, 2, {}))
+        assert sums_in(copy, recover=True) == found
+        if not interrupt.place:
+            break
+    assert number > 20
 
 
 def test_ctrl_c_while_a_call_is_taken_back(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -289,8 +288,10 @@ class MmapGradientAccumulator:
         with self._locks.everything():
             sums = self._open_sums()
             rows = self._touched.rows_of(None)
-            with self._file.clearing() if self._file else nullcontext():
+            if self._file is None:
                 sums.clear(rows)
+            else:
+                self._file.clearing(lambda: sums.clear(rows))
             self._touched.clear(rows, None)
 
     def get_grad(self, row_id: int) -> Float32:
