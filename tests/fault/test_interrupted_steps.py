@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.interrupts import Interrupts
+from harness.interrupts import Interrupt
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,15 +65,15 @@ def test_a_step_that_is_interrupted_and_sent_again_counts_once(
     send()
     while True:
         step, steps = table.next_step, steps + 1
-        interrupts = Interrupts(FILES, {number})
+        interrupt = Interrupt(FILES, number)
         number += 1
-        if not interrupts.run(send):
+        if not interrupt.run(send):
             break
         if table.next_step == step:
             send()
         else:
             ended_count += 1
-            assert AT_THE_END.issuperset(interrupts.places)
+            assert interrupt.place in AT_THE_END
         assert (table.next_step, table.is_step_begun) == (step + 1, False)
         assert table.get_rows(IDS)[:, 1].tolist() == [2 * steps, steps, 2 * steps, steps]
     assert number > 50

@@ -14,24 +14,23 @@ from typing import Any
 _EVENTS = ("call", "return", "c_return")
 
 
-class Interrupts:
-    """Raises KeyboardInterrupt at moments of some files' code, in this thread.
+class Interrupt:
+    """Raises KeyboardInterrupt once, at a moment of some files' code, in this thread.
 
     Args:
         files: Ends of their names.
-        at: Numbers of the moments, from 0, in the order in which they come.
+        at: Number of the moment, from 0, in the order in which they come.
     """
 
-    def __init__(self, files: Collection[str], at: Collection[int]) -> None:
-        self.places: list[str] = []
-        """Where it was raised, as "file:function"."""
+    def __init__(self, files: Collection[str], at: int) -> None:
+        self.place = ""
+        """Where it was raised, as "file:function"; "": there were fewer moments."""
         self._files = tuple(files)
-        self._at = at
-        self._moment_count = 0
+        self._left = at
 
     def run(self, call: Callable[[], Any]) -> bool:
         """Whether the call was interrupted. Its result is dropped."""
-        sys.setprofile(self._reached)
+        self.begin()
         try:
             call()
         except KeyboardInterrupt:
@@ -40,10 +39,14 @@ class Interrupts:
             sys.setprofile(None)
         return False
 
+    def begin(self) -> None:
+        """Counts from here on. Whoever calls it ends that by `sys.setprofile(None)`."""
+        sys.setprofile(self._reached)
+
     def _reached(self, frame: FrameType, event: str, _: Any) -> None:
         if event in _EVENTS and frame.f_code.co_filename.endswith(self._files):
-            self._moment_count += 1
-            if self._moment_count - 1 in self._at:
+            self._left -= 1
+            if self._left < 0:
                 file = frame.f_code.co_filename.rpartition("/")[2]
-                self.places.append(f"{file}:{frame.f_code.co_name}")
-                raise KeyboardInterrupt
+                self.place = f"{file}:{frame.f_code.co_name}"
+                raise KeyboardInterrupt  # which ends the counting, too

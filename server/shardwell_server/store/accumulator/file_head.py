@@ -118,7 +118,12 @@ class FileState:
 
     def set(self, state: State) -> None:
         """Changes it, with one store."""
-        self._words[_STATE_WORD] = _word(state)
+        words, place, word = self.store(state)
+        words[place] = word
+
+    def store(self, state: State) -> tuple[memoryview[int], int, int]:
+        """What `set` stores: words, the place of one of them, and what it becomes."""
+        return self._words, _STATE_WORD, _word(state)
 
     def boot_id(self) -> str:
         """Which start of the machine opened the file last; "": it could not be told.

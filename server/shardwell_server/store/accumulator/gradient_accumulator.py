@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +56,10 @@ class MmapGradientAccumulator(Closing):
     `accumulate_rows` and `zero_grad` whole or not at all; see `apply` for what it leaves. The
     kernel keeps what a killed process wrote, but not what a machine that loses power had not
     written to disk: a file that was not closed then is refused. `close` puts everything on disk.
+
+    Ctrl-C in such a call takes it back, unless it was done. Where Ctrl-C comes once more meanwhile,
+    every further call is refused (StorageError) but `close`, which takes it back; and if that fails
+    or is not called, opening the file with `recover` does.
 
     Disk space is taken as rows are first touched, in pieces of 64 KiB, because most of the rows of
     a sparse table get no gradient between two `apply`: a file of 10 million rows takes the pages
@@ -285,8 +288,10 @@ class MmapGradientAccumulator(Closing):
         with self._locks.everything():
             sums = self._open_sums()
             rows = self._touched.rows_of(None)
-            with self._file.clearing() if self._file else nullcontext():
+            if self._file is None:
                 sums.clear(rows)
+            else:
+                self._file.clearing(lambda: sums.clear(rows))
             self._touched.clear(rows, None)
 
     def get_grad(self, row_id: int) -> Float32:
@@ -334,9 +339,17 @@ class MmapGradientAccumulator(Closing):
         with self._locks.everything():
             sums, self._sums = self._sums, None
             if sums is not None and self._file is not None:
-                self._file.end(sums.summary(sums.with_sum(self._touched.rows_of(None))))
+                try:
+                    if sums.is_torn:
+                        sums.take_back()
+                    summary = sums.summary(sums.with_sum(self._touched.rows_of(None)))
+                except BaseException:  # who opens it next takes back what is left
+                    self._file.close()
+                    raise
+                self._file.end(summary)
 
     def _open_sums(self) -> StoredSums:
         if self._sums is None:
             raise ClosedError("the gradient accumulator is closed; open another one")
+        self._sums.check_whole()
         return self._sums

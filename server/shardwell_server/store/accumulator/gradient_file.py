@@ -170,16 +170,16 @@ class GradientFile(SumMemory):
         assert self._mapping is not None
         self._mapping.flush(0, PAGE_SIZE_BYTES)
 
-    @contextlib.contextmanager
-    def clearing(self) -> Iterator[None]:
-        """While all sums are taken away: a kill meanwhile takes them away, too."""
-        self.state.set(State.CLEARING)
-        self._reached("state")
+    def clearing(self, clear: Callable[[], None]) -> None:
+        """Calls `clear`, which takes all sums away at once: a kill meanwhile does so, too."""
+        words, place, is_open = self.state.store(State.OPEN)
         try:
-            yield
-        finally:
-            self.state.set(State.OPEN)
+            self.state.set(State.CLEARING)
             self._reached("state")
+            clear()
+        finally:
+            words[place] = is_open  # in no call, where Ctrl-C could come: else a kill clears later
+        self._reached("state")
 
     def end(self, summary: Summary) -> None:
         """Writes everything to disk, notes that the file is closed, and lets others have it.

@@ -82,6 +82,11 @@ class StoredSums:
         ]
         self._undo_locks = [threading.Lock() for _ in self._undo]
         self._undo_row_counts = [0] * UNDO_ENTRY_COUNT
+        self._is_changing = [False] * UNDO_ENTRY_COUNT
+        self.is_torn = False
+        """Whether a batch was interrupted while it was taken back, and is there in part.
+
+        Its rows may be believed after `take_back`, which nobody but its caller may be beside."""
 
     def add(self, rows: Rows, gradients: Float32) -> None:
         """Adds a batch: all of it, or nothing when it raises.
@@ -92,11 +97,13 @@ class StoredSums:
 
         Raises:
             NonFiniteError: a sum would leave float32's range.
-            StorageError: there is no disk space for the undo.
+            StorageError: there is no disk space for the undo; or see `check_whole`.
         """
         number = self._take_undo()
         try:
+            self.check_whole()  # one who held rows already may have taken the entry
             undo = self._roomy_undo(number, rows.size)
+            self._is_changing[number] = True
             try:
                 words, sums = undo.save(0, rows, _NUMBERS)
                 has_sum = words != 0
@@ -106,10 +113,26 @@ class StoredSums:
                 undo.void()
             except BaseException:
                 if undo.pending() is not None:  # else it was not saved yet, or stands already
-                    undo.roll_back()
+                    undo.roll_back()  # where Ctrl-C may come, too
+                self._is_changing[number] = False
                 raise
+            self._is_changing[number] = False
         finally:
+            # Before another gets the entry, or the rows; and in no call, where Ctrl-C may come.
+            self.is_torn |= self._is_changing[number]
             self._undo_locks[number].release()
+
+    def check_whole(self) -> None:
+        """Refuses to go on where `is_torn`.
+
+        Raises:
+            StorageError: it is.
+        """
+        if self.is_torn:
+            raise StorageError(
+                "a call was interrupted, and again while it was taken back: some of its rows are "
+                "changed; close the accumulator, which takes it back in its file, and open another"
+            )
 
     def _add_block(self, rows: Rows, sums: Float32, has_sum: Flags, gradients: Float32) -> None:
         added = thread_scratch().values[: sums.size].reshape(sums.shape)
@@ -156,7 +179,7 @@ class StoredSums:
         return Summary(rows.size, int(self._words[rows].sum(dtype=np.uint64)))
 
     def take_back(self) -> int:
-        """Takes back batches that a killed process had not finished; returns how many.
+        """Takes back batches that were not finished, by a killed process or here; returns how many.
 
         Raises:
             StorageError: an entry of the undo was damaged.
