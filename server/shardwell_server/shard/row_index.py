@@ -4,18 +4,20 @@ Two kinds. `DirectRowIndex` has a number for each row that there can be, of whic
 have rows cost memory. `HashRowIndex` takes any 64-bit integers, and 27 to 54 bytes for each.
 
 Invariant: what `add` was told last of an id, and `remove` has not taken back, is what `find` tells.
-One thread may change an index while no other uses it; any number may read at once.
+One thread may change an index (`add`, `make_room`, `remove`) while no other uses it; any number may
+read at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.row_placement import Ids, RowPlacement, Words, mix
+from shardwell.row_placement import Ids, RowPlacement
+from shardwell_server.shard.slot_table import SlotTable
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.table_storage import Places
 
@@ -89,10 +91,6 @@ class DirectRowIndex:
         return self._count
 
 
-_EMPTY, _REMOVED = 0, -1
-"""Marks of slots without a row; others are the place plus 1."""
-_LINE = 8
-"""Slots that are looked at together: 128 bytes, which memory hands over nearly as fast as 16."""
 _SIZE_BITS_MIN = 10
 _LOAD_MAX = 0.6
 """Of slots that are not empty. Nearly all rows are in their first line; each costs 16 bytes by
@@ -101,18 +99,40 @@ _LOAD_AFTER_REMOVALS = 0.45
 """When removed rows are cleared away, so much less that it is not soon necessary again."""
 _LOAD_MIN = 1 / 16
 """When fewer rows remain, the table shrinks."""
+_SHRINKING_MAX = 4
+"""How many times smaller the next table may be: more lines than that are not moved for a row."""
+_MOVED_ROWS_MIN = 64
+"""What moves is what would for so many rows, when fewer come: a call has its price."""
 _BATCH = 2**13
 """Rows that are added together, so that what is worked with stays in the cache."""
+_MOVED_LINES = 2**10
+"""Lines that are moved together: about as many rows."""
 _SALT = 0x6A09E667F3BCC909
 
 
 class HashRowIndex:
-    """See RowIndex. Open addressing in lines of slots, the next line being tried when one is full.
+    """See RowIndex. A `SlotTable`, and while rows move to one of another size, two.
 
-    A line fills from its start. A key takes the first slot that is empty when it comes, and stays
-    there: a row that is removed leaves its key, and has its slot again if it comes back. The hash
-    is the upper bits of `mix` of the key and a salt; so keys with the same `mix(key) %
-    shard_count`, as those of one shard are, do not meet.
+    Resting: `_old` is None, and `_table` has all rows. When it would be too full, or after removals
+    too empty, `_table` becomes `_old`, and an empty one takes its place.
+
+    Moving: lines [0, `_moved`) of `_old` were moved, and are empty; their memory goes back to the
+    system meanwhile. Each change moves some more, a line for a row, or up to four when the new
+    table is smaller. So all are moved when as many rows have come as an eighth of the slots of the
+    smaller table. Those fit into the new one: it was made for a load of 0.45 after removals, and
+    else for about 0.3, or for so many new rows that they moved all lines at once. A row is
+
+    - in `_old`, in a line from `_moved` on, until that is moved; what is added while its home there
+      was not moved comes in there, too, so that the new table is written from its start to its end
+      and memory comes as it is needed, not a page for each row that is added;
+    - in `_table` otherwise; also if there was no slot in `_old` from its home to the last line,
+      which stays so, because slots are emptied only as lines are moved.
+
+    So `find` looks into `_old`, from a row's home or from `_moved`, and then into `_table`.
+
+    Whatever fails for want of memory leaves all rows where they can be found: a block of lines is
+    cleared after its rows are in the new table. If that fails halfway, rows are in both; the place
+    in `_old` counts, and `len` has them twice until the block is moved.
 
     Args:
         salt: 64 bits. Drawn at random, it keeps anybody from choosing keys that meet.
@@ -120,140 +140,106 @@ class HashRowIndex:
 
     def __init__(self, salt: int = _SALT) -> None:
         self._salt = np.uint64(salt)
-        self._make(_SIZE_BITS_MIN)
-
-    def _make(self, size_bits: int) -> None:
-        self._slots: Ids = lazy_zeros((1 << size_bits, 2), np.int64)
-        """(key, mark) of each."""
-        self._size = 1 << size_bits
-        self._line_count = self._size // _LINE
-        self._shift = np.uint64(64 - (self._line_count.bit_length() - 1))
-        self._used_count = 0
-        self._count = 0
-
-    def _homes(self, ids: Ids) -> Ids:
-        """The line at which to look first."""
-        words: Words = mix(ids.view(np.uint64) ^ self._salt)
-        words >>= self._shift
-        return words.view(np.int64)
-
-    def _lines(self, lines: Ids) -> Ids:
-        """(n * _LINE, 2): copies of the slots of some lines."""
-        slots = self._slots.reshape(self._line_count, _LINE * 2)
-        return np.take(slots, lines, axis=0, mode="clip").reshape(-1, 2)
-
-    def _find(self, ids: Ids) -> Iterator[tuple[Ids, Ids]]:
-        """Some of the ids that have a slot after others: which of them, and their slots."""
-        lines, pending = self._homes(ids), np.arange(ids.size)
-        while pending.size:
-            found = self._lines(lines)
-            at = _matches(found, ids)
-            line = at // _LINE
-            yield pending[line], lines[line] * _LINE + (at & (_LINE - 1))
-            is_open = found[_LINE - 1 :: _LINE, 1] != _EMPTY
-            is_open[line] = False
-            left = np.flatnonzero(is_open)
-            pending, ids = pending[left], ids[left]
-            lines = self._after(lines[left])
-
-    def _after(self, lines: Ids) -> Ids:
-        """The lines to look at next."""
-        return (lines + 1) & (self._line_count - 1)
+        self._table = SlotTable(_SIZE_BITS_MIN, self._salt)
+        self._old: SlotTable | None = None
+        self._moved = 0
+        self._filled = 0
+        """Rows of lines [`_moved`, `_filled`) may be in both tables, after a failure."""
 
     def find(self, ids: Ids) -> Places:
         """See RowIndex."""
-        places: Places = np.full(ids.size, -1)
-        for which, slots in self._find(ids):
-            places[which] = self._slots[slots, 1] - 1
-        np.maximum(places, -1, out=places)
+        if self._old is None:
+            return self._table.find(ids)
+        places = self._old.find(ids, self._moved)
+        missing = np.flatnonzero(places < 0)
+        places[missing] = self._table.find(ids[missing])
         return places
 
     def add(self, ids: Ids, places: Places) -> None:
-        """See RowIndex."""
+        """See RowIndex. Moves no more lines than max(n, 64), four times as many after removals."""
         self.make_room(ids.size)
         for start in range(0, ids.size, _BATCH):
             batch = slice(start, start + _BATCH)
-            self._insert(ids[batch], places[batch] + 1)
+            self._add(ids[batch], places[batch] + 1)
+
+    def _add(self, ids: Ids, marks: Ids) -> None:
+        if self._old is not None:
+            ids, marks = self._add_to_old(self._old, ids, marks)
+        self._table.insert(ids, marks)
+
+    def _add_to_old(self, old: SlotTable, ids: Ids, marks: Ids) -> tuple[Ids, Ids]:
+        """Adds the rows that belong there; the others."""
+        left = np.flatnonzero(~old.replace(ids, marks, self._moved))
+        ids, marks = ids[left], marks[left]
+        is_old = old.homes(ids) >= self._moved
+        is_new = ~is_old
+        beyond_ids, beyond_marks = old.insert(ids[is_old], marks[is_old], is_ring=False)
+        return (
+            np.concatenate((ids[is_new], beyond_ids)),
+            np.concatenate((marks[is_new], beyond_marks)),
+        )
 
     def make_room(self, count: int) -> None:
         """See RowIndex."""
-        if self._used_count + count > _LOAD_MAX * self._size:
-            self._rebuild(count)
-
-    def _insert(self, ids: Ids, marks: Ids) -> None:
-        """Adds rows, for which there is room."""
-        flat, lines = self._slots.reshape(-1), self._homes(ids)
-        while ids.size:
-            found = self._lines(lines)
-            slot = _used_counts(found)
-            at = _matches(found, ids)
-            slot[at // _LINE] = at & (_LINE - 1)
-            is_full = slot == _LINE
-            keys = (lines * _LINE + slot) * 2
-            keys[is_full] = 0
-            is_in = ~is_full
-            flat[keys[is_in]] = ids[is_in]  # of several that want a slot, one has it then
-            is_in &= flat[keys] == ids
-            at, its_marks = keys[is_in] + 1, marks[is_in]
-            before = flat[at]
-            flat[at] = its_marks
-            is_counted = flat[at] == its_marks  # an id that repeats is one
-            self._count += int(np.count_nonzero(is_counted & (before <= 0)))
-            self._used_count += int(np.count_nonzero(is_counted & (before == _EMPTY)))
-            left = np.flatnonzero(~is_in)
-            ids, marks, is_full = ids[left], marks[left], is_full[left]
-            lines = np.where(is_full, self._after(lines[left]), lines[left])
+        left = self._move(max(count, _MOVED_ROWS_MIN))
+        if self._old is None and self._table.used_count + count > _LOAD_MAX * self._table.size:
+            self._begin(count)
+            self._move(left)
 
     def remove(self, ids: Ids) -> None:
         """See RowIndex."""
-        for _, slots in self._find(ids):
-            self._count -= int(np.count_nonzero(self._slots[slots, 1] > 0))
-            self._slots[slots, 1] = _REMOVED
-        if self._count < _LOAD_MIN * self._size and self._size > 1 << _SIZE_BITS_MIN:
-            self._rebuild(0)
+        if self._old is not None:
+            self._old.remove(ids, self._moved)
+        self._table.remove(ids)
+        with contextlib.suppress(MemoryError):  # they are removed, and the next call tries again
+            left = self._move(max(ids.size, _MOVED_ROWS_MIN))
+            while self._is_too_large():
+                self._begin(0)
+                left = self._move(left)
+
+    def _is_too_large(self) -> bool:
+        table = self._table
+        return (
+            self._old is None
+            and table.count < _LOAD_MIN * table.size
+            and table.size > 1 << _SIZE_BITS_MIN
+        )
 
     def __len__(self) -> int:
         """See RowIndex."""
-        return self._count
+        return self._table.count + (self._old.count if self._old is not None else 0)
 
-    def _rebuild(self, new_count: int) -> None:
-        """Moves all rows into a table of the right size, with room for so many more."""
-        old, needed = self._slots, self._count + new_count
-        load = _LOAD_MAX if self._used_count == self._count else _LOAD_AFTER_REMOVALS
-        size_bits = _SIZE_BITS_MIN
-        while needed > load * (1 << size_bits):
-            size_bits += 1
-        before = dict(vars(self))
-        try:
-            self._make(size_bits)
-            self._move(old)
-        except BaseException:
-            vars(self).update(before)  # nobody may find half of the rows
-            raise
+    def _begin(self, new_count: int) -> None:
+        """From resting to moving, into a table of the right size, with room for so many more."""
+        old = self._table
+        needed = old.count + new_count
+        load = _LOAD_MAX if old.used_count == old.count else _LOAD_AFTER_REMOVALS
+        size = max(old.size // _SHRINKING_MAX, 1 << _SIZE_BITS_MIN)
+        while needed > load * size:
+            size *= 2
+        self._table = SlotTable(size.bit_length() - 1, self._salt)
+        self._old, self._moved, self._filled = old, 0, 0
 
-    def _move(self, old: Ids) -> None:
-        """Adds the rows of other slots.
+    def _move(self, row_count: int) -> int:
+        """Moves the lines that are due for so many rows; for how many none was left to move."""
+        old = self._old
+        if old is None:
+            return row_count
+        lines_per_row = max(old.size // self._table.size, 1)
+        due = min(self._moved + row_count * lines_per_row, old.line_count)
+        row_count -= -(-(due - self._moved) // lines_per_row)
+        while self._moved < due:
+            stop = min(self._moved + _MOVED_LINES, due)
+            self._move_lines(old, stop)
+        if due == old.line_count:
+            self._old = None
+        return row_count
 
-        Of some lines the first slots, then the second ones, and so on: the rows of one line want
-        the same new one, and would get into each other's way.
-        """
-        for start in range(0, len(old), _BATCH * _LINE):
-            lines = old[start : start + _BATCH * _LINE].reshape(-1, _LINE, 2)
-            for column in range(_LINE):
-                pairs = lines[lines[:, column, 1] > 0, column]
-                self._insert(pairs[:, 0], pairs[:, 1])
-
-
-def _matches(lines: Ids, ids: Ids) -> Ids:
-    """Which slots have the id that is wanted of their line. A key is in one slot at the most."""
-    at = np.flatnonzero(lines[:, 0] == np.repeat(ids, _LINE))
-    is_real = lines[at, 1] != _EMPTY
-    return at if is_real.all() else at[is_real]  # an empty slot looks like id 0
-
-
-def _used_counts(lines: Ids) -> Ids:
-    """How many slots of each line are not empty."""
-    flags: Words = (lines[:, 1] != _EMPTY).view(np.uint64)  # eight bytes of 0 or 1 each
-    flags *= np.uint64(0x0101010101010101)  # their sum is the uppermost byte then
-    flags >>= np.uint64(56)
-    return flags.view(np.int64)
+    def _move_lines(self, old: SlotTable, stop: int) -> None:
+        """Moves the lines from `_moved` to below `stop`."""
+        fill = self._table.fill if self._moved == self._filled else self._table.insert
+        ids, marks = old.rows(self._moved, stop)
+        self._filled = max(self._filled, stop)
+        fill(ids, marks)
+        old.clear(self._moved, stop)
+        self._moved = stop

@@ -26,8 +26,16 @@ def lazy_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]
     size_bytes = math.prod(shape) * kind.itemsize
     if size_bytes == 0:
         return np.zeros(shape, kind)
+    return np.frombuffer(lazy_mapping(size_bytes), kind).reshape(shape)
+
+
+def lazy_mapping(size_bytes: int) -> mmap.mmap:
+    """The memory of `lazy_zeros`, for who gives parts of it back before the whole.
+
+    Raises:
+        MemoryError: that is more than an address space.
+    """
     try:
-        mapping = mmap.mmap(-1, size_bytes, flags=_FLAGS)
+        return mmap.mmap(-1, size_bytes, flags=_FLAGS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"no address space for {size_bytes} bytes") from error
-    return np.frombuffer(mapping, kind).reshape(shape)
