@@ -155,9 +155,13 @@ def test_an_idle_shard_stops_at_once(cluster) -> None:
             watch = Stopwatch()
             running.close()
             assert watch.elapsed_s < 5
-            with pytest.raises(grpc.RpcError) as caught:
-                next(stream)
-            assert caught.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+            ended = in_background(lambda: list(stream))
+            error = ended.exception(5)
+            if error is None:  # by itself, where it had just become idle
+                assert ended.result() == []
+            else:
+                assert isinstance(error, grpc.RpcError)
+                assert error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
         finally:
             outgoing.put(None)
 
