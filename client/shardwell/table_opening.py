@@ -67,7 +67,8 @@ class TableOpening:
 
         Raises:
             SpecMismatchError, LimitError: a shard refuses.
-            StepOrderError: asynchronous mode: the shards do not have the same past.
+            StepOrderError: the shards do not have the same past. In asynchronous mode that is known
+                to a worker that has sent gradients.
             CorruptChunkError: a shard has messages of a size that can't be.
         """
         return self._standing(attempts, take_seat=False)
@@ -98,21 +99,41 @@ class TableOpening:
                 )
         steps = [answer.next_step for answer in answers]
         # A synchronous table may go on between two answers, until this worker has its seats.
-        is_certain = take_seat or self._spec.mode == "async"
-        if is_certain and max(steps) - min(steps) > 1:
-            raise StepOrderError(
-                f"shards disagree on where table {self._spec.name!r} stands: this worker's next "
-                f"step is {min(steps)} on shard {steps.index(min(steps))} and {max(steps)} on "
-                f"shard {steps.index(max(steps))}; a shard lost its memory; restore a checkpoint, "
-                "or start the training again under another name",
-                table=self._spec.name,
-            )
+        if take_seat or self._spec.mode == "async":
+            self._check_same_past("this worker's next step is", steps)
+        else:
+            self._check_versions([answer.version for answer in answers], attempts)
         return Standing(
             next_step=min(steps),
             is_begun=max(steps) > min(steps) or any(a.counted_part_count for a in answers),
             version=min(answer.version for answer in answers),
             row_count_max=min(answer.rows_per_message_max for answer in answers),
         )
+
+    def _check_versions(self, versions: list[int], attempts: Attempts) -> None:
+        """Refuses a synchronous table of which a shard is more than a step behind another.
+
+        No training makes it so: a worker sends a step when all shards have counted its last one.
+        Meanwhile it may go on, so who seems to be behind is asked once more.
+        """
+        newest = max(versions)
+        if newest - min(versions) > 1:
+            statuses = self.status(attempts)
+            if not any(
+                status.loading for status in statuses
+            ):  # one that is being restored has none
+                since = [min(status.version, newest) for status in statuses]
+                self._check_same_past("the step that is open is", since)
+
+    def _check_same_past(self, what: str, steps: list[int]) -> None:
+        low, high = min(steps), max(steps)
+        if high - low > 1:
+            raise StepOrderError(
+                f"shards disagree on where table {self._spec.name!r} stands: {what} {low} on shard "
+                f"{steps.index(low)} and {high} on shard {steps.index(high)}; a shard lost its "
+                "memory; restore a checkpoint, or start the training again under another name",
+                table=self._spec.name,
+            )
 
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
         """The first step from `next_step` on that no shard has closed.

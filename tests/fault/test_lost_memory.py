@@ -65,3 +65,28 @@ def test_before_the_first_step_old_first_weights_are_not_taken_for_new(cluster, 
         again = connect(running, "w1").parameter("model", size=SIZE, optimizer=sgd)
         with pytest.raises(shardwell.StepOrderError, match="epoch"):
             again.init(2 * ONES)
+
+
+@pytest.mark.parametrize("shard_index", [0, 1])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_rows_that_are_gone_are_not_taken_for_new_ones(cluster, connect, mode, shard_index) -> None:
+    """Whoever opens the table again; who reads alone can tell where all shards step together."""
+    running = cluster(2)
+    options = {"row_count": 100, "dim": 1, "optimizer": shardwell.SGD(learning_rate=1.0)}
+    options |= {"mode": mode, "initializer": shardwell.Zeros()}
+    client = connect(running, "w0")
+    table = client.table("rows", **options)
+    ids, ones = np.arange(10), np.ones((10, 1))
+    for _ in range(5):
+        table.put_row_gradients(ids, ones)
+    with restarted(running, shard_index):
+        with pytest.raises(shardwell.UnknownTableError):
+            table.get_rows(ids)
+        readers = [connect(running, "reader")] if mode == "sync" else []
+        for again in (client, connect(running, "w0"), *readers):
+            for _ in range(2):
+                with pytest.raises(shardwell.StepOrderError, match="lost its memory") as caught:
+                    again.table("rows", **options)
+                assert caught.value.table == "rows"
+        fresh = client.table("rows-2", **options)
+        np.testing.assert_array_equal(fresh.exchange_rows(ids, ones), -ones)
