@@ -227,6 +227,7 @@ class Client(Closing):
 
         Raises:
             SpecMismatchError: it exists with another spec; the message lists the differences.
+            StepOrderError: a shard has lost what the others have.
             ShardUnavailableError: a shard did not come back within the client's `timeout_s`.
             ArgumentError, LimitError: it can't be made.
         """

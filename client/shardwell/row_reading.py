@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -31,6 +32,7 @@ class RowReading:
         turns: Its.
         executor: Whose threads prefetch.
         cache: None: every row is asked for.
+        known_version: Steps that this worker knows to have closed on every shard.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class RowReading:
         turns: Turns,
         executor: Executor,
         cache: RowCache | None,
+        known_version: Callable[[], int],
     ) -> None:
         self._table = table
         self._dim = dim
@@ -51,6 +54,7 @@ class RowReading:
         self._turns = turns
         self._prefetches = Prefetches(executor)
         self._cache = cache
+        self._known_version = known_version
         self._lock = threading.Lock()
         self._step = 0
         self._has_put = False
@@ -174,7 +178,11 @@ class RowReading:
         self, ids: ShardedIds, rows: Float32, min_version: int, attempts: Attempts
     ) -> int | None:
         fetch = RowFetch(
-            ids, rows, row_count_max=self._transfer.row_count_max, min_version=min_version
+            ids,
+            rows,
+            row_count_max=self._transfer.row_count_max,
+            min_version=min_version,
+            known_version=self._known_version(),
         )
         self._turns.run(attempts, lambda: self._streams.attempt(None, fetch, attempts.rest_s))
         return int(fetch.version) if ids.ids.size else None

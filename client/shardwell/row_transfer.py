@@ -11,7 +11,7 @@ import numpy as np
 from shardwell import framing
 from shardwell.channel import ShardChannel
 from shardwell.codec import Float32
-from shardwell.errors import CorruptChunkError, ShardwellError
+from shardwell.errors import CorruptChunkError, ShardwellError, StepOrderError
 from shardwell.row_batches import ShardedIds, Span
 from shardwell.row_codec import RowCodec
 from shardwell.row_sums import RowSums
@@ -84,6 +84,7 @@ class RowFetch:
         rows: (u, dim) float32, C-contiguous, filled.
         row_count_max: Rows of one message.
         min_version: Steps that are to have closed.
+        known_version: Steps that have closed on every shard, as this worker knows.
     """
 
     def __init__(
@@ -93,10 +94,12 @@ class RowFetch:
         *,
         row_count_max: int,
         min_version: int = 0,
+        known_version: int = 0,
     ) -> None:
         self.ids = ids
         self.rows = rows
         self.min_version = min_version
+        self.known_version = known_version
         self.is_exact = False
         """Whether no further one can have."""
         self.version = math.inf
@@ -219,6 +222,7 @@ class RowTransfer:
 
         Raises:
             CorruptChunkError: they are others than were asked for, or damaged.
+            StepOrderError: the shard knows less than this worker does.
         """
         header, payload = framing.parse(pb.ExchangeRowsResponse, message)
         count = span.stop - span.start
@@ -231,6 +235,15 @@ class RowTransfer:
             or_later = "" if fetch.is_exact else " or later"
             raise self._unexpected(
                 asked, header, f"{count} rows at version {fetch.min_version}{or_later}"
+            )
+        if header.version < fetch.known_version:
+            raise StepOrderError(
+                f"shard {asked.channel.shard_index} has rows of {self._spec.name!r} after "
+                f"{header.version} steps, and this worker has seen {fetch.known_version}: the "
+                "shard lost its memory; restore a checkpoint, or start the training again under "
+                "another name",
+                shard_index=asked.channel.shard_index,
+                table=self._spec.name,
             )
         rows = fetch.rows[slice(*span)]
         try:

@@ -80,6 +80,7 @@ class Table(Closing):
             turns=self._turns,
             executor=executor,
             cache=self._cache,
+            known_version=lambda: self._steps.known_version,
         )
         self._steps = TableSteps(
             spec,
@@ -167,6 +168,7 @@ class Table(Closing):
         Raises:
             ArgumentError: the ids or `out` can't be used.
             WorkersMissingError: `min_version` was not reached in time; names who is missing.
+            StepOrderError: a shard has lost what this worker has sent.
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
         flat, shape = as_ids(ids, self.spec.row_count)

@@ -101,15 +101,10 @@ class TableOpening:
                 )
         steps = [answer.next_step for answer in answers]
         # A synchronous table may go on between two answers, until this worker has its seats.
-        is_certain = take_seat or self._spec.mode == "async"
-        if is_certain and max(steps) - min(steps) > 1:
-            raise StepOrderError(
-                f"shards disagree on where table {self._spec.name!r} stands: this worker's next "
-                f"step is {min(steps)} on shard {steps.index(min(steps))} and {max(steps)} on "
-                f"shard {steps.index(max(steps))}; a shard lost its memory; restore a checkpoint, "
-                "or start the training again under another name",
-                table=self._spec.name,
-            )
+        if take_seat or self._spec.mode == "async":
+            self._check_same_past("this worker's next step is", steps)
+        else:
+            self._check_versions([answer.version for answer in answers], attempts)
         return Standing(
             next_step=min(steps),
             is_begun=max(steps) > min(steps) or any(a.counted_part_count for a in answers),
@@ -117,6 +112,30 @@ class TableOpening:
             row_count_max=min(answer.rows_per_message_max for answer in answers),
             incarnation=answers[0].incarnation,
         )
+
+    def _check_versions(self, versions: list[int], attempts: Attempts) -> None:
+        """Refuses a synchronous table of which a shard is more than a step behind another.
+
+        No training makes it so: a worker sends a step when all shards have counted its last one.
+        Meanwhile it may go on, so who seems to be behind is asked once more.
+        """
+        newest = max(versions)
+        if newest - min(versions) > 1:
+            statuses = self.status(attempts)
+            is_being_restored = any(status.loading for status in statuses)
+            if not is_being_restored:
+                since = [min(status.version, newest) for status in statuses]
+                self._check_same_past("the step that is open is", since)
+
+    def _check_same_past(self, what: str, steps: list[int]) -> None:
+        low, high = min(steps), max(steps)
+        if high - low > 1:
+            raise StepOrderError(
+                f"shards disagree on where table {self._spec.name!r} stands: {what} {low} on shard "
+                f"{steps.index(low)} and {high} on shard {steps.index(high)}; a shard lost its "
+                "memory; restore a checkpoint, or start the training again under another name",
+                table=self._spec.name,
+            )
 
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
         """The first step from `next_step` on that no shard has closed.

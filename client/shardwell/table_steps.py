@@ -67,6 +67,15 @@ class TableSteps:
         self.is_begun = False
         """See `Table.is_step_begun`."""
 
+    @property
+    def known_version(self) -> int:
+        """Steps that every shard has seen: all before this worker's last one.
+
+        A shard counts a step of a worker when those before it have closed; in asynchronous mode
+        each that it counts is one.
+        """
+        return max(self.next_step - 1, 0)
+
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""
         self._has_seat = False

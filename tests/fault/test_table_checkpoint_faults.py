@@ -17,6 +17,7 @@ import pytest
 from fastcrc import crc32
 
 import shardwell
+from harness.manifests import change_manifest
 from harness.polling import eventually
 from harness.wire_table import WireTable, table_spec
 from harness.wire_worker import WireWorker, error_detail
@@ -180,6 +181,16 @@ def test_a_full_disk_of_whoever_saves(cluster, connect, tmp_path, monkeypatch) -
         with pytest.raises(shardwell.StorageError, match="No space left on device"):
             client.save_checkpoint(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ids_that_the_table_can_not_have(cluster, connect, saved) -> None:
+    """The files are as they were written, and the manifest is another's."""
+    change_manifest(saved, lambda fields: fields["tables"][0]["spec"].update(row_count="50"))
+    client = connect(cluster(3), "w0")
+    with pytest.raises(shardwell.ArgumentError, match=r"row id 5\d; its ids are 0 to 49") as caught:
+        client.restore_checkpoint(saved)
+    assert caught.value.table == "rows"
+    assert str(saved) in caught.value.message
 
 
 # Streams that load nonsense.

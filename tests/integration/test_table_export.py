@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from typing import Any
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import shardwell
 from harness.commands import run_command
+from shardwell import table_export
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,6 +40,45 @@ def test_rows_are_those_of_the_table(cluster, connect, tmp_path, row_count, mode
     with pytest.raises(shardwell.UnknownTableError, match="nobody"):
         client.export_table("nobody", tmp_path / "new" / "x.safetensors")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["rows.safetensors"]
+
+
+def test_a_file_that_appears_meanwhile_stays(cluster, connect, tmp_path, monkeypatch) -> None:
+    client = connect(cluster(1), "w0")
+    client.table("rows", row_count=5, dim=4, optimizer=shardwell.SGD(learning_rate=0.1))
+    path, write = tmp_path / "rows.safetensors", table_export._write_sorted
+
+    def overtaken(*given: Any) -> Any:
+        path.write_text("another's")
+        return write(*given)
+
+    monkeypatch.setattr(table_export, "_write_sorted", overtaken)
+    with pytest.raises(shardwell.ArgumentError, match="exists already"):
+        client.export_table("rows", path)
+    assert path.read_text() == "another's"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk(cluster, connect, tmp_path, monkeypatch) -> None:
+    """While a checkpoint is written for it, and while the file is."""
+    client = connect(cluster(1), "w0")
+    table = client.table("rows", row_count=5, dim=4, optimizer=shardwell.SGD(learning_rate=0.1))
+    table.put_row_gradients([1], np.ones((1, 4)))
+    sync, left = os.fsync, [1000]
+
+    def full(file: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    client.export_table("rows", tmp_path / "rows.safetensors")
+    sync_count = 1000 - left[0]
+    for count in range(sync_count - 1):  # the last is that of the directory, in which it stands
+        left[0] = count
+        with pytest.raises(shardwell.StorageError, match="No space left on device"):
+            client.export_table("rows", tmp_path / "again.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.safetensors"]
 
 
 def test_a_table_without_rows(cluster, connect, tmp_path) -> None:

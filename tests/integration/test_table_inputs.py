@@ -161,6 +161,18 @@ def test_sums_that_overflow_on_a_shard_are_mapped_back(cluster, connect) -> None
     assert two.is_step_begun
 
 
+def test_which_sum_overflowed_is_not_known_of_several_messages(cluster, connect) -> None:
+    running = cluster(1)
+    options = {"worker_count": 2, "row_count": 20, "dim": 2**16, "codec": "fp32"}
+    one, two = (_table(connect(running, f"w{i}"), **options) for i in (0, 1))
+    gradients = np.ones((20, 2**16), np.float32)
+    one.put_row_gradients(range(20), gradients, sample_count=1)
+    gradients[19, 1] = 3e38
+    with pytest.raises(shardwell.NonFiniteError, match="row id 19") as caught:
+        two.put_row_gradients(range(20), gradients, sample_count=2**24)
+    assert caught.value.element_index == -1
+
+
 def test_a_shard_without_room_refuses_and_the_step_can_be_ended(cluster, connect) -> None:
     """One shard has counted its rows, the other has not: again, or with what was counted."""
     running = cluster(2, limits=Limits(table_row_count_max=3))

@@ -204,6 +204,40 @@ def test_many_tables_share_a_few_streams(cluster, connect) -> None:
     assert [status.open_stream_count for status in client.status()] == [1, 1]
 
 
+def test_a_call_that_waits_for_another_threads_has_its_deadline(cluster, connect) -> None:
+    running = cluster(2)
+    one, two = (open_table(connect(running, f"w{index}"), worker_count=2) for index in (0, 1))
+    ones = np.ones((1, DIM), np.float32)
+    one.put_row_gradients([1], ones)
+    waiting = in_background(lambda: one.put_row_gradients([2], ones))
+    eventually("it waits", lambda: one._streams._pool._busy)
+    for call in (
+        lambda: one.put_row_gradients([3], ones, timeout_s=0.2),
+        lambda: one.set_learning_rate(0.25, timeout_s=0.2),
+        lambda: one.abandon_step(timeout_s=0.2),
+    ):
+        with pytest.raises(shardwell.DeadlineError, match="another thread's call on table 'rows'"):
+            call()
+    two.put_row_gradients([1], ones)
+    assert waiting.result(10) == 1
+    assert one.next_step == 2
+
+
+def test_who_is_behind_does_not_change_the_past(cluster, connect) -> None:
+    """A reader takes no part, so its next step is that at which it opened the table."""
+    running = cluster(2)
+    writer, reader = (open_table(connect(running, name)) for name in ("writer", "reader"))
+    for step in range(3):
+        writer.put_row_gradients([step], np.ones((1, DIM)))
+    with pytest.raises(shardwell.StepOrderError, match=r"from step 0.*reached step 3; pass now="):
+        reader.set_learning_rate(0.25)
+    reader.set_learning_rate(0.25, now=True)
+    assert {status.learning_rate for status in writer.status()} == {0.25}
+    reader.reopen()
+    reader.set_learning_rate(0.125)
+    assert {status.learning_rate for status in writer.status()} == {0.125}
+
+
 def test_threads_fetch_beside_gradients(cluster, connect) -> None:
     """Each row is always whole: all its values are those of one step."""
     table = open_table(connect(cluster(2), "w0"), dim=64)

@@ -210,6 +210,22 @@ def test_rows_that_are_evicted_begin_again(cluster, connect) -> None:
     assert table.evict(older_than_step=0) == 0
 
 
+def test_many_rows_are_evicted_and_their_places_used_again(cluster, connect) -> None:
+    table = open_table(connect(cluster(1), "w0"), row_count=None)
+    for count in (3000, 10_000, 500):
+        ids = np.arange(count) * 7 - 3500
+        table.put_row_gradients(ids, np.full((count, DIM), -2.0))
+        assert table.evict(older_than_step=table.next_step) == count
+        assert table.row_ids().size == 0
+    (status,) = table.status()
+    assert 10_000 <= status.row_capacity < 20_000
+    ids = np.arange(6000)
+    gradients = np.repeat(-2.0 * ids, DIM).reshape(-1, DIM)
+    rows = table.exchange_rows(ids, gradients)
+    np.testing.assert_array_equal(rows, -gradients / 2)
+    np.testing.assert_array_equal(table.row_ids(), ids)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_learning_rate_is_changed_everywhere(cluster, connect, mode) -> None:
     table = open_table(connect(cluster(2), "w0"), mode=mode)

@@ -213,6 +213,10 @@ def test_learning_rates_change_from_a_step_on(cluster) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 table.set_learning_rate(rate)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        table = WireTable(connection, table_spec(name="u", dim=1, mode=types.MODE_ASYNC))
+        with pytest.raises(grpc.RpcError, match="changes at once; ask without from_step"):
+            table.set_learning_rate(1.0, from_step=3)
+        table.set_learning_rate(1.0)
 
 
 def test_old_rows_are_evicted_and_begin_anew(cluster) -> None:

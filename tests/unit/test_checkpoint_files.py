@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import shardwell
+from harness.manifests import MANIFEST, change_manifest
 from shardwell.checkpoint import Checkpoint, CheckpointParameter, SliceFile, slice_path
 from shardwell.errors import ArgumentError, DeadlineError, StorageError
 from shardwell.manifest import write_manifest
@@ -42,7 +43,6 @@ OPTIMIZERS: list[Optimizer] = [
     Adam(clip_value=0.1),
     AdamW(),
 ]
-MANIFEST = "manifest.json"
 
 
 def values_of(array_index: int, size: int) -> np.ndarray:
@@ -100,16 +100,6 @@ def write(
         )
         write_manifest(partial, checkpoint)
     return checkpoint
-
-
-def change_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the manifest as somebody does who knows how its CRC is made."""
-    fields = json.loads((path / MANIFEST).read_text())
-    change(fields)
-    fields["crc32c"] = "00000000"
-    text = json.dumps(fields, indent=2)
-    crc = f'"crc32c": "{crc32.iscsi(text.encode()):08x}"'
-    (path / MANIFEST).write_text(text.replace('"crc32c": "00000000"', crc, 1))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import shardwell
+from harness.manifests import MANIFEST, change_manifest
 from shardwell.checkpoint import Checkpoint, CheckpointTable, RowsFile, rows_path
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.manifest import write_manifest
@@ -25,7 +26,6 @@ from shardwell.rows_file import RowsReader, write_rows
 from shardwell.table_export import check_target, write_export
 from shardwell.table_spec import TableSpec
 from shardwell.whole_directory import whole_directory
-from unit.test_checkpoint_files import MANIFEST, change_manifest
 
 OPTIMIZERS = [
     shardwell.SGD(learning_rate=0.1),

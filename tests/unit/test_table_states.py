@@ -1,5 +1,5 @@
 """Goal: a scan with state has every row as it was at one version, whatever happens to the table
-meanwhile; rows that are loaded stand all or not at all.
+meanwhile.
 
 Method: tables of a Shard, in memory and in files; what was there is a dict copied at the version,
 and messages are read by NumPy. Between any two messages of a scan, training goes on.
@@ -7,111 +7,38 @@ and messages are read by NumPy. Between any two messages of a scan, training goe
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardwell
-from harness.images import image_of, restore
-from harness.table_messages import part
-from harness.telling import SameMachine
+from harness.table_states import (
+    give,
+    ones,
+    patience,
+    scan,
+    scanned,
+    table_of,
+    whole,
+)
 from shardwell.errors import (
-    ArgumentError,
     DeadlineError,
     LimitError,
-    NotInitializedError,
     StepOrderError,
     StorageError,
     WorkersMissingError,
 )
-from shardwell.row_state import RowState
-from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2 as pb
-from shardwell_server.config import ShardConfig
 from shardwell_server.services import row_states
-from shardwell_server.shard.patience import Patience
-from shardwell_server.shard.shard import Shard
-from shardwell_server.shard.table_slice import TableSlice
-from shardwell_server.store import MemoryStore, MmapStore
-
-CONFIG = ShardConfig(shard_index=0, shard_count=1)
-SPEC = TableSpec(
-    name="t",
-    row_count=200,
-    dim=2,
-    optimizer=shardwell.SGD(learning_rate=1.0, momentum=0.5),
-    initializer=shardwell.Zeros(),
-    worker_count=1,
-    codec="fp32",
-)
-Rows = dict[int, tuple[Any, ...]]
-
-
-def patience(timeout_s: float = 0.0) -> Patience:
-    return Patience(timeout_s, is_active=lambda: True, is_stopping=lambda: False)
-
-
-def shard_of(path: Path | None) -> Shard:
-    if path is None:
-        return Shard(CONFIG, MemoryStore())
-    return Shard(CONFIG, MmapStore(path, boot=SameMachine(path)), path)
 
 
 @pytest.fixture(params=["memory", "mmap"])
 def directory(request, tmp_path) -> Path | None:
     return None if request.param == "memory" else tmp_path
-
-
-def table_of(path: Path | None = None, **fields: Any) -> TableSlice:
-    return shard_of(path).tables.open(dataclasses.replace(SPEC, **fields))[0]
-
-
-def give(table: TableSlice, gradients: dict[int, Any], worker: str = "w0", **options: Any) -> None:
-    step = options.pop("step", table.version)
-    message = part(step, options.pop("index", 0), gradients, **options)
-    payload = np.frombuffer(message.payload, np.uint8)
-    table.contribute(worker, message.gradient, payload, patience())
-
-
-def ones(*ids: int) -> dict[int, Any]:
-    return {row_id: [1.0, 2.0] for row_id in sorted(ids)}
-
-
-def scanned(messages: Iterator[bytes], slot_widths: tuple[int, ...] = (2,)) -> Rows:
-    """The rows of a scan, each once, by NumPy alone."""
-    rows: Rows = {}
-    for message in messages:
-        answer = pb.ScanRowsResponse.FromString(message)
-        n, payload, at = answer.rows.row_count, answer.payload, 0
-        if not answer.HasField("rows"):
-            continue
-        columns = []
-        for kind, width in [("<i8", 1), ("<f4", 2), *(("<f4", w) for w in slot_widths)]:
-            size = n * width * np.dtype(kind).itemsize
-            columns.append(np.frombuffer(payload[at : at + size], kind).reshape(n, width))
-            at += size
-        counts, steps = np.frombuffer(payload[at:], "<i8").reshape(2, n)
-        for index in range(n):
-            (row_id,) = columns[0][index].tolist()
-            assert row_id not in rows, "a row came twice"
-            values = tuple(tuple(column[index].tolist()) for column in columns[1:])
-            rows[row_id] = (*values, int(counts[index]), int(steps[index]))
-    return rows
-
-
-def scan(table: TableSlice, version: int, timeout_s: float = 0.0) -> Iterator[bytes]:
-    return row_states.state_messages(table, version, patience(timeout_s), lambda: True)
-
-
-def whole(table: TableSlice) -> Rows:
-    return scanned(scan(table, table.version), table.spec.slot_widths)
 
 
 @pytest.mark.parametrize("worker_count", [1, 2])
@@ -270,122 +197,21 @@ def test_a_full_disk_fails_the_scan_and_not_the_training(directory, monkeypatch)
     assert whole(table)[1][2] == 2
 
 
-# Loading.
-
-
-def state(*ids: int, update_count: int = 3, weight: float = 1.5) -> RowState:
-    n = len(ids)
-    return RowState(
-        np.array(ids, np.int64),
-        np.full((n, 2), weight, np.float32),
-        (np.full((n, 2), 0.25, np.float32),),
-        np.full(n, update_count),
-        np.full(n, 4),
-    )
-
-
-def test_rows_stand_when_the_load_is_finished(directory) -> None:
+def test_a_damaged_copy_fails_the_scan(directory, monkeypatch) -> None:
     table = table_of(directory)
-    number = table.loading.begin()
-    table.loading.add(number, state(5, 2))
-    table.loading.add(number, state(9))
-    with pytest.raises(NotInitializedError, match="restored"):
-        give(table, ones(1))
-    with pytest.raises(NotInitializedError):
-        next(scan(table, 0))
-    assert table.describe(1).loading
-    assert table.loading.finish(number, 7, 0.5) == 3
-    assert (table.version, table.learning_rate, table.describe(1).loading) == (7, 0.5, False)
-    expected = ((1.5, 1.5), (0.25, 0.25), 3, 4)
-    assert whole(table) == dict.fromkeys((2, 5, 9), expected)
-    give(table, ones(2))
-    assert whole(table)[2] == ((1.5 - 0.5 * 1.125, 1.5 - 0.5 * 2.125), (1.125, 2.125), 4, 7)
-    if directory is not None:
-        again = shard_of(directory).tables.table("t")
-        assert (again.version, again.learning_rate) == (8, 0.5)
-        assert whole(again) == whole(table)
+    give(table, ones(1))
+    messages = scan(table, 1)
+    next(messages)
+    give(table, ones(1))  # its row is copied before
+    read = os.preadv
 
+    def damaged(file: int, views: list[memoryview], offset: int) -> int:
+        count = read(file, views, offset)
+        views[0][0] ^= 1
+        return count
 
-def test_a_load_that_is_cut_off_leaves_an_empty_table(tmp_path) -> None:
-    table = table_of(tmp_path)
-    table.loading.begin()
-    table.loading.add(1, state(5, 2))
-    again = shard_of(tmp_path).tables.table("t")
-    assert again.describe(1).loading
-    assert (again.describe(1).row_count, again.version) == (0, 0)
-    with pytest.raises(NotInitializedError):
-        give(again, ones(1))
-    number = again.loading.begin()
-    again.loading.add(number, state(2, weight=2.5))
-    again.loading.finish(number, 1, None)
-    assert whole(again) == {2: ((2.5, 2.5), (0.25, 0.25), 3, 4)}
-
-
-def test_the_newest_load_counts(directory) -> None:
-    table = table_of(directory)
-    first = table.loading.begin()
-    table.loading.add(first, state(5))
-    second = table.loading.begin()
-    with pytest.raises(StepOrderError, match="another client"):
-        table.loading.add(first, state(6))
-    with pytest.raises(StepOrderError, match="another client"):
-        table.loading.finish(first, 1, None)
-    table.loading.add(second, state(7))
-    table.loading.finish(second, 1, 0.125)
-    third = table.loading.begin()  # it stands, and nobody has trained: another shard did not
-    table.loading.add(third, state(8))
-    table.loading.finish(third, 1, None)
-    assert set(whole(table)) == {8}
-    assert table.learning_rate == 1.0
-    give(table, ones(8))
-    with pytest.raises(StepOrderError, match="has counted gradients"):
-        table.loading.begin()
-
-
-def test_a_load_that_is_killed_at_any_write(tmp_path) -> None:
-    """It has not begun, or refuses gradients and is empty, or stands whole; twice over."""
-    path, target = tmp_path / "a", tmp_path / "b"
-    path.mkdir()
-    images: list[Any] = []
-    store = MmapStore(path, boot=SameMachine(path), reached=lambda _: images.append(image_of(path)))
-    table = Shard(CONFIG, store).tables.open(SPEC)[0]
-    loads = [({5, 2}, 1.5, 7, 0.5), ({2}, 2.5, 3, None)]
-    expected: dict[int, Rows] = {0: {}}
-    images.clear()
-    for ids, weight, version, rate in loads:
-        number = table.loading.begin()
-        for row_id in ids:
-            table.loading.add(number, state(row_id, weight=weight))
-        table.loading.finish(number, version, rate)
-        expected[version] = whole(table)
-    seen = []
-    for image in images:
-        again = shard_of(restore(image, target)).tables.table("t")
-        status = again.describe(1)
-        if status.loading:
-            assert (status.row_count, status.version) == (0, 0)
-            with pytest.raises(NotInitializedError):
-                give(again, ones(1))
-        else:
-            assert whole(again) == expected[again.version]
-            assert again.learning_rate == (0.5 if again.version == 7 else 1.0)
-        seen.append((status.loading, status.version))
-    order = [(False, 0), (True, 0), (False, 7), (True, 0), (False, 3)]
-    assert [each for each, _ in itertools.groupby(seen)] == order
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (state(200), "row id 200 is out of range"),
-        (state(-1), "row id -1 is out of range"),
-        (state(3, 3), "id 3 at place 1 follows 3"),
-        (state(1), "row id 1 was loaded before"),
-    ],
-)
-def test_rows_that_can_not_be(bad, message) -> None:
-    table = table_of()
-    number = table.loading.begin()
-    table.loading.add(number, state(1))
-    with pytest.raises(ArgumentError, match=message):
-        table.loading.add(number, bad)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", damaged)
+        with pytest.raises(StorageError, match=r"a copy of rows of table 't' was damaged"):
+            list(messages)
+    assert whole(table)[1][2] == 2

@@ -146,3 +146,24 @@ def test_a_table_of_another_version_is_refused() -> None:
         other = dataclasses.replace(made.layout, **changes)
         with pytest.raises(StorageError, match="version"), recovering(made.storage, other):
             pass
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"kind": "something new"},
+        {"no kind": 1},
+        {"kind": "seat"},
+        {"kind": "seat", "worker_id": "w0"},  # and no room for it
+        {"kind": "learning_rate", "from_step": None, "learning_rate": 0.5},
+    ],
+)
+def test_events_of_another_version_are_refused(monkeypatch, event) -> None:
+    made, _ = tables_of().open(SPEC)
+    monkeypatch.setattr(made.storage, "events", lambda: [event])
+    with (
+        pytest.raises(StorageError, match=r"table 't': its events hold .*can't read") as caught,
+        recovering(made.storage, made.layout),
+    ):
+        pass
+    assert caught.value.table == "t"
