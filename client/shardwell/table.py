@@ -364,7 +364,7 @@ class Table(Closing):
             self.version = self._steps.open(attempts)
 
     def close(self) -> None:
-        """Ends this worker's streams; the table lives on in the cluster.
+        """Ends this worker's calls of the table, which lives on in the cluster.
 
         Calls of other threads end with ClosedError. From any thread; safe to repeat.
         """

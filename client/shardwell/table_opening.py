@@ -102,7 +102,7 @@ class TableOpening:
         steps = [answer.next_step for answer in answers]
         # A synchronous table may go on between two answers, until this worker has its seats.
         if take_seat or self._spec.mode == "async":
-            self._check_same_past("this worker's next step is", steps)
+            self._check_same_past("this worker's next step is", steps, attempts)
         else:
             self._check_versions([answer.version for answer in answers], attempts)
         return Standing(
@@ -121,15 +121,16 @@ class TableOpening:
         """
         newest = max(versions)
         if newest - min(versions) > 1:
-            statuses = self.status(attempts)
-            is_being_restored = any(status.loading for status in statuses)
-            if not is_being_restored:
-                since = [min(status.version, newest) for status in statuses]
-                self._check_same_past("the step that is open is", since)
+            since = [min(status.version, newest) for status in self.status(attempts)]
+            self._check_same_past("the step that is open is", since, attempts)
 
-    def _check_same_past(self, what: str, steps: list[int]) -> None:
+    def _check_same_past(self, what: str, steps: list[int], attempts: Attempts) -> None:
+        """Refuses shards that are further apart than any training makes them.
+
+        Where one is being restored, it is for the calls to come to say so.
+        """
         low, high = min(steps), max(steps)
-        if high - low > 1:
+        if high - low > 1 and not any(status.loading for status in self.status(attempts)):
             raise StepOrderError(
                 f"shards disagree on where table {self._spec.name!r} stands: {what} {low} on shard "
                 f"{steps.index(low)} and {high} on shard {steps.index(high)}; a shard lost its "

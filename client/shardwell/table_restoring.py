@@ -105,15 +105,16 @@ class TableRestore:
     def _unfinished(self) -> list[ShardChannel]:
         """The shards that it is to be done on.
 
-        Those where rows stand come first: if they have counted gradients, they refuse before any
-        other has begun, so that no later restore takes those for what one left that was cut off.
+        Those that stand and have a past come first: if they have counted gradients, they refuse
+        before any other has begun, so that no later restore takes those for what one left that was
+        cut off.
         """
         every = [(channel, self._status(channel)) for channel in self._channels]
         if all(status.load_id == self._load_id for _, status in every):
             begun = [channel for channel, status in every if status.loading]
             if begun:
                 return begun
-        every.sort(key=lambda one: (one[1].loading, -one[1].row_count))
+        every.sort(key=lambda one: (one[1].loading, not _has_past(one[1])))
         return [channel for channel, _ in every]
 
     def _check_count(self, lane: _Lane, row_count: int) -> None:
@@ -198,12 +199,18 @@ class TableRestore:
         return remaining_s + ANSWER_MARGIN_S
 
 
+def _has_past(status: pb.TableStatus) -> bool:
+    """Whether anything ever came into a table on a shard."""
+    return bool(status.load_id or status.version or status.row_count)
+
+
 def _load_id(entry: CheckpointTable) -> int:
     """Tells a table of a checkpoint from any other: see LoadRowsRequest.load_id."""
     digest = hashlib.blake2b(digest_size=8)
     for file in entry.files:
         digest.update(f"{file.row_count} {file.crc32c:08x}\n".encode())
-    digest.update(f"{entry.name} {entry.version} {entry.row_count}".encode())
+    digest.update(f"{entry.name} {entry.version} {entry.learning_rate}\n".encode())
+    digest.update(entry.spec.to_proto().SerializeToString(deterministic=True))
     return int.from_bytes(digest.digest(), "little") or 1
 
 

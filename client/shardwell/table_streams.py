@@ -51,16 +51,16 @@ class TableStreams:
         asked = [one for one in every if one.answer_count]
         if not asked:
             return
-        with (
-            self._pool.borrowed(wait_s) as lanes,
-            self._watchdog.watch(wait_s + ANSWER_MARGIN_S, lanes.close) as watch,
-        ):
-            try:
-                self._run(asked, lanes, put, fetch, milliseconds(wait_s), watch)
-            except BaseException:
-                if lanes.failure is not None:
-                    raise lanes.failure from None
-                raise
+        with self._pool.borrowed(wait_s) as lanes:
+            with self._watchdog.watch(wait_s + ANSWER_MARGIN_S, lanes.close) as watch:
+                try:
+                    self._run(asked, lanes, put, fetch, milliseconds(wait_s), watch)
+                except BaseException:
+                    if lanes.failure is not None:
+                        raise lanes.failure from None
+                    raise
+            if watch.expired:  # it may act only now, and must not end another call's
+                lanes.close()
 
     def close(self) -> None:
         """Ends all lanes, and lets no call begin. From any thread; safe to repeat."""

@@ -1,7 +1,8 @@
 """Deadlines for calls that have none of their own: streams that outlive a step.
 
 One thread a client; it sleeps while nothing is watched, and looks a few times a second otherwise,
-so that watching a step costs the step no more than two entries in a dict.
+so that watching a step costs the step no more than two entries in a dict. Once a block has been
+left, `expired` says for good whether its watch has acted, or is about to.
 """
 
 from __future__ import annotations
@@ -16,21 +17,27 @@ _LOOK_INTERVAL_S = 0.1
 class Watch:
     """One deadline, a context manager around what it bounds; `expired` once it has acted."""
 
-    __slots__ = ("_watches", "act", "deadline_s", "expired")
+    __slots__ = ("_lock", "_watches", "act", "deadline_s", "expired")
 
     def __init__(
-        self, deadline_s: float, act: Callable[[], None], watches: dict[int, Watch]
+        self,
+        deadline_s: float,
+        act: Callable[[], None],
+        watches: dict[int, Watch],
+        lock: threading.Lock,
     ) -> None:
         self.deadline_s = deadline_s
         self.act = act
         self.expired = False
         self._watches = watches
+        self._lock = lock
 
     def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._watches.pop(id(self), None)
+        with self._lock:
+            self._watches.pop(id(self), None)
 
 
 class Watchdog:
@@ -45,7 +52,7 @@ class Watchdog:
 
     def watch(self, timeout_s: float, act: Callable[[], None]) -> Watch:
         """Calls `act` from the watchdog's thread if the block has not ended after `timeout_s`."""
-        watch = Watch(time.monotonic() + timeout_s, act, self._watches)
+        watch = Watch(time.monotonic() + timeout_s, act, self._watches, self._lock)
         with self._lock:
             self._watches[id(watch)] = watch
             if self._thread is None and not self._closed:
@@ -74,7 +81,7 @@ class Watchdog:
             time.sleep(_LOOK_INTERVAL_S)
             now = time.monotonic()
             with self._lock:
-                watches = list(self._watches.values())  # entries leave without the lock
+                watches = self._watches.values()
                 late = [w for w in watches if w.deadline_s <= now and not w.expired]
                 for watch in late:
                     watch.expired = True

@@ -134,9 +134,11 @@ class ShardServer:
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         stopped = self._server.stop(grace_s)
         self._streams.end_idle(_LAST_READS_S)
-        stopped.wait(min(grace_s, _LAST_READS_S))
+        answering_s = max(grace_s - _LAST_ANSWERS_S, 0.0)
+        reading_s = min(answering_s, _LAST_READS_S)
+        stopped.wait(reading_s)
         self._streams.end_idle(0.0)
-        if not stopped.wait(max(grace_s - _LAST_ANSWERS_S, 0.0)):
+        if not stopped.wait(answering_s - reading_s):
             self.shard.stop()  # what still waits for other workers is told so, not cut off
         stopped.wait()
         self.shard.stop()

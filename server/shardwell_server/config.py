@@ -35,7 +35,7 @@ class Limits:
     it."""
     stream_count_max: int = 256
     """Streams open at once; each has a thread. A worker keeps one a parameter for `exchange`, and
-    one or two a table."""
+    for all its tables as many as it made calls at a time, up to 4."""
     encoded_chunk_count_max: int = 16
     """Encoded chunks of weights kept a parameter, so that workers in step share one encoding."""
     wait_max_s: float = 3600.0

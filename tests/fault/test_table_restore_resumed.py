@@ -163,3 +163,50 @@ def test_a_shard_that_lost_its_files_is_not_taken_for_one_that_was_cut_off(
             match=r"has counted gradients|has rows already",
         ):
             other.restore_checkpoint(saved)
+
+
+def test_what_would_be_forgotten_is_refused_until_it_is_restored(
+    cluster, connect, tmp_path, monkeypatch, saved
+) -> None:
+    """A rate that only the shards that stand would keep, rows of a load that went."""
+    running = cluster(3, data_dir=tmp_path / "data")
+    client = connect(running, "w0")
+    cut_off(client, saved, 1, monkeypatch)
+    table = open_table(client)
+    put_where_it_stands(table, 1)
+    for call in (lambda: table.set_learning_rate(0.25), lambda: table.evict(older_than_step=1)):
+        with pytest.raises(shardwell.NotInitializedError, match="restore of it was cut off"):
+            call()
+    client.restore_checkpoint(saved)
+    assert {status.learning_rate for status in table.status()} == {1.0}
+    table.set_learning_rate(0.25)
+    assert {status.learning_rate for status in table.status()} == {0.25}
+
+
+def test_checkpoints_that_differ_in_the_learning_rate_alone(
+    cluster, connect, tmp_path, monkeypatch
+) -> None:
+    saver = connect(cluster(3), "saver")
+    first = checkpoint(saver, tmp_path / "first", value=7.0)
+    open_table(saver).set_learning_rate(0.125)
+    saver.save_checkpoint(tmp_path / "second")
+    client = connect(cluster(3, data_dir=tmp_path / "data"), "w0")
+    cut_off(client, first, 1, monkeypatch)
+    client.restore_checkpoint(tmp_path / "second")
+    assert {status.learning_rate for status in open_table(client).status()} == {0.125}
+
+
+def test_a_lost_shard_beside_one_whose_rows_were_evicted(cluster, connect, saved) -> None:
+    running = cluster(3, processes=True)
+    client = connect(running, "w0")
+    client.restore_checkpoint(saved)
+    table = open_table(client)
+    table.put_row_gradients(IDS, ONES)
+    table.evict(older_than_step=10**6)
+    running.children[0].kill()
+    eventually("it ended", lambda: running.children[0].poll() is not None)
+    running.start_again(0)
+    other = connect(running, "restorer")
+    for _ in range(3):
+        with pytest.raises((shardwell.StepOrderError, shardwell.ArgumentError)):
+            other.restore_checkpoint(saved)

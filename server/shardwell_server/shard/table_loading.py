@@ -98,10 +98,9 @@ class TableLoading:
             self._rows.settle(record._replace(version=0, contribution_count=LOADING), None)
             self._ledger.version = 0
             self._drop()
-            self._register.forget_learning_rates()
-            if incarnation:
-                self._register.note_incarnation(incarnation)
-            self._register.note_load(load_id)
+            # Events outlive a loss of power at once; the record must not come after them.
+            self._storage.sync()
+            self._register.begin_load(load_id, incarnation)
             return self._number
 
     def drop_unfinished(self) -> None:

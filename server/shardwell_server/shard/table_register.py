@@ -7,7 +7,8 @@ storage before it takes effect. Events, as JSON objects:
     {"kind": "seat", "worker_id": W}                         W takes the next seat
     {"kind": "learning_rate", "from_step": N, "learning_rate": R}
     {"kind": "incarnation", "incarnation": N}                what the table is told from others by
-    {"kind": "load", "load_id": N}                           rows of that load are coming, or came
+    {"kind": "load", "load_id": N}                           rows of that load are coming, or came;
+                                                             the rate is the spec's again
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class TableRegister:
         self._storage = storage
         self._ledger = ledger
         self._limits = limits
-        self._rates = LearningRates(getattr(spec.optimizer, "learning_rate", 0.0))
-        self.load_id = 0
+        self.load_id: int
         """Of the newest load; 0: none."""
+        self._load_began(0)
         self.incarnation = 0
         """See OpenTableResponse; 0: none yet."""
         self._restore()
@@ -131,27 +132,25 @@ class TableRegister:
             self.incarnation = incarnation
             self._storage.compact(self._events())
 
-    def note_load(self, load_id: int) -> None:
-        """Notes which load begins.
+    def begin_load(self, load_id: int, incarnation: int) -> None:
+        """Notes which load begins, and goes back to the spec's learning rate.
+
+        Args:
+            load_id: The load's; 0: it has none.
+            incarnation: The table's from now on; 0: it keeps its own.
 
         Raises:
             StorageError: it can't be noted.
         """
-        if load_id != self.load_id:
-            self._storage.log({"kind": "load", "load_id": load_id})
-            self.load_id = load_id
-            self._storage.compact(self._events())
+        if incarnation:
+            self.note_incarnation(incarnation)
+        self._storage.log({"kind": "load", "load_id": load_id})
+        self._load_began(load_id)
+        self._storage.compact(self._events())
 
-    def forget_learning_rates(self) -> None:
-        """Goes back to the spec's.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
-        fresh = LearningRates(getattr(self._spec.optimizer, "learning_rate", 0.0))
-        if self._rates.changes != fresh.changes:
-            self._rates = fresh
-            self._storage.compact(self._events())
+    def _load_began(self, load_id: int) -> None:
+        self.load_id = load_id
+        self._rates = LearningRates(getattr(self._spec.optimizer, "learning_rate", 0.0))
 
     def _events(self) -> list[Event]:
         """The fewest events that lead to where the register stands."""
@@ -162,14 +161,14 @@ class TableRegister:
             for worker_id in self._ledger.worker_ids
             if worker_id not in set(seated)
         ]
-        events += [
-            {"kind": "learning_rate", "from_step": from_step, "learning_rate": rate}
-            for from_step, rate in self._rates.changes
-        ]
         if self.incarnation:
             events.append({"kind": "incarnation", "incarnation": self.incarnation})
         if self.load_id:
             events.append({"kind": "load", "load_id": self.load_id})
+        events += [
+            {"kind": "learning_rate", "from_step": from_step, "learning_rate": rate}
+            for from_step, rate in self._rates.changes
+        ]
         return events
 
     def _restore(self) -> None:
@@ -187,7 +186,7 @@ class TableRegister:
                     case "incarnation":
                         self.incarnation = event["incarnation"]
                     case "load":
-                        self.load_id = event["load_id"]
+                        self._load_began(event["load_id"])
                     case kind:
                         raise KeyError(kind)
             except (KeyError, TypeError, StopIteration) as error:

@@ -327,11 +327,13 @@ class TableSlice:
         """Removes rows whose last gradient joined an earlier step; returns how many.
 
         Raises:
+            NotInitializedError: a checkpoint is being restored.
             StorageError: a row was damaged.
         """
         count = start = 0
         while start < self._places.used:
             with self._changed:
+                self.loading.check_standing()
                 older = older_than_step
                 if self._ledger.is_sync:  # with one worker, the open step's rows have no sum
                     older = min(older, self.version)
@@ -347,11 +349,7 @@ class TableSlice:
             yield functools.partial(self._rows.verify, start, start + batch)
 
     def make_durable(self) -> None:
-        """Returns when what was counted may be acknowledged.
-
-        Raises:
-            StorageError: the disk failed.
-        """
+        """Returns when what was counted may be acknowledged; StorageError if the disk failed."""
         self.storage.make_durable()
 
     def sync(self) -> None:
@@ -375,12 +373,14 @@ class TableSlice:
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
         """See `TableRegister.change_learning_rate`."""
         with self._changed:
+            self.loading.check_standing()
             self.register.change_learning_rate(from_step, learning_rate)
 
     def describe(self, name_count_max: int) -> pb.TableStatus:
         """What GetTableStatus tells of it, with at most so many names of each kind."""
         missing, unknown = self._ledger.missing(self.version)
         contributed = self._ledger.contributed(self.version)
+        load_id = self.register.load_id  # before `loading`, so that no load looks finished too soon
         return pb.TableStatus(
             spec=self.spec.to_proto(),
             row_count=self._places.row_count,
@@ -394,6 +394,6 @@ class TableSlice:
             duplicate_part_count=self._duplicate_part_count,
             learning_rate=self.learning_rate,
             loading=self.loading.is_under_way,
-            load_id=self.register.load_id,
+            load_id=load_id,
             incarnation=self.register.incarnation,
         )
