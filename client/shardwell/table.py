@@ -79,7 +79,6 @@ class Table(Closing):
         )
         self._cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
         self._reading = RowReading(
-            spec.name,
             spec.dim,
             transfer=transfer,
             streams=self._streams,
@@ -191,7 +190,8 @@ class Table(Closing):
         The next `get_rows` of the same ids, in the same order, takes the result, or waits for it.
         So the rows of the next batch travel while this one is computed with. They are of the time
         between this call and its end: they may lack whatever is sent after this call, this
-        worker's own gradients too. One that fails is forgotten; `get_rows` then asks anew. The
+        worker's own gradients too. One that fails is forgotten, and one that `get_rows` has
+        waited for until its deadline, too; `get_rows` then asks anew, for a moment at least. The
         newest 4 results wait, each while at most 16 other calls fetch or send rows of this Table.
 
         Args:
