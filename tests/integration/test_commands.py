@@ -308,6 +308,20 @@ class TestCluster:
             assert "shard.json" in log
             assert "Traceback" not in log
 
+    def test_each_line_of_the_log_says_which_shard_wrote_it(self, tmp_path) -> None:
+        with Program(*CLUSTER, f"--data-dir={tmp_path}", "--log-level=info") as program:
+            target = program.read_line().removeprefix("export SHARDWELL_SHARDS=")
+            with shardwell.connect(target, worker_id="w0") as client:
+                client.parameter("m", size=100, optimizer=SGD)
+                client.table("t", row_count=9, dim=2, optimizer=SGD)
+            program.send(signal.SIGTERM)
+            assert program.end() == 0
+        lines = [json.loads(line) for line in program.log if not line.startswith("#")]
+        for event in ("shard is serving", "parameter created", "table created"):
+            found = [line["shard_index"] for line in lines if line["event"] == event]
+            assert sorted(found) == [0, 1]
+        assert all("shard_index" in line for line in lines)
+
     @pytest.mark.parametrize("durability", ["", "disk", "0", "-1", "nan", "1e9"])
     def test_a_durability_that_is_none(self, durability) -> None:
         code, _, log = run_command(

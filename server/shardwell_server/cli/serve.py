@@ -151,7 +151,7 @@ def serve(
 
     Prints "serving on HOST:PORT" when it is ready; logs go to stderr.
     """
-    configure_logs(log_level, log_format)
+    configure_logs(log_level, log_format, shard_index=shard_index)
     config = ShardConfig(
         shard_index=shard_index,
         shard_count=shard_count,
