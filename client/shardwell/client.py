@@ -297,7 +297,8 @@ class Client(Closing):
 
         Raises:
             ArgumentError: `path` exists.
-            UnknownParameterError, UnknownTableError, NotInitializedError: one can't be saved.
+            UnknownParameterError, UnknownTableError, NotInitializedError, NonFiniteError: one can't
+                be saved.
             WorkersMissingError: chunks or rows stay behind others, because workers are missing.
             DeadlineError, ShardUnavailableError, StorageError: it can't be read or written.
         """
