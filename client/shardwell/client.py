@@ -223,7 +223,8 @@ class Client(Closing):
             cache_staleness_steps: How many steps of this worker's a row that it keeps is used for
                 after the one in which it was fetched. A row that it sends a gradient for is
                 fetched again; what other workers do to a row is seen so many steps later. Two
-                calls of `get_rows` without a gradient between them are two steps.
+                calls of `get_rows` without a gradient between them are two steps. Without
+                cache_row_count there is no use for it.
 
         Raises:
             SpecMismatchError: it exists with another spec; the message lists the differences.
