@@ -64,18 +64,10 @@ class Table(Closing):
         self._opening = TableOpening(spec, shards.channels, worker_id=worker_id, turns=self._turns)
         transfer = RowTransfer(spec, worker_id=worker_id, traffic=traffic)
         self._streams = TableStreams(
-            spec.name,
-            shards.channels,
-            transfer,
-            watchdog=watchdog,
-            idle_lanes=shards.idle_lanes,
+            spec.name, shards.channels, transfer, watchdog=watchdog, idle_lanes=shards.idle_lanes
         )
         self._steps = TableSteps(
-            spec,
-            transfer=transfer,
-            opening=self._opening,
-            streams=self._streams,
-            turns=self._turns,
+            spec, transfer=transfer, opening=self._opening, streams=self._streams, turns=self._turns
         )
         self._cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
         self._reading = RowReading(
@@ -87,6 +79,12 @@ class Table(Closing):
             cache=self._cache,
         )
         self.version = self._steps.open(self._turns.attempts(None))
+
+    def __repr__(self) -> str:
+        return (
+            f"Table({self.name!r}, row_count={self.row_count}, dim={self.dim}, "
+            f"mode={self.spec.mode!r})"
+        )
 
     @property
     def name(self) -> str:
