@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from harness.commands import Program, ServingShard, run_command
 from harness.leaks import child_pids, is_running
 from harness.polling import eventually
 from harness.ports import free_port
+from shardwell_server.config import Limits
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -138,6 +140,17 @@ def test_serve_takes_flags_and_variables(connect) -> None:
     with Program("-m", "shardwell_server", "serve", environment=variables) as program:
         address = program.read_line().removeprefix("serving on ")
         assert connect(address, "w1").cluster_id == "theirs"
+
+
+def test_the_help_of_serve_says_what_each_limit_is() -> None:
+    code, output, _ = run_command("serve", "--help", environment={"COLUMNS": "200"})
+    assert code == 0
+    told = " ".join(output.split())
+    for field in dataclasses.fields(Limits):
+        entry = told.split(f"--{field.name.replace('_', '-')} ")[1]
+        meaning = entry.split("[default:")[0].partition(" ")[2]
+        assert len(meaning) > 20, entry
+        assert told.count(meaning) == 1
 
 
 @pytest.mark.parametrize(
