@@ -15,6 +15,7 @@ from shardwell.checkpoint import Checkpoint, CheckpointParameter
 from shardwell.codec import Float32
 from shardwell.errors import (
     ArgumentError,
+    NonFiniteError,
     NotInitializedError,
     SpecMismatchError,
     UnknownParameterError,
@@ -66,22 +67,25 @@ class Checkpointing:
         _check_names("parameters", parameters)
         _check_names("tables", tables)
         target = Path(os.path.abspath(path))
-        with whole_directory(target) as partial:
-            status = self._status(self._channels[0])
-            entries = []
-            for number, spec in enumerate(_specs(status, parameters), 1):
-                (partial / f"{number:06d}-{spec.name}").mkdir()
-                entries.append(self._snapshot(spec, partial, number))
-            table_entries = self._tables.save(partial, tables, first_number=len(entries) + 1)
-            checkpoint = Checkpoint(
-                path=target,
-                cluster_id=self._channels[0].identity.cluster_id,
-                shard_count=len(self._channels),
-                software_version=status.software_version,
-                parameters=tuple(entries),
-                tables=tuple(table_entries),
-            )
-            write_manifest(partial, checkpoint)
+        try:
+            with whole_directory(target) as partial:
+                status = self._status(self._channels[0])
+                entries = []
+                for number, spec in enumerate(_specs(status, parameters), 1):
+                    (partial / f"{number:06d}-{spec.name}").mkdir()
+                    entries.append(self._snapshot(spec, partial, number))
+                table_entries = self._tables.save(partial, tables, first_number=len(entries) + 1)
+                checkpoint = Checkpoint(
+                    path=target,
+                    cluster_id=self._channels[0].identity.cluster_id,
+                    shard_count=len(self._channels),
+                    software_version=status.software_version,
+                    parameters=tuple(entries),
+                    tables=tuple(table_entries),
+                )
+                write_manifest(partial, checkpoint)
+        except NonFiniteError as error:
+            raise _not_saved(error) from None
         return checkpoint
 
     def _snapshot(self, spec: ParameterSpec, partial: Path, number: int) -> CheckpointParameter:
@@ -225,6 +229,21 @@ def _specs(status: pb.GetStatusResponse, names: Sequence[str] | None) -> list[Pa
                 parameter=name,
             )
     return [ParameterSpec.from_proto(entries[name].spec) for name in dict.fromkeys(names)]
+
+
+def _not_saved(error: NonFiniteError) -> NonFiniteError:
+    """The same, with what can be done about a whole that is refused for the sake of one value."""
+    if error.table is not None:
+        advice = f"evict such rows, or leave table {error.table!r} out (tables=, --table)"
+    else:
+        advice = f"leave parameter {error.parameter!r} out (parameters=, --parameter)"
+    return NonFiniteError(
+        f"nothing was saved: {error.message}; to save the rest, {advice}, naming what is to be in",
+        element_index=error.element_index,
+        shard_index=error.shard_index,
+        parameter=error.parameter,
+        table=error.table,
+    )
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:

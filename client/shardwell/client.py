@@ -223,7 +223,8 @@ class Client(Closing):
             cache_staleness_steps: How many steps of this worker's a row that it keeps is used for
                 after the one in which it was fetched. A row that it sends a gradient for is
                 fetched again; what other workers do to a row is seen so many steps later. Two
-                calls of `get_rows` without a gradient between them are two steps.
+                calls of `get_rows` without a gradient between them are two steps. Without
+                cache_row_count there is no use for it.
 
         Raises:
             SpecMismatchError: it exists with another spec; the message lists the differences.
@@ -299,7 +300,8 @@ class Client(Closing):
 
         Raises:
             ArgumentError: `path` exists.
-            UnknownParameterError, UnknownTableError, NotInitializedError: one can't be saved.
+            UnknownParameterError, UnknownTableError, NotInitializedError, NonFiniteError: one can't
+                be saved.
             WorkersMissingError: chunks or rows stay behind others, because workers are missing.
             DeadlineError, ShardUnavailableError, StorageError: it can't be read or written.
         """

@@ -27,6 +27,7 @@ from shardwell.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSy
 from shardwell.optimizers import Average, Optimizer, check_learning_rate
 from shardwell.reduction import first_non_finite
 from shardwell.scratch import thread_scratch
+from shardwell.spec_fields import brief
 from shardwell.specs import SAMPLE_COUNT_MAX
 from shardwell.threaded_sync import ThreadedSync
 from shardwell.update_rules import UpdateRule
@@ -87,7 +88,7 @@ class DataParallelTrainer:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Average):
             raise ArgumentError(
                 "optimizer must be one of shardwell.SGD, Adagrad, RMSProp, Adam, AdamW; "
-                f"got {optimizer!r:.80}"
+                f"got {brief(optimizer)}"
             )
         self.sync: GradientSync = LocalSync() if sync is None else sync
         """How gradients are averaged."""

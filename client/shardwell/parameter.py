@@ -63,6 +63,9 @@ class Parameter:
         self._transfer = Transfer(spec, worker_id=worker_id, traffic=traffic)
         self._streams = self._opened(self._turns.attempts(None))
 
+    def __repr__(self) -> str:
+        return f"Parameter({self.name!r}, size={self.size}, mode={self.spec.mode!r})"
+
     @property
     def name(self) -> str:
         """The parameter's name."""

@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import numpy as np
 
 from shardwell.codec import Float32
-from shardwell.errors import ClosedError, DeadlineError, ShardwellError
+from shardwell.errors import ClosedError, ShardwellError
 from shardwell.prefetches import Prefetched, Prefetches
 from shardwell.retry import Attempts
 from shardwell.row_batches import RowBatch, ShardedIds
@@ -25,8 +25,7 @@ class RowReading:
     """Any thread may use it.
 
     Args:
-        table: The table's name.
-        dim: Its.
+        dim: The table's.
         transfer: Of its rows.
         streams: To its shards.
         turns: Its.
@@ -37,7 +36,6 @@ class RowReading:
 
     def __init__(
         self,
-        table: str,
         dim: int,
         *,
         transfer: RowTransfer,
@@ -47,7 +45,6 @@ class RowReading:
         cache: RowCache | None,
         known_version: Callable[[], int],
     ) -> None:
-        self._table = table
         self._dim = dim
         self._transfer = transfer
         self._streams = streams
@@ -135,24 +132,20 @@ class RowReading:
     def prefetched(self, ids: Ids, min_version: int, attempts: Attempts) -> Prefetched | None:
         """What was prefetched for the same ids, once it has come; None: they are to be read.
 
-        A prefetch that failed is none: whoever reads is told why.
+        One that failed, or has not come before the deadline, is none: whoever reads, in the moment
+        that is left to any attempt, is told which shard does not answer.
+
+        Raises:
+            ClosedError: the table or the client was closed.
         """
         future = self._prefetches.take(ids)
         if future is None:
             return None
         try:
             found = future.result(attempts.rest_s)
-        except FutureTimeoutError as error:
-            if isinstance(error, ShardwellError):  # its own deadline
-                return None
-            raise DeadlineError(
-                f"rows of {self._table!r} that are being prefetched did not come within "
-                f"{attempts.timeout_s:g} s; check the shards and the network, or raise timeout_s",
-                table=self._table,
-            ) from None
-        except (ShardwellError, CancelledError) as error:
-            if isinstance(error, ClosedError):
-                raise
+        except ClosedError:
+            raise
+        except (FutureTimeoutError, ShardwellError, CancelledError):
             return None
         return found if min_version <= (found.version or 0) else None
 

@@ -1,4 +1,4 @@
-"""Checks that the fields of specs share."""
+"""Checks that the fields of specs share, and how their values are told."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from shardwell.errors import ArgumentError
 
+_TOLD_MAX = 200
+"""Characters: twice those of the longest optimizer's repr."""
 _NUMBER_MAX = float(2**1023)  # what comes here is turned into a float
 
 
@@ -32,6 +34,12 @@ def check_whole_number(what: str, value: int, low: int, high: int) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ArgumentError(f"{what} must be an integer from {low} to {high}; got {value!r}")
+
+
+def brief(value: Any) -> str:
+    """Its repr for a message, cut off where nobody would read on."""
+    told = repr(value)
+    return told if len(told) <= _TOLD_MAX else f"{told[: _TOLD_MAX - 3]}..."
 
 
 def name_of(names: dict[str, Any], what: str, value: int) -> str:

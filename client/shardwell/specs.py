@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 from shardwell.errors import ArgumentError
 from shardwell.names import check_name
 from shardwell.optimizers import OF_TABLES, Optimizer
-from shardwell.spec_fields import check_whole_number, name_of
+from shardwell.spec_fields import brief, check_whole_number, name_of
 from shardwell.v1 import types_pb2
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
@@ -88,12 +88,17 @@ class TrainingSpec:
         return self.codec.removesuffix("+lz4")
 
     def differences(self, other: Self) -> list[str]:
-        """Fields in which `other` differs, each as "field: mine exists, theirs was asked for"."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        """Fields in which `other` differs, each as "field: mine exists, theirs was asked for".
+
+        Of another mode, the mode first, and not the count of workers, which follows from it.
+        """
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        if self.mode != other.mode:
+            names = ["mode", *(name for name in names if name not in ("mode", "worker_count"))]
         return [
-            f"{field.name}: {mine!r} exists, {theirs!r} was asked for"
-            for field in fields
-            if (mine := getattr(self, field.name)) != (theirs := getattr(other, field.name))
+            f"{name}: {mine!r} exists, {theirs!r} was asked for"
+            for name in names
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name))
         ]
 
 
@@ -127,7 +132,7 @@ class ParameterSpec(TrainingSpec):
         if not is_rule or isinstance(self.optimizer, OF_TABLES):
             raise ArgumentError(
                 "optimizer must be one of shardwell.SGD, Adagrad, RMSProp, Adam, AdamW, Average; "
-                f"got {self.optimizer!r:.80}"
+                f"got {brief(self.optimizer)}"
             )
         self.check_training()
 

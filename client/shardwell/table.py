@@ -73,7 +73,6 @@ class Table(Closing):
         )
         self._cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
         self._reading = RowReading(
-            spec.name,
             spec.dim,
             transfer=transfer,
             streams=self._streams,
@@ -91,6 +90,12 @@ class Table(Closing):
             pushed=self._reading.pushed,
         )
         self.version = self._steps.open(self._turns.attempts(None))
+
+    def __repr__(self) -> str:
+        return (
+            f"Table({self.name!r}, row_count={self.row_count}, dim={self.dim}, "
+            f"mode={self.spec.mode!r})"
+        )
 
     @property
     def name(self) -> str:
@@ -195,7 +200,8 @@ class Table(Closing):
         The next `get_rows` of the same ids, in the same order, takes the result, or waits for it.
         So the rows of the next batch travel while this one is computed with. They are of the time
         between this call and its end: they may lack whatever is sent after this call, this
-        worker's own gradients too. One that fails is forgotten; `get_rows` then asks anew. The
+        worker's own gradients too. One that fails is forgotten, and one that `get_rows` has
+        waited for until its deadline, too; `get_rows` then asks anew, for a moment at least. The
         newest 4 results wait, each while at most 16 other calls fetch or send rows of this Table.
 
         Args:

@@ -9,7 +9,7 @@ from shardwell.errors import ArgumentError
 from shardwell.initializers import Initializer
 from shardwell.names import check_name
 from shardwell.optimizers import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad
-from shardwell.spec_fields import check_whole_number, name_of
+from shardwell.spec_fields import brief, check_whole_number, name_of
 from shardwell.specs import (
     WIRE_MODES,
     CodecName,
@@ -61,12 +61,12 @@ class TableSpec(TrainingSpec):
         if type(self.optimizer) not in OPTIMIZERS:
             raise ArgumentError(
                 f"optimizer of a table must be one of {', '.join(k.__name__ for k in OPTIMIZERS)}; "
-                f"got {self.optimizer!r:.80}"
+                f"got {brief(self.optimizer)}"
             )
         if not isinstance(self.initializer, Initializer) or type(self.initializer) is Initializer:
             raise ArgumentError(
                 "initializer must be one of shardwell.Zeros, Uniform, Normal; "
-                f"got {self.initializer!r:.80}"
+                f"got {brief(self.initializer)}"
             )
         self.check_training()
 

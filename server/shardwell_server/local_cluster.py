@@ -24,8 +24,9 @@ from shardwell_server.store.data_dir import DataDir, kept_cluster_id
 
 SHARD_COUNT_MAX = 64
 _STOP_MARGIN_S = 5.0
-_START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
 """A shard starts within a second; a busy machine may need a while to import its packages."""
+NOT_READY = f"it was not ready within {START_TIMEOUT_S:g} s"
 
 
 class LocalCluster(Closing):
@@ -135,12 +136,21 @@ class LocalCluster(Closing):
 
         With processes and a data_dir, it goes on where it was.
         """
+        self.begin_start(shard_index)
+        self._wait_for(shard_index)
+
+    def begin_start(self, shard_index: int) -> None:
+        """As `start_again`, but does not wait: `begins_to_serve` tells when it is there."""
         old = self.children[shard_index]
         if old.poll() is None:
             raise ArgumentError(f"shard {shard_index} is running")
         old.close(0)
         self._start_child(self._configs[shard_index], listen=self._addresses[shard_index])
-        self._wait_for(shard_index)
+
+    def begins_to_serve(self, shard_index: int) -> bool:
+        """Whether a shard whose start was begun serves now; true once for each start."""
+        line = self.children[shard_index].read_first_line(0.0)
+        return line is not None and line.startswith(SERVING_LINE)
 
     def _start_children(self) -> None:
         for config in self._configs:
@@ -171,17 +181,10 @@ class LocalCluster(Closing):
     def _wait_for(self, index: int) -> str:
         """The address of a shard, when it serves."""
         child = self.children[index]
-        line = child.read_first_line(_START_TIMEOUT_S)
+        line = child.read_first_line(START_TIMEOUT_S)
         if line is None or not line.startswith(SERVING_LINE):
-            end = (
-                f"it was not ready within {_START_TIMEOUT_S:g} s"
-                if line is None
-                else f"exit code {child.wait(_STOP_MARGIN_S)}"
-            )
-            raise ShardUnavailableError(
-                f"shard {index} did not start: {end}; its log is on stderr",
-                shard_index=index,
-            )
+            end = NOT_READY if line is None else f"exit code {child.wait(_STOP_MARGIN_S)}"
+            raise not_started(index, end)
         return line.removeprefix(SERVING_LINE)
 
     @staticmethod
@@ -193,6 +196,13 @@ class LocalCluster(Closing):
         if self._data_dir is None:
             return None
         return kept_cluster_id(self._shard_dir(self._data_dir, 0))
+
+
+def not_started(shard_index: int, end: str) -> ShardUnavailableError:
+    """What is raised when a shard's process has not come to serve; `end` says what became of it."""
+    return ShardUnavailableError(
+        f"shard {shard_index} did not start: {end}; its log is on stderr", shard_index=shard_index
+    )
 
 
 def _plain_environment() -> dict[str, str]:

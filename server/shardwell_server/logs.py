@@ -15,18 +15,27 @@ import structlog
 LogFormat = Literal["auto", "console", "json"]
 
 
-def configure_logs(level: str = "info", log_format: LogFormat = "auto") -> None:
+def configure_logs(level: str = "info", log_format: LogFormat = "auto", **bound: str | int) -> None:
     """Sends this process's logs to stderr.
 
     Args:
         level: "debug", "info", "warning" or "error": the least that is shown.
         log_format: "console", "json" (one object a line), or "auto": console on a terminal.
+        bound: What each line has besides: the shard that writes it, where several write to one
+            place.
     """
     if log_format == "auto":
         log_format = "console" if sys.stderr.isatty() else "json"
+
+    def bind(
+        _logger: object, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        return {**bound, **event}
+
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.ExtraAdder(),
+        bind,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     last: list[structlog.typing.Processor] = (

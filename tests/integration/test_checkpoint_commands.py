@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import numpy as np
 import pytest
 
@@ -88,3 +90,20 @@ def test_a_cluster_must_be_named(tmp_path) -> None:
     assert code == 2
     assert "--shards" in log
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [("checkpoint", "save"), ("checkpoint", "restore"), ("table", "export", "rows")]
+)
+def test_a_shard_that_does_not_answer_is_waited_for_as_long_as_is_said(
+    trained, tmp_path, arguments
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        down = f"127.0.0.1:{silent.getsockname()[1]}"
+        shards = f"--shards={trained.addresses[0]},{down}"
+        path = str(tmp_path / "rows.safetensors")
+        code, output, log = run_command(*arguments, path, shards, "--timeout-s=0.5")
+    assert (code, output, len(log.splitlines())) == (1, "", 1)
+    assert f"shard 1 of 2 at {down} did not answer within 0.5 s" in log
+    code, _, log = run_command(*arguments, path, shards, "--timeout-s=-1")
+    assert (code, "timeout_s" in log, "Traceback" in log) == (1, True, False)

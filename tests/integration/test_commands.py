@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +17,13 @@ from harness.commands import Program, ServingShard, run_command
 from harness.leaks import child_pids, is_running
 from harness.polling import eventually
 from harness.ports import free_port
+from shardwell_server.config import Limits
 
 pytestmark = pytest.mark.timeout(60)
 
 SGD = shardwell.SGD(learning_rate=0.5)
 WIDE = {"COLUMNS": "250"}
+CLUSTER = ["-m", "shardwell_server", "cluster", "--shards=2"]
 
 
 @pytest.fixture
@@ -137,6 +142,17 @@ def test_serve_takes_flags_and_variables(connect) -> None:
         assert connect(address, "w1").cluster_id == "theirs"
 
 
+def test_the_help_of_serve_says_what_each_limit_is() -> None:
+    code, output, _ = run_command("serve", "--help", environment={"COLUMNS": "200"})
+    assert code == 0
+    told = " ".join(output.split())
+    for field in dataclasses.fields(Limits):
+        entry = told.split(f"--{field.name.replace('_', '-')} ")[1]
+        meaning = entry.split("[default:")[0].partition(" ")[2]
+        assert len(meaning) > 20, entry
+        assert told.count(meaning) == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -190,6 +206,19 @@ def test_a_data_dir_belongs_to_one_shard_and_one_process(tmp_path) -> None:
     assert "can't be read" in log
 
 
+def shard_pid(program: Program, index: int, unlike: int = 0) -> int:
+    """The process of a shard of `shardwell cluster`, once there is one that is not `unlike`."""
+
+    def look() -> int | None:
+        for pid in child_pids(program.pid) - {unlike}:
+            with contextlib.suppress(OSError):
+                if f"--shard-index={index}" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+                    return pid
+        return None
+
+    return eventually(f"shard {index} has a process", look)
+
+
 class TestCluster:
     """`shardwell cluster`, and that its children end however it ends."""
 
@@ -222,7 +251,7 @@ class TestCluster:
             eventually("the other has ended", lambda: not is_running(children[0]))
 
     def test_with_a_data_dir_a_shard_that_dies_goes_on(self, tmp_path) -> None:
-        arguments = ["-m", "shardwell_server", "cluster", "--shards=2", f"--data-dir={tmp_path}"]
+        arguments = [*CLUSTER, f"--data-dir={tmp_path}"]
         with Program(*arguments) as program:
             target = program.read_line().removeprefix("export SHARDWELL_SHARDS=")
             with shardwell.connect(target, worker_id="w0", timeout_s=30) as client:
@@ -244,6 +273,67 @@ class TestCluster:
                 np.testing.assert_array_equal(model.get_weights(), -2.0)
             program.send(signal.SIGTERM)
             assert program.end() == 0
+
+    def test_a_shard_that_is_killed_while_it_starts_is_started_again(self, tmp_path) -> None:
+        with Program(*CLUSTER, f"--data-dir={tmp_path}") as program:
+            target = program.read_line().removeprefix("export SHARDWELL_SHARDS=")
+            pid, other = (shard_pid(program, index) for index in (0, 1))
+            with shardwell.connect(target, worker_id="w0", timeout_s=40) as client:
+                model = client.parameter("m", size=100, optimizer=SGD)
+                model.init(np.zeros(100, np.float32))
+                for _ in range(4):
+                    os.kill(pid, signal.SIGKILL)
+                    pid = shard_pid(program, 0, unlike=pid)
+                np.testing.assert_array_equal(model.exchange(np.ones(100, np.float32)), -0.5)
+            assert shard_pid(program, 1) == other
+            assert any("exit code -9 before it served" in line for line in program.log)
+            program.send(signal.SIGTERM)
+            assert program.end() == 0
+
+    def test_shards_are_watched_while_one_of_them_starts(self, tmp_path) -> None:
+        with Program(*CLUSTER, f"--data-dir={tmp_path}") as program:
+            program.read_line()
+            pids = [shard_pid(program, index) for index in (0, 1)]
+            os.kill(pids[0], signal.SIGKILL)
+            starting = shard_pid(program, 0, unlike=pids[0])
+            os.kill(starting, signal.SIGSTOP)  # for as long as the other one takes
+            try:
+                os.kill(pids[1], signal.SIGKILL)
+                eventually(
+                    "shard 1 serves again",
+                    lambda: any("# shard 1" in line and "goes on" in line for line in program.log),
+                    timeout_s=30,
+                )
+                assert not any("# shard 0" in line and "goes on" in line for line in program.log)
+                program.send(signal.SIGTERM)  # nor does that wait for who is starting
+            finally:
+                os.kill(starting, signal.SIGCONT)
+            assert program.end() == 0
+
+    def test_a_shard_that_can_not_go_on_ends_it_and_says_why(self, tmp_path) -> None:
+        with Program(*CLUSTER, f"--data-dir={tmp_path}") as program:
+            program.read_line()
+            (tmp_path / "shard-1" / "shard.json").write_text("{")
+            os.kill(shard_pid(program, 1), signal.SIGKILL)
+            assert program.end() == 1
+            log = "\n".join(program.log)
+            assert "shard 1 did not start: exit code 1" in log
+            assert "shard.json" in log
+            assert "Traceback" not in log
+
+    def test_each_line_of_the_log_says_which_shard_wrote_it(self, tmp_path) -> None:
+        with Program(*CLUSTER, f"--data-dir={tmp_path}", "--log-level=info") as program:
+            target = program.read_line().removeprefix("export SHARDWELL_SHARDS=")
+            with shardwell.connect(target, worker_id="w0") as client:
+                client.parameter("m", size=100, optimizer=SGD)
+                client.table("t", row_count=9, dim=2, optimizer=SGD)
+            program.send(signal.SIGTERM)
+            assert program.end() == 0
+        lines = [json.loads(line) for line in program.log if not line.startswith("#")]
+        for event in ("shard is serving", "parameter created", "table created"):
+            found = [line["shard_index"] for line in lines if line["event"] == event]
+            assert sorted(found) == [0, 1]
+        assert all("shard_index" in line for line in lines)
 
     @pytest.mark.parametrize("durability", ["", "disk", "0", "-1", "nan", "1e9"])
     def test_a_durability_that_is_none(self, durability) -> None:

@@ -162,8 +162,10 @@ def test_without_pykeen_it_says_how_to_install_it():
         "sys.argv = ['shardwell', 'demo', '--task=embeddings']\n"
         "main()\n"
     )
-    with Program("-c", script) as program:
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm"}  # where bars would be shown
+    with Program("-c", script, environment=terminal) as program:
         assert program.end(DEADLINE_S) == 1
+    assert program.lines == []
     assert program.log == [
         "shardwell: the facts come with PyKEEN, which is not installed; run: "
         "pip install --no-deps pykeen==1.11.1"

@@ -189,3 +189,18 @@ def test_a_cluster_that_lost_its_memory_says_unknown_parameter(cluster, connect)
     ):
         with pytest.raises(shardwell.UnknownParameterError, match="'model'"):
             call()
+
+
+def test_what_is_opened_says_what_it_is(cluster, connect) -> None:
+    client = connect(cluster(1), "w0")
+    assert repr(client.parameter("model", **ORIGINAL)) == (
+        "Parameter('model', size=100, mode='sync')"
+    )
+    tables = {
+        row_count: client.table(
+            f"t-{row_count}", row_count=row_count, dim=4, optimizer=SGD, mode="async"
+        )
+        for row_count in (9, None)
+    }
+    for row_count, table in tables.items():
+        assert repr(table) == f"Table('t-{row_count}', row_count={row_count}, dim=4, mode='async')"

@@ -311,3 +311,20 @@ def test_a_step_that_is_stuck_half_way_names_who_is_missing(cluster, connect, tm
         list(late.stream(1, late.parts([], [])))
     (entry,) = saver.save_checkpoint(tmp_path / "c").tables
     assert entry.version == 1
+
+
+def test_a_row_that_is_not_finite_is_named_and_a_way_out(cluster, connect, tmp_path) -> None:
+    client = connect(cluster(2), "w0")
+    table = open_table(client, optimizer=shardwell.SGD(learning_rate=1.0))
+    healthy = client.table("healthy", row_count=9, dim=DIM, optimizer=MOMENTUM)
+    healthy.put_row_gradients([1], np.ones((1, DIM)))
+    for _ in range(2):  # twice the largest
+        table.put_row_gradients([7], np.full((1, DIM), np.finfo(np.float32).max))
+    words = r"nothing was saved: .*table 'rows': column 0 of row id 7 .*evict such rows.*tables="
+    with pytest.raises(shardwell.NonFiniteError, match=words) as caught:
+        client.save_checkpoint(tmp_path / "c")
+    assert (caught.value.table, caught.value.parameter) == ("rows", None)
+    assert list(tmp_path.iterdir()) == []
+    client.save_checkpoint(tmp_path / "healthy", tables=["healthy"])
+    assert table.evict(older_than_step=table.next_step) == 1
+    client.save_checkpoint(tmp_path / "all")

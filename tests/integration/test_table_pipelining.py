@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from typing import Any
 
@@ -146,17 +148,41 @@ def test_results_that_are_too_old_are_let_go(cluster, connect) -> None:
 
 
 def test_a_prefetch_under_way_is_waited_for(cluster, connect) -> None:
-    """And its wait is bounded by the call's own deadline."""
     client = connect(cluster(2), "w0")
     table = _table(client)
     release = _held(client)
     table.prefetch_rows([1, 2])
-    with pytest.raises(shardwell.DeadlineError, match="being prefetched"):
-        table.get_rows([1, 2], timeout_s=0.2)
-    table.prefetch_rows([1, 2])
     waiting = in_background(lambda: table.get_rows([1, 2]))
+    eventually("it waits", lambda: not table._reading._prefetches._entries)
     release()
     assert waiting.result(10)[:, 0].tolist() == [0, 0]
+
+
+def test_the_wait_for_a_prefetch_ends_at_the_deadline(cluster, connect) -> None:
+    """The shards may be well, and the client's threads busy: rows are asked for then."""
+    client = connect(cluster(2), "w0")
+    table = _table(client)
+    _put(table, [1, 2])
+    release = _held(client)
+    table.prefetch_rows([1, 2])
+    assert table.get_rows([1, 2], timeout_s=0.2)[:, 0].tolist() == [1, 1]
+    release()
+
+
+def test_a_shard_that_keeps_a_prefetch_waiting_is_named(cluster, connect) -> None:
+    running = cluster(2, processes=True)
+    table = _table(connect(running, "w0", timeout_s=60))
+    ids = np.arange(100)
+    assert set(table._placement.shards_of(ids)) == {0, 1}
+    os.kill(running.children[1].pid, signal.SIGSTOP)
+    try:
+        table.prefetch_rows(ids)
+        with pytest.raises(shardwell.DeadlineError, match="shard 1 at") as caught:
+            table.get_rows(ids, timeout_s=0.2)
+        assert (caught.value.shard_index, caught.value.table) == (1, "rows")
+        table.close()
+    finally:
+        os.kill(running.children[1].pid, signal.SIGCONT)
 
 
 def _held(client: shardwell.Client) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 
 import shardwell
+from shardwell_server.cli.connecting import connected
 from shardwell_server.cli.tables import console, table
 
 
@@ -69,8 +69,8 @@ def save(
 
     Training may go on meanwhile. DIRECTORY must not exist; it appears when it is complete.
     """
-    with _connected(target) as client:
-        made = client.save_checkpoint(directory, *_choice(parameters, tables), timeout_s=timeout_s)
+    with connected("checkpoint", target, timeout_s) as (client, rest_s):
+        made = client.save_checkpoint(directory, *_choice(parameters, tables), timeout_s=rest_s)
     _print(made)
 
 
@@ -90,9 +90,9 @@ def restore(
     Before workers start: a parameter that has weights, or a table that has rows, is refused. The
     whole checkpoint is verified first.
     """
-    with _connected(target) as client:
+    with connected("checkpoint", target, timeout_s) as (client, rest_s):
         chosen = _choice(parameters, tables)
-        made = client.restore_checkpoint(directory, *chosen, timeout_s=timeout_s)
+        made = client.restore_checkpoint(directory, *chosen, timeout_s=rest_s)
         shard_count = client.shard_count
     names = sorted({entry.name for entry in made.select(chosen[0])})
     names += sorted({f"table {entry.name}" for entry in made.select_tables(chosen[1])})
@@ -120,10 +120,6 @@ def _choice(
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
     """What is asked for; None: all of the kind."""
     return (parameters, tables) if parameters or tables else (None, None)
-
-
-def _connected(target: str) -> shardwell.Client:
-    return shardwell.connect(target, worker_id=f"checkpoint-{os.getpid()}")
 
 
 def _print(made: shardwell.Checkpoint) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import signal
+import time
 from pathlib import Path
 
 import click
 
 from shardwell_server.cli.stopping import stop_requested
-from shardwell_server.local_cluster import LocalCluster
+from shardwell_server.local_cluster import NOT_READY, START_TIMEOUT_S, LocalCluster, not_started
 
 _LOOK_INTERVAL_S = 0.2
 _DEATH_COUNT_MAX = 1000
 """Deaths of one shard after which something else must be wrong."""
+_FAILED_START_COUNT_MAX = 3
+"""Starts, one after another, that a shard ended by itself: its files are damaged, say."""
+_CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""What a shard ends with because somebody wanted it to."""
 
 
 @click.command()
@@ -53,7 +60,6 @@ def cluster(*, shard_count: int, data_dir: Path | None, durability: str, log_lev
     Prints the line that workers need in their environment.
     """
     stop = stop_requested()
-    deaths = [0] * shard_count
     with LocalCluster(
         shard_count, data_dir, processes=True, durability=durability, log_level=log_level
     ) as running:
@@ -62,19 +68,64 @@ def cluster(*, shard_count: int, data_dir: Path | None, durability: str, log_lev
             f"# cluster {running.cluster_id}: {shard_count} shards are serving; Ctrl-C stops them",
             err=True,
         )
+        watched = [_WatchedShard(running, index, data_dir) for index in range(shard_count)]
         while not stop.wait(_LOOK_INTERVAL_S):
-            for index, child in enumerate(running.children):
-                code = child.poll()
-                if code is None:
-                    continue
-                deaths[index] += 1
-                if data_dir is None or deaths[index] > _DEATH_COUNT_MAX:
-                    raise click.ClickException(
-                        f"shard {index} has ended with exit code {code}; the others are stopped"
-                    )
-                running.start_again(index)
-                click.echo(
-                    f"# shard {index} had ended with exit code {code}, and goes on from "
-                    f"{data_dir / f'shard-{index}'}",
-                    err=True,
-                )
+            for shard in watched:
+                shard.look()
+
+
+class _WatchedShard:
+    """A shard that is started again when it has died. Nothing here waits, so all are watched."""
+
+    def __init__(self, running: LocalCluster, index: int, data_dir: Path | None) -> None:
+        self._running = running
+        self._index = index
+        self._data_dir = data_dir
+        self._death_count = 0
+        self._failed_start_count = 0
+        self._last_code: int | None = None
+        """What it ended with, while it is being started again."""
+        self._start_deadline_s = math.inf
+
+    def look(self) -> None:
+        """Starts it again if it has ended.
+
+        Raises:
+            ClickException: that would be of no use.
+            ShardUnavailableError: it was of none.
+        """
+        if self._last_code is not None:
+            self._look_at_start()
+        code = self._running.children[self._index].poll()
+        if code is not None:
+            self._died(code)
+
+    def _look_at_start(self) -> None:
+        if self._running.begins_to_serve(self._index):
+            assert self._data_dir is not None
+            self._tell(
+                f"had ended with exit code {self._last_code}, and goes on from "
+                f"{self._data_dir / f'shard-{self._index}'}"
+            )
+            self._last_code = None
+            self._failed_start_count = 0
+        elif time.monotonic() > self._start_deadline_s:
+            raise not_started(self._index, NOT_READY)
+
+    def _died(self, code: int) -> None:
+        self._death_count += 1
+        if self._data_dir is None or self._death_count > _DEATH_COUNT_MAX:
+            raise click.ClickException(
+                f"shard {self._index} has ended with exit code {code}; the others are stopped"
+            )
+        if self._last_code is not None:
+            self._failed_start_count += code not in _CODES_OF_OTHERS
+            if self._failed_start_count >= _FAILED_START_COUNT_MAX:
+                raise not_started(self._index, f"exit code {code}")
+            self._tell(f"ended with exit code {code} before it served, and is started once more")
+        self._last_code = code
+        self._running.begin_start(self._index)
+        self._start_deadline_s = time.monotonic() + START_TIMEOUT_S
+
+    def _tell(self, what: str) -> None:
+        click.echo(f"# shard {self._index} {what}", err=True)

@@ -19,6 +19,7 @@ from shardwell_server.cli.digits_options import (
 from shardwell_server.demo.digits.run import DemoConfig, run_demo
 from shardwell_server.demo.digits.screen import Screen as DigitsScreen
 from shardwell_server.demo.digits.worker import STEP_COUNT, SyncName
+from shardwell_server.demo.embeddings.knowledge_graph import find_data
 from shardwell_server.demo.embeddings.run import (
     RATIO_MIN,
     EmbeddingsConfig,
@@ -26,7 +27,7 @@ from shardwell_server.demo.embeddings.run import (
     run_embeddings,
 )
 from shardwell_server.demo.embeddings.screen import Screen as EmbeddingsScreen
-from shardwell_server.demo.embeddings.worker import BATCH_COUNT
+from shardwell_server.demo.embeddings.worker import BATCH_COUNT, DATA_SET
 from shardwell_server.demo.progress import Progress
 from shardwell_server.demo.stop import StoppedError, StopRequest
 
@@ -120,6 +121,7 @@ def _demo_digits(config: DemoConfig) -> NoReturn:
 
 
 def _demo_embeddings(config: EmbeddingsConfig) -> NoReturn:
+    find_data(DATA_SET)  # where there is none, no bar is begun
     stop = StopRequest()
     progress = Progress()
     screen = EmbeddingsScreen(config, progress)

@@ -22,6 +22,20 @@ from shardwell_server.store.data_dir import DataDir
 
 _ARENA_COUNT_MAX = 2
 """Messages come and go on many threads; with few heaps their buffers are used again."""
+_LIMITS = {
+    "parameter_count_max": "Parameters on this shard.",
+    "table_count_max": "Tables on this shard.",
+    "table_row_count_max": "Rows of one table on this shard; a table keeps what it was made with.",
+    "stored_bytes_max": "Bytes of weights, sums and optimizer state of all parameters and tables.",
+    "worker_count_max": "Workers that one parameter or table remembers by name.",
+    "stream_count_max": "Streams open at once; a worker keeps one a parameter, one or two a table.",
+    "encoded_chunk_count_max": "Encoded chunks of weights kept a parameter for workers in step.",
+    "wait_max_s": "Longest wait of a call for other workers, whatever timeout it asks for.",
+    "init_claim_s": "Seconds to send first weights, before another client may take over.",
+    "snapshot_count_max": "Snapshots of one parameter, for checkpoints, under way at once.",
+    "learning_rate_change_count_max": "Changes of a learning rate scheduled for steps to come.",
+}
+"""What the documentation of Limits says, in a line each."""
 _LOG = logging.getLogger("shardwell_server")
 
 
@@ -36,7 +50,7 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
             default=default,
             show_default=True,
             envvar=f"SHARDWELL_{field.name.upper()}",
-            help="A limit; see the documentation of Limits.",
+            help=_LIMITS[field.name],
         )(command)
     return command
 
@@ -151,7 +165,7 @@ def serve(
 
     Prints "serving on HOST:PORT" when it is ready; logs go to stderr.
     """
-    configure_logs(log_level, log_format)
+    configure_logs(log_level, log_format, shard_index=shard_index)
     config = ShardConfig(
         shard_index=shard_index,
         shard_count=shard_count,

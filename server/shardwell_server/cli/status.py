@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import click
@@ -113,10 +115,10 @@ def _shard_table(answers: list[_Answer]) -> Table:
             f"{shard.shard_index} of {shard.shard_count}",
             address,
             "[green]serving[/green]" if right else "[red]wrong place[/red]",
-            f"{status.uptime_s:.0f} s",
-            _megabytes(status.stored_bytes),
-            _megabytes(status.received_payload_bytes),
-            _megabytes(status.sent_payload_bytes),
+            _uptime(status.uptime_s),
+            _size(status.stored_bytes),
+            _size(status.received_payload_bytes),
+            _size(status.sent_payload_bytes),
             str(status.open_stream_count),
         )
     return shards
@@ -187,16 +189,40 @@ def _taking_part(step: str, mode: str, status: pb.ParameterStatus | table_pb2.Ta
     """A step, and who is in it."""
     if mode == "async":
         return f"{step}, asynchronous"
-    missing = list(status.missing_worker_ids)
+    missing = _in_order(status.missing_worker_ids)
     if status.unknown_worker_count:
         missing.append(f"{status.unknown_worker_count} never seen")
     parts = [step]
     if status.contributed_worker_ids:
-        parts.append(f"in: {', '.join(status.contributed_worker_ids)}")
+        parts.append(f"in: {', '.join(_in_order(status.contributed_worker_ids))}")
     if missing:
         parts.append(f"[yellow]missing: {', '.join(missing)}[/yellow]")
     return "; ".join(parts)
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+def _in_order(worker_ids: Iterable[str]) -> list[str]:
+    """Names as people count: worker-2 before worker-10."""
+
+    def key(worker_id: str) -> list[str | int]:
+        parts = re.split(r"([0-9]+)", worker_id)  # words at even places, numbers between
+        return [int(part) if place % 2 else part for place, part in enumerate(parts)]
+
+    return sorted(worker_ids, key=key)
+
+
+def _uptime(seconds: float) -> str:
+    """In two digits for four days; --json has it exactly."""
+    for unit, length_s in (("s", 1), ("min", 60), ("h", 3600)):
+        if seconds < 100 * length_s:
+            return f"{seconds // length_s:.0f} {unit}"
+    return f"{seconds // 86400:.0f} d"
+
+
+def _size(count: int) -> str:
+    """In three digits, from 0.1 MB on."""
+    amount, unit = count / 1e6, "MB"
+    for larger in ("GB", "TB"):
+        if amount < 999.5:
+            break
+        amount, unit = amount / 1e3, larger
+    return f"{amount:.1f} {unit}" if amount < 99.95 else f"{amount:.0f} {unit}"

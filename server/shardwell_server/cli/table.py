@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
-import shardwell
+from shardwell_server.cli.connecting import connected
 
 
 @click.group()
@@ -33,6 +32,6 @@ def export(*, name: str, path: Path, target: str, timeout_s: float) -> None:
     PATH ends in .safetensors or .parquet (which needs pyarrow), must not exist, and appears when it
     is complete. Training may go on meanwhile; all rows are of one version.
     """
-    with shardwell.connect(target, worker_id=f"export-{os.getpid()}") as client:
-        made = client.export_table(name, path, timeout_s=timeout_s)
+    with connected("export", target, timeout_s) as (client, rest_s):
+        made = client.export_table(name, path, timeout_s=rest_s)
     click.echo(f"exported {made.row_count} rows of {name} at version {made.version} to {made.path}")

@@ -21,7 +21,7 @@ def table(title: str, *columns: str) -> Table:
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
         pad_edge=False,
     )
     for column in columns:
