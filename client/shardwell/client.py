@@ -384,10 +384,7 @@ class Client(Closing):
         ]
 
     def close(self) -> None:
-        """Ends all streams and connections; calls of other threads end with ClosedError.
-
-        From any thread; safe to repeat.
-        """
+        """Ends all connections; other threads' calls end with ClosedError. Safe to repeat."""
         if self._closed:
             return
         self._closed = True

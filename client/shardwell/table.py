@@ -65,11 +65,7 @@ class Table(Closing):
         self._opening = TableOpening(spec, shards.channels, worker_id=worker_id, turns=self._turns)
         transfer = RowTransfer(spec, worker_id=worker_id, traffic=traffic)
         self._streams = TableStreams(
-            spec.name,
-            shards.channels,
-            transfer,
-            watchdog=watchdog,
-            idle_lanes=idle_lanes,
+            spec.name, shards.channels, transfer, watchdog=watchdog, idle_lanes=idle_lanes
         )
         self._cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
         self._reading = RowReading(
