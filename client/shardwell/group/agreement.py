@@ -153,9 +153,9 @@ class RollCallHost:
         reader = threading.Thread(
             target=self._read, args=(rank, requests), name="shardwell-roll-call", daemon=True
         )
-        with self._changed:
+        with self._changed:  # so that `close` finds none that has not begun
             self._readers.append((reader, context))
-        reader.start()
+            reader.start()
         while (answer := answers.get()) is not None:
             yield answer
 
