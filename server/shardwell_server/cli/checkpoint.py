@@ -127,12 +127,14 @@ def _print(made: shardwell.Checkpoint) -> None:
         f"{made.path}: cluster {made.cluster_id}, {made.shard_count} shards, "
         f"shardwell {made.software_version}, {made.size_bytes / 1e6:.1f} MB"
     )
-    shown = table(title, "parameter", ">size", ">version", "optimizer", "tensors", ">files")
+    shown = table("", "parameter", ">size", ">version", "optimizer", "tensors", ">files")
     for parameter in made.parameters:
         shown.add_row(parameter.name, str(parameter.size), *_columns(parameter))
     for entry in made.tables:
         size = f"{entry.row_count} rows x {entry.spec.dim}"
         shown.add_row(f"table {entry.name}", size, *_columns(entry))
+    # Apart from the table, whose width would break the path.
+    console().print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     console().print(shown)
 
 

@@ -15,9 +15,12 @@ _WHOLE = ("address", "state")
 
 
 def table(title: str, *columns: str) -> Table:
-    """A table that fits a narrow terminal; a column that begins with ">" has numbers."""
+    """A table that fits a narrow terminal; a column that begins with ">" has numbers.
+
+    Its title, if it is to have one, is wrapped to its width.
+    """
     made = Table(
-        title=title,
+        title=title or None,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
