@@ -193,16 +193,23 @@ def _checkpoint(path: Path, fields: dict[str, Any]) -> Checkpoint:
     )
 
 
+def _standing(fields: Any) -> dict[str, Any]:
+    """Where a parameter or table stands."""
+    rate = fields["learning_rate"]
+    return {
+        "version": check_integer("version", fields["version"], 0, STEP_MAX),
+        "version_max": check_integer("version_max", fields["version_max"], 0, STEP_MAX),
+        "learning_rate": None if rate is None else check_learning_rate("learning_rate", rate),
+    }
+
+
 def _parameter(fields: Any) -> CheckpointParameter:
     spec = ParameterSpec.from_proto(
         json_format.ParseDict(_typed(fields, "spec", dict), types_pb2.ParameterSpec())
     )
-    rate = fields["learning_rate"]
     entry = CheckpointParameter(
         spec=spec,
-        version=check_integer("version", fields["version"], 0, STEP_MAX),
-        version_max=check_integer("version_max", fields["version_max"], 0, STEP_MAX),
-        learning_rate=None if rate is None else check_learning_rate("learning_rate", rate),
+        **_standing(fields),
         files=tuple(map(_file, _typed(fields, "files", list))),
     )
     _check_entry(entry, fields, "parameter")
@@ -214,12 +221,9 @@ def _table(fields: Any) -> CheckpointTable:
     spec = TableSpec.from_proto(
         json_format.ParseDict(_typed(fields, "spec", dict), table_pb2.TableSpec())
     )
-    rate = fields["learning_rate"]
     entry = CheckpointTable(
         spec=spec,
-        version=check_integer("version", fields["version"], 0, STEP_MAX),
-        version_max=check_integer("version_max", fields["version_max"], 0, STEP_MAX),
-        learning_rate=None if rate is None else check_learning_rate("learning_rate", rate),
+        **_standing(fields),
         files=tuple(map(_rows_file, _typed(fields, "files", list))),
     )
     _check_entry(entry, fields, "table")

@@ -15,6 +15,7 @@ import shardwell
 from harness.polling import eventually
 from harness.together import together
 from shardwell_server import LocalCluster
+from shardwell_server.shard.table_register import TableRegister
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -113,3 +114,20 @@ def test_a_kept_table_is_the_same_after_a_kill(cluster, connect, tmp_path) -> No
     table.put_row_gradients(IDS, ONES)
     again = open_table(connect(running, "w1"), "async")
     np.testing.assert_array_equal(again.get_rows(IDS), -2)
+
+
+def test_a_table_that_was_made_and_not_yet_told_apart(cluster, connect, monkeypatch) -> None:
+    """Shard 0 ended between making it and drawing its incarnation; whoever comes next has one."""
+
+    def failing(*_: object) -> None:
+        raise shardwell.StorageError("the disk is gone")
+
+    running = cluster(2)
+    client = connect(running, "w0")
+    with monkeypatch.context() as patch:
+        patch.setattr(TableRegister, "note_incarnation", failing)
+        with pytest.raises(shardwell.StorageError, match="the disk is gone"):
+            open_table(client, "async")
+    table = open_table(client, "async")
+    (one,) = {status.incarnation for status in table.status()}
+    assert one

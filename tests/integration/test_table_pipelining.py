@@ -13,28 +13,15 @@ import pytest
 import shardwell
 from harness.polling import eventually
 from harness.proxy import Proxy
-from harness.row_model import OPTIMIZERS
+from harness.table_batches import DIM, open_table
 from harness.together import in_background
 from shardwell.prefetches import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
 
 pytestmark = pytest.mark.timeout(60)
 
-DIM = 4
-
 
 def _table(client: shardwell.Client, **options: Any) -> shardwell.Table:
-    return client.table(
-        "rows",
-        **{
-            "row_count": 1000,
-            "dim": DIM,
-            "optimizer": OPTIMIZERS["sgd"],
-            "initializer": shardwell.Zeros(),
-            "codec": "fp32",
-            "mode": "async",
-            **options,
-        },
-    )
+    return open_table(client, **{"mode": "async", **options})
 
 
 def _put(table: shardwell.Table, ids: Any, value: float = -2.0) -> None:

@@ -28,7 +28,7 @@ _LIMITS = {
     "table_row_count_max": "Rows of one table on this shard; a table keeps what it was made with.",
     "stored_bytes_max": "Bytes of weights, sums and optimizer state of all parameters and tables.",
     "worker_count_max": "Workers that one parameter or table remembers by name.",
-    "stream_count_max": "Streams open at once; a worker keeps one a parameter, one or two a table.",
+    "stream_count_max": "Streams open at once; a worker keeps one a parameter, up to 4 for tables.",
     "encoded_chunk_count_max": "Encoded chunks of weights kept a parameter for workers in step.",
     "wait_max_s": "Longest wait of a call for other workers, whatever timeout it asks for.",
     "init_claim_s": "Seconds to send first weights, before another client may take over.",

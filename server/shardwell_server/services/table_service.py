@@ -7,7 +7,6 @@ stream's thread.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterator
 
 import grpc
@@ -82,10 +81,9 @@ class TableService:
         if request.must_exist:
             self._check_kept(spec.name)
         table, created = self._shard.tables.open(spec)
-        incarnation = request.incarnation
-        if created and not incarnation and request.shard.shard_index == 0:
-            incarnation = secrets.randbits(63) or 1
-        response = table.join(worker_id, take_seat=request.take_seat, incarnation=incarnation)
+        response = table.join(
+            worker_id, take_seat=request.take_seat, incarnation=request.incarnation
+        )
         response.created = created
         if created:
             _LOG.info("table created", extra={"table": spec.name, "dim": spec.dim})

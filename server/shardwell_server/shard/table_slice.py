@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,6 +76,7 @@ class TableSlice:
         self.spec = spec
         self.layout = layout
         self.storage = storage
+        self._draws_incarnation = shard_index == 0
         self._codec = RowCodec.of(spec)
         self._reader = PartReader(spec, self._codec, placement, shard_index)
         self._changed = threading.Condition(threading.Lock())
@@ -157,6 +159,8 @@ class TableSlice:
         with self._changed:
             has_rows = self._places.row_count > 0 or self.loading.is_under_way
             has_begun = has_rows or self.register.has_counted
+            if self._draws_incarnation and not (incarnation or self.register.incarnation):
+                incarnation = secrets.randbits(63) + 1
             if incarnation and not (self.register.incarnation and has_begun):
                 self.register.note_incarnation(incarnation)
             self.register.check_incarnation(incarnation)
@@ -353,11 +357,7 @@ class TableSlice:
         self.storage.make_durable()
 
     def sync(self) -> None:
-        """Writes to disk what is not there yet.
-
-        Raises:
-            StorageError: the disk failed.
-        """
+        """Writes to disk what is not there yet; StorageError if the disk failed."""
         self.storage.sync()
 
     def make_image(self, is_stopping: Callable[[], bool]) -> None:

@@ -30,6 +30,8 @@ class Numbered:
         self._reached = reached
         self._is_synced = is_synced
         self._next_number = 1
+        self._given_up: Path | None = None
+        """What has the next number's name because it could not be removed."""
 
     def standing(self) -> Iterator[Path]:
         """Those that stand, in order; removes what was never made. To be called first.
@@ -68,8 +70,9 @@ class Numbered:
         at = making = directory.with_suffix(".new")
         try:
             self._path.mkdir(exist_ok=True)
-            if directory.exists():  # giving it up, or removing it, may have failed before
+            if directory == self._given_up:  # nobody else's, who may have copied one there
                 os.replace(directory, making)
+                self._given_up = None
             if making.exists():
                 shutil.rmtree(making)
             making.mkdir()
@@ -86,7 +89,9 @@ class Numbered:
         except Exception as error:
             with contextlib.suppress(OSError, MemoryError):
                 if at is directory:
+                    self._given_up = directory
                     os.replace(directory, making)
+                    self._given_up = None
                 shutil.rmtree(making, ignore_errors=True)
             if isinstance(error, OSError):
                 raise storage_error(directory, error, doing) from None
