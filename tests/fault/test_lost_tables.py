@@ -77,7 +77,7 @@ def test_a_table_of_which_nothing_had_begun(cluster, connect, lost) -> None:
     np.testing.assert_array_equal(table.get_rows(IDS), -1)
     lose(running, lost)
     late = connect(running, "w1")
-    with pytest.raises(REFUSED):
+    with pytest.raises(shardwell.StepOrderError, match="lost its memory"):
         open_table(late, "async")
 
 
