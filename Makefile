@@ -1,17 +1,21 @@
 # Every target does its own set-up in .venv; it needs make, and Python 3.11 or newer.
 # Another Python: make demo PYTHON=python3.12
+# Beside it, in another folder: make test PYTHON=python3.13 VENV=.venv-3.13
 
 PYTHON ?= python3
+VENV ?= .venv
 MINUTES ?= 10
 # Processes that run tests at once, more than cores, as tests often wait.
 # WORKERS=0 runs them one by one.
 WORKERS ?= 4
+# Which tests; all of them where it is empty.
+TESTS ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
 .PHONY: help setup test test-torch demo demo-embeddings lint protos bench soak
 
-BIN := .venv/bin
+BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
 PYKEEN := pykeen==1.11.1
 TORCH := torch==2.13.0+cpu
@@ -26,62 +30,62 @@ help:
 	@echo "make lint    ruff, mypy, import-linter, stubs and protos"
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
 	@echo "make bench   the figures of the README"
-	@echo "make setup   all that the others need, in .venv"
+	@echo "make setup   all that the others need, in $(VENV)"
 
-demo: .venv/.has-demo
+demo: $(VENV)/.has-demo
 	@$(BIN)/shardwell demo
 
-demo-embeddings: .venv/.has-demo
+demo-embeddings: $(VENV)/.has-demo
 	@$(BIN)/shardwell demo --task embeddings
 
-test: .venv/.has-test
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+test: $(VENV)/.has-test
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
-soak: .venv/.has-test
+soak: $(VENV)/.has-test
 	@SHARDWELL_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m soak -s tests/fault/test_kill_nine.py
 
 # torch's CPU build is not on PyPI, and its other builds bring gigabytes; where there is none,
 # say so and go on: the optimizers are compared with float64 arithmetic in any case.
-test-torch: .venv/.has-test
+test-torch: $(VENV)/.has-test
 	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH); then \
 	  $(BIN)/python -m pytest tests/unit/test_update_rules_torch.py; \
 	else echo "no $(TORCH) for this Python here: the comparison with torch.optim was not run"; fi
 
-lint: .venv/.has-lint
+lint: $(VENV)/.has-lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	tools/generate_stubs.sh --check
+	PYTHON=$(BIN)/python tools/generate_stubs.sh --check
 	$(BIN)/buf lint protos
 
-protos: .venv/.has-lint
-	tools/generate_stubs.sh
+protos: $(VENV)/.has-lint
+	PYTHON=$(BIN)/python tools/generate_stubs.sh
 
 # Parts of other benchmarks, which print nothing besides.
 PARTS := bare_grpc rows_python rows_report table_file
 BENCHMARKS := $(filter-out $(PARTS:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py)))
 
-bench: .venv/.has-demo
+bench: $(VENV)/.has-demo
 	@set -e; for benchmark in $(BENCHMARKS); do \
 	  echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
 	done
 
-setup: .venv/.has-demo .venv/.has-test .venv/.has-lint
+setup: $(VENV)/.has-demo $(VENV)/.has-test $(VENV)/.has-lint
 
 # One stamp an extra of pyproject.toml; it is made again when that file has changed. Conflicts are not
 # told, because pip would tell of all that PyKEEN lacks; what the extras need is installed or fails.
-.venv/.has-%: pyproject.toml $(BIN)/python
-	@echo "installing shardwell[$*] into .venv"
+$(VENV)/.has-%: pyproject.toml $(BIN)/python
+	@echo "installing shardwell[$*] into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
 	  --editable '.[$*]'
 	@touch $@
 
-.venv/.has-demo .venv/.has-test: | .venv/.has-facts
+$(VENV)/.has-demo $(VENV)/.has-test: | $(VENV)/.has-facts
 
 # What no extra can say, as extras have no way to leave out what a package depends on.
-.venv/.has-facts: Makefile $(BIN)/python
-	@echo "installing $(PYKEEN) into .venv, for its data"
+$(VENV)/.has-facts: Makefile $(BIN)/python
+	@echo "installing $(PYKEEN) into $(VENV), for its data"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PYKEEN)
 	@touch $@
 
@@ -97,5 +101,5 @@ $(BIN)/python:
 	  version=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
 	  echo "$(PYTHON) can't make virtual environments; on Debian and Ubuntu:" \
 	    "sudo apt-get install python$$version-venv" >&2; exit 1; }
-	@echo "making .venv with $$("$(PYTHON)" -V)"
-	@"$(PYTHON)" -m venv --clear .venv || { rm -rf .venv; exit 1; }
+	@echo "making $(VENV) with $$("$(PYTHON)" -V)"
+	@"$(PYTHON)" -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }

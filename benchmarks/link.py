@@ -210,7 +210,7 @@ def crews(
 
     ring = crew("shardwell_group.py", "--rendezvous", target, "--strategies", "ring")
     bare = crew("bare_ring.py", with_host=True)
-    flags = ("--target", target, "--megabytes", str(args.megabytes), "--codec", "fp16")
+    flags = ("--shards", target, "--megabytes", str(args.megabytes), "--codec", "fp16")
     exchange = crew("shardwell_exchange.py", *flags)
     rows: list[tuple[str, str, str, Crew, dict[str, Any]]] = []
     for codec in ("fp16", "fp32"):

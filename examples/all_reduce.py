@@ -1,6 +1,6 @@
 """An all-reduce through the shards: the weights of an `Average` parameter are the mean gradient.
 
-shardwell cluster --shards 2          # prints: export SHARDWELL_SHARDS=...
+shardwell cluster --shard-count 2     # prints: export SHARDWELL_SHARDS=...
 python examples/all_reduce.py         # with that variable set
 """
 

@@ -1,7 +1,7 @@
 """Embeddings in two tables: ComplEx (Trouillon et al., 2016) learns which facts of UMLS are true.
 
 pip install --no-deps pykeen==1.11.1    # ships the facts, as text; its code is not used
-shardwell cluster --shards 2            # prints: export SHARDWELL_SHARDS=...
+shardwell cluster --shard-count 2      # prints: export SHARDWELL_SHARDS=...
 shardwell run -n 2 -- python examples/knowledge_graph.py    # with that variable set
 """
 

@@ -1,6 +1,6 @@
 """The smallest worker: linear regression on a running cluster.
 
-shardwell cluster --shards 2          # prints: export SHARDWELL_SHARDS=...
+shardwell cluster --shard-count 2     # prints: export SHARDWELL_SHARDS=...
 python examples/worker.py             # with that variable set
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,18 +12,22 @@ import hypothesis
 import pytest
 
 import shardwell
-from harness.leaks import Belongings
-from harness.polling import eventually
+from harness.leaks import Belongings, descriptor_count
+from harness.polling import PATIENCE_S, eventually
 from shardwell_server import LocalCluster
 
 CHUNK_SIZE_BYTES = 256
 """Small, so that short parameters have many chunks too."""
-CALL_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 60.0
+"""Of calls that should succeed: longer than any test waits, so that none ends for lack of time."""
 _WITH_LEAK_CHECK = {"integration", "fault"}
+_DESCRIPTOR_COUNT_MAX = 100
+"""Of a process between two tests; a state machine's stores, killed by being dropped, have many."""
 
-# Whoever runs the tests in the background may ignore Ctrl-C, and children inherit that; what has a
-# handler here is theirs to decide.
+# Whoever runs the tests in the background may ignore Ctrl-C, and with nohup hangups; children
+# inherit that, but not what has a handler here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, lambda *_: None)
 
 # How long an example takes says something about the machine, nothing about the code.
 hypothesis.settings.register_profile("shardwell", deadline=None)
@@ -47,8 +52,16 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         return not last
 
     with contextlib.suppress(AssertionError):
-        eventually("everything is released", is_clean, timeout_s=5.0)
+        eventually("everything is released", is_clean, timeout_s=PATIENCE_S)
     assert not last, f"left behind: {', '.join(last)}"
+
+
+@pytest.fixture(autouse=True)
+def _what_was_dropped_is_closed() -> Iterator[None]:
+    """Collects garbage that has files open, so that it does not take them from later tests."""
+    yield
+    if descriptor_count() > _DESCRIPTOR_COUNT_MAX:
+        gc.collect()
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def shardwell_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> 
         directory = None
         if store == "mmap":
             directory = stack.enter_context(tempfile.TemporaryDirectory(dir=args.data_dir))
-        cluster = LocalCluster(args.shards, directory, processes=True)
+        cluster = LocalCluster(args.shard_count, directory, processes=True)
         clusters[store] = stack.enter_context(cluster)
     targets = json.dumps({store: cluster.target for store, cluster in clusters.items()})
     crew = start(args, stack, "shardwell_rows.py", "--targets", targets)
@@ -87,7 +87,7 @@ def shardwell_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> 
 
 def redis_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[System]:
     """Starts Redis servers and workers."""
-    serving = redis_servers.serving(args.redis_server, args.shards)
+    serving = redis_servers.serving(args.redis_server, args.shard_count)
     ports, pids = stack.enter_context(serving)
     words = ["--ports", *map(str, ports), "--clients", *args.redis_clients]
     crew = start(args, stack, "redis_rows.py", *words, python=args.redis_python)
@@ -150,13 +150,13 @@ def bare_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[
     context = multiprocessing.get_context("spawn")
     found: Any = context.Queue()
     pids = []
-    for _ in range(args.shards):
+    for _ in range(args.shard_count):
         server = context.Process(target=serve, args=(found, True), daemon=True)
         server.start()
         pids.append(server.pid)
         stack.callback(server.join)
         stack.callback(server.terminate)
-    ports = [str(found.get(timeout=60)) for _ in range(args.shards)]
+    ports = [str(found.get(timeout=60)) for _ in range(args.shard_count)]
     crew = start(args, stack, "bare_rows.py", "--ports", *ports)
     return [
         System(

@@ -38,11 +38,11 @@ class ExchangeBench(Bench):
 
 def main() -> None:
     parser = worker_parser()
-    parser.add_argument("--target", required=True)
+    parser.add_argument("--shards", required=True)
     parser.add_argument("--megabytes", type=int, required=True)
     parser.add_argument("--codec", required=True)
     args = parser.parse_args()
-    bench = ExchangeBench(args.rank, args.size, args.target, args.megabytes, args.codec)
+    bench = ExchangeBench(args.rank, args.size, args.shards, args.megabytes, args.codec)
     work(args.socket, args.rank, bench)
 
 

@@ -18,6 +18,8 @@ from shardwell.errors import (
     CollectiveMismatchError,
     CorruptChunkError,
     DeadlineError,
+    DivergedError,
+    ForkedError,
     GroupMismatchError,
     InitSupersededError,
     InternalError,
@@ -26,6 +28,7 @@ from shardwell.errors import (
     NotInitializedError,
     RankTakenError,
     SeatsTakenError,
+    SessionUnknownError,
     ShardUnavailableError,
     ShardwellError,
     SpecMismatchError,
@@ -33,6 +36,7 @@ from shardwell.errors import (
     StorageError,
     UnknownParameterError,
     UnknownTableError,
+    WorkerIdInUseError,
     WorkerLostError,
     WorkersMissingError,
     WorkerUnreachableError,
@@ -57,6 +61,7 @@ from shardwell.optimizers import (
     RowWiseAdagrad,
 )
 from shardwell.parameter import Parameter
+from shardwell.shard_status import ParameterStatus, ShardStatus, TableStatus
 from shardwell.specs import ParameterSpec
 from shardwell.table import Table
 from shardwell.table_export import TableExport
@@ -64,8 +69,10 @@ from shardwell.table_spec import TableSpec
 from shardwell.threaded_sync import ThreadedSync
 from shardwell.traffic import Traffic
 
-# What a program does not ask to see, it does not see: the standard library's advice to libraries.
-logging.getLogger("shardwell").addHandler(logging.NullHandler())
+# What members of a group refuse one another is an error of theirs, to be seen by who asks for it.
+# "shardwell" itself has no such handler: it has only what a person who waits wants to read, and a
+# program without logging of its own prints its warnings, which is the standard library's default.
+logging.getLogger("shardwell.group").addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
 
@@ -87,6 +94,8 @@ __all__ = [
     "CorruptChunkError",
     "DataParallelTrainer",
     "DeadlineError",
+    "DivergedError",
+    "ForkedError",
     "GradientSync",
     "Group",
     "GroupMismatchError",
@@ -102,12 +111,15 @@ __all__ = [
     "Optimizer",
     "Parameter",
     "ParameterSpec",
+    "ParameterStatus",
     "RMSProp",
     "RankTakenError",
     "Ring",
     "RowWiseAdagrad",
     "SeatsTakenError",
     "ServerSync",
+    "SessionUnknownError",
+    "ShardStatus",
     "ShardUnavailableError",
     "ShardwellError",
     "SpecMismatchError",
@@ -118,6 +130,7 @@ __all__ = [
     "Table",
     "TableExport",
     "TableSpec",
+    "TableStatus",
     "ThreadedSync",
     "Traffic",
     "Tree",
@@ -125,6 +138,7 @@ __all__ = [
     "UnknownParameterError",
     "UnknownTableError",
     "Update",
+    "WorkerIdInUseError",
     "WorkerLostError",
     "WorkerUnreachableError",
     "WorkersMissingError",

@@ -21,8 +21,11 @@ import numpy.typing as npt
 
 from shardwell.codec import Float32
 from shardwell.errors import ArgumentError
-from shardwell.specs import SAMPLE_COUNT_MAX, WORKER_COUNT_MAX
+from shardwell.specs import WORKER_COUNT_MAX
 from shardwell.values import as_flat, check_integer
+
+_MERGED_SAMPLE_COUNT_MAX = 2**62
+"""More than can ever be processed: what was merged can be merged again."""
 
 
 def split_batch(batch: Any, worker_count: int) -> list[Any]:
@@ -100,7 +103,7 @@ class Update:
     loss: float
     """Their mean loss."""
     sample_count: int
-    """How many they were, 0 to 2^24."""
+    """How many they were, 0 to 2^62; what is put into a sync has 2^24 at the most."""
 
 
 def merge_updates(updates: Sequence[Update]) -> Update:
@@ -132,14 +135,15 @@ class Merging:
 
     def add(self, update: Update) -> None:
         """Counts an update; nothing of it is kept."""
-        flat = as_flat("gradient of an update", update.gradient, int(np.size(update.gradient)))
-        count = check_integer("sample_count of an update", update.sample_count, 0, SAMPLE_COUNT_MAX)
+        flat = as_flat("gradient of an update", update.gradient, None)
+        what = "sample_count of an update"
+        count = check_integer(what, update.sample_count, 0, _MERGED_SAMPLE_COUNT_MAX)
         if flat.size > self._gradient.size:
             padding = np.zeros(flat.size - self._gradient.size)
             self._gradient = np.concatenate((self._gradient, padding))
         if count:
             with np.errstate(all="ignore"):
-                self._gradient[: flat.size] += np.multiply(flat, count, dtype=np.float64)
+                self._gradient[: flat.size] += np.multiply(flat, float(count), dtype=np.float64)
             self._loss += count * float(update.loss)
             self._sample_count += count
 

@@ -12,20 +12,30 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from shardwell import checksum
+from shardwell.attendance import Attendance, new_session
+from shardwell.calls import cancelled_by
 from shardwell.connection import CHANNEL_OPTIONS, unary_stub
-from shardwell.errors import ArgumentError, ClosedError
+from shardwell.descriptors import check_descriptors
+from shardwell.errors import (
+    ArgumentError,
+    ClosedError,
+    LimitError,
+    ShardUnavailableError,
+    ShardwellError,
+    StepOrderError,
+)
 from shardwell.names import is_address
+from shardwell.session import Session
 from shardwell.status import from_rpc_error
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import table_pb2, types_pb2
+from shardwell.v1 import session_pb2, table_pb2, types_pb2
 
-ANSWER_MARGIN_S = 2.0
-"""How much longer than the shard may wait the client waits for its answer, which names who is
-missing."""
 SHARD_COUNT_MAX = 4096
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 _TABLE_SERVICE = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
+_SESSION_SERVICE = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
 _ABSENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -55,14 +65,37 @@ def parse_target(target: str) -> list[str]:
     return addresses
 
 
+class CallCancelledError(grpc.RpcError):
+    """A call was cancelled on this side."""
+
+    def code(self) -> grpc.StatusCode:
+        """Says so."""
+        return grpc.StatusCode.CANCELLED
+
+    def details(self) -> str:
+        """Says what happened."""
+        return "the call was given up"
+
+    def trailing_metadata(self) -> tuple[()]:
+        """Has none."""
+        return ()
+
+
 class ShardChannel:
     """One shard, as a client sees it. Any thread may call it."""
 
-    def __init__(self, shard_index: int, address: str) -> None:
+    def __init__(self, shard_index: int, address: str, session: Session | None = None) -> None:
         self.shard_index = shard_index
         self.address = address
         self.identity = types_pb2.ShardIdentity()
+        self.session = session or new_session()
+        """Of the client."""
+        self.worker_id = ""
+        """Under which the client contributes; empty before it attends."""
+        self.has_places = False
+        """Whether the client may have taken a place on the shard."""
         self._closed = False
+        self._stubs: dict[str, Any] = {}
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         channel = self._channel
         self.put_gradient: Any = channel.stream_unary(
@@ -73,6 +106,11 @@ class ShardChannel:
             f"/{_SERVICE}/InitWeights",
             response_deserializer=pb.InitWeightsResponse.FromString,
         )
+        self.init_weights_at_once: Any = channel.unary_unary(
+            f"/{_SERVICE}/InitWeights",
+            response_deserializer=pb.InitWeightsResponse.FromString,
+        )
+        """A stream of one message, which needs no thread that writes it."""
         self.get_weights: Any = channel.unary_stream(
             f"/{_SERVICE}/GetWeights",
             request_serializer=pb.GetWeightsRequest.SerializeToString,
@@ -91,6 +129,38 @@ class ShardChannel:
             f"/{_TABLE_SERVICE}/LoadRows",
             response_deserializer=table_pb2.LoadRowsResponse.FromString,
         )
+        self._attend: Any = channel.unary_stream(
+            f"/{_SESSION_SERVICE}/Attend",
+            request_serializer=session_pb2.AttendRequest.SerializeToString,
+        )
+        self._end_session: Any = unary_stub(
+            channel, f"/{_SESSION_SERVICE}/EndSession", session_pb2.EndSessionResponse
+        )
+        self._attendance = Attendance(self._attended, self.translate)
+
+    def attend(self) -> None:
+        """Sees to it that the shard knows, or is about to know, that the client's session lives.
+
+        Raises:
+            LimitError: too many clients are connected.
+        """
+        if self.worker_id:
+            self._attendance.ensure()
+
+    def _attended(self) -> Any:
+        request = session_pb2.AttendRequest(
+            shard=self.identity,
+            worker_id=self.worker_id,
+            session=self.session.number,
+            host=self.session.host,
+            pid=self.session.pid,
+        )
+        return self._attend(request, wait_for_ready=True)
+
+    def end_session(self, timeout_s: float) -> Any:
+        """Tells the shard that the session has ended in order: a call that is under way."""
+        request = session_pb2.EndSessionRequest(shard=self.identity, session=self.session.number)
+        return self._end_session.future(request, timeout=timeout_s)
 
     def call(
         self,
@@ -105,10 +175,47 @@ class ShardChannel:
     ) -> ResponseT:
         """A unary call, of TableService on behalf of a table; blocks up to `timeout_s`."""
         service = _SERVICE if table is None else _TABLE_SERVICE
-        stub = unary_stub(self._channel, f"/{service}/{method}", response_type)
+        name = f"/{service}/{method}"
+        stub = self._stubs.get(name)
+        if stub is None:
+            stub = self._stubs[name] = unary_stub(self._channel, name, response_type)
+        if checksum.CRC_FIELD in request.DESCRIPTOR.fields_by_name:
+            request.crc32c = checksum.of_request(request)
         with self.translated(parameter, table):
-            response: ResponseT = stub(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            call = stub.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            response: ResponseT = self.result_of(call, parameter, table)
             return response
+
+    def result_of(self, call: Any, parameter: str | None = None, table: str | None = None) -> Any:
+        """What a call with one answer returns; blocks.
+
+        Raises:
+            grpc.RpcError: it failed, or was cancelled.
+            ShardUnavailableError: gRPC has no answer, because its frame was damaged on its way.
+        """
+        with cancelled_by(call.cancel):
+            try:
+                response = call.result()
+            except grpc.FutureCancelledError:
+                raise CallCancelledError from None
+        return self.received(response, parameter, table)
+
+    def received(
+        self, response: ResponseT | None, parameter: str | None = None, table: str | None = None
+    ) -> ResponseT:
+        """The answer of a call that succeeded.
+
+        Raises:
+            ShardUnavailableError: gRPC has none, because its frame was damaged on its way.
+        """
+        if response is None:
+            raise ShardUnavailableError(
+                f"the answer of shard {self.shard_index} at {self.address} was lost; call again",
+                shard_index=self.shard_index,
+                parameter=parameter,
+                table=table,
+            )
+        return response
 
     def answers(self, timeout_s: float) -> bool:
         """Waits until the shard answers; False if it has not, or the connection broke again.
@@ -127,11 +234,10 @@ class ShardChannel:
         with self.translated():
             call = stub.future(question, timeout=timeout_s, wait_for_ready=True)
         try:
-            error = call.exception()
+            with cancelled_by(call.cancel):
+                error = call.exception()
         except grpc.FutureCancelledError as cancelled:
             error = cancelled
-        finally:
-            call.cancel()  # after Ctrl-C, nobody waits for it
         if self._closed:
             raise ClosedError("the client was closed; connect again")
         # Any other status is an answer, and says more when the call itself is made again.
@@ -151,8 +257,16 @@ class ShardChannel:
 
     def translate(
         self, error: grpc.RpcError, parameter: str | None = None, table: str | None = None
-    ) -> Exception:
-        """The Shardwell error that a failed call of this shard stands for."""
+    ) -> ShardwellError:
+        """The Shardwell error that a failed call of this shard stands for.
+
+        LimitError where this process has no descriptor left, so that it is not the shard's doing.
+        """
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            try:
+                check_descriptors(1, f"a connection to {self.address}")
+            except LimitError as lacking:
+                return lacking
         return from_rpc_error(
             error,
             shard_index=self.shard_index,
@@ -164,4 +278,20 @@ class ShardChannel:
     def close(self) -> None:
         """Ends the connection and every call on it."""
         self._closed = True
+        self._attendance.close()
         self._channel.close()
+
+
+def went_on_elsewhere(
+    channel: ShardChannel, what: str, worker_id: str, *, expected: int, found: int, **where: Any
+) -> StepOrderError:
+    """A worker's step had closed before, and steps after it, which need that worker."""
+    return StepOrderError(
+        f"shard {channel.shard_index} is at version {found} of {what}; expected {expected}, which "
+        f"step {expected - 1} of worker {worker_id!r} makes: another process went on under that "
+        "worker_id, or other shards lost their newest steps; open it again and go on at its "
+        "next_step",
+        shard_index=channel.shard_index,
+        worker_id=worker_id,
+        **where,
+    )

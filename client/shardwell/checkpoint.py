@@ -11,6 +11,7 @@ a cluster.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -114,6 +115,19 @@ class CheckpointTable:
     def tensor_names(self) -> tuple[str, ...]:
         """Of each file."""
         return tensor_names(self.spec)
+
+
+def load_id_of(entry: CheckpointParameter | CheckpointTable) -> int:
+    """What tells a parameter or table of a checkpoint from any other, above 0.
+
+    See InitWeightsRequest.load_id and LoadRowsRequest.load_id.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for file in entry.files:
+        digest.update(f"{file.size_bytes} {file.crc32c:08x}\n".encode())
+    digest.update(f"{entry.name} {entry.version} {entry.learning_rate}\n".encode())
+    digest.update(entry.spec.to_proto().SerializeToString(deterministic=True))
+    return int.from_bytes(digest.digest(), "little") or 1
 
 
 @dataclass(frozen=True, kw_only=True)

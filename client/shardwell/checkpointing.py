@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from shardwell.asking import ask_all, batches
 from shardwell.channel import ShardChannel
-from shardwell.checkpoint import Checkpoint, CheckpointParameter
+from shardwell.checkpoint import Checkpoint, CheckpointParameter, load_id_of
 from shardwell.codec import Float32
 from shardwell.errors import (
     ArgumentError,
-    NonFiniteError,
+    DivergedError,
     NotInitializedError,
     SpecMismatchError,
+    StepOrderError,
     UnknownParameterError,
     WrongShardError,
 )
 from shardwell.first_weights import FirstWeights
 from shardwell.manifest import inspect_checkpoint, write_manifest
+from shardwell.one_version import known_first
+from shardwell.opening import join_all
 from shardwell.optimizers import Average
 from shardwell.partition import Slice
-from shardwell.shards import Shards
+from shardwell.retry import Attempts
 from shardwell.slice_file import SliceReader
 from shardwell.snapshots import ParameterSnapshot
 from shardwell.specs import ParameterSpec
@@ -37,20 +42,20 @@ from shardwell.whole_directory import whole_directory
 
 
 class Checkpointing:
-    """One call of one client. It blocks until `timeout_s` at the most."""
+    """One call of one client, on a thread of the client's."""
 
     def __init__(
         self,
-        shards: Shards,
+        channels: list[ShardChannel],
         *,
         worker_id: str,
         traffic: Traffic,
-        timeout_s: float,
+        attempts: Attempts,
     ) -> None:
-        self._channels = shards.channels
+        self._channels = channels
         self._worker_id = worker_id
         self._traffic = traffic
-        self._attempts = shards.attempts(timeout_s)
+        self._attempts = attempts
         self._tables = TableCheckpointing(
             self._channels, worker_id=worker_id, traffic=traffic, attempts=self._attempts
         )
@@ -68,43 +73,55 @@ class Checkpointing:
         _check_names("tables", tables)
         target = Path(os.path.abspath(path))
         try:
-            with whole_directory(target) as partial:
-                status = self._status(self._channels[0])
-                entries = []
-                for number, spec in enumerate(_specs(status, parameters), 1):
-                    (partial / f"{number:06d}-{spec.name}").mkdir()
-                    entries.append(self._snapshot(spec, partial, number))
-                table_entries = self._tables.save(partial, tables, first_number=len(entries) + 1)
+            with whole_directory(target) as making:
+                statuses = ask_all(self._channels, self._status)
+                entries = self._snapshots(_specs(statuses, parameters), statuses, making)
+                table_entries = self._tables.save(making, tables, first_number=len(entries) + 1)
                 checkpoint = Checkpoint(
                     path=target,
                     cluster_id=self._channels[0].identity.cluster_id,
                     shard_count=len(self._channels),
-                    software_version=status.software_version,
+                    software_version=statuses[0].software_version,
                     parameters=tuple(entries),
                     tables=tuple(table_entries),
                 )
-                write_manifest(partial, checkpoint)
-        except NonFiniteError as error:
+                write_manifest(making, checkpoint)
+        except DivergedError as error:
             raise _not_saved(error) from None
         return checkpoint
 
-    def _snapshot(self, spec: ParameterSpec, partial: Path, number: int) -> CheckpointParameter:
-        def newest_version() -> int:
-            statuses = [self._ask(channel, spec.name) for channel in self._channels]
-            return max(
-                (entry.version_max for status in statuses for entry in status.parameters), default=0
+    def _snapshots(
+        self,
+        specs: Sequence[ParameterSpec],
+        statuses: Sequence[pb.GetStatusResponse],
+        directory: Path,
+    ) -> list[CheckpointParameter]:
+        """Writes parameters to a directory: small ones several at once, large ones in turn."""
+        known = _versions(entry for status in statuses for entry in status.parameters)
+
+        def newest_version(name: str) -> int:
+            found = ask_all(self._channels, partial(self._ask, parameter=name))
+            return _versions(e for status in found for e in status.parameters).get(name, 0)
+
+        snapshots = []
+        for number, spec in enumerate(specs, 1):
+            (directory / f"{number:06d}-{spec.name}").mkdir()
+            snapshots.append(
+                ParameterSnapshot(
+                    spec,
+                    self._channels,
+                    known_first(known[spec.name], partial(newest_version, spec.name)),
+                    directory,
+                    number=number,
+                    traffic=self._traffic,
+                    attempts=self._attempts.beside(),
+                )
             )
 
-        snapshot = ParameterSnapshot(
-            spec,
-            self._channels,
-            newest_version,
-            partial,
-            number=number,
-            traffic=self._traffic,
-            attempts=self._attempts,
-        )
-        return self._attempts.run(snapshot.take)
+        entries = []
+        for batch in batches(snapshots, lambda snapshot: snapshot.size_bytes):
+            entries += ask_all(batch, ParameterSnapshot.take_repeatedly)
+        return entries
 
     # Restoring.
 
@@ -119,18 +136,14 @@ class Checkpointing:
         _check_names("tables", tables)
         checkpoint = inspect_checkpoint(path, verify=True)
         selected = checkpoint.select(parameters)
-        selected_tables = checkpoint.select_tables(tables)
-        self._tables.check_free(selected_tables)
-        for channel in self._channels:
-            self._check_free(selected, self._status(channel))
-        for entry in selected:
-            for channel in self._channels:
-                self._attempts.run(partial(self._create, channel, entry.spec))
-        for entry in selected:
-            if not isinstance(entry.spec.optimizer, Average):
-                self._restore(checkpoint.path, entry)
-        for table in selected_tables:
-            self._tables.restore(checkpoint.path, table)
+        selected_tables = self._tables.unfinished(checkpoint.select_tables(tables))
+        for status in ask_all(self._channels, self._status):
+            self._check_free(selected, status)
+        ask_all(selected, self._create)
+        with_values = [e for e in selected if not isinstance(e.spec.optimizer, Average)]
+        for batch in batches(with_values, _size_bytes):
+            ask_all(batch, partial(self._restore, checkpoint.path))
+        self._tables.restore(checkpoint.path, selected_tables)
         return checkpoint
 
     # Tables alone.
@@ -142,14 +155,19 @@ class Checkpointing:
     def _check_free(
         self, entries: Sequence[CheckpointParameter], status: pb.GetStatusResponse
     ) -> None:
-        """Refuses parameters that a shard has already, with values or another spec."""
+        """Refuses parameters that a shard has already, with other values or another spec.
+
+        Values of this checkpoint that nothing has changed since are what a restore left that was
+        cut off; it is done again.
+        """
         found = {entry.spec.name: entry for entry in status.parameters}
         for entry in entries:
             here = found.get(entry.name)
             if here is None:
                 continue
             is_average = isinstance(entry.spec.optimizer, Average)
-            if here.version_max if is_average else here.initialized:
+            has_values = here.version_max if is_average else here.initialized
+            if has_values and not _is_restored(entry, here):
                 raise self._taken(entry.name)
             differences = ParameterSpec.from_proto(here.spec).differences(entry.spec)
             if differences:
@@ -160,7 +178,13 @@ class Checkpointing:
                     parameter=entry.name,
                 )
 
+    def _create(self, entry: CheckpointParameter) -> None:
+        """Makes a parameter on all shards."""
+        attempts = self._attempts.beside()
+        attempts.run(partial(join_all, entry.spec, self._channels, attempts))
+
     def _restore(self, path: Path, entry: CheckpointParameter) -> None:
+        attempts = self._attempts.beside()
         with _CheckpointValues(path, entry) as values:
             first = FirstWeights(
                 entry.name,
@@ -168,11 +192,13 @@ class Checkpointing:
                 self._channels,
                 worker_id=self._worker_id,
                 traffic=self._traffic,
-                attempts=self._attempts,
+                attempts=attempts,
             )
-            self._attempts.run(first.settle)
-        if not first.is_own:
-            raise self._taken(entry.name)
+            attempts.run(first.settle)
+        if not first.is_own:  # another's, or what this restore set when it was cut off
+            for status in ask_all(self._channels, partial(self._ask, parameter=entry.name)):
+                if any(each.load_id != load_id_of(entry) for each in status.parameters):
+                    raise self._taken(entry.name)
 
     def _taken(self, name: str) -> ArgumentError:
         return ArgumentError(
@@ -183,17 +209,8 @@ class Checkpointing:
 
     # What they share.
 
-    def _create(self, channel: ShardChannel, spec: ParameterSpec) -> None:
-        channel.call(
-            "CreateParameter",
-            pb.CreateParameterRequest(shard=channel.identity, spec=spec.to_proto()),
-            pb.CreateParameterResponse,
-            timeout_s=self._attempts.rest_s,
-            parameter=spec.name,
-        )
-
     def _status(self, channel: ShardChannel) -> pb.GetStatusResponse:
-        return self._attempts.run(partial(self._ask, channel))
+        return self._attempts.beside().run(partial(self._ask, channel))
 
     def _ask(self, channel: ShardChannel, parameter: str = "") -> pb.GetStatusResponse:
         status = channel.call(
@@ -211,9 +228,47 @@ class Checkpointing:
         return status
 
 
-def _specs(status: pb.GetStatusResponse, names: Sequence[str] | None) -> list[ParameterSpec]:
-    """What is to be saved: by default all that shard 0 has first weights of, by name."""
-    entries = {entry.spec.name: entry for entry in status.parameters}
+def _is_restored(entry: CheckpointParameter, here: pb.ParameterStatus) -> bool:
+    """Whether what stands on a shard is as a restore of `entry` left it."""
+    if here.load_id != load_id_of(entry):
+        return False
+    return here.slice_size == 0 or (
+        here.version_min == here.version_max == entry.version
+        and entry.learning_rate in (None, here.learning_rate)
+    )
+
+
+def _versions(entries: Iterable[pb.ParameterStatus]) -> dict[str, int]:
+    """The newest version of any chunk on any shard, by name."""
+    newest: dict[str, int] = {}
+    for entry in entries:
+        newest[entry.spec.name] = max(newest.get(entry.spec.name, 0), entry.version_max)
+    return newest
+
+
+def _size_bytes(entry: CheckpointParameter) -> int:
+    return 4 * entry.size * len(entry.tensor_names)
+
+
+def _specs(
+    statuses: Sequence[pb.GetStatusResponse], names: Sequence[str] | None
+) -> list[ParameterSpec]:
+    """What is to be saved: by default all that shard 0 has first weights of, by name.
+
+    Raises:
+        StepOrderError: another shard has some of which shard 0 has none.
+    """
+    entries = {entry.spec.name: entry for entry in statuses[0].parameters}
+    for status in statuses[1:]:
+        for entry in status.parameters:
+            name = entry.spec.name
+            if entry.initialized and name not in entries and (names is None or name in names):
+                raise StepOrderError(
+                    f"shard {status.shard.shard_index} has parameter {name!r}, and shard 0 does "
+                    "not: shard 0 lost its memory; stop it and start it with its files",
+                    shard_index=0,
+                    parameter=name,
+                )
     if names is None:
         names = [name for name, entry in entries.items() if entry.initialized]
     for name in names:
@@ -231,13 +286,13 @@ def _specs(status: pb.GetStatusResponse, names: Sequence[str] | None) -> list[Pa
     return [ParameterSpec.from_proto(entries[name].spec) for name in dict.fromkeys(names)]
 
 
-def _not_saved(error: NonFiniteError) -> NonFiniteError:
+def _not_saved(error: DivergedError) -> DivergedError:
     """The same, with what can be done about a whole that is refused for the sake of one value."""
     if error.table is not None:
         advice = f"evict such rows, or leave table {error.table!r} out (tables=, --table)"
     else:
         advice = f"leave parameter {error.parameter!r} out (parameters=, --parameter)"
-    return NonFiniteError(
+    return DivergedError(
         f"nothing was saved: {error.message}; to save the rest, {advice}, naming what is to be in",
         element_index=error.element_index,
         shard_index=error.shard_index,
@@ -261,14 +316,20 @@ class _CheckpointValues:
         self.version = entry.version
         specified = getattr(entry.spec.optimizer, "learning_rate", None)
         self.learning_rate = None if rate == specified else rate
+        self.load_id = load_id_of(entry)
         self._path = path
         self._entry = entry
         self._number = -1
         self._reader: SliceReader | None = None
         self._stack = ExitStack()
+        self._lock = threading.Lock()
 
     def read(self, array_index: int, where: Slice) -> Float32:
         """See FirstValues: a copy."""
+        with self._lock:
+            return self._read(array_index, where)
+
+    def _read(self, array_index: int, where: Slice) -> Float32:
         values = np.empty(where.size, np.float32)
         for number, file in enumerate(self._entry.files):
             start, stop = max(where.offset, file.offset), min(where.stop, file.offset + file.size)

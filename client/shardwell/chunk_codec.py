@@ -1,19 +1,19 @@
 """Chunks on the wire: values to a sealed message, and a message's payload to checked bytes.
 
-Here CRC, compression and geometry are written and believed; the arithmetic is codec.py's, the
-layout framing.py's.
+Here CRC, compression and geometry are written and checked; the arithmetic is codec.py's, the
+layout framing.py's, and what a CRC covers checksum.py's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import lz4.block
 import numpy as np
 import numpy.typing as npt
-from fastcrc import crc32
 from google.protobuf.message import Message
 
+from shardwell import checksum
 from shardwell.codec import CODECS, Bytes, Codec, Scratch
 from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.framing import OutgoingMessage
@@ -23,6 +23,36 @@ from shardwell.v1 import types_pb2
 
 PAYLOAD_SIZE_MAX_BYTES = 2**20
 """Encoded bytes of a chunk. Large enough for gRPC's full speed (docs/adr/0002-chunking.md)."""
+
+
+class IntactChunk(NamedTuple):
+    """A chunk as its sender wrote it, for the stream or call that it came on."""
+
+    header: types_pb2.Chunk
+    payload: Bytes
+
+
+def check_chunk(chunk: types_pb2.Chunk, payload: Bytes, start: int) -> IntactChunk:
+    """Refuses a chunk that was damaged, or meant for something else.
+
+    To be called before anything that its message says is used.
+
+    Args:
+        chunk: The header that came.
+        payload: What came with it.
+        start: What its CRC32C begins with: see checksum.py.
+
+    Raises:
+        CorruptChunkError: the CRC32C does not fit.
+    """
+    found = checksum.of_chunk(start, chunk, payload)
+    if found != chunk.crc32c:
+        raise CorruptChunkError(
+            f"chunk {chunk.chunk_index}: CRC32C of its header, its {payload.size} payload bytes "
+            f"and what they were sent for is {found:#010x}; the message says {chunk.crc32c:#010x}, "
+            "so it was damaged or is not for this stream; send it again"
+        )
+    return IntactChunk(chunk, payload)
 
 
 class ChunkCodec:
@@ -49,6 +79,7 @@ class ChunkCodec:
         values: npt.NDArray[Any],
         scratch: Scratch,
         *,
+        start: int,
         peak: float | None = None,
         exponent_offset: int = 0,
     ) -> bytes:
@@ -61,6 +92,7 @@ class ChunkCodec:
             chunk_index: Its place in the slice.
             values: (where.size,) floating point, any stride.
             scratch: This thread's.
+            start: What its CRC32C begins with: see checksum.py.
             peak: See `Codec.encode`.
             exponent_offset: Says that the values are 2^exponent_offset times as large; for codecs
                 whose scale can say so.
@@ -82,33 +114,27 @@ class ChunkCodec:
                 chunk.lz4 = True
                 message = OutgoingMessage(header, len(packed))
                 message.payload[:] = np.frombuffer(packed, np.uint8)
-        chunk.crc32c = crc32.iscsi(message.payload.data)
+        chunk.crc32c = checksum.of_chunk(start, chunk, message.payload)
         return message.seal()
 
-    def open(self, chunk: types_pb2.Chunk, where: Slice, payload: Bytes) -> Bytes:
+    def open(self, intact: IntactChunk, where: Slice) -> Bytes:
         """Checks a chunk against the range where it belongs; returns the codec's bytes.
 
         Args:
-            chunk: The header that came.
+            intact: What came.
             where: The range that its index stands for.
-            payload: What came with it.
 
         Raises:
-            CorruptChunkError: CRC or length do not fit, or an LZ4 block is broken.
+            CorruptChunkError: the length does not fit, or an LZ4 block is broken.
             ArgumentError: offset or count do not fit; compression or a scale exponent that the
                 spec does not allow.
         """
+        chunk, payload = intact
         if (chunk.element_offset, chunk.element_count) != (where.offset, where.size):
             raise ArgumentError(
                 f"chunk {chunk.chunk_index} covers elements {where.offset} to {where.stop - 1}; "
                 f"got offset {chunk.element_offset} and count {chunk.element_count}; "
                 "check slice_of and chunk_element_count"
-            )
-        found = crc32.iscsi(payload.data)
-        if found != chunk.crc32c:
-            raise CorruptChunkError(
-                f"chunk {chunk.chunk_index}: CRC32C of {payload.size} payload bytes is "
-                f"{found:#010x}, its header says {chunk.crc32c:#010x}; send it again"
             )
         self.codec.check_exponent(chunk.scale_exponent)
         size = where.size * self.codec.item_size
@@ -120,6 +146,10 @@ class ChunkCodec:
                 f"{size} bytes; the payload has {payload.size}; check the codec"
             )
         return payload
+
+    def peak(self, chunk: types_pb2.Chunk, payload: Bytes) -> float:
+        """Largest magnitude of the values; infinity if one is not finite."""
+        return self.codec.peak(payload, chunk.scale_exponent)
 
     def first_non_finite(self, chunk: types_pb2.Chunk, payload: Bytes) -> int | None:
         """Index in the chunk of the first value that the spec refuses; None if there is none."""

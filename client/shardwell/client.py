@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
+from shardwell.asking import ask_all
+from shardwell.attendance import unique_worker_id
+from shardwell.call_scope import CallScope
 from shardwell.checkpoint import Checkpoint
 from shardwell.checkpointing import Checkpointing
 from shardwell.closing import Closing
-from shardwell.errors import ArgumentError, ClosedError
+from shardwell.errors import (
+    ArgumentError,
+    SpecMismatchError,
+    UnknownParameterError,
+    UnknownTableError,
+)
 from shardwell.initializers import Initializer, Uniform
 from shardwell.malloc import tune_malloc
 from shardwell.names import check_name
 from shardwell.opened import Opened
+from shardwell.opening import find_spec
 from shardwell.optimizers import Optimizer
 from shardwell.parameter import Parameter
+from shardwell.retry import Attempts
 from shardwell.row_cache import CACHE_ROW_COUNT_MAX
-from shardwell.row_lanes import IdleLanes
+from shardwell.shard_status import ShardStatus, ask_status
 from shardwell.shards import connect_shards
+from shardwell.spec_fields import NotGiven
 from shardwell.specs import (
     SIZE_MAX,
     STEP_MAX,
@@ -27,19 +38,23 @@ from shardwell.specs import (
     CodecName,
     ModeName,
     ParameterSpec,
+    TrainingSpec,
 )
+from shardwell.stream_pool import IdleLanes
 from shardwell.table import Table
 from shardwell.table_export import TableExport
+from shardwell.table_opening import find_table_spec
 from shardwell.table_spec import DIM_MAX, ROW_COUNT_MAX, TableSpec
 from shardwell.traffic import Traffic
-from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.values import check_integer, check_timeout
-from shardwell.watchdog import Watchdog
 
 TARGET_VARIABLE = "SHARDWELL_SHARDS"
 WORKER_ID_VARIABLE = "SHARDWELL_WORKER_ID"
-_ASYNC_THREAD_COUNT = 8
 _INITIALIZER = Uniform()
+NOT_GIVEN = NotGiven.NOT_GIVEN
+SpecT = TypeVar("SpecT", bound=TrainingSpec)
+
+ResultT = TypeVar("ResultT")
 
 
 def connect(
@@ -56,8 +71,9 @@ def connect(
     Args:
         target: "HOST:PORT,HOST:PORT", in the order of the shards. Default: $SHARDWELL_SHARDS.
         worker_id: This worker's name, unique in the cluster and the same after a restart, because
-            gradients are told apart by it. Default: $SHARDWELL_WORKER_ID, else made of host name
-            and process id, which will do for a worker that is never restarted.
+            gradients are told apart by it. While one process contributes under it, another one gets
+            WorkerIdInUseError. Default: $SHARDWELL_WORKER_ID, else made of host name, process id
+            and a random number, which will do for a worker that is never restarted.
         cluster_id: What the cluster must be called; default: what its shards say, if they agree.
         timeout_s: Bound of each later call, waiting for other workers included, and for a shard
             that died or is out of reach: until then the call goes on by itself when the shard is
@@ -76,13 +92,13 @@ def connect(
         if not target:
             raise ArgumentError(f"no target was given, and ${TARGET_VARIABLE} is not set")
     if worker_id is None:
-        worker_id = os.environ.get(WORKER_ID_VARIABLE) or f"{socket.gethostname()}-{os.getpid()}"
+        worker_id = os.environ.get(WORKER_ID_VARIABLE) or unique_worker_id()
     return Client(
         target,
         worker_id=check_name("worker_id", worker_id),
         cluster_id=None if cluster_id is None else check_name("cluster_id", cluster_id),
         timeout_s=check_timeout(timeout_s),
-        connect_timeout_s=check_timeout(connect_timeout_s),
+        connect_timeout_s=check_timeout(connect_timeout_s, "connect_timeout_s"),
         keep_freed_memory=keep_freed_memory,
     )
 
@@ -107,13 +123,14 @@ class Client(Closing):
         if keep_freed_memory:
             tune_malloc()
         self._timeout_s = timeout_s
-        self._shards = connect_shards(target, cluster_id=cluster_id, timeout_s=connect_timeout_s)
-        self._watchdog = Watchdog()
-        self._executor = ThreadPoolExecutor(_ASYNC_THREAD_COUNT, "shardwell-client")
+        self._shards = connect_shards(
+            target, worker_id=worker_id, cluster_id=cluster_id, timeout_s=connect_timeout_s
+        )
+        self._calls = CallScope(self._shards, timeout_s, "the client")
         self._parameters = Opened[Parameter]()
         self._tables = Opened[Table]()
-        self._idle_lanes = IdleLanes()
-        self._closed = False
+        self._idle_lanes = IdleLanes(lambda channel: channel.exchange)
+        self._idle_row_lanes = IdleLanes(lambda channel: channel.exchange_rows)
 
     @property
     def shard_count(self) -> int:
@@ -129,14 +146,18 @@ class Client(Closing):
         self,
         name: str,
         *,
-        size: int,
-        optimizer: Optimizer,
-        worker_count: int = 1,
-        codec: CodecName = "fp16",
-        mode: ModeName = "sync",
-        allow_non_finite: bool = False,
+        size: int | NotGiven = NOT_GIVEN,
+        optimizer: Optimizer | NotGiven = NOT_GIVEN,
+        worker_count: int | NotGiven = NOT_GIVEN,
+        codec: CodecName | NotGiven = NOT_GIVEN,
+        mode: ModeName | NotGiven = NOT_GIVEN,
+        allow_non_finite: bool | NotGiven = NOT_GIVEN,
     ) -> Parameter:
-        """Opens a parameter, creating it if it is new.
+        """Opens a parameter, creating it if it is new and all that it needs is given.
+
+        With `size` and `optimizer` it is created if there is none, and the other arguments that are
+        left out have their defaults. Without them it must exist; then its spec is what the shards
+        hold, and arguments that are given must agree with that.
 
         Opening it again gives the same object, which has asked the shards anew for its `next_step`;
         after its `close`, a new one.
@@ -145,31 +166,44 @@ class Client(Closing):
             name: 1 to 128 letters, digits, `.`, `_`, `-`.
             size: Number of float32 elements, from 1.
             optimizer: The update rule on the shards: SGD, Adagrad, RMSProp, Adam, AdamW, Average.
-            worker_count: Synchronous mode: how many workers make a step. Asynchronous mode has no
-                use for it.
-            codec: "fp32", "fp16" or "bf16", each also with "+lz4".
-            mode: "sync" or "async".
-            allow_non_finite: Let NaN and infinity through instead of refusing them.
+            worker_count: Synchronous mode: how many workers make a step; default: 1. Asynchronous
+                mode has no use for it.
+            codec: "fp32", "fp16" (default) or "bf16", each also with "+lz4".
+            mode: "sync" (default) or "async".
+            allow_non_finite: Let NaN and infinity through instead of refusing them; default: False.
 
         Raises:
+            UnknownParameterError: there is none of that name, and no spec to create it.
             SpecMismatchError: it exists with another spec; the message lists the differences.
             ShardUnavailableError: a shard did not come back within the client's `timeout_s`.
             ArgumentError, LimitError: it can't be made.
         """
-        self._check_open()
-        spec = ParameterSpec(
-            name=name,
-            size=check_integer("size", size, 1, SIZE_MAX),
+        self._shards.threads.owner.check()
+        self._calls.check_open()
+        given = _given(
+            size=size,
             optimizer=optimizer,
-            worker_count=(
-                check_integer("worker_count", worker_count, 1, WORKER_COUNT_MAX)
-                if mode == "sync"
-                else 0
-            ),
+            worker_count=worker_count,
             codec=codec,
             mode=mode,
             allow_non_finite=allow_non_finite,
         )
+        if "size" in given:
+            given["size"] = check_integer("size", given["size"], 1, SIZE_MAX)
+        if {"size", "optimizer"} <= given.keys():
+            given.setdefault("worker_count", 1)
+            if given.get("mode", "sync") != "sync":
+                given["worker_count"] = 0
+            spec = ParameterSpec(name=name, **given)
+        else:
+            found = self._calls.run(partial(find_spec, name, self._shards.channels))
+            if found is None:
+                raise UnknownParameterError(
+                    f"no shard has a parameter {name!r}; pass size= and optimizer= to create it, "
+                    "or open it when another worker has",
+                    parameter=name,
+                )
+            spec = _agreed(found, given, parameter=name)
         known = self._parameters.find(name)
         if known is not None and known.spec == spec:
             known.reopen()
@@ -179,9 +213,8 @@ class Client(Closing):
             self._shards,
             worker_id=self.worker_id,
             timeout_s=self._timeout_s,
-            watchdog=self._watchdog,
-            executor=self._executor,
             traffic=self.traffic,
+            idle_lanes=self._idle_lanes,
         )
         return self._parameters.keep(name, made)
 
@@ -189,18 +222,22 @@ class Client(Closing):
         self,
         name: str,
         *,
-        row_count: int | None,
-        dim: int,
-        optimizer: Optimizer,
-        initializer: Initializer = _INITIALIZER,
-        worker_count: int = 1,
-        codec: CodecName = "fp16",
-        mode: ModeName = "sync",
-        allow_non_finite: bool = False,
-        cache_row_count: int = 0,
-        cache_staleness_steps: int = 1,
+        row_count: int | NotGiven | None = NOT_GIVEN,
+        dim: int | NotGiven = NOT_GIVEN,
+        optimizer: Optimizer | NotGiven = NOT_GIVEN,
+        initializer: Initializer | NotGiven = NOT_GIVEN,
+        worker_count: int | NotGiven = NOT_GIVEN,
+        codec: CodecName | NotGiven = NOT_GIVEN,
+        mode: ModeName | NotGiven = NOT_GIVEN,
+        allow_non_finite: bool | NotGiven = NOT_GIVEN,
+        cache_row_count: int | NotGiven = NOT_GIVEN,
+        cache_staleness_steps: int | NotGiven = NOT_GIVEN,
     ) -> Table:
         """Opens a table, creating it if it is new: a matrix whose rows are spread over the shards.
+
+        With `row_count`, `dim` and `optimizer` it is created if there is none, and the other
+        arguments that are left out have their defaults. Without them it must exist; then its spec
+        is what the shards hold, and arguments that are given must agree with that.
 
         Opening it again gives the same object, which has asked the shards anew for its `next_step`;
         after its `close`, a new one.
@@ -218,45 +255,63 @@ class Client(Closing):
             codec: See `parameter`.
             mode: See `parameter`.
             allow_non_finite: See `parameter`.
-            cache_row_count: Rows that this worker keeps, so as not to fetch them again; 0 (default)
-                keeps none. Takes 4 * dim bytes a row.
+            cache_row_count: Rows that this worker keeps, so as not to fetch them again; 0 keeps
+                none. Takes 4 * dim bytes a row. Default: 0, or as the table is open already.
             cache_staleness_steps: How many steps of this worker's a row that it keeps is used for
-                after the one in which it was fetched. A row that it sends a gradient for is
-                fetched again; what other workers do to a row is seen so many steps later. Two
-                calls of `get_rows` without a gradient between them are two steps. Without
-                cache_row_count there is no use for it.
+                after the one in which it was fetched; default: 1, or as the table is open already.
+                A row that it sends a gradient for is fetched again; what other workers do to a row
+                is seen at most so many steps later. Two calls of `get_rows` without a gradient
+                between them are two steps. While a step that a call began and did not end is open,
+                no rows are added. Without cache_row_count there is no use for it.
 
         Raises:
+            UnknownTableError: there is none of that name, and no spec to create it.
             SpecMismatchError: it exists with another spec; the message lists the differences.
             StepOrderError: a shard has lost what the others have.
             ShardUnavailableError: a shard did not come back within the client's `timeout_s`.
             ArgumentError, LimitError: it can't be made.
         """
-        self._check_open()
-        spec = TableSpec(
-            name=name,
-            row_count=(
-                None
-                if row_count is None
-                else check_integer("row_count", row_count, 1, ROW_COUNT_MAX)
-            ),
-            dim=check_integer("dim", dim, 1, DIM_MAX),
+        self._shards.threads.owner.check()
+        self._calls.check_open()
+        given = _given(
+            row_count=row_count,
+            dim=dim,
             optimizer=optimizer,
             initializer=initializer,
-            worker_count=(
-                check_integer("worker_count", worker_count, 1, WORKER_COUNT_MAX)
-                if mode == "sync"
-                else 0
-            ),
+            worker_count=worker_count,
             codec=codec,
             mode=mode,
             allow_non_finite=allow_non_finite,
         )
-        caching = (
-            check_integer("cache_row_count", cache_row_count, 0, CACHE_ROW_COUNT_MAX),
-            check_integer("cache_staleness_steps", cache_staleness_steps, 0, STEP_MAX),
-        )
+        if given.get("row_count") is not None:
+            given["row_count"] = check_integer("row_count", given["row_count"], 1, ROW_COUNT_MAX)
+        if "dim" in given:
+            given["dim"] = check_integer("dim", given["dim"], 1, DIM_MAX)
+        if {"row_count", "dim", "optimizer"} <= given.keys():
+            given.setdefault("initializer", _INITIALIZER)
+            given.setdefault("worker_count", 1)
+            if given.get("mode", "sync") != "sync":
+                given["worker_count"] = 0
+            spec = TableSpec(name=name, **given)
+        else:
+            found = self._calls.run(partial(find_table_spec, name, self._shards.channels))
+            if found is None:
+                raise UnknownTableError(
+                    f"no shard has a table {name!r}; pass row_count=, dim= and optimizer= to "
+                    "create it, or open it when another worker has",
+                    table=name,
+                )
+            spec = _agreed(found, given, table=name)
         known = self._tables.find(name)
+        row_count_kept, staleness_steps = known.caching if known is not None else (0, 1)
+        if not isinstance(cache_row_count, NotGiven):
+            row_count_kept = cache_row_count
+        if not isinstance(cache_staleness_steps, NotGiven):
+            staleness_steps = cache_staleness_steps
+        caching = (
+            check_integer("cache_row_count", row_count_kept, 0, CACHE_ROW_COUNT_MAX),
+            check_integer("cache_staleness_steps", staleness_steps, 0, STEP_MAX),
+        )
         if known is not None and known.spec == spec:
             if known.caching != caching:
                 raise ArgumentError(
@@ -270,10 +325,8 @@ class Client(Closing):
             self._shards,
             worker_id=self.worker_id,
             timeout_s=self._timeout_s,
-            watchdog=self._watchdog,
-            executor=self._executor,
             traffic=self.traffic,
-            idle_lanes=self._idle_lanes,
+            idle_lanes=self._idle_row_lanes,
             caching=caching,
         )
         return self._tables.keep(name, made)
@@ -300,12 +353,12 @@ class Client(Closing):
 
         Raises:
             ArgumentError: `path` exists.
-            UnknownParameterError, UnknownTableError, NotInitializedError, NonFiniteError: one can't
+            UnknownParameterError, UnknownTableError, NotInitializedError, DivergedError: one can't
                 be saved.
             WorkersMissingError: chunks or rows stay behind others, because workers are missing.
             DeadlineError, ShardUnavailableError, StorageError: it can't be read or written.
         """
-        return self._checkpointing(timeout_s).save(path, parameters, tables)
+        return self._checkpointing(lambda one: one.save(path, parameters, tables), timeout_s)
 
     def restore_checkpoint(
         self,
@@ -320,8 +373,9 @@ class Client(Closing):
         To be called before workers open parameters and tables. They use the same specs as before,
         and go on at `next_step`. The whole checkpoint is verified first; then each parameter stands
         whole on all shards, or not at all. One with the optimizer Average has nothing that a next
-        step could use; it begins anew. A table takes no gradients until it stands; if a restore is
-        cut off, restore what does not stand yet again, by name.
+        step could use; it begins anew. A table takes no gradients until it stands. A restore that
+        was cut off may be made again as it was: tables that it has finished already, and that
+        nothing has changed since, are left as they are.
 
         Args:
             path: The checkpoint's directory.
@@ -331,12 +385,12 @@ class Client(Closing):
 
         Raises:
             StorageError: the checkpoint is damaged or incomplete; nothing was sent.
-            ArgumentError: a parameter has first weights, or a table has rows, already; or there is
-                none in the checkpoint.
+            ArgumentError: a parameter has first weights, or a table has other rows, already; or
+                there is none in the checkpoint.
             SpecMismatchError: a parameter or table exists with another spec.
             LimitError, DeadlineError, ShardUnavailableError: a shard can't take it.
         """
-        return self._checkpointing(timeout_s).restore(path, parameters, tables)
+        return self._checkpointing(lambda one: one.restore(path, parameters, tables), timeout_s)
 
     def export_table(
         self, name: str, path: str | os.PathLike[str], *, timeout_s: float | None = None
@@ -358,43 +412,77 @@ class Client(Closing):
             WorkersMissingError, DeadlineError, ShardUnavailableError, StorageError: as with
                 `save_checkpoint`.
         """
-        return self._checkpointing(timeout_s).export_table(name, path)
+        return self._checkpointing(lambda one: one.export_table(name, path), timeout_s)
 
-    def _checkpointing(self, timeout_s: float | None) -> Checkpointing:
-        self._check_open()
-        return Checkpointing(
-            self._shards,
-            worker_id=self.worker_id,
-            traffic=self.traffic,
-            timeout_s=check_timeout(self._timeout_s if timeout_s is None else timeout_s),
-        )
+    def _checkpointing(
+        self, do: Callable[[Checkpointing], ResultT], timeout_s: float | None
+    ) -> ResultT:
+        def body(attempts: Attempts) -> ResultT:
+            return do(
+                Checkpointing(
+                    self._shards.channels,
+                    worker_id=self.worker_id,
+                    traffic=self.traffic,
+                    attempts=attempts,
+                )
+            )
 
-    def status(self, *, timeout_s: float = 5.0) -> list[pb.GetStatusResponse]:
-        """What each shard says of itself, in order; one that is away is not waited for.
+        return self._calls.run(body, timeout_s)
+
+    def status(self, *, timeout_s: float = 5.0) -> list[ShardStatus]:
+        """What each shard says of itself and holds, in order; one that is away is not waited for.
 
         Raises:
             ShardUnavailableError, DeadlineError: a shard does not answer; it is named.
         """
-        self._check_open()
-        return [
-            channel.call(
-                "GetStatus", pb.GetStatusRequest(), pb.GetStatusResponse, timeout_s=timeout_s
+
+        def ask(attempts: Attempts) -> list[ShardStatus]:
+            return ask_all(
+                self._shards.channels, lambda channel: ask_status(channel, attempts.rest_s)
             )
-            for channel in self._shards.channels
-        ]
+
+        return self._calls.run(ask, timeout_s)
 
     def close(self) -> None:
-        """Ends all connections; other threads' calls end with ClosedError. Safe to repeat."""
-        if self._closed:
-            return
-        self._closed = True
+        """Ends all connections; other threads' calls end with ClosedError. Safe to repeat.
+
+        Another process may contribute under this worker's id from then on. In a process that was
+        forked from the one that connected, it does nothing.
+        """
+        if not self._shards.threads.owner.is_here:
+            return  # what a fork inherited may be locked for good
+        self._calls.close()
         self._parameters.close()
         self._tables.close()
-        self._idle_lanes.close()
-        self._shards.close()
-        self._executor.shutdown()
-        self._watchdog.close()
+        try:
+            self._shards.end_session()
+        finally:  # Ctrl-C comes there too
+            self._shards.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the client was closed; connect again")
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that were not left out."""
+    given = {name: value for name, value in arguments.items() if value is not NOT_GIVEN}
+    if "worker_count" in given and given.get("mode", "sync") == "sync":
+        given["worker_count"] = check_integer(
+            "worker_count", given["worker_count"], 1, WORKER_COUNT_MAX
+        )
+    return given
+
+
+def _agreed(stored: SpecT, given: dict[str, Any], **where: Any) -> SpecT:
+    """The stored spec, if what was given agrees with it.
+
+    Raises:
+        ArgumentError: a value is out of its range.
+        SpecMismatchError: it does not.
+    """
+    differences = stored.differences(stored.with_given(given))
+    if differences:
+        ((what, name),) = where.items()
+        raise SpecMismatchError(
+            f"{what} {name!r} exists with another spec: {'; '.join(differences)}; open it with "
+            "the spec that exists, or by its name alone",
+            **where,
+        )
+    return stored

@@ -210,10 +210,18 @@ class Codec:
         if exponent != 0:
             raise ArgumentError(f"scale_exponent must be 0 with {self.name}; got {exponent}")
 
+    def peak(self, payload: Bytes, exponent: int) -> float:
+        """Largest magnitude of the values once decoded; infinity if one is not finite."""
+        bits = magnitude_of_bits(payload.view(self._bits))
+        if bits >= self._infinity or not self._decodes_finite(bits, exponent):
+            return math.inf
+        value = np.empty(1, np.float32)
+        self.decode(np.array([bits], self._bits).view(np.uint8), exponent, value)
+        return float(value[0])
+
     def first_non_finite(self, payload: Bytes, exponent: int) -> int | None:
         """Index of the first value that is not finite once decoded; None if all are finite."""
-        peak = magnitude_of_bits(payload.view(self._bits))
-        if peak < self._infinity and self._decodes_finite(peak, exponent):
+        if self.peak(payload, exponent) < math.inf:
             return None
         with np.errstate(over="ignore"):
             values = np.empty(payload.size // self.item_size, np.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from typing import Any
 
 import grpc
@@ -30,17 +32,57 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
-    ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
-    # A client whose machine vanished is noticed within half a minute, and its streams end.
-    ("grpc.keepalive_time_ms", 15_000),
-    ("grpc.keepalive_timeout_ms", 15_000),
-    ("grpc.http2.ping_timeout_ms", 15_000),  # gRPC's own pings, in whose place no keepalive goes
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
+KEEPALIVE_S = 30.0
+"""After how long a server notices that a client vanished, unless it is told another time."""
+
+
+def server_options(keepalive_s: float = KEEPALIVE_S) -> tuple[tuple[str, int], ...]:
+    """Options of a gRPC server.
+
+    Args:
+        keepalive_s: A client whose machine vanished is noticed within so long, and its calls end.
+    """
+    half_ms = int(keepalive_s * 500)
+    return (
+        ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
+        ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
+        ("grpc.keepalive_time_ms", half_ms),
+        ("grpc.keepalive_timeout_ms", half_ms),
+        # While a ping of gRPC's own is unanswered it sends no keepalive.
+        ("grpc.http2.ping_timeout_ms", half_ms),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    )
+
+
+def listen_on(server: grpc.Server | grpc.aio.Server, address: str) -> int:
+    """The port on which the server will listen; the one that was taken, where 0 is asked for.
+
+    Raises:
+        OSError: it can't be listened on. It is tried before gRPC does, which would tell of it in
+            lines of its own on stderr.
+    """
+    host, _, port = address.rpartition(":")
+    refused: OSError | None = None
+    for family, kind, protocol, _, found in socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM
+    ):
+        try:
+            with socket.socket(family, kind, protocol) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(found)
+        except OSError as error:
+            refused = error
+        else:
+            break
+    else:
+        if refused is not None:
+            raise refused
+    try:
+        return int(server.add_insecure_port(address))
+    except RuntimeError as error:
+        raise OSError(errno.EADDRNOTAVAIL, str(error)) from None
 
 
 def unary_stub(channel: grpc.Channel, method: str, response_type: type[Message]) -> Any:

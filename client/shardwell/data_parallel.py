@@ -93,7 +93,7 @@ class DataParallelTrainer:
         self.sync: GradientSync = LocalSync() if sync is None else sync
         """How gradients are averaged."""
         self._gradient_function = gradient_function
-        flat = as_flat("weights", weights, int(np.size(weights)))
+        flat = as_flat("weights", weights, None)
         if flat.size == 0:
             raise ArgumentError("weights must have at least 1 element; got 0")
         self._flat: Float32 = flat.astype(np.float32)

@@ -2,7 +2,8 @@
 
     ShardwellError
     ├── ArgumentError (ValueError)        a value that the caller passed
-    │   └── NonFiniteError                NaN or infinity, with the index of the first
+    │   └── NonFiniteError                NaN or infinity in it, with the index of the first
+    ├── DivergedError                     weights that became NaN or infinite on the shards
     ├── SpecMismatchError                 the parameter exists with another spec
     ├── UnknownParameterError             no such parameter on a shard
     ├── UnknownTableError                 no such table on a shard
@@ -10,6 +11,7 @@
     ├── InitSupersededError               another client took over setting first weights
     ├── StepOrderError                    a step that closed without this worker, or was skipped
     ├── SeatsTakenError                   worker_count other workers contribute already
+    ├── WorkerIdInUseError                another process contributes under this worker's id
     ├── CorruptChunkError                 a chunk whose CRC, length or place does not fit
     ├── WrongShardError                   an address leads to another shard or cluster
     ├── LimitError                        a named limit of a shard
@@ -17,12 +19,14 @@
     ├── DeadlineError (TimeoutError)      no answer within the caller's deadline
     │   └── WorkersMissingError           ... because of other workers, which it names
     ├── ShardUnavailableError (ConnectionError)   a shard can't be reached, or did not come back
-    ├── GroupMismatchError                a group of that name has another size, strategy or codec
+    │   └── SessionUnknownError           ... and does not know this client yet
+    ├── GroupMismatchError                a group of that name has other settings
     ├── RankTakenError                    another worker has that rank, and lives
     ├── WorkerUnreachableError (ConnectionError)  a worker can't be reached by another of its group
     ├── WorkerLostError                   a worker of the group is gone
     ├── CollectiveMismatchError           ranks called different collectives, or with other arrays
     ├── ClosedError                       the client or group was closed
+    │   └── ForkedError                   it was made in the process that this one was forked from
     └── InternalError                     a defect of Shardwell
 
 Each carries what a program needs to act: `shard_index`, `worker_id`, `parameter`, `table`, `rank`
@@ -67,10 +71,22 @@ class ArgumentError(ShardwellError, ValueError):
 
 
 class NonFiniteError(ArgumentError):
-    """A gradient or weight is NaN or infinite.
+    """A gradient or weight that the caller passed is NaN or infinite; nothing of it was counted.
 
     `element_index` is the first such element's place in the parameter (0-based), or, of gradients
     of rows, in the array that was passed.
+    """
+
+    def __init__(self, message: str, *, element_index: int = -1, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.element_index = element_index
+
+
+class DivergedError(ShardwellError):
+    """Weights on the shards are NaN or infinite: what was counted took them out of float32's range.
+
+    Every gradient so far was counted. `element_index` is the first such element's place in the
+    parameter (0-based); -1 in a table, whose row and column the message names.
     """
 
     def __init__(self, message: str, *, element_index: int = -1, **where: Any) -> None:
@@ -97,9 +113,16 @@ class NotInitializedError(ShardwellError):
 
 
 class InitSupersededError(ShardwellError):
-    """Another client took over setting the first weights."""
+    """Another client took over setting the first weights.
+
+    `init_epoch` is the newest epoch that the shard has seen.
+    """
 
     retryable = True
+
+    def __init__(self, message: str, *, init_epoch: int = 0, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.init_epoch = init_epoch
 
 
 class StepOrderError(ShardwellError):
@@ -110,8 +133,22 @@ class SeatsTakenError(ShardwellError):
     """The parameter's `worker_count` seats belong to other workers."""
 
 
+class WorkerIdInUseError(ShardwellError):
+    """Another process contributes under this worker's id, or has taken its place over.
+
+    The message names both. `free_in_s` is None while that process is connected; else a shard that
+    was started again waits for it so much longer.
+    """
+
+    retryable = True
+
+    def __init__(self, message: str, *, free_in_s: float | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.free_in_s = free_in_s
+
+
 class CorruptChunkError(ShardwellError):
-    """A chunk's CRC, length, index or offset does not fit."""
+    """A chunk's or request's CRC does not fit, or a chunk's length, index or offset."""
 
     retryable = True
 
@@ -167,8 +204,19 @@ class ShardUnavailableError(ShardwellError, ConnectionError):
     retryable = True
 
 
+class SessionUnknownError(ShardUnavailableError):
+    """A shard does not know this client's session, having been started again, say.
+
+    The client tells the shard of its session and makes the call again by itself; this error comes
+    when that did not succeed before the call's deadline.
+    """
+
+
 class GroupMismatchError(ShardwellError):
-    """A group of that name has another size, strategy or codec; the message has both."""
+    """A group of that name has another size, strategy, codec or allow_non_finite.
+
+    The message has both.
+    """
 
 
 class RankTakenError(ShardwellError):
@@ -197,6 +245,13 @@ class CollectiveMismatchError(ShardwellError):
 
 class ClosedError(ShardwellError):
     """The client or group, or what it was used for, is closed."""
+
+
+class ForkedError(ClosedError):
+    """A client, group, cluster or accumulator was made in the process that this was forked from.
+
+    Its connections and threads stayed there. Make one in this process; the other goes on.
+    """
 
 
 class InternalError(ShardwellError):

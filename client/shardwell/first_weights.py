@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell import checksum
+from shardwell.asking import ask_all
+from shardwell.channel import ShardChannel
 from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
 from shardwell.codec import CODECS, Scratch
 from shardwell.errors import DeadlineError, InitSupersededError, ShardwellError
@@ -21,6 +24,7 @@ from shardwell.retry import Attempts
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
+from shardwell.values import wait_milliseconds
 
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
 _PAUSE_S_MAX = 0.5
@@ -39,9 +43,11 @@ class FirstValues(Protocol):
     """Updates that they have seen."""
     learning_rate: float | None
     """From that version on; None: the spec's."""
+    load_id: int
+    """See InitWeightsRequest; 0: none."""
 
     def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
-        """A range of an array, (where.size,) of floating point numbers."""
+        """A range of an array, (where.size,) of floating point numbers; any thread calls it."""
 
 
 class GivenWeights:
@@ -50,6 +56,7 @@ class GivenWeights:
     array_count = 1
     version = 0
     learning_rate: float | None = None
+    load_id = 0
 
     def __init__(self, weights: npt.NDArray[Any]) -> None:
         self.size = weights.size
@@ -80,6 +87,8 @@ class FirstWeights:
         self._traffic = traffic
         self._attempts = attempts
         self._epoch = 0
+        self._above_epoch = 0
+        """What a shard that refused the last claim has seen."""
         self._failure: ShardwellError | None = None
         self.is_own = False
         """Once settled: whether it is this client's values that stand."""
@@ -106,8 +115,9 @@ class FirstWeights:
                     confirm(self._name, self._channels, claim.epoch, self._attempts)
                     self.is_own = True
                     return version
-                except InitSupersededError:
-                    pass  # somebody was granted a later claim: see how that goes
+                except InitSupersededError as error:
+                    # Somebody was granted a later claim; shard 0 may have forgotten that.
+                    self._above_epoch = max(self._above_epoch, error.init_epoch)
             # Not all at once: those who take turns in claiming would take it from one another.
             self._attempts.pause(random.uniform(0.5, 1.5) * pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
@@ -128,28 +138,36 @@ class FirstWeights:
                 shard=shard.identity,
                 parameter=self._name,
                 worker_id=self._worker_id,
-                wait_timeout_ms=max(int(remaining_s * 1000), 1),
+                wait_timeout_ms=wait_milliseconds(self._attempts.rest_s),
+                above_epoch=self._above_epoch,
             ),
             pb.ClaimInitResponse,
-            timeout_s=remaining_s + ANSWER_MARGIN_S,
+            timeout_s=self._attempts.rest_s,
             parameter=self._name,
         )
 
     def _send(self, epoch: int) -> int:
         """Sends the values, to shard 0 last."""
-        version = 0
-        size = self._values.size
-        for channel in reversed(self._channels):
-            where = slice_of(size, channel.shard_index, len(self._channels))
-            try:
-                with channel.translated(self._name):
-                    version = channel.init_weights(
-                        self._ended_by_failure(self._messages(channel, where, epoch)),
-                        timeout=self._attempts.rest_s,
-                    ).version
-            finally:
-                if self._failure is not None:
-                    raise self._failure from None
+        ask_all(self._channels[1:], partial(self._send_to, epoch=epoch))
+        return self._send_to(self._channels[0], epoch=epoch)
+
+    def _send_to(self, channel: ShardChannel, *, epoch: int) -> int:
+        """Sends one shard's slice; returns the version."""
+        where = slice_of(self._values.size, channel.shard_index, len(self._channels))
+        try:
+            with channel.translated(self._name):
+                messages = self._messages(channel, where, epoch)
+                timeout_s = self._attempts.rest_s
+                if self._values.array_count == 1 and len(_ranges(where)) == 1:
+                    call = channel.init_weights_at_once.future(*messages, timeout=timeout_s)
+                else:
+                    call = channel.init_weights.future(
+                        self._ended_by_failure(messages), timeout=timeout_s
+                    )
+                version: int = channel.result_of(call, self._name).version
+        finally:
+            if self._failure is not None:
+                raise self._failure from None
         return version
 
     def _ended_by_failure(self, messages: Iterator[bytes]) -> Iterator[bytes]:
@@ -161,23 +179,39 @@ class FirstWeights:
 
     def _messages(self, channel: ShardChannel, where: Slice, epoch: int) -> Iterator[bytes]:
         opening = types_pb2.StreamOpen(
-            shard=channel.identity, parameter=self._name, worker_id=self._worker_id
+            shard=channel.identity,
+            parameter=self._name,
+            worker_id=self._worker_id,
+            session=channel.session.number,
         )
-        yield pb.InitWeightsRequest(
+        header = pb.InitWeightsRequest(
             open=opening,
             epoch=epoch,
             version=self._values.version,
             learning_rate=self._values.learning_rate,
-        ).SerializeToString()
+            load_id=self._values.load_id,
+        )
+        context = checksum.first_weights_context(header)
         scratch = Scratch()
-        for array_index in range(self._values.array_count):
-            for index in range(where.chunk_count(_RANGE_ELEMENT_COUNT)):
-                part = where.chunk(index, _RANGE_ELEMENT_COUNT)
-                header = pb.InitWeightsRequest(array_index=array_index)
+        # An empty slice has one range of its own, without elements: its CRC32C covers `open`.
+        array_count = self._values.array_count if where.size else 1
+        for array_index in range(array_count):
+            for index, part in enumerate(_ranges(where)):
+                header.array_index = array_index
                 values = self._values.read(array_index, part)
-                message = _CODEC.encode(header, header.chunk, part, index, values, scratch)
+                start = checksum.first_weights(context, array_index)
+                message = _CODEC.encode(
+                    header, header.chunk, part, index, values, scratch, start=start
+                )
                 self._traffic.add_sent(len(message), part.size)
                 yield message
+                header = pb.InitWeightsRequest()
+
+
+def _ranges(where: Slice) -> list[Slice]:
+    """The pieces that a slice is sent in; an empty one is one piece."""
+    count = where.chunk_count(_RANGE_ELEMENT_COUNT)
+    return [where.chunk(index, _RANGE_ELEMENT_COUNT) for index in range(count)] or [where]
 
 
 def confirm(name: str, channels: list[ShardChannel], epoch: int, attempts: Attempts) -> None:
@@ -187,11 +221,13 @@ def confirm(name: str, channels: list[ShardChannel], epoch: int, attempts: Attem
     """
     if epoch == 0:
         return
-    for channel in channels[1:]:
-        channel.call(
+    ask_all(
+        channels[1:],
+        lambda channel: channel.call(
             "ConfirmInit",
             pb.ConfirmInitRequest(shard=channel.identity, parameter=name, epoch=epoch),
             pb.ConfirmInitResponse,
             timeout_s=attempts.rest_s,
             parameter=name,
-        )
+        ),
+    )

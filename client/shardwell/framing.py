@@ -101,7 +101,10 @@ def parse(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, Bytes]:
             whole = header_type.FromString(message)
             payload: bytes = whole.payload  # type: ignore[attr-defined]
             whole.ClearField("payload")
-            return whole, np.frombuffer(payload, np.uint8)
+            # Copied: where bytes of protobuf's lie is Python's affair, and of one byte not aligned.
+            values = np.frombuffer(payload, np.uint8).copy()
+            values.flags.writeable = False
+            return whole, values
         header = header_type.FromString(message[:head_size])
     except DecodeError as error:
         raise CorruptChunkError(

@@ -87,5 +87,5 @@ class StreamEndedError(grpc.RpcError):
         return "it ended the stream"
 
     def trailing_metadata(self) -> tuple[()]:
-        """None."""
+        """Has none."""
         return ()

@@ -146,6 +146,11 @@ def _read(path: Path) -> Checkpoint:
     try:
         with path.open("rb") as file:
             data = file.read(_SIZE_MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StorageError(
+            f"{path.parent} is no checkpoint: reading {path} failed: {error.strerror}; give the "
+            "directory that a save made"
+        ) from None
     except OSError as error:
         raise file_error(path, error, "reading it") from None
     found = _CRC.search(data, 0, 64)

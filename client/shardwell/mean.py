@@ -1,4 +1,4 @@
-"""The mean weighted by samples, in float32 that can't overflow. Pure.
+"""The mean weighted by samples, in float32 that does not overflow. Pure.
 
 Worker i contributes x_i * w_i / 2^e, with w_i its sample count divided by the greatest common
 divisor of all, and e the smallest integer with 2^e >= W, the sum of w_i. The total of these is
@@ -15,6 +15,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_FLOAT32_MAX = np.finfo(np.float32).max
+
+
+def divide(total: npt.NDArray[np.float32], divisor: float, out: npt.NDArray[np.float32]) -> None:
+    """Writes total / divisor, which is a mean, and so no larger than the largest value in it.
+
+    Where rounding alone takes a quotient beyond float32, it is the largest float32.
+
+    Args:
+        total: (n,) or any shape, contiguous; infinities stay.
+        divisor: Not 0. What float32 can't hold divides in float64.
+        out: The same shape, other memory.
+    """
+    overflows: list[str] = []
+    is_float32 = float(np.float32(divisor)) == divisor
+    with np.errstate(all="ignore", over="call", call=lambda kind, _: overflows.append(kind)):
+        if is_float32:
+            np.divide(total, np.float32(divisor), out=out)
+        else:
+            out[...] = np.divide(total, divisor, dtype=np.float64)
+    if overflows:
+        beyond = np.isinf(out) & np.isfinite(total)
+        out[beyond] = np.copysign(_FLOAT32_MAX, total[beyond])
 
 
 class Weights:

@@ -21,6 +21,15 @@ _AHEAD_MAX = 2**20
 TakenT = TypeVar("TakenT")
 
 
+def known_first(known: int, ask: Callable[[], int]) -> Callable[[], int]:
+    """Gives `known` at the first call, and at all others what `ask` returns then.
+
+    A round trip less for what was heard of just now.
+    """
+    left = [known]
+    return lambda: left.pop() if left else ask()
+
+
 def at_one_version(
     attempt: Callable[[int, float], TakenT],
     newest_version: Callable[[], int],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Sequence
 from functools import partial
 
+from shardwell.asking import ask_all
 from shardwell.channel import ShardChannel
 from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES
 from shardwell.codec import CODECS
@@ -14,11 +17,47 @@ from shardwell.errors import (
     WrongShardError,
 )
 from shardwell.first_weights import confirm
+from shardwell.names import check_name
 from shardwell.partition import Slice, slice_of
 from shardwell.retry import Attempts
 from shardwell.specs import ParameterSpec
+from shardwell.take_over import check_next_step, common_tenure, take_place
 from shardwell.transfer import Part
 from shardwell.v1 import parameter_server_pb2 as pb
+
+
+def find_spec(name: str, channels: list[ShardChannel], attempts: Attempts) -> ParameterSpec | None:
+    """The spec of a parameter that a shard holds; None if none does.
+
+    Raises:
+        ArgumentError: no parameter can have that name, or its spec can't be read.
+        WrongShardError: another shard answers at an address.
+    """
+    check_name("parameter name", name)
+    for channel in channels:
+        for found in attempts.run(partial(_parameters, channel, name, attempts)):
+            return ParameterSpec.from_proto(found.spec)
+    return None
+
+
+def _parameters(
+    channel: ShardChannel, name: str, attempts: Attempts
+) -> Sequence[pb.ParameterStatus]:
+    """What a shard holds of a parameter, if anything."""
+    status = channel.call(
+        "GetStatus",
+        pb.GetStatusRequest(parameter=name),
+        pb.GetStatusResponse,
+        timeout_s=attempts.rest_s,
+    )
+    if status.shard != channel.identity:
+        raise WrongShardError(
+            f"{channel.address} is shard {status.shard.shard_index} of cluster "
+            f"{status.shard.cluster_id!r} now; it was shard {channel.shard_index} of "
+            f"{channel.identity.cluster_id!r}; connect again",
+            shard_index=channel.shard_index,
+        )
+    return status.parameters
 
 
 class Opening:
@@ -28,6 +67,9 @@ class Opening:
         self._spec = spec
         self._channels = channels
         self._worker_id = worker_id
+        self.tenure = 0
+        """Of this worker's places, which its gradients name; 0: none, or they are for good."""
+        self._opened_in = 0
 
     def open(self, attempts: Attempts) -> tuple[list[Part], int]:
         """Creates or joins the parameter on all shards.
@@ -42,7 +84,8 @@ class Opening:
             CorruptChunkError: a shard cuts the parameter in another way.
         """
         # While one shard is waited for the others go on, so all are asked again.
-        answers = attempts.run(lambda: [self._join(c, attempts) for c in self._channels])
+        join = partial(join_all, self._spec, self._channels, attempts, worker_id=self._worker_id)
+        answers = attempts.run(join)
         unconfirmed: StepOrderError | None = None
         if answers[0].initialized and not all(answer.initialized for answer in answers):
             # Whoever set the first weights, or restored them, did not come so far, or not yet.
@@ -51,13 +94,18 @@ class Opening:
                 attempts.run(lambda: confirm(self._spec.name, self._channels, epoch, attempts))
             except StepOrderError as error:
                 unconfirmed = error
-            answers = attempts.run(lambda: [self._join(c, attempts) for c in self._channels])
+            answers = attempts.run(join)
         parts: list[Part] = []
         for channel, answer in zip(self._channels, answers, strict=True):
             if answer.slice_size:
                 first_chunk = parts[-1].first_chunk + len(parts[-1].chunks) if parts else 0
                 parts.append(self._part(channel, answer, first_chunk))
         next_steps = [answer.next_step for answer in answers if answer.slice_size]
+        if self._spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
+            # Training may go on between two answers: who seems to be behind is asked once more.
+            newest = max(next_steps)
+            answers = attempts.run(join)
+            next_steps = [min(a.next_step, newest) for a in answers if a.slice_size]
         if self._spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
             raise StepOrderError(
                 f"shards disagree on where parameter {self._spec.name!r} stands: this worker's "
@@ -67,16 +115,45 @@ class Opening:
             )
         if unconfirmed is not None:
             raise unconfirmed
-        return parts, min(next_steps)
+        tenures = {answer.tenure for answer in answers}
+        self.tenure = self._opened_in = common_tenure(tenures)
+        return parts, min(next_steps) if len(tenures) == 1 else 0
 
-    def take_seat(self, attempts: Attempts) -> None:
-        """Takes this worker's place among worker_count, shard by shard: shard 0 decides.
+    def take_seat(self, opened_at: int, attempts: Attempts) -> None:
+        """Takes this worker's place among worker_count: shard 0 decides, the others follow.
+
+        Args:
+            opened_at: The step at which the worker was to go on when it opened the parameter.
+            attempts: Those of the call.
 
         Raises:
-            SeatsTakenError, NotInitializedError: see the errors.
+            SeatsTakenError, NotInitializedError, WorkerIdInUseError: see the errors.
+            StepOrderError: an earlier process of this worker went on since, or its place was given
+                to another one.
         """
-        for channel in self._channels:
-            attempts.run(partial(self._join, channel, attempts, take_seat=True))
+        tenure = secrets.randbits(63) + 1
+        take = partial(
+            join_all,
+            self._spec,
+            self._channels,
+            attempts,
+            worker_id=self._worker_id,
+            take_seat=True,
+            tenure=tenure,
+        )
+        answers = take_place(attempts, take)
+        if len({answer.tenure for answer in answers}) > 1:  # some were given away, and others not
+            answers = take_place(attempts, partial(take, begins_anew=True))
+        self.tenure = common_tenure(answer.tenure for answer in answers)
+        name = self._spec.name
+        check_next_step(
+            f"parameter {name!r}",
+            min(answer.next_step for answer in answers if answer.slice_size),
+            opened_at,
+            took_over=any(answer.took_over for answer in answers),
+            lost_place=self._opened_in not in (0, self.tenure),
+            parameter=name,
+        )
 
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
         """The first step from now on that no chunk of any shard has passed.
@@ -84,17 +161,9 @@ class Opening:
         That is this worker's next step, or, when that was interrupted and some chunks closed it,
         the one after it. A worker that takes part is never further behind.
         """
-        newest = 0
-        for channel in self._channels:
-            status = attempts.run(partial(self._status, channel, attempts))
-            if status.shard != channel.identity:
-                raise WrongShardError(
-                    f"{channel.address} is shard {status.shard.shard_index} of cluster "
-                    f"{status.shard.cluster_id!r} now; it was shard {channel.shard_index} of "
-                    f"{channel.identity.cluster_id!r}; connect again",
-                    shard_index=channel.shard_index,
-                )
-            here = status.parameters
+
+        def ask(channel: ShardChannel) -> int:
+            here = attempts.beside().run(partial(_parameters, channel, self._spec.name, attempts))
             if not here:
                 raise UnknownParameterError(
                     f"shard {channel.shard_index} has no parameter {self._spec.name!r} any more; "
@@ -102,7 +171,9 @@ class Opening:
                     shard_index=channel.shard_index,
                     parameter=self._spec.name,
                 )
-            newest = max(newest, here[0].version_max)
+            return here[0].version_max
+
+        newest = max(ask_all(self._channels, ask))
         if newest > next_step + 1:
             raise StepOrderError(
                 f"learning rate of {self._spec.name!r} from step {next_step}, this worker's next: "
@@ -110,14 +181,6 @@ class Opening:
                 parameter=self._spec.name,
             )
         return max(newest, next_step)
-
-    def _status(self, channel: ShardChannel, attempts: Attempts) -> pb.GetStatusResponse:
-        return channel.call(
-            "GetStatus",
-            pb.GetStatusRequest(parameter=self._spec.name),
-            pb.GetStatusResponse,
-            timeout_s=attempts.rest_s,
-        )
 
     def _part(
         self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int
@@ -135,19 +198,58 @@ class Opening:
             )
         return Part(channel, where, answer.chunk_element_count, first_chunk)
 
-    def _join(
-        self, channel: ShardChannel, attempts: Attempts, *, take_seat: bool = False
+
+def join_all(
+    spec: ParameterSpec,
+    channels: Sequence[ShardChannel],
+    attempts: Attempts,
+    *,
+    worker_id: str = "",
+    take_seat: bool = False,
+    tenure: int = 0,
+    begins_anew: bool = False,
+) -> list[pb.CreateParameterResponse]:
+    """Creates or joins a parameter on shard 0, then on all others at once.
+
+    Shard 0 says which parameter of its name it has, and whether it has begun: a shard that has
+    another, or none, lost its memory.
+
+    Args:
+        spec: The parameter's.
+        channels: All shards, in order.
+        attempts: Bounds the calls.
+        worker_id: Who joins; "": somebody who will not contribute.
+        take_seat: Whether the worker takes its place.
+        tenure: See CreateParameterRequest.
+        begins_anew: The same.
+
+    Raises:
+        StepOrderError: a shard lost its memory.
+        ShardwellError: a shard refuses.
+    """
+
+    def join(
+        channel: ShardChannel, *, incarnation: int = 0, must_exist: bool = False
     ) -> pb.CreateParameterResponse:
-        """Creates or joins the parameter on one shard."""
+        channel.has_places |= take_seat
         return channel.call(
             "CreateParameter",
             pb.CreateParameterRequest(
                 shard=channel.identity,
-                worker_id=self._worker_id,
-                spec=self._spec.to_proto(),
+                worker_id=worker_id,
+                spec=spec.to_proto(),
                 take_seat=take_seat,
+                incarnation=incarnation,
+                must_exist=must_exist,
+                session=channel.session.number,
+                tenure=tenure,
+                begins_anew=begins_anew,
             ),
             pb.CreateParameterResponse,
             timeout_s=attempts.rest_s,
-            parameter=self._spec.name,
+            parameter=spec.name,
         )
+
+    first = join(channels[0])
+    others = partial(join, incarnation=first.incarnation, must_exist=first.begun)
+    return [first, *ask_all(channels[1:], others)]

@@ -88,7 +88,7 @@ class Optimizer:
 class RowWiseAdagrad(Optimizer):
     """Adagrad with one sum of squares a row, as DLRM and TorchRec have it. Of tables only."""
 
-    learning_rate: float
+    learning_rate: float = dataclasses.field(kw_only=False)
     """Step length, at least 0."""
     epsilon: float = 1e-10
     """Added to the denominator."""
@@ -109,7 +109,7 @@ class RowWiseAdagrad(Optimizer):
 class FTRL(Optimizer):
     """FTRL-Proximal (McMahan et al., 2013): sparse weights by L1. Of tables only."""
 
-    learning_rate: float
+    learning_rate: float = dataclasses.field(kw_only=False)
     """Step length (the paper's alpha), above 0."""
     beta: float = 1.0
     """Smooths the first steps; the paper's choice."""
@@ -147,7 +147,7 @@ class Average(Optimizer):
 class SGD(Optimizer):
     """Stochastic gradient descent, as torch.optim.SGD computes it."""
 
-    learning_rate: float
+    learning_rate: float = dataclasses.field(kw_only=False)
     """Step length, at least 0. No default: it depends on the model."""
     momentum: float = 0.0
     """In [0, 1). 0 (default) keeps no state on the shard."""
@@ -180,7 +180,7 @@ class SGD(Optimizer):
 class Adagrad(Optimizer):
     """Adagrad (Duchi et al., 2011), as torch.optim.Adagrad computes it."""
 
-    learning_rate: float
+    learning_rate: float = dataclasses.field(kw_only=False)
     """Step length, at least 0."""
     epsilon: float = 1e-10
     """Added to the denominator; the field's default."""
@@ -201,7 +201,7 @@ class Adagrad(Optimizer):
 class RMSProp(Optimizer):
     """RMSProp (Tieleman and Hinton, 2012), as torch.optim.RMSprop computes it, not centered."""
 
-    learning_rate: float
+    learning_rate: float = dataclasses.field(kw_only=False)
     """Step length, at least 0."""
     decay: float = 0.99
     """Of the running mean of squares; in [0, 1)."""
@@ -224,7 +224,7 @@ class RMSProp(Optimizer):
 class Adam(Optimizer):
     """Adam (Kingma and Ba, 2015), as torch.optim.Adam computes it."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = dataclasses.field(default=1e-3, kw_only=False)
     """Step length; the paper's default."""
     beta1: float = 0.9
     """Decay of the first moment; in [0, 1)."""
@@ -247,7 +247,7 @@ class Adam(Optimizer):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as torch.optim.AdamW."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = dataclasses.field(default=1e-3, kw_only=False)
     """Step length; the paper's default."""
     beta1: float = 0.9
     """Decay of the first moment; in [0, 1)."""

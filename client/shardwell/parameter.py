@@ -8,28 +8,28 @@ after the call returns.
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from shardwell.call_scope import CallScope
 from shardwell.channel import ShardChannel
 from shardwell.codec import Float32
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, DivergedError
 from shardwell.first_weights import FirstWeights, GivenWeights
 from shardwell.opening import Opening
 from shardwell.optimizers import check_learning_rate
 from shardwell.retry import Attempts
 from shardwell.shards import Shards
 from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
+from shardwell.stream_pool import IdleLanes, LanePool
 from shardwell.streams import Streams
 from shardwell.traffic import Traffic
 from shardwell.transfer import Gradient, Progress, Transfer
-from shardwell.turns import Turns
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.values import as_flat, as_output, check_integer, finite_peak
-from shardwell.watchdog import Watchdog
 
 
 class Parameter:
@@ -42,26 +42,30 @@ class Parameter:
         *,
         worker_id: str,
         timeout_s: float,
-        watchdog: Watchdog,
-        executor: Executor,
         traffic: Traffic,
+        idle_lanes: IdleLanes,
     ) -> None:
         self.spec = spec
         """What all workers agreed on."""
         self.next_step: int
-        """The step that this worker's next gradient joins; a restarted worker goes on here."""
+        """The step that this worker's next gradient joins; a restarted worker goes on here.
+
+        In asynchronous mode it is this worker's own count, from 0, and from 0 again when the shards
+        have given its place away meanwhile, for want of places: see `Limits.worker_count_max`.
+        """
         self.version = 0
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""
         self._shards = shards
         self._worker_id = worker_id
-        self._watchdog = watchdog
-        self._executor = executor
         self._traffic = traffic
-        self._turns = Turns(shards, timeout_s, f"parameter {spec.name!r}", parameter=spec.name)
+        what = f"parameter {spec.name!r}"
+        self._calls = CallScope(shards, timeout_s, what, parameter=spec.name)
+        self._pool = LanePool(spec.name, idle_lanes, what, parameter=spec.name)
         self._has_seat = False
         self._opening = Opening(spec, shards.channels, worker_id)
         self._transfer = Transfer(spec, worker_id=worker_id, traffic=traffic)
-        self._streams = self._opened(self._turns.attempts(None))
+        self._streams: Streams
+        self._calls.run(self._open)
 
     def __repr__(self) -> str:
         return f"Parameter({self.name!r}, size={self.size}, mode={self.spec.mode!r})"
@@ -79,7 +83,7 @@ class Parameter:
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
-        return self._turns.is_closed
+        return self._calls.is_closed
 
     def init(self, weights: Any, *, timeout_s: float | None = None) -> int:
         """Sets the first weights; whoever calls first, in the whole cluster, decides them.
@@ -98,12 +102,12 @@ class Parameter:
             ArgumentError, NonFiniteError: the weights can't be used; nothing was sent.
             DeadlineError: the client that came first did not finish in time.
         """
-        what = f"first weights of {self.name!r}"
-        values = as_flat(what, weights, self.size)
-        if not self.spec.allow_non_finite:
-            finite_peak(what, values, self.name)
-        attempts = self._turns.attempts(timeout_s)
-        with self._turns.turn(attempts):
+
+        def settle(attempts: Attempts) -> int:
+            what = f"first weights of {self.name!r}"
+            values = as_flat(what, weights, self.size)
+            if not self.spec.allow_non_finite:
+                finite_peak(what, values, self.name)
             first_weights = FirstWeights(
                 self.name,
                 GivenWeights(values),
@@ -112,11 +116,12 @@ class Parameter:
                 traffic=self._traffic,
                 attempts=attempts,
             )
-            version = self._turns.run(attempts, first_weights.settle)
+            version = attempts.run(first_weights.settle)
             if self.spec.mode == "sync" and self.next_step < version:  # a checkpoint was restored
-                self._streams.close()
-                self._streams = self._opened(attempts)
+                self._open(attempts)
             return version
+
+        return self._calls.run(settle, timeout_s, in_turn=True)
 
     def get_weights(
         self, *, out: Float32 | None = None, min_version: int = 0, timeout_s: float | None = None
@@ -132,30 +137,26 @@ class Parameter:
 
         Raises:
             NotInitializedError: nobody has called `init` yet.
+            DivergedError: weights became NaN or infinite.
             WorkersMissingError: `min_version` was not reached in time; names who is missing.
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
-        min_version = check_integer("min_version", min_version, 0, STEP_MAX)
-        weights = np.empty(self.size, np.float32) if out is None else out
-        flat = weights if out is None else as_output(out, self.size)
-        attempts = self._turns.attempts(timeout_s)
-        streams = self._streams
-        self.version = self._turns.run(
-            attempts, lambda: streams.get_weights(flat, min_version, attempts.rest_s)
-        )
-        return weights
+        get = partial(self._get_weights, out, min_version)
+        return self._calls.run(get, timeout_s)
 
     def get_weights_async(
         self, *, out: Float32 | None = None, min_version: int = 0, timeout_s: float | None = None
     ) -> Future[Float32]:
-        """`get_weights` on a thread of the client's; its result or error comes in the future.
+        """`get_weights` without waiting: its result or error comes in the future.
 
-        `out` belongs to the call until then.
+        `out` belongs to the call until then. Calls that wait hold up no other, up to 256 of a
+        client.
+
+        Raises:
+            LimitError: as many calls of the client are under way.
+            ClosedError: the parameter or its client was closed.
         """
-        self._turns.check_open()
-        return self._executor.submit(
-            self.get_weights, out=out, min_version=min_version, timeout_s=timeout_s
-        )
+        return self._calls.start(partial(self._get_weights, out, min_version), timeout_s)
 
     def put_gradient(
         self, gradient: Any, *, sample_count: int = 1, timeout_s: float | None = None
@@ -181,13 +182,15 @@ class Parameter:
             WorkersMissingError: an earlier step did not close in time.
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
-        attempts = self._turns.attempts(timeout_s)
-        with self._turns.turn(attempts):
+
+        def put(attempts: Attempts) -> int:
             work = self._gradient(gradient, sample_count, attempts)
             streams, progress = self._streams, Progress()
-            self._turns.run(attempts, lambda: streams.put_gradient(work, attempts.rest_s, progress))
+            attempts.run(lambda: streams.put_gradient(work, progress, attempts))
             self.next_step = work.step + 1
             return work.step
+
+        return self._calls.run(put, timeout_s, in_turn=True)
 
     def exchange(
         self,
@@ -212,11 +215,13 @@ class Parameter:
             The weights after this step: (size,) float32, `out` if given.
 
         Raises:
-            As `put_gradient` and `get_weights`. After an error the step is still this worker's
-            next: call again.
+            DivergedError: the gradient is counted, and the step has ended; the weights that came
+                of it are not finite.
+            ShardwellError: as `put_gradient` and `get_weights`. The step is still this worker's
+                next: call again.
         """
-        attempts = self._turns.attempts(timeout_s)
-        with self._turns.turn(attempts):
+
+        def exchange(attempts: Attempts) -> Float32:
             work = self._gradient(gradient, sample_count, attempts)
             flat = weights = np.empty(self.size, np.float32) if out is None else out
             if out is not None:
@@ -224,11 +229,19 @@ class Parameter:
                 if np.may_share_memory(flat, work.values):
                     raise ArgumentError("out must not overlap the gradient; pass another array")
             streams, progress = self._streams, Progress()
-            self.version = self._turns.run(
-                attempts, lambda: streams.exchange(work, flat, attempts.rest_s, progress)
-            )
+            try:
+                self.version = attempts.run(
+                    lambda: streams.exchange(work, flat, progress, attempts)
+                )
+            except DivergedError:  # some of it is counted, so all of it is to be
+                counted = Progress()
+                attempts.run(lambda: streams.put_gradient(work, counted, attempts))
+                self.next_step = work.step + 1
+                raise
             self.next_step = work.step + 1
             return weights
+
+        return self._calls.run(exchange, timeout_s, in_turn=True)
 
     def set_learning_rate(
         self, learning_rate: float, *, now: bool = False, timeout_s: float | None = None
@@ -244,8 +257,8 @@ class Parameter:
             StepOrderError: chunks are past this worker's next step; use `now`.
         """
         rate = check_learning_rate("learning_rate", learning_rate)
-        attempts = self._turns.attempts(timeout_s)
-        with self._turns.turn(attempts):
+
+        def set_rate(attempts: Attempts) -> None:
             is_now = now or self.spec.mode == "async"
             from_step = None if is_now else self._opening.first_step_ahead(self.next_step, attempts)
             for channel in self._shards.channels:
@@ -255,28 +268,42 @@ class Parameter:
                     learning_rate=rate,
                     from_step=from_step,
                 )
-                self._turns.run(attempts, partial(self._tell, channel, request, attempts))
+                attempts.run(partial(self._tell, channel, request, attempts))
+
+        self._calls.run(set_rate, timeout_s, in_turn=True)
 
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
-        attempts = self._turns.attempts(None)
-        with self._turns.turn(attempts):
-            self._streams.close()
-            self._streams = self._opened(attempts)
+
+        def reopened(attempts: Attempts) -> None:
+            self._has_seat = False  # another process may have taken it over
+            self._open(attempts)
+
+        self._calls.run(reopened, in_turn=True)
 
     def close(self) -> None:
-        """Ends this worker's streams; the parameter lives on in the cluster. Safe to repeat."""
-        self._turns.close()
-        self._streams.close()
+        """Ends this worker's calls of the parameter, which lives on in the cluster.
 
-    # What the verbs share.
+        Calls of other threads end with ClosedError. From any thread; safe to repeat.
+        """
+        self._calls.close()
 
-    def _opened(self, attempts: Attempts) -> Streams:
+    # What the verbs share, on a thread of the client's.
+
+    def _open(self, attempts: Attempts) -> None:
         """Opens the parameter on all shards; sets `next_step`."""
         parts, self.next_step = self._opening.open(attempts)
-        return Streams(
-            self.spec, parts, self._transfer, worker_id=self._worker_id, watchdog=self._watchdog
+        self._streams = Streams(
+            self.spec, parts, self._transfer, self._pool, worker_id=self._worker_id
         )
+
+    def _get_weights(self, out: Float32 | None, min_version: int, attempts: Attempts) -> Float32:
+        min_version = check_integer("min_version", min_version, 0, STEP_MAX)
+        weights = np.empty(self.size, np.float32) if out is None else out
+        flat = weights if out is None else as_output(out, self.size)
+        streams = self._streams
+        self.version = attempts.run(lambda: streams.get_weights(flat, min_version, attempts))
+        return weights
 
     def _gradient(self, gradient: Any, sample_count: int, attempts: Attempts) -> Gradient:
         """Checks everything that can be checked before anything is sent; takes a seat, once."""
@@ -291,7 +318,8 @@ class Parameter:
                 for where in part.chunks
             ]
         if not self._has_seat:
-            self._opening.take_seat(attempts)
+            self._opening.take_seat(self.next_step, attempts)
+            self._transfer.tenure = self._opening.tenure
             self._has_seat = True
         return Gradient(values, self.next_step, count, peaks)
 

@@ -6,8 +6,7 @@ Invariant: a result is as old as `PREFETCH_CALL_COUNT_MAX` of the table's furthe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ class Prefetched(NamedTuple):
     rows: Float32
     """(n, dim), in the order of the ids."""
     version: int | None
-    """See `Table.version`; None: no shard was asked."""
+    """Steps that all of them have seen; None: there are none."""
 
 
 class _Entry(NamedTuple):
@@ -39,52 +38,48 @@ class _Entry(NamedTuple):
 
 
 class Prefetches:
-    """Any thread may use it.
+    """Any thread may use it."""
 
-    Args:
-        executor: Whose threads fetch.
-    """
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: list[_Entry] = []
-        self._call_count = 0
 
-    def begin(self, ids: Ids, fetch: Callable[[], Prefetched]) -> None:
-        """Begins a fetch for `ids`, which nobody writes to."""
-        future = self._executor.submit(fetch)
-        with self._lock:
-            self._entries.append(_Entry(ids, future, self._call_count))
-            self._drop(len(self._entries) - PREFETCH_COUNT_MAX)
+    def keep(self, ids: Ids, call_count: int, future: Future[Prefetched]) -> None:
+        """Keeps a fetch that has begun.
 
-    def take(self, ids: Ids) -> Future[Prefetched] | None:
-        """The oldest result of a fetch for the same ids in the same order; None: there is none.
-
-        To be called by each call that fetches rows, which counts as `passed_by`.
+        Args:
+            ids: The ids; nobody writes to them.
+            call_count: Calls of the table so far.
+            future: What comes of it.
         """
         with self._lock:
+            self._entries.append(_Entry(ids, future, call_count))
+            self._drop(len(self._entries) - PREFETCH_COUNT_MAX)
+
+    def take(self, ids: Ids, call_count: int) -> Future[Prefetched] | None:
+        """The oldest result of a fetch for the same ids in the same order; None: there is none.
+
+        Args:
+            ids: The ids.
+            call_count: Calls of the table before the one that takes.
+        """
+        with self._lock:
+            self._drop_old(call_count)
             found = [np.array_equal(entry.ids, ids) for entry in self._entries]
             future = self._entries.pop(found.index(True)).future if any(found) else None
-            self._passed_by()
+            self._drop_old(call_count + 1)
         return future
-
-    def passed_by(self) -> None:
-        """To be called by each other call, which makes results older."""
-        with self._lock:
-            self._passed_by()
-
-    def _passed_by(self) -> None:
-        self._call_count += 1
-        oldest = self._call_count - PREFETCH_CALL_COUNT_MAX
-        self._drop(sum(entry.call_count < oldest for entry in self._entries))
 
     def clear(self) -> None:
         """Drops all results."""
         with self._lock:
             self._drop(len(self._entries))
 
+    def _drop_old(self, call_count: int) -> None:
+        oldest = call_count - PREFETCH_CALL_COUNT_MAX
+        self._drop(sum(entry.call_count < oldest for entry in self._entries))
+
     def _drop(self, count: int) -> None:
         """Drops the oldest."""
         for _ in range(count):
-            self._entries.pop(0).future.cancel()  # if it has not begun
+            self._entries.pop(0)

@@ -13,7 +13,7 @@ import numkong
 import numpy as np
 
 from shardwell.codec import BLOCK_ELEMENT_COUNT, Float32, blocks
-from shardwell.mean import Weights
+from shardwell.mean import Weights, divide
 
 ReductionName = Literal["sum", "mean", "max", "min"]
 REDUCTIONS: tuple[str, ...] = get_args(ReductionName)
@@ -91,4 +91,4 @@ def _mean(buffers: Sequence[Float32], weights: Weights, total: Float32) -> None:
     if is_first:
         total.fill(0.0)
     elif weights.divisor != 1.0:
-        np.divide(total, np.float32(weights.divisor), out=total)
+        divide(total.copy(), weights.divisor, total)

@@ -68,6 +68,10 @@ class Attempts:
         self._pause_bound_s = PAUSE_S_FIRST
         self._corrupt_count = 0
 
+    def beside(self) -> Attempts:
+        """Attempts of a part of the call on another thread, with the same deadline."""
+        return Attempts(self.remaining_s, self._surroundings)
+
     @property
     def remaining_s(self) -> float:
         """Until the deadline; not above 0 once it has passed."""

@@ -44,10 +44,13 @@ def as_ids(ids: Any, row_count: int | None) -> tuple[Ids, tuple[int, ...]]:
     """
     array = ids if type(ids) is np.ndarray else _as_array(ids)
     if array.dtype.kind not in "iu":
-        raise ArgumentError(
-            f"ids must be integers; got {array.dtype}{_example(array)}; convert them with "
-            ".astype(np.int64)"
-        )
+        advice = "convert them with .astype(np.int64)"
+        if array.dtype.kind in "fc":
+            advice = (
+                "make them integers where they come from: floats round those from 2^53 on, and "
+                ".astype(np.int64) would give other ids"
+            )
+        raise ArgumentError(f"ids must be integers; got {array.dtype}{_example(array)}; {advice}")
     flat = array.reshape(-1)
     if row_count is not None and flat.size:
         low, high = int(flat.min()), int(flat.max())
@@ -84,9 +87,33 @@ def _as_array(ids: Any) -> npt.NDArray[Any]:
     if isinstance(ids, (list, tuple)) and not ids:
         return _NO_IDS
     try:
-        return np.asarray(ids)
-    except (TypeError, ValueError) as error:
+        array = np.asarray(ids)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"ids must be an array of integers; {error}") from None
+    if array.dtype.kind in "fO" and not isinstance(ids, np.ndarray):
+        return _whole_numbers(ids, array)
+    return array
+
+
+def _whole_numbers(ids: Any, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Python's integers that no one dtype holds, as int64; anything else as it is.
+
+    NumPy makes floats, which round, of a list with both a negative integer and one from 2^63 on.
+    """
+    exact = np.empty(array.shape, object)
+    try:
+        exact[...] = ids
+    except ValueError:  # ragged
+        return array
+    flat = exact.reshape(-1)
+    if not all(isinstance(one, (int, np.integer)) and type(one) is not bool for one in flat):
+        return array
+    for place, one in enumerate(flat):
+        if not -(2**63) <= one < 2**64:
+            where = place if array.ndim < 2 else _place(place, array.shape)
+            raise ArgumentError(f"ids must be integers of 64 bits; got {one} at place {where}")
+    signed = [int(one) if one < 2**63 else int(one) - 2**64 for one in flat]
+    return np.array(signed, np.int64).reshape(array.shape)
 
 
 def _example(array: npt.NDArray[Any]) -> str:

@@ -1,12 +1,12 @@
 """Rows that a worker fetched lately, so that it need not ask for them again. Pure.
 
 A set-associative cache in whole-array NumPy: an id has one set of four places, chosen by a hash,
-and a new row takes the place in turn. For one thread at a time; the caller locks, and says what its
-step is.
+and a new row takes the place in turn. For one thread at a time; `table_view` locks, decides what
+may be added, and passes the step.
 
 Invariants: a row is found at most `staleness_steps` steps after the one at which it was added, and
-never once `drop` was told of its id; a fetch that began before a `drop` adds nothing after it,
-because what it brought may be older than the gradient.
+never once `drop` received its id. An `add` that is cut off anywhere leaves places that are empty,
+and none that has one row's id and another one's values.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class RowCache:
             self._rows: Float32 = np.empty((capacity, dim), np.float32)
             self._keys: Ids = np.zeros((int(self._set_count), WAY_COUNT), np.int64)
             self._steps: Ids = np.full(capacity, _NEVER, np.int64)
+            self._versions: Ids = np.zeros(capacity, np.int64)
             self._next_ways = np.zeros(int(self._set_count), np.int64)
         except MemoryError:
             raise ArgumentError(
                 f"cache_row_count={row_count} with dim {dim} takes "
-                f"{capacity * (4 * dim + 18):,} bytes, more than there are; choose fewer"
+                f"{capacity * (4 * dim + 26):,} bytes, more than there are; choose fewer"
             ) from None
-        self._epoch = 0
         self.hit_count = 0
         """Rows that were found; repeated ids of a call count once."""
         self.miss_count = 0
         """Rows that were not."""
 
-    def find(self, ids: Ids, step: int, rows: Float32) -> Ids:
+    def find(self, ids: Ids, step: int, rows: Float32) -> tuple[Ids, int | None]:
         """Copies the rows that are there.
 
         Args:
@@ -65,7 +65,8 @@ class RowCache:
             rows: (u, dim); those that are found are written.
 
         Returns:
-            The places in `ids` of those that are not there, ascending.
+            The places in `ids` of those that are not there, ascending, and the lowest version of
+            the others; None if there are none.
         """
         found, places = self._located(ids, self._sets_of(ids))
         is_fresh = self._steps[places] >= step - self._staleness_steps
@@ -78,40 +79,39 @@ class RowCache:
         is_missing[found] = False
         self.hit_count += found.size
         self.miss_count += ids.size - found.size
-        return np.flatnonzero(is_missing)
+        version = int(self._versions[places].min()) if places.size else None
+        return np.flatnonzero(is_missing), version
 
-    def begin(self) -> int:
-        """To be called before rows are fetched; what it returns is for `add`."""
-        return self._epoch
-
-    def add(self, ids: Ids, rows: Float32, step: int, begun: int) -> None:
+    def add(self, ids: Ids, rows: Float32, step: int, version: int) -> None:
         """Keeps rows that were fetched.
 
         Args:
             ids: (u,) int64, without repeats.
             rows: (u, dim); copied.
             step: The worker's when it asked for them.
-            begun: What `begin` returned then.
+            version: The version that each of them has seen at least.
         """
-        if begun != self._epoch or not ids.size:
+        if not ids.size:
             return
         sets = self._sets_of(ids)
         found, places = self._located(ids, sets)
-        self._rows[places] = rows.take(found, axis=0)
-        self._steps[places] = step
         is_new = np.ones(ids.size, np.bool_)
         is_new[found] = False
-        self._take_places(ids, rows, step, sets, np.flatnonzero(is_new))
+        new, new_places = self._take_places(sets, np.flatnonzero(is_new))
+        kept, places = np.concatenate([found, new]), np.concatenate([places, new_places])
+        self._steps[places] = _NEVER
+        self._keys.reshape(-1)[places] = ids[kept]
+        self._rows[places] = rows.take(kept, axis=0)
+        self._versions[places] = version
+        self._steps[places] = step
 
     def drop(self, ids: Ids) -> None:
-        """Forgets rows that gradients were sent for."""
-        self._epoch += 1
+        """Forgets rows."""
         _, places = self._located(ids, self._sets_of(ids))
         self._steps[places] = _NEVER
 
     def clear(self) -> None:
         """Forgets all rows."""
-        self._epoch += 1
         self._steps[:] = _NEVER
 
     def _sets_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
@@ -129,10 +129,8 @@ class RowCache:
         is_used = self._steps[places] != _NEVER  # a place that was never used has some key, too
         return found[is_used], places[is_used]
 
-    def _take_places(
-        self, ids: Ids, rows: Float32, step: int, sets: npt.NDArray[np.uint64], new: Ids
-    ) -> None:
-        """Puts new ones into their sets' next places; what a set has no room for is left out."""
+    def _take_places(self, sets: npt.NDArray[np.uint64], new: Ids) -> tuple[Ids, Ids]:
+        """Which of the new ones find room, and where: in their sets' next places."""
         new = new[np.argsort(sets[new], kind="stable")]
         new_sets = sets[new].view(np.int64)
         is_first = np.ones(new.size, np.bool_)
@@ -141,10 +139,7 @@ class RowCache:
         counts = np.diff(starts, append=new.size)
         number = np.arange(new.size) - np.repeat(starts, counts)
         has_room = number < WAY_COUNT
-        taken = new[has_room]
         turn = self._next_ways[new_sets] + number
         places = (new_sets * WAY_COUNT + turn % WAY_COUNT)[has_room]
-        self._keys.reshape(-1)[places] = ids[taken]
-        self._steps[places] = step
-        self._rows[places] = rows.take(taken, axis=0)
         self._next_ways[new_sets[starts]] += np.minimum(counts, WAY_COUNT)
+        return new[has_room], places

@@ -1,8 +1,9 @@
 """Rows on the wire: ids and values to a sealed message, and a payload to checked ids and bytes.
 
 What chunk_codec.py is for chunks; the form is table.proto's `Rows`. A payload is ids, or values, or
-ids and then values; the header's CRC is of all of it, compression and scale of the values alone.
-Nothing that `open` returns is unchecked but the ids' order and range, which `check_ids` is for.
+ids and then values; compression and scale are of the values alone, and what the CRC covers is
+checksum.py's. `open` has checked all that it returns, except the ids' order and range, which
+`check_ids` is for.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any, NamedTuple
 import lz4.block
 import numpy as np
 import numpy.typing as npt
-from fastcrc import crc32
 from google.protobuf.message import Message
 
+from shardwell import checksum
 from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES
 from shardwell.codec import CODECS, Bytes, Codec, Float32
 from shardwell.errors import ArgumentError, CorruptChunkError
@@ -54,6 +55,21 @@ class OpenedRows(NamedTuple):
     """The codec's bytes of (n, dim) values, read-only; empty where the payload has ids alone."""
     exponent: int
     """Of the values: see `Codec.decode`."""
+
+
+def check_rows(rows: table_pb2.Rows, payload: Bytes, start: int) -> None:
+    """Refuses rows that were damaged, or meant for something else.
+
+    Raises:
+        CorruptChunkError: the CRC32C does not fit.
+    """
+    found = checksum.of_rows(start, rows, payload)
+    if found != rows.crc32c:
+        raise CorruptChunkError(
+            f"rows: CRC32C of their header, their {payload.size} payload bytes and what they were "
+            f"sent for is {found:#010x}; the message says {rows.crc32c:#010x}, so it was damaged "
+            "or is not for this stream; send them again"
+        )
 
 
 class RowCodec:
@@ -110,6 +126,7 @@ class RowCodec:
         ids: Ids | None,
         values: npt.NDArray[Any] | None,
         *,
+        start: int,
         peak: float | None = None,
     ) -> bytes:
         """A sealed message of rows.
@@ -119,6 +136,7 @@ class RowCodec:
             rows: The Rows inside `header`; filled in.
             ids: (n,) int64, any stride; None: the payload has none.
             values: (n, dim) floating point, C-contiguous (else it is copied); None: none.
+            start: What its CRC32C begins with: see checksum.py.
             peak: See `Codec.encode`; at least the largest magnitude.
 
         Raises:
@@ -146,7 +164,7 @@ class RowCodec:
                 rows.scale_exponent = self._write(values, message.payload[id_size:], peak)
         if ids is not None:
             message.payload[:id_size].view(np.int64)[:] = ids
-        rows.crc32c = crc32.iscsi(message.payload.data)
+        rows.crc32c = checksum.of_rows(start, rows, message.payload)
         return message.seal()
 
     def _write(self, values: npt.NDArray[Any], payload: Bytes, peak: float | None) -> int:
@@ -159,13 +177,20 @@ class RowCodec:
         )
 
     def open(
-        self, rows: table_pb2.Rows, payload: Bytes, *, with_ids: bool, with_values: bool
+        self,
+        rows: table_pb2.Rows,
+        payload: Bytes,
+        *,
+        start: int,
+        with_ids: bool,
+        with_values: bool,
     ) -> OpenedRows:
-        """Checks rows that came.
+        """Checks rows that came; to be called before anything that their message says is used.
 
         Args:
             rows: Their header.
             payload: What came with it, aligned.
+            start: What their CRC32C begins with: see checksum.py.
             with_ids: Whether it begins with ids.
             with_values: Whether values follow.
 
@@ -174,17 +199,12 @@ class RowCodec:
             ArgumentError: too many rows; compression or a scale exponent that the spec does not
                 allow.
         """
+        check_rows(rows, payload, start)
         count = rows.row_count
         if count > self.row_count_max:
             raise ArgumentError(
                 f"a message has at most {self.row_count_max} rows of this table; got {count}; "
                 "send several"
-            )
-        found = crc32.iscsi(payload.data)
-        if found != rows.crc32c:
-            raise CorruptChunkError(
-                f"rows: CRC32C of {payload.size} payload bytes is {found:#010x}, their header says "
-                f"{rows.crc32c:#010x}; send them again"
             )
         id_size = ID_SIZE_BYTES * count if with_ids else 0
         value_size = self.codec.item_size * self.dim * count if with_values else 0
@@ -209,6 +229,10 @@ class RowCodec:
     def decode(self, opened: OpenedRows, values: Float32) -> None:
         """Reads values that were opened into (n, dim) float32, C-contiguous, overwritten."""
         self.codec.decode(opened.values, opened.exponent, values.reshape(-1))
+
+    def peak(self, opened: OpenedRows) -> float:
+        """Largest magnitude of the values; infinity if one is not finite."""
+        return self.codec.peak(opened.values, opened.exponent) if opened.values.size else 0.0
 
     def first_non_finite(self, opened: OpenedRows) -> int | None:
         """Place, row * dim + column, of the first value that the spec refuses; None: none is."""

@@ -1,37 +1,33 @@
-"""Rows for one table's callers: from the worker's cache, from a prefetch, or from the shards."""
+"""Rows for one table's callers: from what the worker keeps, a prefetch, or the shards."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Executor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
 
+from shardwell.call_scope import CallScope
+from shardwell.calls import cancelled_by
 from shardwell.codec import Float32
 from shardwell.errors import ClosedError, ShardwellError
 from shardwell.prefetches import Prefetched, Prefetches
 from shardwell.retry import Attempts
 from shardwell.row_batches import RowBatch, ShardedIds
-from shardwell.row_cache import RowCache
 from shardwell.row_placement import Ids
 from shardwell.row_transfer import RowFetch, RowTransfer
 from shardwell.table_streams import TableStreams
-from shardwell.turns import Turns
+from shardwell.table_view import TableView
 
 
 class RowReading:
     """Any thread may use it.
 
     Args:
-        dim: The table's.
-        transfer: Of its rows.
-        streams: To its shards.
-        turns: Its.
-        executor: Whose threads prefetch.
-        cache: None: every row is asked for.
-        known_version: Steps that this worker knows to have closed on every shard.
+        dim: Values of a row.
+        transfer: The messages that rows travel in.
+        streams: The streams to the shards.
+        calls: The table's calls.
+        view: The rows that this worker keeps.
     """
 
     def __init__(
@@ -40,112 +36,87 @@ class RowReading:
         *,
         transfer: RowTransfer,
         streams: TableStreams,
-        turns: Turns,
-        executor: Executor,
-        cache: RowCache | None,
-        known_version: Callable[[], int],
+        calls: CallScope,
+        view: TableView,
     ) -> None:
         self._dim = dim
         self._transfer = transfer
         self._streams = streams
-        self._turns = turns
-        self._prefetches = Prefetches(executor)
-        self._cache = cache
-        self._known_version = known_version
-        self._lock = threading.Lock()
-        self._step = 0
-        self._has_put = False
+        self._calls = calls
+        self._prefetches = Prefetches()
+        self._view = view
 
     def read(
         self, batch: RowBatch, out: Float32, min_version: int, attempts: Attempts
     ) -> int | None:
-        """Fills `out`, (n, dim), with the rows of a batch.
+        """Fills `out`, (n, dim), with the rows of a batch, as the shards have them or as kept.
 
         Returns:
-            Steps that what was fetched has seen, at least; None if nothing was.
+            Steps that all of the rows have seen; None if there are none.
         """
         ids = batch.distinct
         rows = self._room(batch, out)
-        version: int | None = None
-        if self._cache is None:
-            version = self._fetch(ids, rows, min_version, attempts)
-        else:
-            step, begun, missing = self._found(self._cache, ids.ids, rows, min_version)
-            if missing.size:
-                fetched = np.empty((missing.size, self._dim), np.float32)
-                wanted = ids.subset(missing)
-                version = self._fetch(wanted, fetched, min_version, attempts)
-                rows[missing] = fetched
-                with self._lock:
-                    self._cache.add(wanted.ids, fetched, step, begun)
+        found = None if min_version else self._view.find(ids.ids, rows)
+        if found is None:
+            return self._read_anew(batch, out, rows, min_version, attempts)
+        missing, version = found
+        if missing.size:
+            fetched = np.empty((missing.size, self._dim), np.float32)
+            newer = self._fetch(ids.subset(missing), fetched, 0, attempts)
+            rows[missing] = fetched
+            version = newer if version is None else min(version, newer)
         batch.spread(rows, out)
         return version
 
     def question(self, batch: RowBatch, out: Float32) -> RowFetch:
-        """A fetch of all rows of a batch, whatever is in the cache; `answered` ends it."""
+        """A fetch of all rows of a batch, whatever is kept; `RowBatch.spread` ends it."""
         return RowFetch(
             batch.distinct,
             self._room(batch, out),
             row_count_max=self._transfer.row_count_max,
         )
 
-    def answered(self, batch: RowBatch, fetch: RowFetch, out: Float32) -> None:
-        """Fills `out` with what a question has brought after this worker's last gradient."""
-        batch.spread(fetch.rows, out)
-        if self._cache is not None:
-            with self._lock:
-                self._cache.add(batch.distinct.ids, fetch.rows, self._step, self._cache.begin())
-
-    def pushed(self, ids: Ids) -> None:
-        """Notes that this worker has sent gradients for rows, which ends one of its steps."""
-        self._prefetches.passed_by()
-        with self._lock:
-            self._step += 1
-            self._has_put = True
-            if self._cache is not None:
-                self._cache.drop(ids)
-
     def forget(self) -> None:
         """Drops all that was fetched before."""
         self._prefetches.clear()
-        with self._lock:
-            if self._cache is not None:
-                self._cache.clear()
+        self._view.clear()
 
     # Ahead of time.
 
     def prefetch(self, batch: RowBatch, ids: Ids) -> None:
-        """Begins to fetch a batch, whose ids `ids` nobody writes to."""
+        """Begins to fetch all rows of a batch, whatever is kept; nobody writes to `ids`."""
 
-        def fetch() -> Prefetched:
+        def fetch(attempts: Attempts) -> Prefetched:
             out = np.empty((ids.size, self._dim), np.float32)
-            version = self.read(batch, out, 0, self._turns.attempts(None))
-            return Prefetched(out, version)
+            return Prefetched(out, self._read_anew(batch, out, self._room(batch, out), 0, attempts))
 
-        self._turns.check_open()
-        try:
-            self._prefetches.begin(ids, fetch)
-        except RuntimeError as error:  # the executor's, when it was shut down meanwhile
-            self._turns.check_open(error)
-            raise
+        call_count = self._view.call_count
+        self._prefetches.keep(ids, call_count, self._calls.start(fetch))
 
     def prefetched(self, ids: Ids, min_version: int, attempts: Attempts) -> Prefetched | None:
         """What was prefetched for the same ids, once it has come; None: they are to be read.
 
-        One that failed, or has not come before the deadline, is none: whoever reads, in the moment
-        that is left to any attempt, is told which shard does not answer.
+        To be called once by each `get_rows`. One that failed, or has not come before the deadline,
+        is none: whoever reads, in the moment that is left to any attempt, learns which shard does
+        not answer.
 
         Raises:
             ClosedError: the table or the client was closed.
         """
-        future = self._prefetches.take(ids)
+        future = self._prefetches.take(ids, self._view.begin_get())
         if future is None:
             return None
+        come = threading.Event()
+        future.add_done_callback(lambda _: come.set())
+        with cancelled_by(come.set):
+            come.wait(attempts.rest_s)
+        if not future.done():
+            return None
         try:
-            found = future.result(attempts.rest_s)
+            found = future.result()
         except ClosedError:
             raise
-        except (FutureTimeoutError, ShardwellError, CancelledError):
+        except ShardwellError:
             return None
         return found if min_version <= (found.version or 0) else None
 
@@ -155,27 +126,32 @@ class RowReading:
             return out
         return np.empty((batch.distinct.ids.size, self._dim), np.float32)
 
-    def _found(
-        self, cache: RowCache, ids: Ids, rows: Float32, min_version: int
-    ) -> tuple[int, int, Ids]:
-        """Takes what is in the cache; the step, what `begin` said, and places that are missing."""
-        with self._lock:
-            self._step += not self._has_put  # one who puts nothing grows older by its fetches
-            self._has_put = False
-            begun = cache.begin()
-            if min_version:  # of a row in the cache it isn't known
-                return self._step, begun, np.arange(ids.size)
-            return self._step, begun, cache.find(ids, self._step, rows)
-
-    def _fetch(
-        self, ids: ShardedIds, rows: Float32, min_version: int, attempts: Attempts
+    def _read_anew(
+        self,
+        batch: RowBatch,
+        out: Float32,
+        rows: Float32,
+        min_version: int,
+        attempts: Attempts,
     ) -> int | None:
+        """Fills `out` with rows of the shards; `rows` is what `_room` returned for it."""
+        version = None
+        if batch.distinct.ids.size:
+            version = self._fetch(batch.distinct, rows, min_version, attempts)
+        batch.spread(rows, out)
+        return version
+
+    def _fetch(self, ids: ShardedIds, rows: Float32, min_version: int, attempts: Attempts) -> int:
+        """Fetches rows, at least one, and keeps them; returns the version they all have seen."""
+        asked = self._view.moment()
         fetch = RowFetch(
             ids,
             rows,
             row_count_max=self._transfer.row_count_max,
             min_version=min_version,
-            known_version=self._known_version(),
+            known_version=self._view.known_version,
         )
-        self._turns.run(attempts, lambda: self._streams.attempt(None, fetch, attempts.rest_s))
-        return int(fetch.version) if ids.ids.size else None
+        attempts.run(lambda: self._streams.attempt(None, fetch, attempts))
+        version = int(fetch.version)
+        self._view.keep(ids.ids, rows, version, asked)
+        return version

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from fastcrc import crc32
 from google.protobuf.message import Message
 
+from shardwell import checksum
 from shardwell.codec import Bytes, Float32
 from shardwell.errors import ArgumentError, CorruptChunkError, NonFiniteError
 from shardwell.framing import OutgoingMessage
-from shardwell.row_codec import rows_per_scan_message_max
+from shardwell.row_codec import check_rows, rows_per_scan_message_max
 from shardwell.row_placement import Ids
 from shardwell.specs import STEP_MAX
 from shardwell.table_spec import TableSpec
@@ -77,13 +77,16 @@ class RowStateCodec:
         """Rows of one message."""
         self._spec = spec
 
-    def encode(self, header: Message, rows: table_pb2.Rows, state: RowState) -> bytes:
+    def encode(
+        self, header: Message, rows: table_pb2.Rows, state: RowState, *, start: int
+    ) -> bytes:
         """A sealed message.
 
         Args:
             header: The message without its payload.
             rows: The Rows inside `header`; filled in.
             state: `row_count_max` rows at the most.
+            start: What its CRC32C begins with: see checksum.py.
         """
         assert state.ids.size <= self.row_count_max
         rows.row_count = state.ids.size
@@ -92,17 +95,23 @@ class RowStateCodec:
         for array in state.arrays:
             message.payload[at : at + array.nbytes] = _bytes(array)
             at += array.nbytes
-        rows.crc32c = crc32.iscsi(message.payload.data)
+        rows.crc32c = checksum.of_rows(start, rows, message.payload)
         return message.seal()
 
-    def open(self, rows: table_pb2.Rows, payload: Bytes) -> RowState:
+    def open(self, rows: table_pb2.Rows, payload: Bytes, *, start: int) -> RowState:
         """Checks rows that came; copies.
+
+        Args:
+            rows: Their header.
+            payload: What came with it.
+            start: What their CRC32C begins with: see checksum.py.
 
         Raises:
             CorruptChunkError: CRC or length do not fit.
             ArgumentError: too many rows, or one that can't be.
-            NonFiniteError: a weight is not finite, and the spec refuses it.
+            NonFiniteError: a weight or state is not finite, and the spec refuses it.
         """
+        check_rows(rows, payload, start)
         count = rows.row_count
         if count > self.row_count_max or rows.scale_exponent or rows.lz4:
             raise ArgumentError(
@@ -111,12 +120,10 @@ class RowStateCodec:
             )
         state = empty_state(self._spec, count)
         expected = sum(array.nbytes for array in state.arrays)
-        found = crc32.iscsi(payload.data)
-        if found != rows.crc32c or payload.size != expected:
+        if payload.size != expected:
             raise CorruptChunkError(
-                f"rows with state: {payload.size} payload bytes with CRC32C {found:#010x}; {count} "
-                f"rows are {expected} bytes, and their header says {rows.crc32c:#010x}; send them "
-                "again"
+                f"rows with state: {count} rows are {expected} bytes; the payload has "
+                f"{payload.size}; check row_count, dim and optimizer"
             )
         at = 0
         for array in state.arrays:
@@ -126,7 +133,7 @@ class RowStateCodec:
         return state
 
     def check(self, state: RowState) -> None:
-        """Refuses counts, steps and weights that no row can have.
+        """Refuses counts, steps, weights and state that no row can have.
 
         Raises:
             ArgumentError, NonFiniteError: names the first such row.
@@ -143,14 +150,19 @@ class RowStateCodec:
                     f"expected {low} to {STEP_MAX}",
                     table=self._spec.name,
                 )
-        if not self._spec.allow_non_finite and not np.isfinite(state.weights).all():
-            row, column = np.argwhere(~np.isfinite(state.weights))[0]
-            raise NonFiniteError(
-                f"table {self._spec.name!r}: column {column} of row id {state.ids[row]} is not "
-                "finite; lower the learning rate or clip, or open with allow_non_finite=True",
-                element_index=int(row) * self._spec.dim + int(column),
-                table=self._spec.name,
-            )
+        if self._spec.allow_non_finite:
+            return
+        slot_names = [f" of the optimizer's {name!r}" for name in self._spec.optimizer.slot_names]
+        for what, array in zip(("", *slot_names), (state.weights, *state.slots), strict=True):
+            if not np.isfinite(array).all():
+                row, column = np.argwhere(~np.isfinite(array))[0]
+                raise NonFiniteError(
+                    f"table {self._spec.name!r}: column {column}{what} of row id {state.ids[row]} "
+                    "is not finite; lower the learning rate or clip, or open with "
+                    "allow_non_finite=True",
+                    element_index=int(row) * self._spec.dim + int(column),
+                    table=self._spec.name,
+                )
 
 
 def _bytes(array: npt.NDArray[np.int64] | Float32) -> Bytes:

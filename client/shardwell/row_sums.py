@@ -18,6 +18,7 @@ from shardwell.codec import Float32
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.row_batches import RowBatch, Span
 from shardwell.row_placement import Ids
+from shardwell.values import as_array
 
 _ACCEPTED = (np.float32, np.float64, np.float16)
 _SEGMENT_ROW_COUNT = 8
@@ -39,11 +40,7 @@ def as_gradients(gradients: Any, shape: tuple[int, ...], dim: int, table: str) -
         ArgumentError: another type, dtype or shape.
     """
     what = f"gradients of rows of {table!r}"
-    if not hasattr(gradients, "__array__"):
-        raise ArgumentError(
-            f"{what} must be a NumPy array of float32; got {type(gradients).__name__}"
-        )
-    array = np.asarray(gradients)
+    array = as_array(what, gradients)
     if array.dtype.type not in _ACCEPTED:
         raise ArgumentError(
             f"{what} must be float32 (float64 and float16 are converted); got {array.dtype}; "

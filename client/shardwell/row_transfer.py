@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwell import framing
-from shardwell.channel import ShardChannel
+from shardwell import checksum, framing
+from shardwell.channel import ShardChannel, went_on_elsewhere
 from shardwell.codec import Float32
 from shardwell.errors import CorruptChunkError, ShardwellError, StepOrderError
 from shardwell.row_batches import ShardedIds, Span
@@ -141,10 +141,15 @@ class RowTransfer:
         self._worker_id = worker_id
         self._traffic = traffic
         self._codec = RowCodec.of(spec)
+        self._gradient_context = checksum.row_gradients_context(spec.name, worker_id)
+        self._fetch_context = checksum.rows_fetch_context(spec.name)
+        self._answer_context = checksum.rows_answer_context(spec.name)
         self.row_count_max = self._codec.row_count_max
         """Rows of one message that is sent; fewer, once the shards have said so."""
         self.incarnation = 0
         """See OpenTableResponse; once the shards have said it."""
+        self.tenure = 0
+        """See TableOpen; the same."""
 
     def messages(
         self,
@@ -162,6 +167,8 @@ class RowTransfer:
             header.open.table = self._spec.name
             header.open.worker_id = self._worker_id
             header.open.incarnation = self.incarnation
+            header.open.session = asked.channel.session.number
+            header.open.tenure = self.tenure
         if put is not None:
             for index, span in enumerate(asked.parts):
                 yield self._part(header, put, asked, index, span, wait_timeout_ms)
@@ -171,7 +178,8 @@ class RowTransfer:
                 header.fetch.min_version = fetch.min_version
                 header.fetch.wait_timeout_ms = wait_timeout_ms
                 ids = fetch.ids.ids[slice(*span)]
-                message = self._codec.encode(header, header.fetch.rows, ids, None)
+                start = checksum.rows_fetch(self._fetch_context, header.fetch)
+                message = self._codec.encode(header, header.fetch.rows, ids, None, start=start)
                 self._traffic.add_sent(len(message), 0)
                 yield message
                 header = pb.ExchangeRowsRequest()
@@ -197,7 +205,8 @@ class RowTransfer:
         peak = None
         if put.sums is not None and ids.size:
             values, peak = put.sums.rows(span), put.sums.peak
-        message = self._codec.encode(header, gradient.rows, ids, values, peak=peak)
+        start = checksum.row_gradients(self._gradient_context, gradient)
+        message = self._codec.encode(header, gradient.rows, ids, values, start=start, peak=peak)
         self._traffic.add_sent(len(message), values.size)
         return message
 
@@ -226,15 +235,34 @@ class RowTransfer:
         """
         header, payload = framing.parse(pb.ExchangeRowsResponse, message)
         count = span.stop - span.start
-        # A step after this worker's can't have closed without it; a shard that says so has kept an
-        # older state than another one.
-        late = header.version < fetch.min_version
-        if fetch.is_exact:
-            late = header.version != fetch.min_version
-        if not header.HasField("rows") or header.rows.row_count != count or late:
+        if not header.HasField("rows"):
+            raise self._unexpected(asked, header, f"{count} rows")
+        ids = fetch.ids.ids[slice(*span)]
+        start = checksum.rows_answer(self._answer_context, ids, header.version)
+        try:
+            opened = self._codec.open(
+                header.rows, payload, start=start, with_ids=False, with_values=True
+            )
+        except ShardwellError as error:
+            raise CorruptChunkError(
+                f"shard {asked.channel.shard_index} answered for {self._spec.name!r}: "
+                f"{error.message}",
+                shard_index=asked.channel.shard_index,
+                table=self._spec.name,
+            ) from None
+        if header.rows.row_count != count or header.version < fetch.min_version:
             or_later = "" if fetch.is_exact else " or later"
             raise self._unexpected(
                 asked, header, f"{count} rows at version {fetch.min_version}{or_later}"
+            )
+        if fetch.is_exact and header.version > fetch.min_version:
+            raise went_on_elsewhere(
+                asked.channel,
+                f"table {self._spec.name!r}",
+                self._worker_id,
+                expected=fetch.min_version,
+                found=header.version,
+                table=self._spec.name,
             )
         if header.version < fetch.known_version:
             raise StepOrderError(
@@ -246,15 +274,6 @@ class RowTransfer:
                 table=self._spec.name,
             )
         rows = fetch.rows[slice(*span)]
-        try:
-            opened = self._codec.open(header.rows, payload, with_ids=False, with_values=True)
-        except ShardwellError as error:
-            raise CorruptChunkError(
-                f"shard {asked.channel.shard_index} answered for {self._spec.name!r}: "
-                f"{error.message}",
-                shard_index=asked.channel.shard_index,
-                table=self._spec.name,
-            ) from None
         self._codec.decode(opened, rows)
         self._traffic.add_received(len(message), rows.size)
         fetch.answered(asked.channel.shard_index, header.version)

@@ -6,6 +6,7 @@ waits at another one, perhaps for the same reason.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from shardwell.calls import cancelled_by
 from shardwell.channel import ShardChannel
 
 _READER_COUNT_MAX = 8
@@ -29,18 +31,32 @@ def _is_own_deadline(call: Any) -> bool:
 
 
 class Siblings:
-    """The calls of one request, or the lanes of one parameter. Any thread may use it."""
+    """The calls of one request, or the lanes of one set. Any thread may use it.
+
+    A context manager: its calls end with the block, and when the call is cancelled that this thread
+    runs.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: list[Any] = []
         self._first: tuple[ShardChannel, grpc.RpcError] | None = None
+        self._is_cancelled = False
+        self._block = contextlib.ExitStack()
+
+    def __enter__(self) -> Siblings:
+        self._block.enter_context(cancelled_by(self.cancel))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+        self._block.close()
 
     def add(self, channel: ShardChannel, call: Any) -> Any:
         """Takes a call in; returns it. It is cancelled when another one has failed."""
         with self._lock:
             self._calls.append(call)
-            failed = self._first is not None
+            failed = self._first is not None or self._is_cancelled
         if failed or not call.add_callback(lambda: self._ended(channel, call)):
             self._ended(channel, call)
         return call
@@ -53,8 +69,11 @@ class Siblings:
             return self._first
 
     def cancel(self) -> None:
-        """Ends all calls. Safe to repeat."""
-        for call in list(self._calls):
+        """Ends all calls, and those that are added later. Safe to repeat."""
+        with self._lock:
+            self._is_cancelled = True
+            calls = list(self._calls)
+        for call in calls:
             call.cancel()
 
     def read_all(self, readers: Iterable[Callable[[], T]]) -> list[T]:
@@ -77,7 +96,7 @@ class Siblings:
             try:
                 futures = [pool.submit(read, reader) for reader in readers]
                 wait(futures, return_when=FIRST_EXCEPTION)
-            except BaseException:  # the user's Ctrl-C
+            except BaseException:
                 self.cancel()
                 raise
         if failures:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
-from shardwell import framing
-from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell import checksum, framing
+from shardwell.channel import ShardChannel
 from shardwell.checkpoint import CheckpointParameter, SliceFile, slice_path
-from shardwell.chunk_codec import ChunkCodec
+from shardwell.chunk_codec import ChunkCodec, check_chunk
 from shardwell.codec import CODECS
 from shardwell.errors import (
     CorruptChunkError,
@@ -32,7 +32,7 @@ from shardwell.slice_file import WEIGHTS_NAME, SliceWriter
 from shardwell.specs import STEP_MAX, ParameterSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.values import milliseconds
+from shardwell.values import wait_milliseconds
 
 # The shards refuse weights that the spec refuses.
 _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
@@ -72,7 +72,21 @@ class ParameterSnapshot:
         self._number = number
         self._traffic = traffic
         self._attempts = attempts
+        self._context = checksum.snapshot_context(spec.name)
         self._names = (WEIGHTS_NAME, *spec.optimizer.slot_names)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its arrays."""
+        return 4 * self._spec.size * len(self._names)
+
+    def take_repeatedly(self) -> CheckpointParameter:
+        """As `take`, and again where a shard went away, until the deadline.
+
+        Raises:
+            ShardwellError: see `take`.
+        """
+        return self._attempts.run(self.take)
 
     def take(self) -> CheckpointParameter:
         """Blocks until all files are on the disk.
@@ -87,8 +101,7 @@ class ParameterSnapshot:
         )
 
     def _attempt(self, version: int, wait_s: float) -> CheckpointParameter:
-        siblings = Siblings()
-        try:
+        with Siblings() as siblings:
             calls = [
                 siblings.add(channel, self._call(channel, version, wait_s))
                 for channel, _ in self._parts
@@ -99,8 +112,6 @@ class ParameterSnapshot:
                 partial(self._receive, channel, where, version, call, siblings)
                 for (channel, where), call in zip(self._parts, calls, strict=True)
             )
-        finally:
-            siblings.cancel()
         rate = getattr(self._spec.optimizer, "learning_rate", None)
         return CheckpointParameter(
             spec=self._spec,
@@ -117,9 +128,9 @@ class ParameterSnapshot:
                     shard=channel.identity,
                     parameter=self._spec.name,
                     version=version,
-                    wait_timeout_ms=milliseconds(wait_s),
+                    wait_timeout_ms=wait_milliseconds(wait_s),
                 ),
-                timeout=self._remaining_s() + ANSWER_MARGIN_S,
+                timeout=self._remaining_s(),
             )
 
     def _begin(self, channel: ShardChannel, call: Any, siblings: Siblings) -> None:
@@ -150,6 +161,10 @@ class ParameterSnapshot:
                 message = self._next(channel, call, siblings)
                 header, payload = framing.parse(pb.SnapshotResponse, message)
                 index, chunk = header.array_index, header.chunk
+                try:
+                    intact = check_chunk(chunk, payload, checksum.snapshot(self._context, header))
+                except CorruptChunkError as error:
+                    raise self._corrupt(channel, error.message) from None
                 part = Slice(chunk.element_offset, chunk.element_count)
                 late = self._spec.mode == "sync" and header.version != version
                 fits = index < len(expected) and part.offset == expected[index]
@@ -160,7 +175,7 @@ class ParameterSnapshot:
                         f"{header.version}; expected those from {expected} on at {version}",
                     )
                 try:
-                    stored = _CODEC.open(chunk, part, payload)
+                    stored = _CODEC.open(intact, part)
                 except ShardwellError as error:
                     raise self._corrupt(channel, error.message) from None
                 writer.write(index, part.offset - where.offset, stored.view(np.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import Any
 
@@ -10,6 +11,15 @@ from shardwell.errors import ArgumentError
 _TOLD_MAX = 200
 """Characters: twice those of the longest optimizer's repr."""
 _NUMBER_MAX = float(2**1023)  # what comes here is turned into a float
+
+
+class NotGiven(enum.Enum):
+    """Stands for an argument that was left out, where None would be a value."""
+
+    NOT_GIVEN = "not given"
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def check_number(what: str, value: float, *, low: float = 0.0, below: float = math.inf) -> None:

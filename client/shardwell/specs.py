@@ -31,6 +31,11 @@ WIRE_CODECS = {
 WIRE_MODES = {"sync": types_pb2.MODE_SYNC, "async": types_pb2.MODE_ASYNC}
 
 
+def codec_words(codec: types_pb2.Codec) -> str:
+    """A codec of the wire for messages: the name that users give it."""
+    return next((name for name, value in WIRE_CODECS.items() if value == codec), f"{codec}")
+
+
 def codec_to_wire(codec: CodecName) -> tuple[types_pb2.Codec, types_pb2.Compression]:
     """The wire's form of a codec's name."""
     name = codec.removesuffix("+lz4")
@@ -86,6 +91,23 @@ class TrainingSpec:
     def codec_name(self) -> str:
         """The codec without its compression."""
         return self.codec.removesuffix("+lz4")
+
+    def with_given(self, given: dict[str, Any]) -> Self:
+        """The same with other values of some fields.
+
+        Args:
+            given: The values by field. Where the mode makes worker_count meaningless, it is not
+                looked at; where it must be chosen, it is 1.
+
+        Raises:
+            ArgumentError: a value is out of its range.
+        """
+        values = dict(given)
+        if values.get("mode", self.mode) == "async":
+            values["worker_count"] = 0
+        elif self.mode == "async":
+            values.setdefault("worker_count", 1)
+        return dataclasses.replace(self, **values)  # type: ignore[type-var]
 
     def differences(self, other: Self) -> list[str]:
         """Fields in which `other` differs, each as "field: mine exists, theirs was asked for".

@@ -18,10 +18,13 @@ from shardwell.v1 import types_pb2
 _NAMES_SIZE_MAX_BYTES = 2048
 _RANK_COUNT_MAX = 512
 ERROR_DETAIL_KEY = "shardwell-error-bin"
+_DAMAGED_LENGTH = "Received message larger than max"
+"""How gRPC refuses a message that is longer than any that Shardwell sends."""
 
 _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.StatusCode]] = [
     # Kinds before their bases: the first that fits is taken.
     (errors.NonFiniteError, types_pb2.ERROR_CODE_NON_FINITE, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.DivergedError, types_pb2.ERROR_CODE_DIVERGED, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ArgumentError, types_pb2.ERROR_CODE_INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.CorruptChunkError, types_pb2.ERROR_CODE_CORRUPT_CHUNK, grpc.StatusCode.DATA_LOSS),
     (
@@ -51,6 +54,16 @@ _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.St
     ),
     (errors.LimitError, types_pb2.ERROR_CODE_LIMIT_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.StorageError, types_pb2.ERROR_CODE_STORAGE, grpc.StatusCode.FAILED_PRECONDITION),
+    (
+        errors.WorkerIdInUseError,
+        types_pb2.ERROR_CODE_WORKER_ID_IN_USE,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ),
+    (
+        errors.SessionUnknownError,
+        types_pb2.ERROR_CODE_SESSION_UNKNOWN,
+        grpc.StatusCode.UNAVAILABLE,
+    ),
     (errors.ShardUnavailableError, types_pb2.ERROR_CODE_STOPPING, grpc.StatusCode.UNAVAILABLE),
     (
         errors.GroupMismatchError,
@@ -102,6 +115,8 @@ def to_detail(error: errors.ShardwellError) -> types_pb2.ErrorDetail:
         missing_worker_ids=_bounded(getattr(error, "missing_worker_ids", ())),
         rank=error.rank,
         missing_ranks=getattr(error, "missing_ranks", ())[:_RANK_COUNT_MAX],
+        init_epoch=getattr(error, "init_epoch", 0),
+        free_in_ms=_milliseconds(getattr(error, "free_in_s", None)),
     )
 
 
@@ -109,6 +124,10 @@ def _entry_of(
     error: errors.ShardwellError,
 ) -> tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.StatusCode]:
     return next((entry for entry in _CATALOGUE if isinstance(error, entry[0])), _CATALOGUE[-1])
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds * 1000)
 
 
 def _bounded(worker_ids: Sequence[str]) -> list[str]:
@@ -133,6 +152,10 @@ def from_rpc_error(
 ) -> errors.ShardwellError:
     """The exception that a failed call stands for.
 
+    A Shardwell server says with every error which of ours it is. A status that does not, of
+    whatever code, is gRPC's own, and tells of the connection: bytes that were damaged or lost on
+    their way make nearly every code there is.
+
     Args:
         error: What gRPC raised; it is a call with a status.
         shard_index: Which shard was called; None: something else was.
@@ -143,11 +166,13 @@ def from_rpc_error(
     """
     code, details = error.code(), error.details() or ""
     detail = _detail_of(error)
-    if detail is not None and detail.code in _BY_CODE:
+    if detail is not None and detail.code:
         return from_detail(detail, details)
     of: dict[str, Any] = {"shard_index": shard_index, "parameter": parameter, "table": table}
     where = f"{role or f'shard {shard_index}'} at {address}"
     match code:
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if _DAMAGED_LENGTH not in details:
+            return errors.LimitError(f"{where} is at a limit: {details}", **of)
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
             return errors.ShardUnavailableError(
                 f"{where} can't be reached or went away ({details or code.name}); "
@@ -160,15 +185,17 @@ def from_rpc_error(
                 "check the network and its load, or raise timeout_s",
                 **of,
             )
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return errors.LimitError(f"{where} is at a limit: {details}", **of)
         case grpc.StatusCode.UNIMPLEMENTED:
             return errors.WrongShardError(
                 f"{where} is no Shardwell shard of this version: {details}",
                 **of,
             )
         case _:
-            return errors.InternalError(f"{where}: {code.name}: {details}", **of)
+            return errors.ShardUnavailableError(
+                f"the connection to {where} broke ({code.name}: {details}); call again, and check "
+                "the network if it breaks again",
+                **of,
+            )
 
 
 def from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.ShardwellError:
@@ -181,8 +208,13 @@ def from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.Shardwell
         "rank": detail.rank if detail.HasField("rank") else None,
     }
     kind = _BY_CODE.get(detail.code, errors.InternalError)
-    if kind is errors.NonFiniteError:
-        return errors.NonFiniteError(message, element_index=detail.element_index, **where)
+    if kind in (errors.NonFiniteError, errors.DivergedError):
+        return kind(message, element_index=detail.element_index, **where)
+    if kind is errors.InitSupersededError:
+        return errors.InitSupersededError(message, init_epoch=detail.init_epoch, **where)
+    if kind is errors.WorkerIdInUseError:
+        free_in_s = detail.free_in_ms / 1000 if detail.HasField("free_in_ms") else None
+        return errors.WorkerIdInUseError(message, free_in_s=free_in_s, **where)
     if kind is errors.WorkersMissingError:
         return errors.WorkersMissingError(
             message,

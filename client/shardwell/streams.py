@@ -1,6 +1,6 @@
 """One parameter's streams to all shards that own some of it: one attempt of each verb.
 
-Every attempt ends with its calls ended, but for the lanes of an exchange that succeeded, which are
+Every attempt ends with its calls ended, except the lanes of an exchange that succeeded, which are
 kept for the next. Whether another attempt is made, and from which chunk on, is for the caller.
 """
 
@@ -10,44 +10,47 @@ from collections.abc import Iterator
 
 import grpc
 
-from shardwell.channel import ANSWER_MARGIN_S
 from shardwell.codec import Float32
-from shardwell.errors import ClosedError, CorruptChunkError
-from shardwell.lane import Lane
+from shardwell.errors import CorruptChunkError
+from shardwell.retry import Attempts
 from shardwell.siblings import Siblings
 from shardwell.specs import ParameterSpec
+from shardwell.stream_pool import LanePool
 from shardwell.transfer import Gradient, Part, Progress, Transfer
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.values import milliseconds
-from shardwell.watchdog import Watchdog
+from shardwell.values import wait_milliseconds
 
 
 class Streams:
-    """Any thread may fetch weights; the rest is for one thread at a time."""
+    """Any thread may fetch weights; the rest is for one thread at a time.
+
+    Args:
+        spec: The parameter.
+        parts: Where its elements are, in the order of the shards.
+        transfer: Of its chunks.
+        pool: Lanes of its exchanges.
+        worker_id: Whose calls they are.
+    """
 
     def __init__(
         self,
         spec: ParameterSpec,
         parts: list[Part],
         transfer: Transfer,
+        pool: LanePool,
         *,
         worker_id: str,
-        watchdog: Watchdog,
     ) -> None:
         self.parts = parts
         """Where the elements are, in the order of the shards."""
         self._spec = spec
         self._transfer = transfer
+        self._pool = pool
         self._worker_id = worker_id
-        self._watchdog = watchdog
-        self._lanes: list[Lane] = []
-        self._siblings = Siblings()
-        self._closed = False
 
-    def get_weights(self, weights: Float32, min_version: int, wait_s: float) -> int:
+    def get_weights(self, weights: Float32, min_version: int, attempts: Attempts) -> int:
         """Fills `weights`; returns the fewest updates that a chunk of them has seen."""
-        siblings = Siblings()
-        try:
+        with Siblings() as siblings:
             calls = [
                 siblings.add(
                     part.channel,
@@ -57,9 +60,9 @@ class Streams:
                             parameter=self._spec.name,
                             worker_id=self._worker_id,
                             min_version=min_version,
-                            wait_timeout_ms=milliseconds(wait_s),
+                            wait_timeout_ms=wait_milliseconds(attempts.rest_s),
                         ),
-                        timeout=wait_s + ANSWER_MARGIN_S,
+                        timeout=attempts.rest_s,
                     ),
                 )
                 for part in self.parts
@@ -72,35 +75,33 @@ class Streams:
                 siblings,
                 Progress(),
             )
-        finally:
-            siblings.cancel()
 
-    def put_gradient(self, work: Gradient, wait_s: float, progress: Progress) -> None:
+    def put_gradient(self, work: Gradient, progress: Progress, attempts: Attempts) -> None:
         """Sends a gradient to all shards that have not told yet that they counted all of it."""
         failures: list[BaseException] = []
-        siblings = Siblings()
+        wait_ms = wait_milliseconds(attempts.rest_s)
         parts = [
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
-        try:
+        with Siblings() as siblings:
             calls = [
                 siblings.add(
                     part.channel,
                     part.channel.put_gradient.future(
                         _guarded(
                             self._transfer.messages(
-                                pb.PutGradientRequest, part, work, milliseconds(wait_s), opens=True
+                                pb.PutGradientRequest, part, work, wait_ms, opens=True
                             ),
                             failures,
                         ),
-                        timeout=wait_s + ANSWER_MARGIN_S,
+                        timeout=attempts.rest_s,
                     ),
                 )
                 for part in parts
             ]
             for part, call in zip(parts, calls, strict=True):
                 try:
-                    answer = call.result()
+                    answer = part.channel.received(call.result(), self._spec.name)
                 except (grpc.RpcError, grpc.FutureCancelledError):
                     channel, error = siblings.failure(part.channel, call)
                     raise channel.translate(error, self._spec.name) from None
@@ -115,69 +116,36 @@ class Streams:
                         parameter=self._spec.name,
                     )
                 progress.counted_shards.add(part.channel.shard_index)
-        finally:
-            siblings.cancel()
 
-    def exchange(self, work: Gradient, weights: Float32, wait_s: float, progress: Progress) -> int:
+    def exchange(
+        self, work: Gradient, weights: Float32, progress: Progress, attempts: Attempts
+    ) -> int:
         """Sends a gradient and fills `weights` with what comes of it, from `progress` on.
 
-        Returns the fewest updates that a chunk has seen. On failure all lanes are closed, so that
-        no late answer can be mistaken for another's.
+        Returns the fewest updates that a chunk has seen.
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
         first = self._transfer.first_row(self.parts, progress)
-        wait_ms = milliseconds(wait_s)
-        opens = not self._lanes or not all(lane.is_open for lane in self._lanes)
-        if opens:
-            self._close_lanes()
-            self._siblings = Siblings()
-        lanes = self._lanes
-
-        def give_up() -> None:
-            for lane in list(lanes):
-                lane.close()
-
-        with self._watchdog.watch(wait_s + ANSWER_MARGIN_S, give_up) as watch:
-            try:
-                for number, part in enumerate(self.parts):
-                    if opens:
-                        lanes.append(Lane(part.channel, part.channel.exchange, self._siblings))
-                    if self._closed:  # looked at after the lane could be seen by `close`
-                        raise ClosedError(
-                            f"parameter {self._spec.name!r} was closed; connect again",
-                            parameter=self._spec.name,
-                        )
-                    lanes[number].submit(
-                        self._transfer.messages(
-                            pb.ExchangeRequest, part, work, wait_ms, opens=opens, first=first
-                        )
+        wait_ms = wait_milliseconds(attempts.rest_s)
+        with self._pool.borrowed(attempts.rest_s) as lanes:
+            opened = []
+            for part in self.parts:
+                lane, opens = lanes.lane(part.channel, (self._spec.name, self._transfer.tenure))
+                opened.append(lane)
+                lane.submit(
+                    self._transfer.messages(
+                        pb.ExchangeRequest, part, work, wait_ms, opens=opens, first=first
                     )
-                return self._transfer.receive(
-                    self.parts,
-                    weights,
-                    lambda number: lanes[number].read(),
-                    min_version,
-                    self._siblings,
-                    progress,
-                    watch,
                 )
-            except BaseException:
-                self._close_lanes()
-                give_up()
-                for lane in lanes:
-                    if lane.failure is not None:
-                        raise lane.failure from None
-                raise
-
-    def close(self) -> None:
-        """Ends all lanes, and lets no exchange begin. From any thread; safe to repeat."""
-        self._closed = True
-        self._close_lanes()
-
-    def _close_lanes(self) -> None:
-        lanes, self._lanes = self._lanes, []
-        for lane in list(lanes):
-            lane.close()
+            return self._transfer.receive(
+                self.parts,
+                weights,
+                lambda number: opened[number].read(),
+                min_version,
+                lanes.siblings,
+                progress,
+                is_exchange=True,
+            )
 
 
 def _guarded(messages: Iterator[bytes], failures: list[BaseException]) -> Iterator[bytes]:

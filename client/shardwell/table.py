@@ -8,33 +8,34 @@ kept of them after a call returns.
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from shardwell.call_scope import CallScope
 from shardwell.closing import Closing
 from shardwell.codec import Float32
 from shardwell.errors import ArgumentError
 from shardwell.optimizers import check_learning_rate
+from shardwell.retry import Attempts
 from shardwell.row_batches import RowBatch, as_ids, as_row_output
 from shardwell.row_cache import RowCache
-from shardwell.row_lanes import IdleLanes
 from shardwell.row_placement import Ids, RowPlacement
 from shardwell.row_reading import RowReading
 from shardwell.row_sums import RowSums, as_gradients
 from shardwell.row_transfer import RowTransfer
+from shardwell.shard_status import TableStatus
 from shardwell.shards import Shards
 from shardwell.specs import SAMPLE_COUNT_MAX, STEP_MAX
+from shardwell.stream_pool import IdleLanes, LanePool
 from shardwell.table_opening import TableOpening
 from shardwell.table_spec import TableSpec
 from shardwell.table_steps import TableSteps
 from shardwell.table_streams import TableStreams
+from shardwell.table_view import TableView
 from shardwell.traffic import Traffic
-from shardwell.turns import Turns
-from shardwell.v1 import table_pb2
 from shardwell.values import check_integer
-from shardwell.watchdog import Watchdog
 
 
 class Table(Closing):
@@ -47,8 +48,6 @@ class Table(Closing):
         *,
         worker_id: str,
         timeout_s: float,
-        watchdog: Watchdog,
-        executor: Executor,
         traffic: Traffic,
         idle_lanes: IdleLanes,
         caching: tuple[int, int] = (0, 0),
@@ -57,35 +56,30 @@ class Table(Closing):
         """What all workers agreed on."""
         self.caching = caching
         """Rows that are kept here, and for how many steps."""
-        self.version: int
-        """Synchronous mode: steps that the rows fetched last have seen; asynchronous mode: steps,
-        of all workers, that had been counted. The fewest of the shards that were asked."""
-        self._turns = Turns(shards, timeout_s, f"table {spec.name!r}", table=spec.name)
+        what = f"table {spec.name!r}"
+        self._calls = CallScope(shards, timeout_s, what, table=spec.name)
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
-        self._opening = TableOpening(spec, shards.channels, worker_id=worker_id, turns=self._turns)
+        self._opening = TableOpening(spec, shards.channels, worker_id=worker_id)
         transfer = RowTransfer(spec, worker_id=worker_id, traffic=traffic)
-        self._streams = TableStreams(
-            spec.name, shards.channels, transfer, watchdog=watchdog, idle_lanes=idle_lanes
-        )
-        self._cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
+        pool = LanePool(spec.name, idle_lanes, what, table=spec.name)
+        streams = TableStreams(shards.channels, transfer, pool)
+        cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
+        self._view = TableView(cache, is_sync=spec.mode == "sync")
         self._reading = RowReading(
             spec.dim,
             transfer=transfer,
-            streams=self._streams,
-            turns=self._turns,
-            executor=executor,
-            cache=self._cache,
-            known_version=lambda: self._steps.known_version,
+            streams=streams,
+            calls=self._calls,
+            view=self._view,
         )
         self._steps = TableSteps(
             spec,
             transfer=transfer,
             opening=self._opening,
-            streams=self._streams,
-            turns=self._turns,
-            pushed=self._reading.pushed,
+            streams=streams,
+            view=self._view,
         )
-        self.version = self._steps.open(self._turns.attempts(None))
+        self._view.version = self._calls.run(self._steps.open)
 
     def __repr__(self) -> str:
         return (
@@ -110,8 +104,21 @@ class Table(Closing):
 
     @property
     def next_step(self) -> int:
-        """The step that this worker's next gradient joins; a restarted worker goes on here."""
-        return self._steps.next_step
+        """The step that this worker's next gradient joins; a restarted worker goes on here.
+
+        Asynchronous mode: see `Parameter.next_step`.
+        """
+        return self._view.next_step
+
+    @property
+    def version(self) -> int:
+        """Steps that all rows of the last answer have seen, wherever they came from.
+
+        Asynchronous mode: steps, of all workers, that had been counted on the shards when the rows
+        were fetched; the fewest of them. Where threads share a Table, it is of the call that ended
+        last.
+        """
+        return self._view.version
 
     @property
     def is_step_begun(self) -> bool:
@@ -126,15 +133,12 @@ class Table(Closing):
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
-        return self._turns.is_closed
+        return self._calls.is_closed
 
     @property
     def cache_hit_rate(self) -> float:
         """Part of the rows, each once a call, that were in the worker's cache; 0 without one."""
-        if self._cache is None:
-            return 0.0
-        asked = self._cache.hit_count + self._cache.miss_count
-        return self._cache.hit_count / max(asked, 1)
+        return self._view.cache_hit_rate
 
     def get_rows(
         self,
@@ -172,23 +176,27 @@ class Table(Closing):
             StepOrderError: a shard has lost what this worker has sent.
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
-        flat, shape = as_ids(ids, self.spec.row_count)
-        min_version = self._min_version(min_version)
-        attempts = self._turns.attempts(timeout_s)
-        room = None if out is None else self._room(out, shape)  # checked before anything is taken
-        found = self._reading.prefetched(flat, min_version, attempts)
-        if found is None:
-            rows, target = room or self._room(None, shape)
-            batch = RowBatch(flat, shape, self._placement)
-            version = self._reading.read(batch, target, min_version, attempts)
-        elif room is None:
-            rows, version = found.rows.reshape(*shape, self.dim), found.version
-        else:
-            (rows, target), version = room, found.version
-            target[...] = found.rows
-        if version is not None:
-            self.version = version
-        return rows
+
+        def get(attempts: Attempts) -> Float32:
+            flat, shape = as_ids(ids, self.spec.row_count)
+            wanted = self._min_version(min_version)
+            # `out` is checked before anything is taken.
+            room = None if out is None else self._room(out, shape)
+            found = self._reading.prefetched(flat, wanted, attempts)
+            if found is None:
+                rows, target = room or self._room(None, shape)
+                batch = RowBatch(flat, shape, self._placement)
+                version = self._reading.read(batch, target, wanted, attempts)
+            elif room is None:
+                rows, version = found.rows.reshape(*shape, self.dim), found.version
+            else:
+                (rows, target), version = room, found.version
+                target[...] = found.rows
+            if version is not None:
+                self._view.version = version
+            return rows
+
+        return self._calls.run(get, timeout_s)
 
     def prefetch_rows(self, ids: Any) -> None:
         """Begins to fetch rows on a thread of the client's; returns at once.
@@ -196,9 +204,10 @@ class Table(Closing):
         The next `get_rows` of the same ids, in the same order, takes the result, or waits for it.
         So the rows of the next batch travel while this one is computed with. They are of the time
         between this call and its end: they may lack whatever is sent after this call, this
-        worker's own gradients too. One that fails is forgotten, and one that `get_rows` has
-        waited for until its deadline, too; `get_rows` then asks anew, for a moment at least. The
-        newest 4 results wait, each while at most 16 other calls fetch or send rows of this Table.
+        worker's own gradients too. The cache is filled, but not asked. One that fails is
+        forgotten, and one that `get_rows` has waited for until its deadline, too; `get_rows` then
+        asks anew, for a moment at least. The newest 4 results wait, each while at most 16 other
+        calls fetch or send rows of this Table.
 
         Args:
             ids: See `get_rows`. Copied.
@@ -223,8 +232,8 @@ class Table(Closing):
 
         After an error the step is still this worker's next: call again with the same rows, of
         which each counts once whatever had been counted; or call `abandon_step`. After Ctrl-C
-        (KeyboardInterrupt), too, wherever it comes; but for the moment in which the call returns:
-        then `next_step` is the next one, and the step has ended.
+        (KeyboardInterrupt) look at `next_step`: if it is the next one, the step has ended all the
+        same.
 
         Args:
             ids: See `get_rows`.
@@ -246,10 +255,12 @@ class Table(Closing):
             WorkersMissingError: an earlier step did not close in time.
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
-        attempts = self._turns.attempts(timeout_s)
-        batch, sums, count = self._checked(ids, gradients, sample_count)
-        with self._turns.turn(attempts):
+
+        def put(attempts: Attempts) -> int:
+            batch, sums, count = self._checked(ids, gradients, sample_count)
             return self._steps.put(batch.distinct, sums, count, None, attempts)
+
+        return self._calls.run(put, timeout_s, in_turn=True)
 
     def exchange_rows(
         self,
@@ -277,26 +288,30 @@ class Table(Closing):
             The rows after this step: (*next_ids.shape, dim) float32, `out` if given.
 
         Raises:
-            As `put_row_gradients` and `get_rows`. After an error, or Ctrl-C, the step is still
-            this worker's next, also where only the rows did not come: call again with the same
-            gradients, which count once. See `put_row_gradients`.
+            DivergedError: the gradients are counted, and the step has ended; the rows that are
+                wanted are not finite.
+            ShardwellError: as `put_row_gradients` and `get_rows`. The step is still this worker's
+                next, after Ctrl-C too, also where only the rows did not come: call again with the
+                same gradients, which count once. See `put_row_gradients`.
         """
-        attempts = self._turns.attempts(timeout_s)
-        batch, sums, count = self._checked(ids, gradients, sample_count)
-        wanted = batch if next_ids is None else self._batch(next_ids)
-        rows, target = self._room(out, wanted.shape)
-        if np.may_share_memory(target, sums.gradients):
-            raise ArgumentError("out must not overlap the gradients; pass another array")
-        fetch = self._reading.question(wanted, target)
 
-        def take() -> None:
-            self._reading.answered(wanted, fetch, target)
-            if wanted.distinct.ids.size:
-                self.version = int(fetch.version)
+        def exchange(attempts: Attempts) -> Float32:
+            batch, sums, count = self._checked(ids, gradients, sample_count)
+            wanted = batch if next_ids is None else self._batch(next_ids)
+            rows, target = self._room(out, wanted.shape)
+            if np.may_share_memory(target, sums.gradients):
+                raise ArgumentError("out must not overlap the gradients; pass another array")
+            fetch = self._reading.question(wanted, target)
 
-        with self._turns.turn(attempts):
+            def take() -> None:
+                wanted.spread(fetch.rows, target)
+                if wanted.distinct.ids.size:
+                    self._view.version = int(fetch.version)
+
             self._steps.put(batch.distinct, sums, count, fetch, attempts, take)
-        return rows
+            return rows
+
+        return self._calls.run(exchange, timeout_s, in_turn=True)
 
     def abandon_step(self, *, timeout_s: float | None = None) -> int:
         """Ends `next_step` on all shards with what was counted of it; returns which it was.
@@ -309,16 +324,14 @@ class Table(Closing):
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back;
                 call again.
         """
-        attempts = self._turns.attempts(timeout_s)
-        with self._turns.turn(attempts):
-            return self._steps.abandon(attempts)
+        return self._calls.run(self._steps.abandon, timeout_s, in_turn=True)
 
     def row_ids(self, *, timeout_s: float | None = None) -> Ids:
         """Ids of the rows that have had a gradient, of all shards: (n,) int64, ascending.
 
         Not of one moment where gradients come in meanwhile.
         """
-        return self._opening.row_ids(self._turns.attempts(timeout_s))
+        return self._calls.run(self._opening.row_ids, timeout_s)
 
     def evict(self, *, older_than_step: int, timeout_s: float | None = None) -> int:
         """Drops rows whose last gradient joined a step before `older_than_step`, on all shards.
@@ -330,9 +343,10 @@ class Table(Closing):
             How many rows went; of a call that had to be repeated, perhaps fewer than did.
         """
         step = check_integer("older_than_step", older_than_step, 0, STEP_MAX)
-        count = self._opening.evict(step, self._turns.attempts(timeout_s))
-        self._reading.forget()
-        return count
+        try:
+            return self._calls.run(partial(self._opening.evict, step), timeout_s)
+        finally:  # some shards may have done it
+            self._reading.forget()
 
     def set_learning_rate(
         self, learning_rate: float, *, now: bool = False, timeout_s: float | None = None
@@ -348,30 +362,33 @@ class Table(Closing):
             StepOrderError: shards are past this worker's next step; use `now`.
         """
         rate = check_learning_rate("learning_rate", learning_rate, self.spec.optimizer)
-        attempts = self._turns.attempts(timeout_s)
-        with self._turns.turn(attempts):
+
+        def set_rate(attempts: Attempts) -> None:
             is_now = now or self.spec.mode == "async"
             step = None if is_now else self._opening.first_step_ahead(self.next_step, attempts)
             self._opening.set_learning_rate(rate, step, attempts)
 
-    def status(self, *, timeout_s: float | None = None) -> list[table_pb2.TableStatus]:
+        self._calls.run(set_rate, timeout_s, in_turn=True)
+
+    def status(self, *, timeout_s: float | None = None) -> list[TableStatus]:
         """What each shard holds of the table, in the order of the shards."""
-        return self._opening.status(self._turns.attempts(timeout_s))
+        return self._calls.run(self._opening.status, timeout_s)
 
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
-        attempts = self._turns.attempts(None)
-        with self._turns.turn(attempts):
+
+        def reopened(attempts: Attempts) -> None:
             self._reading.forget()
-            self.version = self._steps.open(attempts)
+            self._view.version = self._steps.open(attempts)
+
+        self._calls.run(reopened, in_turn=True)
 
     def close(self) -> None:
         """Ends this worker's calls of the table, which lives on in the cluster.
 
         Calls of other threads end with ClosedError. From any thread; safe to repeat.
         """
-        self._turns.close()
-        self._streams.close()
+        self._calls.close()
         self._reading.forget()
 
     # What the verbs share.

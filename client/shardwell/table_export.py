@@ -5,7 +5,7 @@
 
 Rows come in no order: each is written to its place in a file whose space is reserved before. So
 memory holds the ids, 8 bytes a row, and a block of rows; the disk meanwhile holds the table as a
-checkpoint has it, too.
+checkpoint has it, too; while a Parquet file is made, the sorted rows instead.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shardwell.errors import ArgumentError, StorageError
 from shardwell.row_placement import Ids
 from shardwell.rows_file import RowsReader
 from shardwell.slice_file import file_error
+from shardwell.whole_directory import sync_directory
 
 _BLOCK_ROW_COUNT = 2**16
 _HEADER_ALIGNMENT_BYTES = 64
@@ -42,20 +43,29 @@ class TableExport(NamedTuple):
     """The table's; in asynchronous mode, the fewest steps that a shard had counted."""
 
 
-def check_target(path: Path) -> None:
-    """Refuses a file that can't be made, before anything is done.
+def check_format(path: Path) -> None:
+    """Returns if an export can be written in the format that the path's name ends with.
 
     Raises:
-        ArgumentError: it exists, or its name's end is of no known format, or pyarrow is missing.
+        ArgumentError: it is no known one, or pyarrow is missing.
     """
     if path.suffix not in (".safetensors", ".parquet"):
         raise ArgumentError(
             f"a table is exported to a file that ends in .safetensors or .parquet; got {path.name}"
         )
-    if os.path.lexists(path):
-        raise ArgumentError(f"{path} exists already; remove it, or give another name")
     if path.suffix == ".parquet":
         _pyarrow()
+
+
+def check_target(path: Path) -> None:
+    """Returns if an export may be written to `path`.
+
+    Raises:
+        ArgumentError: it exists, or see `check_format`.
+    """
+    check_format(path)
+    if os.path.lexists(path):
+        raise ArgumentError(f"{path} exists already; remove it, or give another name")
 
 
 def _pyarrow() -> tuple[Any, Any]:
@@ -85,15 +95,13 @@ def write_export(entry: CheckpointTable, directory: Path, path: Path) -> None:
         if path.suffix == ".parquet":
             sorted_path = directory / "sorted"
             ids = _write_sorted(entry, directory, sorted_path)
+            for file in entry.files:  # so that there are two copies at a time
+                (directory / file.path).unlink()
             _write_parquet(entry, ids, sorted_path, made)
         else:
             _write_sorted(entry, directory, made)
         os.link(made, path)  # not a rename, which would replace what is there by now
-        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+        sync_directory(path.parent)
     except FileExistsError:
         raise ArgumentError(f"{path} exists already; remove it, or give another name") from None
     except OSError as error:

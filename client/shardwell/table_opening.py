@@ -5,23 +5,29 @@ All are safe to repeat, and repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
 
-from shardwell import framing
-from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell import checksum, framing
+from shardwell.asking import ask_all
+from shardwell.calls import cancelled_by
+from shardwell.channel import ShardChannel
 from shardwell.errors import ArgumentError, CorruptChunkError, StepOrderError, UnknownTableError
+from shardwell.names import check_name
 from shardwell.retry import Attempts
 from shardwell.row_codec import RowCodec, rows_per_message_max
 from shardwell.row_placement import Ids
+from shardwell.shard_status import TableStatus
 from shardwell.table_spec import TableSpec
-from shardwell.turns import Turns
+from shardwell.take_over import common_tenure, take_place
 from shardwell.v1 import table_pb2 as pb
-from shardwell.values import milliseconds
+from shardwell.values import wait_milliseconds
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -39,6 +45,36 @@ class Standing(NamedTuple):
     """Rows of one message, on any shard."""
     incarnation: int
     """What the table is told by from others of its name; 0: nothing."""
+    took_over: bool
+    """Whether the worker's place was another session's, and this one has not contributed yet."""
+    tenure: int
+    """Of the worker's places; 0: it has none, or they are for good."""
+
+
+def find_table_spec(
+    name: str, channels: list[ShardChannel], attempts: Attempts
+) -> TableSpec | None:
+    """The spec of a table that a shard holds; None if none does.
+
+    Raises:
+        ArgumentError: no table can have that name, or its spec can't be read.
+    """
+    check_name("table name", name)
+
+    def ask(channel: ShardChannel) -> pb.GetTableStatusResponse:
+        return channel.call(
+            "GetTableStatus",
+            pb.GetTableStatusRequest(shard=channel.identity, table=name),
+            pb.GetTableStatusResponse,
+            timeout_s=attempts.rest_s,
+            table=name,
+        )
+
+    for channel in channels:
+        with contextlib.suppress(UnknownTableError):
+            for found in attempts.run(partial(ask, channel)).tables:
+                return TableSpec.from_proto(found.spec)
+    return None
 
 
 class TableOpening:
@@ -48,16 +84,12 @@ class TableOpening:
         spec: The table.
         channels: Of the shards, in order.
         worker_id: Whose calls they are.
-        turns: Of the table.
     """
 
-    def __init__(
-        self, spec: TableSpec, channels: list[ShardChannel], *, worker_id: str, turns: Turns
-    ) -> None:
+    def __init__(self, spec: TableSpec, channels: list[ShardChannel], *, worker_id: str) -> None:
         self._spec = spec
         self._channels = channels
         self._worker_id = worker_id
-        self._turns = turns
 
     @property
     def shard_count(self) -> int:
@@ -75,20 +107,22 @@ class TableOpening:
         return self._standing(attempts, take_seat=False)
 
     def take_seat(self, attempts: Attempts) -> Standing:
-        """Takes this worker's place among worker_count, shard by shard: shard 0 decides.
+        """Takes this worker's place among worker_count: shard 0 decides, the others follow.
 
         Raises:
             SeatsTakenError: worker_count other workers have one.
+            WorkerIdInUseError: another process has this worker's.
             StepOrderError: the shards do not have the same past.
         """
         return self._standing(attempts, take_seat=True)
 
     def _standing(self, attempts: Attempts, *, take_seat: bool) -> Standing:
-        answers: list[pb.OpenTableResponse] = []
-        for channel in self._channels:
-            first = answers[0] if answers else None
-            join = partial(self._join, channel, attempts, first, take_seat=take_seat)
-            answers.append(self._turns.run(attempts, join))
+        tenure = secrets.randbits(63) + 1 if take_seat else 0
+        answers = self._join_all(attempts, tenure)
+        if take_seat and len({answer.tenure for answer in answers}) > 1:
+            # Some of the worker's places were given away, and others not.
+            answers = self._join_all(attempts, tenure, begins_anew=True)
+        is_known = len({answer.tenure for answer in answers}) == 1
         most = rows_per_message_max(self._spec)
         for channel, answer in zip(self._channels, answers, strict=True):
             if not 1 <= answer.rows_per_message_max <= most:
@@ -99,7 +133,7 @@ class TableOpening:
                     shard_index=channel.shard_index,
                     table=self._spec.name,
                 )
-        steps = [answer.next_step for answer in answers]
+        steps = [answer.next_step if is_known else 0 for answer in answers]
         # A synchronous table may go on between two answers, until this worker has its seats.
         if take_seat or self._spec.mode == "async":
             self._check_same_past("this worker's next step is", steps, attempts)
@@ -107,11 +141,30 @@ class TableOpening:
             self._check_versions([answer.version for answer in answers], attempts)
         return Standing(
             next_step=min(steps),
-            is_begun=max(steps) > min(steps) or any(a.counted_part_count for a in answers),
+            is_begun=max(steps) > min(steps)
+            or (is_known and any(answer.counted_part_count for answer in answers)),
             version=min(answer.version for answer in answers),
             row_count_max=min(answer.rows_per_message_max for answer in answers),
             incarnation=answers[0].incarnation,
+            took_over=any(answer.took_over for answer in answers),
+            tenure=common_tenure(answer.tenure for answer in answers),
         )
+
+    def _join_all(
+        self, attempts: Attempts, tenure: int, *, begins_anew: bool = False
+    ) -> list[pb.OpenTableResponse]:
+        """What the shards answer: shard 0, then all others; `tenure` 0: no place is taken."""
+
+        def join(
+            channel: ShardChannel, first: pb.OpenTableResponse | None = None
+        ) -> pb.OpenTableResponse:
+            own = attempts.beside()
+            return take_place(
+                own, partial(self._join, channel, own, first, tenure, begins_anew=begins_anew)
+            )
+
+        first = join(self._channels[0])
+        return [first, *ask_all(self._channels[1:], partial(join, first=first))]
 
     def _check_versions(self, versions: list[int], attempts: Attempts) -> None:
         """Refuses a synchronous table of which a shard is more than a step behind another.
@@ -184,54 +237,65 @@ class TableOpening:
         )
         return sum(answer.evicted_row_count for answer in answers)
 
-    def status(self, attempts: Attempts) -> list[pb.TableStatus]:
+    def status(self, attempts: Attempts) -> list[TableStatus]:
         """What each shard holds of the table, in order.
 
         Raises:
             UnknownTableError: a shard has no such table.
         """
-        answers = self._every(
+
+        def ask(channel: ShardChannel) -> TableStatus:
+            for found in attempts.beside().run(partial(self._held, channel, attempts)):
+                return TableStatus.from_proto(found)
+            raise UnknownTableError(
+                f"shard {channel.shard_index} has no table {self._spec.name!r} any more; it lost "
+                "its memory",
+                shard_index=channel.shard_index,
+                table=self._spec.name,
+            )
+
+        return ask_all(self._channels, ask)
+
+    def _held(self, channel: ShardChannel, attempts: Attempts) -> Sequence[pb.TableStatus]:
+        """What a shard holds of the table, if anything."""
+        return channel.call(
             "GetTableStatus",
-            lambda channel: pb.GetTableStatusRequest(shard=channel.identity, table=self._spec.name),
+            pb.GetTableStatusRequest(shard=channel.identity, table=self._spec.name),
             pb.GetTableStatusResponse,
-            attempts,
-        )
-        for channel, answer in zip(self._channels, answers, strict=True):
-            if not answer.tables:
-                raise UnknownTableError(
-                    f"shard {channel.shard_index} has no table {self._spec.name!r} any more; it "
-                    "lost its memory",
-                    shard_index=channel.shard_index,
-                    table=self._spec.name,
-                )
-        return [answer.tables[0] for answer in answers]
+            timeout_s=attempts.rest_s,
+            table=self._spec.name,
+        ).tables
 
     def row_ids(self, attempts: Attempts) -> Ids:
         """(n,) int64: ids of the rows that there are on all shards, ascending."""
-        found = [
-            self._turns.run(attempts, partial(self._scanned, channel, attempts))
-            for channel in self._channels
-        ]
-        return np.unique(np.concatenate(found))
+
+        def scan(channel: ShardChannel) -> Ids:
+            own = attempts.beside()
+            return own.run(partial(self._scanned, channel, own))
+
+        return np.unique(np.concatenate(ask_all(self._channels, scan)))
 
     def _scanned(self, channel: ShardChannel, attempts: Attempts) -> Ids:
         codec = RowCodec.of_scans(self._spec)
-        wait_s = attempts.rest_s
         request = pb.ScanRowsRequest(
             shard=channel.identity,
             table=self._spec.name,
             content=pb.ScanRowsRequest.CONTENT_IDS,
-            wait_timeout_ms=milliseconds(wait_s),
+            wait_timeout_ms=wait_milliseconds(attempts.rest_s),
         )
         found = [np.empty(0, np.int64)]
+        context = checksum.rows_scan_context(self._spec.name, request.content)
         with channel.translated(table=self._spec.name):
-            call = channel.scan_rows(request, timeout=wait_s + ANSWER_MARGIN_S)
+            call = channel.scan_rows(request, timeout=attempts.rest_s)
             try:
-                for message in call:
-                    header, payload = framing.parse(pb.ScanRowsResponse, message)
-                    if header.HasField("rows"):
-                        opened = codec.open(header.rows, payload, with_ids=True, with_values=False)
-                        found.append(opened.ids)
+                with cancelled_by(call.cancel):
+                    for message in call:
+                        header, payload = framing.parse(pb.ScanRowsResponse, message)
+                        start = checksum.rows_scan(context, header)
+                        rows = codec.open(
+                            header.rows, payload, start=start, with_ids=True, with_values=False
+                        )
+                        found.append(rows.ids)
             except ArgumentError as error:
                 raise CorruptChunkError(
                     f"shard {channel.shard_index} answered for {self._spec.name!r}: "
@@ -248,10 +312,13 @@ class TableOpening:
         channel: ShardChannel,
         attempts: Attempts,
         first: pb.OpenTableResponse | None,
+        tenure: int,
         *,
-        take_seat: bool,
+        begins_anew: bool,
     ) -> pb.OpenTableResponse:
         """Creates or joins the table on one shard; `first` is what shard 0 said."""
+        take_seat = tenure > 0
+        channel.has_places |= take_seat
         return channel.call(
             "OpenTable",
             pb.OpenTableRequest(
@@ -261,6 +328,9 @@ class TableOpening:
                 take_seat=take_seat,
                 incarnation=first.incarnation if first is not None else 0,
                 must_exist=first is not None and first.begun,
+                session=channel.session.number,
+                tenure=tenure,
+                begins_anew=begins_anew,
             ),
             pb.OpenTableResponse,
             timeout_s=attempts.rest_s,
@@ -274,7 +344,7 @@ class TableOpening:
         response_type: type[ResponseT],
         attempts: Attempts,
     ) -> list[ResponseT]:
-        """The answers of all shards to a call, in order."""
+        """The answers of all shards to a call, in order; where one refuses, no later is asked."""
 
         def ask(channel: ShardChannel) -> ResponseT:
             return channel.call(
@@ -285,4 +355,4 @@ class TableOpening:
                 table=self._spec.name,
             )
 
-        return [self._turns.run(attempts, partial(ask, channel)) for channel in self._channels]
+        return [attempts.run(partial(ask, channel)) for channel in self._channels]

@@ -9,7 +9,7 @@ have gone on meanwhile; else on all, which take it as long as no gradient was co
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,12 +17,14 @@ from typing import Any
 
 import grpc
 
-from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
-from shardwell.checkpoint import CheckpointTable
+from shardwell import checksum
+from shardwell.asking import ask_all
+from shardwell.channel import ShardChannel
+from shardwell.checkpoint import CheckpointTable, load_id_of
 from shardwell.errors import ArgumentError, DeadlineError, StorageError
 from shardwell.retry import Attempts
 from shardwell.row_placement import RowPlacement
-from shardwell.row_state import RowState, RowStateCodec
+from shardwell.row_state import RowState, RowStateCodec, empty_state
 from shardwell.rows_file import RowsReader
 from shardwell.siblings import Siblings
 from shardwell.traffic import Traffic
@@ -63,14 +65,19 @@ class TableRestore:
         self._path = path
         self._entry = entry
         self._channels = channels
-        self._worker_id = worker_id
-        self._incarnation = incarnation
         self._status = status
         self._traffic = traffic
         self._attempts = attempts
         self._codec = RowStateCodec(entry.spec)
         self._placement = RowPlacement(entry.spec.row_count, len(channels))
-        self._load_id = _load_id(entry)
+        specified = getattr(entry.spec.optimizer, "learning_rate", None)
+        self._header = pb.LoadRowsRequest(
+            open=pb.TableOpen(table=entry.name, worker_id=worker_id, incarnation=incarnation),
+            version=entry.version,
+            learning_rate=None if entry.learning_rate == specified else entry.learning_rate,
+            load_id=load_id_of(entry),
+        )
+        self._context = checksum.rows_load_context(self._header)
 
     def restore(self) -> None:
         """One attempt; blocks until the table stands on all shards.
@@ -80,42 +87,59 @@ class TableRestore:
             ArgumentError: it has rows that can't be.
             ShardwellError: a shard refuses.
         """
-        channels = self._unfinished()
-        for channel in channels:  # a stream that only opens: no shard takes gradients then
-            with channel.translated(table=self._entry.name):
-                channel.load_rows(iter([self._opening(channel)]), timeout=self._timeout_s())
-        siblings = Siblings()
+        unfinished = self._unfinished()
+        for beginning in unfinished:
+            ask_all(beginning, self._begin)
+        channels = [channel for beginning in unfinished for channel in beginning]
         lanes: list[_Lane] = []
-        try:
-            for channel in channels:
-                lanes.append(_Lane(channel, self._opening(channel), self._timeout_s()))
-                siblings.add(channel, lanes[-1].call)
-            for file in self._entry.files:
-                with RowsReader(self._path / file.path, self._entry.spec, file.row_count) as reader:
-                    self._send(reader, file.row_count, lanes, siblings)
-            for lane in lanes:
-                self._put(lane, None, siblings)
-            for lane in lanes:
-                self._check_count(lane, self._result(lane, siblings))
-        finally:
-            siblings.cancel()
-            for lane in lanes:
-                lane.stop()
+        with Siblings() as siblings:
+            try:
+                for channel in channels:
+                    lanes.append(_Lane(channel, self._opening(channel), self._timeout_s()))
+                    siblings.add(channel, lanes[-1].call)
+                for file in self._entry.files:
+                    path = self._path / file.path
+                    with RowsReader(path, self._entry.spec, file.row_count) as reader:
+                        self._send(reader, file.row_count, lanes, siblings)
+                end = self._message(
+                    pb.LoadRowsRequest(finish=True), empty_state(self._entry.spec, 0)
+                )
+                for lane in lanes:
+                    self._put(lane, end, siblings)
+                    self._put(lane, None, siblings)
+                for lane in lanes:
+                    self._check_count(lane, self._result(lane, siblings))
+            finally:
+                for lane in lanes:
+                    lane.stop()
 
-    def _unfinished(self) -> list[ShardChannel]:
-        """The shards that it is to be done on.
+    def _unfinished(self) -> list[list[ShardChannel]]:
+        """The shards that it is to be done on; those of one list may begin at once.
 
         Those that stand and have a past come first: if they have counted gradients, they refuse
         before any other has begun, so that no later restore takes those for what one left that was
         cut off.
         """
-        every = [(channel, self._status(channel)) for channel in self._channels]
-        if all(status.load_id == self._load_id for _, status in every):
+        every = list(zip(self._channels, ask_all(self._channels, self._status), strict=True))
+        if all(status.load_id == self._header.load_id for _, status in every):
             begun = [channel for channel, status in every if status.loading]
             if begun:
-                return begun
-        every.sort(key=lambda one: (one[1].loading, not _has_past(one[1])))
-        return [channel for channel, _ in every]
+                return [begun]
+
+        def turn(one: tuple[ShardChannel, pb.TableStatus]) -> tuple[bool, bool]:
+            return one[1].loading, not _has_past(one[1])
+
+        return [
+            [channel for channel, _ in group]
+            for _, group in itertools.groupby(sorted(every, key=turn), turn)
+        ]
+
+    def _begin(self, channel: ShardChannel) -> None:
+        """Makes a shard take no gradients, by a stream that only opens."""
+        with channel.translated(table=self._entry.name):
+            channel.result_of(
+                channel.load_rows.future(iter([self._opening(channel)]), timeout=self._timeout_s())
+            )
 
     def _check_count(self, lane: _Lane, row_count: int) -> None:
         if row_count != lane.row_count:
@@ -127,19 +151,14 @@ class TableRestore:
             )
 
     def _opening(self, channel: ShardChannel) -> bytes:
-        entry = self._entry
-        specified = getattr(entry.spec.optimizer, "learning_rate", None)
-        return pb.LoadRowsRequest(
-            open=pb.TableOpen(
-                shard=channel.identity,
-                table=entry.name,
-                worker_id=self._worker_id,
-                incarnation=self._incarnation,
-            ),
-            version=entry.version,
-            learning_rate=None if entry.learning_rate == specified else entry.learning_rate,
-            load_id=self._load_id,
-        ).SerializeToString()
+        header = pb.LoadRowsRequest()
+        header.CopyFrom(self._header)
+        header.open.shard.CopyFrom(channel.identity)
+        return self._message(header, empty_state(self._entry.spec, 0))
+
+    def _message(self, header: pb.LoadRowsRequest, state: RowState) -> bytes:
+        start = checksum.rows_load(self._context, finish=header.finish)
+        return self._codec.encode(header, header.rows, state, start=start)
 
     def _send(
         self, reader: RowsReader, row_count: int, lanes: list[_Lane], siblings: Siblings
@@ -155,8 +174,7 @@ class TableRestore:
                 part = state.take(shards == index) if self._placement.shard_count > 1 else state
                 lane.row_count += part.ids.size
                 for piece in part.pieces(self._codec.row_count_max):
-                    header = pb.LoadRowsRequest()
-                    message = self._codec.encode(header, header.rows, piece)
+                    message = self._message(pb.LoadRowsRequest(), piece)
                     self._put(lane, message, siblings)
                     self._traffic.add_sent(len(message), piece.weights.size)
 
@@ -180,7 +198,8 @@ class TableRestore:
 
     def _result(self, lane: _Lane, siblings: Siblings) -> int:
         try:
-            row_count: int = lane.call.result().row_count
+            answer = lane.channel.received(lane.call.result(), table=self._entry.name)
+            row_count: int = answer.row_count
         except grpc.RpcError as error:
             channel, first = siblings.failure(lane.channel, error)
             raise channel.translate(first, table=self._entry.name) from None
@@ -196,22 +215,12 @@ class TableRestore:
                 f"table {self._entry.name!r} was not restored in time; raise timeout_s",
                 table=self._entry.name,
             )
-        return remaining_s + ANSWER_MARGIN_S
+        return remaining_s
 
 
 def _has_past(status: pb.TableStatus) -> bool:
     """Whether anything ever came into a table on a shard."""
     return bool(status.load_id or status.version or status.row_count)
-
-
-def _load_id(entry: CheckpointTable) -> int:
-    """Tells a table of a checkpoint from any other: see LoadRowsRequest.load_id."""
-    digest = hashlib.blake2b(digest_size=8)
-    for file in entry.files:
-        digest.update(f"{file.row_count} {file.crc32c:08x}\n".encode())
-    digest.update(f"{entry.name} {entry.version} {entry.learning_rate}\n".encode())
-    digest.update(entry.spec.to_proto().SerializeToString(deterministic=True))
-    return int.from_bytes(digest.digest(), "little") or 1
 
 
 class _Lane:
@@ -227,7 +236,7 @@ class _Lane:
             self.call: Any = channel.load_rows.future(self._messages(opening), timeout=timeout_s)
 
     def offer(self, message: bytes | None) -> bool:
-        """Takes a message, None being the last; False if there is no room yet."""
+        """Takes a message, None being the end; False if there is no room yet."""
         try:
             self._waiting.put(message, timeout=_LOOK_S)
         except queue.Full:
@@ -246,6 +255,5 @@ class _Lane:
             except queue.Empty:
                 continue
             if message is None:
-                yield pb.LoadRowsRequest(finish=True).SerializeToString()
                 return
             yield message

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from shardwell import framing
-from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell import checksum, framing
+from shardwell.channel import ShardChannel
 from shardwell.checkpoint import CheckpointTable, RowsFile, rows_path
 from shardwell.errors import ArgumentError, CorruptChunkError, DeadlineError
 from shardwell.one_version import at_one_version
@@ -25,7 +25,7 @@ from shardwell.siblings import Siblings
 from shardwell.table_spec import TableSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import table_pb2 as pb
-from shardwell.values import milliseconds
+from shardwell.values import wait_milliseconds
 
 FILE_SIZE_BYTES = 32 * 2**20
 """About that much of a shard's rows goes to a file, and is in memory before."""
@@ -50,17 +50,34 @@ class TableSnapshot:
         directory: Path,
         *,
         number: int,
+        row_count: int,
         traffic: Traffic,
         attempts: Attempts,
     ) -> None:
+        """`row_count`: About how many rows there are."""
         self._spec = spec
         self._channels = channels
         self._newest_version = newest_version
         self._directory = directory
         self._number = number
+        self._row_count = row_count
         self._traffic = traffic
         self._attempts = attempts
         self._codec = RowStateCodec(spec)
+        self._context = checksum.rows_scan_context(spec.name, pb.ScanRowsRequest.CONTENT_STATE)
+
+    @property
+    def size_bytes(self) -> int:
+        """About as much is to be written."""
+        return self._row_count * (24 + 4 * sum((self._spec.dim, *self._spec.slot_widths)))
+
+    def take_repeatedly(self) -> CheckpointTable:
+        """As `take`, and again where a shard went away, until the deadline.
+
+        Raises:
+            ShardwellError: see `take`.
+        """
+        return self._attempts.run(self.take)
 
     def take(self) -> CheckpointTable:
         """Blocks until all files are on the disk.
@@ -75,8 +92,7 @@ class TableSnapshot:
         )
 
     def _attempt(self, version: int, wait_s: float) -> CheckpointTable:
-        siblings = Siblings()
-        try:
+        with Siblings() as siblings:
             calls = [
                 siblings.add(channel, self._call(channel, version, wait_s))
                 for channel in self._channels
@@ -89,8 +105,6 @@ class TableSnapshot:
                 partial(self._receive, channel, first, version, call, siblings)
                 for channel, first, call in zip(self._channels, firsts, calls, strict=True)
             )
-        finally:
-            siblings.cancel()
         rate = getattr(self._spec.optimizer, "learning_rate", None)
         return CheckpointTable(
             spec=self._spec,
@@ -108,9 +122,9 @@ class TableSnapshot:
                     table=self._spec.name,
                     content=pb.ScanRowsRequest.CONTENT_STATE,
                     version=version,
-                    wait_timeout_ms=milliseconds(wait_s),
+                    wait_timeout_ms=wait_milliseconds(wait_s),
                 ),
-                timeout=self._remaining_s() + ANSWER_MARGIN_S,
+                timeout=self._remaining_s(),
             )
 
     def _receive(
@@ -124,35 +138,33 @@ class TableSnapshot:
         """Writes what one shard sends to its files."""
         files: list[RowsFile] = []
         states: list[RowState] = []
-        size_bytes, found, rate, is_first = 0, 0, 0.0, True
+        if message is None:
+            raise self._corrupt(channel, "the end of its answer, too early")
+        size_bytes, found, rate = 0, 0, 0.0
         while message is not None:
             header, payload = framing.parse(pb.ScanRowsResponse, message)
-            late = self._spec.mode == "sync" and header.version != version
-            if late or header.HasField("rows") == is_first:
+            state = self._opened(channel, header, payload)
+            if self._spec.mode == "sync" and header.version != version:
                 raise self._corrupt(
-                    channel,
-                    f"rows={header.HasField('rows')} at version {header.version}; expected "
-                    f"rows={not is_first} at {version}",
+                    channel, f"rows at version {header.version}; expected {version}"
                 )
             found, rate = header.version, header.learning_rate
-            if not is_first:
-                states.append(self._opened(channel, header.rows, payload))
-                self._traffic.add_received(len(message), states[-1].weights.size)
+            if state.ids.size:
+                states.append(state)
+                self._traffic.add_received(len(message), state.weights.size)
                 size_bytes += payload.size
-                if size_bytes >= FILE_SIZE_BYTES:
-                    files.append(self._write(channel, len(files), states))
-                    states, size_bytes = [], 0
-            is_first = False
+            if size_bytes >= FILE_SIZE_BYTES:
+                files.append(self._write(channel, len(files), states))
+                states, size_bytes = [], 0
             message = self._next(channel, call, siblings)
-        if is_first:
-            raise self._corrupt(channel, "the end of its answer, too early")
         if states:
             files.append(self._write(channel, len(files), states))
         return _Taken(files, found, rate)
 
-    def _opened(self, channel: ShardChannel, rows: pb.Rows, payload: Any) -> RowState:
+    def _opened(self, channel: ShardChannel, header: pb.ScanRowsResponse, payload: Any) -> RowState:
+        start = checksum.rows_scan(self._context, header)
         try:
-            return self._codec.open(rows, payload)
+            return self._codec.open(header.rows, payload, start=start)
         except (ArgumentError, CorruptChunkError) as error:
             raise self._corrupt(channel, error.message) from None
 

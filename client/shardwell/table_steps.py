@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwell.errors import StepOrderError
+from shardwell.errors import DivergedError, StepOrderError
 from shardwell.retry import Attempts
 from shardwell.row_batches import ShardedIds
-from shardwell.row_placement import Ids
 from shardwell.row_sums import RowSums
 from shardwell.row_transfer import RowFetch, RowPut, RowTransfer
 from shardwell.table_opening import Standing, TableOpening
 from shardwell.table_spec import TableSpec
 from shardwell.table_streams import TableStreams
-from shardwell.turns import Turns
+from shardwell.table_view import Moment, TableView
+from shardwell.take_over import check_next_step
 
 
 class _Begun(NamedTuple):
@@ -37,11 +37,10 @@ class TableSteps:
 
     Args:
         spec: The table.
-        transfer: Of its rows; is told how many a message may have.
-        opening: Of the table.
-        streams: To its shards.
-        turns: Its.
-        pushed: Told of rows that gradients were sent for.
+        transfer: The messages that rows travel in; their size is set here.
+        opening: The calls about the table as a whole.
+        streams: The streams to the shards.
+        view: What this worker knows of the table; its next step is set here.
     """
 
     def __init__(
@@ -51,35 +50,25 @@ class TableSteps:
         transfer: RowTransfer,
         opening: TableOpening,
         streams: TableStreams,
-        turns: Turns,
-        pushed: Callable[[Ids], None],
+        view: TableView,
     ) -> None:
         self._spec = spec
-        self._pushed = pushed
+        self._view = view
         self._transfer = transfer
         self._opening = opening
         self._streams = streams
-        self._turns = turns
         self._has_seat = False
+        self._opened_in = 0
         self._begun: _Begun | None = None
-        self.next_step = 0
-        """See `Table.next_step`."""
         self.is_begun = False
         """See `Table.is_step_begun`."""
-
-    @property
-    def known_version(self) -> int:
-        """Steps that every shard has seen: all before this worker's last one.
-
-        A shard counts a step of a worker when those before it have closed; in asynchronous mode
-        each that it counts is one.
-        """
-        return max(self.next_step - 1, 0)
 
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""
         self._has_seat = False
-        return self._stand(self._opening.open(attempts))
+        standing = self._opening.open(attempts)
+        self._opened_in = standing.tenure
+        return self._stand(standing)
 
     def put(
         self,
@@ -93,22 +82,23 @@ class TableSteps:
         """Ends the next step with a gradient, then fetches rows; returns which step it was.
 
         Args:
-            ids: Of the rows.
-            sums: Their gradients.
+            ids: The rows' ids.
+            sums: The rows' gradients.
             sample_count: See `Table.put_row_gradients`.
-            fetch: What is wanted then.
-            attempts: Those of the call.
-            take: What is to be done with what came. When it fails, as all else here, even by
-                Ctrl-C, the step has not ended for the caller, who makes the same call again.
+            fetch: The rows that are wanted then.
+            attempts: The call's deadline.
+            take: Called when all has come. When it fails, or anything else here, the step has not
+                ended for the caller, who makes the same call again.
 
         Raises:
+            DivergedError: the step has ended, and the rows are not finite.
             ShardwellError: see `Table.put_row_gradients`.
         """
         self._take_seat(attempts)
         put = RowPut(
             ids,
             sums,
-            step=self.next_step,
+            step=self._view.next_step,
             sample_count=sample_count,
             row_count_max=self._transfer.row_count_max,
         )
@@ -116,29 +106,46 @@ class TableSteps:
             self._repeat(self._begun, put)
         if fetch is not None and self._spec.mode == "sync":
             fetch.min_version, fetch.is_exact = put.step + 1, True
+        diverged: DivergedError | None = None
         try:
-            self._run(put, fetch, attempts)
-            self._pushed(ids.ids)
-            take()
-            return self._end()
-        except BaseException:  # Ctrl-C comes anywhere, also in `_end`
+            begun = self._view.begin_step(ids.ids)
+            try:
+                self._run(put, fetch, attempts)
+            except DivergedError as error:  # of a step that is counted, so all of it is to be
+                diverged = error
+                self._run(put, None, attempts)
+            if diverged is None:
+                take()
+            self._end(begun, None if diverged else fetch)
+        except BaseException:
             if put.is_sent or put.counted_shards:
-                self.next_step = put.step
                 self._begun, self.is_begun = _Begun(put.digest(), put.counted_shards), True
-            self._pushed(ids.ids)
+            self._view.fail_step(put.step, is_begun=self._begun is not None)
             raise
+        if diverged is not None:
+            raise diverged
+        return put.step
 
     def abandon(self, attempts: Attempts) -> int:
         """See `Table.abandon_step`."""
         self._take_seat(attempts)
         no_ids = ShardedIds(np.empty(0, np.int64), [0] * (self._opening.shard_count + 1))
-        put = RowPut(no_ids, None, step=self.next_step, sample_count=0, row_count_max=1)
+        put = RowPut(no_ids, None, step=self._view.next_step, sample_count=0, row_count_max=1)
         self._begun, self.is_begun = _Begun(None, set()), True
+        begun = self._view.begin_step(None)
         self._run(put, None, attempts)
-        return self._end()
+        self._end(begun, None)
+        return put.step
 
     def _run(self, put: RowPut, fetch: RowFetch | None, attempts: Attempts) -> None:
-        self._turns.run(attempts, lambda: self._streams.attempt(put, fetch, attempts.rest_s))
+        attempts.run(lambda: self._streams.attempt(put, fetch, attempts))
+
+    def _end(self, begun: Moment, fetch: RowFetch | None) -> None:
+        if fetch is None or not fetch.ids.ids.size:
+            self._view.end_step(begun)
+        else:
+            self._view.end_step(begun, fetch.ids.ids, fetch.rows, int(fetch.version))
+        self._begun, self.is_begun = None, False
 
     def _repeat(self, begun: _Begun, put: RowPut) -> None:
         """Lets a step that was begun go on with the same rows only."""
@@ -153,11 +160,6 @@ class TableSteps:
             )
         put.counted_shards |= begun.counted_shards
 
-    def _end(self) -> int:
-        self.next_step += 1
-        self._begun, self.is_begun = None, False
-        return self.next_step - 1
-
     def _take_seat(self, attempts: Attempts) -> None:
         """Once; only then this worker's steps are the same on all shards for certain.
 
@@ -165,8 +167,16 @@ class TableSteps:
         opened. The step stays the one that was told then: sent again, it counts once.
         """
         if not self._has_seat:
-            told = self.next_step
+            told = self._view.next_step
             standing = self._opening.take_seat(attempts)
+            check_next_step(
+                f"table {self._spec.name!r}",
+                standing.next_step,
+                told,
+                took_over=standing.took_over,
+                lost_place=self._opened_in not in (0, standing.tenure),
+                table=self._spec.name,
+            )
             if standing.next_step == told + 1:
                 standing = standing._replace(next_step=told, is_begun=True)
             self._stand(standing)
@@ -176,8 +186,10 @@ class TableSteps:
         """Goes on where the shards say."""
         self._transfer.row_count_max = standing.row_count_max
         self._transfer.incarnation = standing.incarnation
-        if standing.next_step != self.next_step:
+        is_other = standing.tenure != self._transfer.tenure
+        self._transfer.tenure = standing.tenure
+        if is_other or standing.next_step != self._view.next_step:
             self._begun = None
-        self.next_step = standing.next_step
+        self._view.stand(standing.next_step, is_begun=self._begun is not None)
         self.is_begun = standing.is_begun or self._begun is not None
         return standing.version

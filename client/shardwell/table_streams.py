@@ -8,38 +8,32 @@ from __future__ import annotations
 
 import grpc
 
-from shardwell.channel import ANSWER_MARGIN_S, ShardChannel
+from shardwell.calls import current_call
+from shardwell.channel import ShardChannel
 from shardwell.errors import DeadlineError, NonFiniteError
 from shardwell.lane import Lane
-from shardwell.row_lanes import IdleLanes, LanePool, LaneSet
+from shardwell.retry import Attempts
 from shardwell.row_transfer import Asked, RowFetch, RowPut, RowTransfer
-from shardwell.values import milliseconds
-from shardwell.watchdog import Watch, Watchdog
+from shardwell.stream_pool import LanePool, LaneSet
+from shardwell.values import wait_milliseconds
 
 
 class TableStreams:
-    """Any thread may fetch rows; gradients are for one thread at a time."""
+    """Any thread may fetch rows; gradients are for one thread at a time.
 
-    def __init__(
-        self,
-        table: str,
-        channels: list[ShardChannel],
-        transfer: RowTransfer,
-        *,
-        watchdog: Watchdog,
-        idle_lanes: IdleLanes,
-    ) -> None:
-        self._table = table
+    Args:
+        channels: The shards, in order.
+        transfer: Of the table's rows.
+        pool: Lanes of the table's calls.
+    """
+
+    def __init__(self, channels: list[ShardChannel], transfer: RowTransfer, pool: LanePool) -> None:
         self._channels = channels
         self._transfer = transfer
-        self._watchdog = watchdog
-        self._pool = LanePool(table, idle_lanes)
+        self._pool = pool
 
-    def attempt(self, put: RowPut | None, fetch: RowFetch | None, wait_s: float) -> None:
-        """Sends and fetches what is left of a call.
-
-        On failure the lanes are closed, so that no late answer can be mistaken for another's.
-        """
+    def attempt(self, put: RowPut | None, fetch: RowFetch | None, attempts: Attempts) -> None:
+        """Sends and fetches what is left of a call."""
         every = [
             Asked(
                 channel,
@@ -49,22 +43,9 @@ class TableStreams:
             for channel in self._channels
         ]
         asked = [one for one in every if one.answer_count]
-        if not asked:
-            return
-        with self._pool.borrowed(wait_s) as lanes:
-            with self._watchdog.watch(wait_s + ANSWER_MARGIN_S, lanes.close) as watch:
-                try:
-                    self._run(asked, lanes, put, fetch, milliseconds(wait_s), watch)
-                except BaseException:
-                    if lanes.failure is not None:
-                        raise lanes.failure from None
-                    raise
-            if watch.expired:  # it may act only now, and must not end another call's
-                lanes.close()
-
-    def close(self) -> None:
-        """Ends all lanes, and lets no call begin. From any thread; safe to repeat."""
-        self._pool.close()
+        if asked:
+            with self._pool.borrowed(attempts.rest_s) as lanes:
+                self._run(asked, lanes, put, fetch, wait_milliseconds(attempts.rest_s))
 
     def _run(
         self,
@@ -73,11 +54,11 @@ class TableStreams:
         put: RowPut | None,
         fetch: RowFetch | None,
         wait_ms: int,
-        watch: Watch,
     ) -> None:
         opened: list[Lane] = []
+        subject = (self._pool.name, self._transfer.tenure)
         for one in asked:
-            lane, opens = lanes.lane(one.channel, self._table)
+            lane, opens = lanes.lane(one.channel, subject)
             opened.append(lane)
             if put is not None and one.parts:
                 put.is_sent = True
@@ -87,7 +68,7 @@ class TableStreams:
             for one, lane in zip(asked, opened, strict=True):
                 if number >= one.answer_count:
                     continue
-                message = self._read(one.channel, lane, lanes, put, watch)
+                message = self._read(one.channel, lane, lanes, put)
                 question = number - bool(one.parts)
                 if question < 0:
                     assert put is not None
@@ -96,22 +77,22 @@ class TableStreams:
                     assert fetch is not None
                     self._transfer.take_rows(one, message, fetch, one.questions[question])
 
-    def _read(
-        self, channel: ShardChannel, lane: Lane, lanes: LaneSet, put: RowPut | None, watch: Watch
-    ) -> bytes:
+    def _read(self, channel: ShardChannel, lane: Lane, lanes: LaneSet, put: RowPut | None) -> bytes:
         """The next answer of a shard."""
         try:
             return lane.read()
         except grpc.RpcError as error:
-            if watch.expired:
+            table = self._pool.name
+            call = current_call()
+            if call is not None and call.is_expired:
                 raise DeadlineError(
                     f"shard {channel.shard_index} at {channel.address} did not answer for table "
-                    f"{self._table!r} in time; check the network, or raise timeout_s",
+                    f"{table!r} in time; check the network, or raise timeout_s",
                     shard_index=channel.shard_index,
-                    table=self._table,
+                    table=table,
                 ) from None
             first_channel, first = lanes.siblings.failure(channel, error)
-            told = first_channel.translate(first, table=self._table)
+            told = first_channel.translate(first, table=table)
             if isinstance(told, NonFiniteError) and put is not None:
                 told.element_index = put.element_index(
                     first_channel.shard_index, told.element_index

@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 import numpy.typing as npt
 
-from shardwell import framing
-from shardwell.channel import ShardChannel
-from shardwell.chunk_codec import ChunkCodec
+from shardwell import checksum, framing
+from shardwell.calls import current_call
+from shardwell.channel import ShardChannel, went_on_elsewhere
+from shardwell.chunk_codec import ChunkCodec, check_chunk
 from shardwell.codec import Float32, NonFiniteValueError
 from shardwell.errors import CorruptChunkError, DeadlineError, NonFiniteError, ShardwellError
 from shardwell.partition import Slice
@@ -22,7 +23,6 @@ from shardwell.specs import ParameterSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell.watchdog import Watch
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ class Transfer:
         self._worker_id = worker_id
         self._traffic = traffic
         self._codec = ChunkCodec.of(spec)
+        self._gradient_context = checksum.gradient_context(spec.name, worker_id)
+        self._weights_context = checksum.weights_context(spec.name)
+        self.tenure = 0
+        """See StreamOpen; once the shards have said it."""
 
     def messages(
         self,
@@ -103,6 +107,7 @@ class Transfer:
                     index,
                     work.values[where.offset : where.stop],
                     scratch,
+                    start=checksum.gradient(self._gradient_context, gradient),
                     peak=None if work.peaks is None else work.peaks[part.first_chunk + index],
                 )
             except NonFiniteValueError as error:  # the caller changed the array meanwhile
@@ -127,7 +132,8 @@ class Transfer:
         min_version: int,
         siblings: Siblings,
         progress: Progress,
-        watch: Watch | None = None,
+        *,
+        is_exchange: bool = False,
     ) -> int:
         """Reads every chunk of every part, in turns, so that no shard's stream stands still.
 
@@ -141,7 +147,7 @@ class Transfer:
             min_version: The version that is waited for.
             siblings: The calls that are read from.
             progress: Where to begin; after an error, how far it came.
-            watch: With an exchange: its deadline. Then versions must be `min_version` exactly.
+            is_exchange: Whether versions must be `min_version` exactly.
 
         Returns:
             The fewest updates that a chunk has seen.
@@ -149,7 +155,6 @@ class Transfer:
         Raises:
             ShardwellError: see `Parameter.get_weights`.
         """
-        is_exchange = watch is not None
         version = progress.version
         index = first = self.first_row(parts, progress)
         try:
@@ -159,7 +164,7 @@ class Transfer:
                         try:
                             message = read(number)
                         except grpc.RpcError as error:
-                            raise self._failed(part.channel, error, siblings, watch) from None
+                            raise self._failed(part.channel, error, siblings) from None
                         found = self._decode(
                             part, index, message, weights, min_version, is_exchange=is_exchange
                         )
@@ -169,19 +174,13 @@ class Transfer:
             raise
         return int(version)
 
-    def _failed(
-        self,
-        channel: ShardChannel,
-        error: grpc.RpcError,
-        siblings: Siblings,
-        watch: Watch | None,
-    ) -> Exception:
+    def _failed(self, channel: ShardChannel, error: grpc.RpcError, siblings: Siblings) -> Exception:
         """The Shardwell error of a stream that failed while this shard's was read."""
-        if watch is not None and watch.expired:
+        call = current_call()
+        if call is not None and call.is_expired:
             return DeadlineError(
-                f"shard {channel.shard_index} at {channel.address} did "
-                f"not answer an exchange of {self._spec.name!r} in time; "
-                "check the network, or raise timeout_s",
+                f"shard {channel.shard_index} at {channel.address} did not answer for "
+                f"{self._spec.name!r} in time; check the network, or raise timeout_s",
                 shard_index=channel.shard_index,
                 parameter=self._spec.name,
             )
@@ -202,20 +201,9 @@ class Transfer:
         header, payload = framing.parse(pb.ExchangeResponse, message)
         where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
-        # A step after this worker's can't have closed without it; a shard that says so has kept an
-        # older state than another one.
-        exact = is_exchange and self._spec.mode == "sync"
-        late = header.version != min_version if exact else header.version < min_version
-        if chunk.chunk_index != index or late:
-            raise CorruptChunkError(
-                f"shard {part.channel.shard_index} answered chunk {chunk.chunk_index} at version "
-                f"{header.version} of {self._spec.name!r}; expected chunk {index} at version "
-                f"{min_version}{'' if exact else ' or later'}",
-                shard_index=part.channel.shard_index,
-                parameter=self._spec.name,
-            )
         try:
-            stored = self._codec.open(chunk, where, payload)
+            start = checksum.weights(self._weights_context, header.version)
+            stored = self._codec.open(check_chunk(chunk, payload, start), where)
         except ShardwellError as error:
             raise CorruptChunkError(
                 f"shard {part.channel.shard_index} answered for {self._spec.name!r}: "
@@ -223,11 +211,33 @@ class Transfer:
                 shard_index=part.channel.shard_index,
                 parameter=self._spec.name,
             ) from None
+        exact = is_exchange and self._spec.mode == "sync"
+        if chunk.chunk_index != index or header.version < min_version:
+            raise CorruptChunkError(
+                f"shard {part.channel.shard_index} answered chunk {chunk.chunk_index} at version "
+                f"{header.version} of {self._spec.name!r}; expected chunk {index} at version "
+                f"{min_version}{'' if exact else ' or later'}",
+                shard_index=part.channel.shard_index,
+                parameter=self._spec.name,
+            )
+        if exact and header.version > min_version:  # a later step closes with this worker only
+            raise went_on_elsewhere(
+                part.channel,
+                f"parameter {self._spec.name!r}",
+                self._worker_id,
+                expected=min_version,
+                found=header.version,
+                parameter=self._spec.name,
+            )
         self._codec.codec.decode(stored, chunk.scale_exponent, weights[where.offset : where.stop])
         self._traffic.add_received(len(message), where.size)
         return int(header.version)
 
     def _opening(self, channel: ShardChannel) -> types_pb2.StreamOpen:
         return types_pb2.StreamOpen(
-            shard=channel.identity, parameter=self._spec.name, worker_id=self._worker_id
+            shard=channel.identity,
+            parameter=self._spec.name,
+            worker_id=self._worker_id,
+            session=channel.session.number,
+            tenure=self.tenure,
         )

@@ -24,6 +24,11 @@ updated, gradient and temporary overwritten; update_count is 1 at a parameter's 
 
 AnyAdam: TypeAlias = optimizers.Adam | optimizers.AdamW
 
+SAFE_MAGNITUDE = 2.0**50
+"""Gradients below it, what weight decay adds to them included, can't take finite state beyond
+float32: rules add at most their squares, which are below half of what tells float32's largest
+numbers apart."""
+
 _SMALLEST, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
 
 
@@ -61,6 +66,20 @@ def clip_value_of(optimizer: optimizers.Optimizer) -> np.float32:
     if not optimizer.clip_value:
         return np.float32(0.0)
     return np.float32(min(max(optimizer.clip_value, _SMALLEST), LARGEST))
+
+
+def decay_into_state(optimizer: optimizers.Optimizer) -> float:
+    """How much of a weight is added to its gradient before optimizer state sees it."""
+    if isinstance(optimizer, optimizers.AdamW) or not optimizer.slot_names:
+        return 0.0
+    return float(getattr(optimizer, "weight_decay", 0.0))
+
+
+def peak_of(values: Float32) -> float:
+    """The largest magnitude of contiguous values, 0 of none; infinite or NaN if one is."""
+    if not values.size:
+        return 0.0
+    return float(max(np.max(values), -np.min(values)))
 
 
 def rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], Step]:

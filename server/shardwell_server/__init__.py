@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from shardwell_server.store.accumulator import MmapGradientAccumulator
 
 __all__ = ["Limits", "LocalCluster", "MmapGradientAccumulator", "ShardConfig", "ShardServer"]
+
+# What a shard refuses or meets is an error of some client's, or in a log that a command shows.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOMES = {
     "Limits": "config",

@@ -1,6 +1,15 @@
-"""`python -m shardwell_server` is the command `shardwell`."""
+"""`python -m shardwell_server`, which is the command `shardwell`."""
 
-from shardwell_server.cli import main
+from shardwell_server import signals
+
+
+def main() -> None:
+    """Entry point of the command: signals are held before anything else is imported."""
+    signals.hold()
+    from shardwell_server import cli
+
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

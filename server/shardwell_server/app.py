@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shardwell.connection import SERVER_OPTIONS
+from shardwell.connection import listen_on, server_options
 from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.group.group_service import GROUP_SERVICE_NAME, GroupService
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
+from shardwell.values import check_duration
 from shardwell_server.config import ShardConfig
+from shardwell_server.services.calls import Calls
+from shardwell_server.services.event_loop import EventLoop
 from shardwell_server.services.parameter_server import ParameterServerService
-from shardwell_server.services.streams import OpenStreams
+from shardwell_server.services.sessions import SESSION_SERVICE_NAME, SessionService
+from shardwell_server.services.streams import LAST_READS_S, OpenStreams
 from shardwell_server.services.table_service import TableService
+from shardwell_server.services.work_threads import WorkThreads
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store import MemoryStore, MmapStore
 from shardwell_server.store.data_dir import DataDir
 
 _LOG = logging.getLogger("shardwell_server")
-_UNARY_THREAD_COUNT = 32
-"""Threads beyond those of streams, so that status and health are answered when all streams are."""
-_QUEUED_CALL_COUNT_MAX = 1024
-"""Calls that wait for a thread: a burst of workers that start together is served, not refused."""
+_WORK_THREAD_COUNT = 32
+"""More than cores, as some wait for the disk, which writes for all of them at once."""
+_UNARY_CALL_COUNT_MAX = 1024
+"""Calls beyond sessions and streams that wait for a thread, or for others: a burst of workers that
+start together is served, and a flood is refused."""
+_FILE_LOOK_INTERVAL_S = 0.5
+"""How long what is acknowledged may go into files that were removed."""
 _IMAGE_LOOK_INTERVAL_S = 0.5
 _IMAGE_RETRY_INTERVAL_S = 10.0
 """After an image could not be written: mostly a full disk."""
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
-_LAST_READS_S = 0.25
-"""What a client is given to read the last answers, before a stream without work is ended."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 TABLE_SERVICE_NAME = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
 
@@ -55,39 +62,67 @@ class ShardServer:
     """
 
     def __init__(self, config: ShardConfig, data_dir: DataDir | None = None) -> None:
-        limits = config.limits
         self.config = config
+        self._stopping: Future[None] | None = None
+        self._is_closed = False
+        self._has_files = data_dir is not None
+        config.durability.check_files(data_dir is not None)
         store = (
             MmapStore(data_dir.path, durability=config.durability) if data_dir else MemoryStore()
         )
-        self.shard = Shard(config, store, None if data_dir is None else data_dir.path)
+        if data_dir is None:
+            self.shard = Shard(config, store)
+        else:
+            self.shard = Shard(config, store, data_dir.path, origin=data_dir.origin)
         self._syncer = threading.Thread(target=self._sync, name="shardwell-sync")
         self._imager = threading.Thread(target=self._image, name="shardwell-image")
         self._verifier = threading.Thread(target=self._verify, name="shardwell-verify")
+        self._looker = threading.Thread(target=self._look_at_files, name="shardwell-look")
+        self._loop = EventLoop()
+        try:
+            self.address = self._loop.run(self._listen())
+        except BaseException:
+            self._loop.close()
+            raise
+        """HOST:PORT that it listens on; the port is the one that was taken when 0 was asked for."""
+
+    async def _listen(self) -> str:
+        """Makes what lives on the loop; the address."""
+        config, limits = self.config, self.config.limits
         self._streams = OpenStreams(limits.stream_count_max)
-        thread_count = limits.stream_count_max + _UNARY_THREAD_COUNT
-        self._threads = ThreadPoolExecutor(
-            thread_count,
-            thread_name_prefix="shardwell-rpc",
-        )
-        self._server = grpc.server(
+        self._threads = WorkThreads(asyncio.get_running_loop(), _WORK_THREAD_COUNT)
+        self._calls = Calls(
             self._threads,
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=thread_count + _QUEUED_CALL_COUNT_MAX,
+            self._streams,
+            shard_index=config.shard_index,
+            answer_bytes_max=limits.answer_bytes_max,
         )
-        service = ParameterServerService(self.shard, self._streams)
-        tables = TableService(self.shard, self._streams)
+        self._server = grpc.aio.server(
+            options=server_options(config.session_lease_s),
+            maximum_concurrent_rpcs=(
+                limits.session_count_max + limits.stream_count_max + _UNARY_CALL_COUNT_MAX
+            ),
+        )
+        service = ParameterServerService(self.shard, self._calls, self._streams)
+        tables = TableService(self.shard, self._calls)
+        sessions = SessionService(self.shard, self._calls)
         meetings = GroupService(shard_index=config.shard_index)
         self._server.add_generic_rpc_handlers(
-            (service.handler(), tables.handler(), meetings.handler())
+            (
+                service.handler(),
+                tables.handler(),
+                sessions.handler(),
+                meetings.handler(self._calls.unary),
+            )
         )
-        self._health = health.HealthServicer()
+        self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if config.reflection:
             names = (
                 SERVICE_NAME,
                 TABLE_SERVICE_NAME,
+                SESSION_SERVICE_NAME,
                 GROUP_SERVICE_NAME,
                 health.SERVICE_NAME,
                 reflection.SERVICE_NAME,
@@ -95,26 +130,28 @@ class ShardServer:
             reflection.enable_server_reflection(names, self._server)
         host = config.listen.rpartition(":")[0]
         try:
-            port = self._server.add_insecure_port(config.listen)
-        except RuntimeError as error:
-            self._threads.shutdown()
+            port = listen_on(self._server, config.listen)
+        except OSError as error:
+            self._threads.close()
+            await self._server.stop(None)
             raise ShardUnavailableError(
-                f"shard {config.shard_index} can't listen on {config.listen}: {error}; "
-                "is the port taken?",
+                f"shard {config.shard_index} can't listen on {config.listen}: "
+                f"{error.strerror}; give a free port, or 0 for any, and an address of this machine",
                 shard_index=config.shard_index,
             ) from None
-        self.address = f"{host}:{port}"
-        """HOST:PORT that it listens on; the port is the one that was taken when 0 was asked for."""
+        return f"{host}:{port}"
 
     def start(self) -> None:
         """Begins to answer; what an earlier process left is verified meanwhile."""
-        self._server.start()
+        self._loop.run(self._server.start())
         self._verifier.start()
         if self.config.durability.interval_s is not None:
             self._syncer.start()
         if not self.config.durability.is_process:
             self._imager.start()
-        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._loop.run(self._set_health(health_pb2.HealthCheckResponse.SERVING))
+        if self._has_files:
+            self._looker.start()
         _LOG.info(
             "shard is serving",
             extra={
@@ -130,24 +167,36 @@ class ShardServer:
 
         Safe to repeat. Blocks until all is down.
         """
-        grace_s = self.config.grace_s if grace_s is None else grace_s
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        stopped = self._server.stop(grace_s)
-        self._streams.end_idle(_LAST_READS_S)
-        answering_s = max(grace_s - _LAST_ANSWERS_S, 0.0)
-        reading_s = min(answering_s, _LAST_READS_S)
-        stopped.wait(reading_s)
-        self._streams.end_idle(0.0)
-        if not stopped.wait(answering_s - reading_s):
-            self.shard.stop()  # what still waits for other workers is told so, not cut off
-        stopped.wait()
+        grace_s = self.config.grace_s if grace_s is None else check_duration("grace_s", grace_s)
+        if self._stopping is None:
+            self._stopping = self._loop.begin(self._stop(grace_s))
+        self._stopping.result()  # an interrupted stop goes on, and is waited for by the next
         self.shard.stop()
-        self._threads.shutdown()
-        for thread in (self._verifier, self._syncer, self._imager):
+        for thread in (self._verifier, self._syncer, self._imager, self._looker):
             if thread.ident is not None:
                 thread.join()
+        if not self._is_closed:
+            self._is_closed = True
+            self._threads.close()
+            self._loop.close()
         self.shard.close()
         _LOG.info("shard has stopped", extra={"shard_index": self.config.shard_index})
+
+    async def _stop(self, grace_s: float) -> None:
+        """Returns when no call is left."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        stopped = asyncio.ensure_future(self._server.stop(grace_s))
+        self.shard.sessions.stop()
+        self._streams.end_idle(LAST_READS_S)
+        answering_s = max(grace_s - _LAST_ANSWERS_S, 0.0)
+        reading_s = min(answering_s, LAST_READS_S)
+        await asyncio.wait([stopped], timeout=reading_s)
+        self._streams.end_idle(0.0)
+        await asyncio.wait([stopped], timeout=answering_s - reading_s)
+        if not stopped.done():  # what still waits for other workers is told so, not cut off
+            self.shard.stop()
+            self._calls.wake_all()
+        await stopped
 
     def _verify(self) -> None:
         """Reads everything once, so that damage is in the log before a worker meets it."""
@@ -158,6 +207,21 @@ class ShardServer:
                 check()
             except ShardwellError as error:
                 _LOG.error("what was stored is damaged", extra={"reason": error.message})
+
+    def _look_at_files(self) -> None:
+        """Stops serving when the files are gone; every call gets the reason then."""
+        while not self.shard.wait_for_stop(_FILE_LOOK_INTERVAL_S):
+            try:
+                self.shard.look_at_files()
+            except ShardwellError as error:
+                _LOG.critical("the shard's files are gone", extra={"reason": error.message})
+                self._loop.run(self._give_up())
+                return
+
+    async def _give_up(self) -> None:
+        """Tells who asks, and who waits, that nothing is acknowledged any more."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._calls.wake_all()
 
     def _sync(self) -> None:
         """Keeps the promise of `--durability SECONDS`."""
@@ -184,10 +248,9 @@ class ShardServer:
             return False
         return True
 
-    def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        self._health.set("", status)
-        self._health.set(SERVICE_NAME, status)
-        self._health.set(TABLE_SERVICE_NAME, status)
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", SERVICE_NAME, TABLE_SERVICE_NAME):
+            await self._health.set(name, status)
 
     def __enter__(self) -> ShardServer:
         self.start()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
 from shardwell.names import check_name
+from shardwell.values import TIMEOUT_S_MIN, check_duration, check_integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +32,18 @@ class Limits:
     chunks; on disk, undo (of 4 chunks at most), records and marks of parameters, events, what
     `durability` journals, and copies that snapshots keep meanwhile."""
     worker_count_max: int = 4096
-    """Workers that one parameter or table remembers by name; also the most that may contribute to
-    it."""
-    stream_count_max: int = 256
-    """Streams open at once; each has a thread. A worker keeps one a parameter for `exchange`, and
-    for all its tables as many as it made calls at a time, up to 4."""
+    """Workers that have a place in one parameter or table. Those that only read take none of it; as
+    many that are connected are known by name. Asynchronous mode: when all are taken, a newcomer is
+    given that of a worker which has ended or was away for `session_lease_s`; so make it larger than
+    the number of ids that come while a worker may be away and still has to be recognised."""
+    session_count_max: int = 4096
+    """Clients connected at once. Each is one connection, without a thread."""
+    stream_count_max: int = 1024
+    """Streams open at once. A worker keeps as many as it made calls at a time, at most 4 for its
+    parameters and 4 for its tables. Idle ones give way to others."""
+    answer_bytes_max: int = 2**28
+    """Bytes of answers that wait for their readers. Beyond it calls wait, and are refused after a
+    while; how much a connection takes besides is up to gRPC."""
     encoded_chunk_count_max: int = 16
     """Encoded chunks of weights kept a parameter, so that workers in step share one encoding."""
     wait_max_s: float = 3600.0
@@ -49,9 +57,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-                raise ArgumentError(f"limit {entry.name} must be above 0; got {value!r}")
+            what, value = f"limit {entry.name}", getattr(self, entry.name)
+            if entry.name.endswith("_s"):
+                check_duration(what, value, TIMEOUT_S_MIN)
+            else:
+                check_integer(what, value, 1, 2**63 - 1)
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,18 @@ class Durability:
             raise ArgumentError(
                 'durability must be "process", "step" or a number of seconds from 0.01 to 86400; '
                 f"got {self.setting!r}"
+            )
+
+    def check_files(self, has_files: bool) -> None:
+        """Refuses what can't be kept in memory.
+
+        Raises:
+            ArgumentError: a loss of power is to be survived, and there are no files.
+        """
+        if not (has_files or self.is_process):
+            raise ArgumentError(
+                f"durability {self.setting!r} needs a data directory: without files nothing "
+                "survives the shard's process; give --data-dir (data_dir=), or leave durability out"
             )
 
     @property
@@ -108,6 +130,10 @@ class ShardConfig:
     """Encoded size of a chunk: a multiple of 64, at most 1 MiB."""
     grace_s: float = 5.0
     """How long streams may go on after SIGTERM."""
+    session_lease_s: float = 30.0
+    """After how long a client whose machine vanished counts as gone, from 1 to 86400 s; then
+    another process may contribute under its worker id. Connections that end are noticed at
+    once."""
     durability: Durability = Durability()
     """See Durability."""
     reflection: bool = False
@@ -130,5 +156,5 @@ class ShardConfig:
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isdecimal() and int(port) < 2**16):
             raise ArgumentError(f"listen must be HOST:PORT; got {self.listen!r}")
-        if not self.grace_s >= 0:
-            raise ArgumentError(f"grace_s must be at least 0; got {self.grace_s}")
+        check_duration("session_lease_s", self.session_lease_s, 1, 86400)
+        check_duration("grace_s", self.grace_s)

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardwell.closing import Closing
 from shardwell.errors import ArgumentError, ShardUnavailableError
+from shardwell.owner_process import OwnerProcess
+from shardwell_server import signals
 from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.processes import PARENT_FLAG, ChildProcess
@@ -42,6 +47,7 @@ class LocalCluster(Closing):
         durability: "process", "step" or a number of seconds; see Durability.
         chunk_size_bytes: See ShardConfig.
         grace_s: See ShardConfig.
+        session_lease_s: See ShardConfig.
         limits: See Limits; shards in this process only.
         log_level: Of shards in processes of their own, whose logs go to stderr.
 
@@ -61,6 +67,7 @@ class LocalCluster(Closing):
         durability: str = "process",
         chunk_size_bytes: int = 2**20,
         grace_s: float = 2.0,
+        session_lease_s: float = 30.0,
         limits: Limits | None = None,
         log_level: str = "error",
     ) -> None:
@@ -68,6 +75,8 @@ class LocalCluster(Closing):
             raise ArgumentError(f"shard_count must be 1 to {SHARD_COUNT_MAX}; got {shard_count}")
         if processes and limits is not None:
             raise ArgumentError("limits apply to shards in this process; use processes=False")
+        self._owner = OwnerProcess("cluster")
+        Durability(durability).check_files(data_dir is not None)
         self._data_dir = None if data_dir is None else Path(data_dir)
         self._log_level = log_level
         self._cluster_id = cluster_id or self._kept_cluster_id() or f"local-{uuid.uuid4().hex[:12]}"
@@ -78,6 +87,7 @@ class LocalCluster(Closing):
                 cluster_id=self._cluster_id,
                 chunk_size_bytes=chunk_size_bytes,
                 grace_s=grace_s,
+                session_lease_s=session_lease_s,
                 durability=Durability(durability),
                 limits=limits or Limits(),
             )
@@ -114,7 +124,12 @@ class LocalCluster(Closing):
         return self._cluster_id
 
     def close(self) -> None:
-        """Stops all shards and waits for their end. Safe to repeat."""
+        """Stops all shards and waits for their end. Safe to repeat.
+
+        In a process that was forked from the one that started them, it does nothing.
+        """
+        if not self._owner.is_here:
+            return
         for child in self.children:
             child.ask_to_stop()
         self._stack.close()
@@ -141,6 +156,7 @@ class LocalCluster(Closing):
 
     def begin_start(self, shard_index: int) -> None:
         """As `start_again`, but does not wait: `begins_to_serve` tells when it is there."""
+        self._owner.check()
         old = self.children[shard_index]
         if old.poll() is None:
             raise ArgumentError(f"shard {shard_index} is running")
@@ -154,7 +170,7 @@ class LocalCluster(Closing):
 
     def _start_children(self) -> None:
         for config in self._configs:
-            self._start_child(config, listen=config.listen)
+            self._start_child(config, listen=self._stack.enter_context(_kept_address()))
         for index in range(len(self.children)):
             self._addresses.append(self._wait_for(index))
 
@@ -167,6 +183,7 @@ class LocalCluster(Closing):
             f"--listen={listen}",
             f"--chunk-size-bytes={config.chunk_size_bytes}",
             f"--grace-s={config.grace_s}",
+            f"--session-lease-s={config.session_lease_s}",
             f"--durability={config.durability.setting}",
             f"--log-level={self._log_level}",
             PARENT_FLAG,
@@ -174,9 +191,10 @@ class LocalCluster(Closing):
         if self._data_dir is not None:
             path = self._shard_dir(self._data_dir, config.shard_index)
             arguments.append(f"--data-dir={path}")
-        child = ChildProcess(arguments, environment=_plain_environment())
-        self.children[config.shard_index : config.shard_index + 1] = [child]
-        self._stack.callback(child.close, config.grace_s + _STOP_MARGIN_S)
+        with signals.held():
+            child = ChildProcess(arguments, environment=_plain_environment())
+            self.children[config.shard_index : config.shard_index + 1] = [child]
+            self._stack.callback(child.close, config.grace_s + _STOP_MARGIN_S)
 
     def _wait_for(self, index: int) -> str:
         """The address of a shard, when it serves."""
@@ -203,6 +221,22 @@ def not_started(shard_index: int, end: str) -> ShardUnavailableError:
     return ShardUnavailableError(
         f"shard {shard_index} did not start: {end}; its log is on stderr", shard_index=shard_index
     )
+
+
+@contextlib.contextmanager
+def _kept_address() -> Iterator[str]:
+    """A free address to listen on, which stays free for whoever is started on it again.
+
+    While a shard is dead, the system might give its port to an outgoing connection, even to that of
+    a client that tries to reach it. It does not where a socket that listens to nothing is bound.
+    """
+    with socket.socket() as keeper:
+        if sys.platform != "linux":  # elsewhere no other socket can be bound beside it
+            yield "127.0.0.1:0"
+            return
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{keeper.getsockname()[1]}"
 
 
 def _plain_environment() -> dict[str, str]:

@@ -12,6 +12,8 @@ from typing import Literal
 
 import structlog
 
+from shardwell_server.terminal import is_plain
+
 LogFormat = Literal["auto", "console", "json"]
 
 
@@ -39,7 +41,7 @@ def configure_logs(level: str = "info", log_format: LogFormat = "auto", **bound:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     last: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer()]
+        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and not is_plain())]
         if log_format == "console"
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.wire_worker import WireParameter, WireWorker, error_detail, spec
 from shardwell import first_weights
 from shardwell.checkpointing import _CheckpointValues
@@ -26,8 +26,6 @@ from shardwell_server.app import ShardServer
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.patience import Patience
 from shardwell_server.store.data_dir import DataDir
-
-pytestmark = pytest.mark.timeout(60)
 
 SIZE = 60  # 30 elements on each of two shards
 MOMENTUM = types.Optimizer(sgd=types.Sgd(learning_rate=1.0, momentum=0.5))
@@ -47,7 +45,7 @@ def restoring(
             message.array_index = array_index
         messages += ranges if array_index == 0 else ranges[1:]
     messages[0].version, messages[0].learning_rate = 3, 0.5
-    return messages
+    return parameter.seal_first_weights(messages)
 
 
 def _only_weights(messages: list[Any]) -> None:
@@ -117,13 +115,16 @@ def test_streams_that_restore_nonsense(cluster, attack, shard_index) -> None:
         epoch = parameter.claim_init().epoch
         messages = restoring(parameter, shard_index, epoch)
         attack(messages)
+        parameter.seal_first_weights(messages)
         with pytest.raises(grpc.RpcError) as caught:
-            worker.stubs[shard_index].InitWeights(iter(messages), timeout=5)
+            worker.stubs[shard_index].InitWeights(iter(messages), timeout=PATIENCE_S)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value.details()
         assert error_detail(caught.value).code == types.ERROR_CODE_INVALID_ARGUMENT
         assert worker.create(parameter.spec).next_step == 0
         for index in (1, 0):
-            worker.stubs[index].InitWeights(iter(restoring(parameter, index, epoch)), timeout=5)
+            worker.stubs[index].InitWeights(
+                iter(restoring(parameter, index, epoch)), timeout=PATIENCE_S
+            )
         parameter.confirm_init(epoch)
         again = worker.create(parameter.spec)
         assert again.next_step == 3
@@ -136,10 +137,10 @@ def test_state_that_an_optimizer_does_not_have(cluster) -> None:
         parameter = worker.create(spec("m", SIZE, optimizer=PLAIN))
         epoch = parameter.claim_init().epoch
         with pytest.raises(grpc.RpcError, match="of array 0, got 0 of 1"):
-            worker.stubs[0].InitWeights(iter(restoring(parameter, 0, epoch)), timeout=5)
+            worker.stubs[0].InitWeights(iter(restoring(parameter, 0, epoch)), timeout=PATIENCE_S)
         for index in (1, 0):
             messages = restoring(parameter, index, epoch, array_count=1)
-            worker.stubs[index].InitWeights(iter(messages), timeout=5)
+            worker.stubs[index].InitWeights(iter(messages), timeout=PATIENCE_S)
         parameter.confirm_init(epoch)
         assert worker.create(parameter.spec).next_step == 3
 
@@ -153,7 +154,7 @@ def test_snapshots_that_are_refused(cluster) -> None:
                 **{"shard": worker.identities[1], "parameter": "m", "version": 1, **fields}
             )
             with pytest.raises(grpc.RpcError) as caught:
-                list(worker.stubs[1].Snapshot(request, timeout=5))
+                list(worker.stubs[1].Snapshot(request, timeout=PATIENCE_S))
             return error_detail(caught.value)
 
         assert ask().code == types.ERROR_CODE_NOT_INITIALIZED
@@ -178,7 +179,7 @@ def test_a_reader_that_goes_away_is_forgotten(cluster, connect, version) -> None
     snapshots = running.servers[0].shard.parameter("m").snapshots
     with WireWorker(running.target, "reader") as reader:
         request = pb.SnapshotRequest(shard=reader.identities[0], parameter="m", version=version)
-        call = reader.stubs[0].Snapshot(request, timeout=20)
+        call = reader.stubs[0].Snapshot(request, timeout=PATIENCE_S)
         assert next(call).array_count == 2
         assert len(snapshots.pending) == 1
         model.exchange(np.ones(100_000, np.float32))
@@ -334,7 +335,7 @@ def test_the_rate_of_a_restore_that_never_stood_is_forgotten(tmp_path) -> None:
         made = server.shard.create(
             shardwell.ParameterSpec(name="m", size=SIZE, optimizer=SGD, worker_count=1)
         )[0]
-        patience = Patience(0.0, is_active=lambda: True, is_stopping=lambda: False)
+        patience = Patience(0.0)
         epoch = made.claim_init("restorer", patience).epoch
         logged: list[dict[str, Any]] = []
         real = made.storage.log

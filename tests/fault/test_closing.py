@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.proxy import Proxy
 from harness.together import in_background, together
-
-pytestmark = pytest.mark.timeout(30)
 
 SGD = shardwell.SGD(learning_rate=0.5)
 SIZE = 300
@@ -34,7 +32,7 @@ def test_a_call_that_waits_for_another_worker(cluster, connect, verb, shard_coun
             request = pb.ClaimInitRequest(
                 shard=worker.identities[0], parameter="m", worker_id="claims"
             )
-            assert worker.stubs[0].ClaimInit(request, timeout=5).granted
+            assert worker.stubs[0].ClaimInit(request, timeout=PATIENCE_S).granted
         waiting = in_background(lambda: model.init(gradient))
         with pytest.raises(TimeoutError):
             waiting.result(0.3)
@@ -48,7 +46,7 @@ def test_a_call_that_waits_for_another_worker(cluster, connect, verb, shard_coun
             "first exchange": lambda: model.exchange(gradient),
             "exchange": lambda: model.exchange(gradient),
             "get_weights": lambda: model.get_weights(min_version=5),
-            "get_weights_async": lambda: model.get_weights_async(min_version=5).result(20),
+            "get_weights_async": lambda: model.get_weights_async(min_version=5).result(PATIENCE_S),
             "put_gradient": lambda: model.put_gradient(gradient),
         }
         busy = 2 if verb == "exchange" else 1  # `other` keeps its stream
@@ -94,7 +92,7 @@ def test_close_races_with_steps(cluster) -> None:
     """At no particular instant: every outcome is a result or an error of ours."""
     running = cluster(2, chunk_size_bytes=64)
     for round_ in range(12):
-        client = shardwell.connect(running.target, worker_id=f"w{round_}", timeout_s=20)
+        client = shardwell.connect(running.target, worker_id=f"w{round_}", timeout_s=PATIENCE_S)
         model = client.parameter(f"m{round_}", size=SIZE, optimizer=SGD)
         model.init(np.zeros(SIZE, np.float32))
 

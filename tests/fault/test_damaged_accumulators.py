@@ -22,6 +22,7 @@ import pytest
 from harness.accumulator_story import DIM, ROW_COUNT, STATES, STORY, Sums, die, told
 from harness.disks import HINTS, FailingSystem, small_disk
 from harness.images import image_of, in_memory, restore
+from harness.polling import PATIENCE_S
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
 from shardwell_server.store.accumulator import file_head, gradient_file
@@ -199,7 +200,7 @@ def test_another_process_has_it(tmp_path: Path) -> None:
         assert process.stdout.readline() == "open\n"
         with pytest.raises(StorageError, match="in use by another accumulator"):
             MmapGradientAccumulator(path, DIM, ROW_COUNT)
-        process.communicate("", timeout=20)
+        process.communicate("", timeout=PATIENCE_S)
     assert process.returncode == 0
     with MmapGradientAccumulator(path, DIM, ROW_COUNT, recover=False) as accumulator:
         assert accumulator.touched_rows().size == 0

@@ -22,6 +22,7 @@ import pytest
 import shardwell
 from harness.disks import HINTS, FailingSystem, SmallDisk, small_disk
 from harness.images import image_of, restore
+from harness.sessions import applicant
 from harness.story import (
     CONFIG,
     SYNC,
@@ -86,7 +87,7 @@ def test_each_call_of_the_system_fails_once(
             assert HINTS[system.error_number] in told
         else:
             compaction_failure_count += 1
-    assert 0 < compaction_failure_count < 10
+    assert 0 < compaction_failure_count < 30
 
 
 def test_no_more_open_files(tmp_path: Path) -> None:
@@ -158,11 +159,11 @@ def test_what_a_full_disk_lets_go_on(disk: SmallDisk) -> None:
         made, _ = shard.create(SYNC)
         initialize(made, "w0", np.zeros(37, np.float32))
         for worker in ("w0", "w1"):
-            made.join(worker, take_seat=True)
+            made.join(worker, seat_for=applicant(worker))
         disk.fill()
         state = state_of(shard)
         with pytest.raises(StorageError, match=r"marks.*making room.*free space"):
-            made.join("w2", take_seat=True)
+            made.join("w2", seat_for=applicant("w2"))
         with pytest.raises(StorageError, match=r"marks.*free space"):
             contribute(made, "w2", 0, 0, np.zeros(16, np.float32))
         assert state_of(shard) == state

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.power import OPTIMIZERS, SIZE, Disk, Run, failing, gradient, served
 from shardwell.errors import StorageError
 from shardwell_server.store import image_files
@@ -85,7 +85,7 @@ def test_one_image_that_fails_stops_no_other_sync(
     disk = Disk(monkeypatch)
     with (
         served(tmp_path / "first", "0.05") as target,
-        shardwell.connect(target, worker_id="w", timeout_s=30) as client,
+        shardwell.connect(target, worker_id="w", timeout_s=PATIENCE_S) as client,
     ):
         models = [client.parameter(name, size=SIZE, optimizer=OPTIMIZERS[0]) for name in ("a", "b")]
         for model in models:
@@ -102,14 +102,14 @@ def test_one_image_that_fails_stops_no_other_sync(
             disk.lose_power(tmp_path / "first", to)
             with (
                 served(to, "process") as again,
-                shardwell.connect(again, worker_id="w", timeout_s=30) as other,
+                shardwell.connect(again, worker_id="w", timeout_s=PATIENCE_S) as other,
             ):
                 opened = [
                     other.parameter(name, size=SIZE, optimizer=OPTIMIZERS[0]) for name in ("a", "b")
                 ]
                 return all(model.next_step == 8 for model in opened)
 
-        eventually("both were synced", synced, timeout_s=20)
+        eventually("both were synced", synced, timeout_s=PATIENCE_S)
         segments = list((tmp_path / "first" / "parameters" / "000001").glob("journal-*"))
         assert len(segments) <= 3
 
@@ -120,7 +120,7 @@ def test_without_room_for_an_image_a_parameter_is_made_later(
     full = failing(monkeypatch, "posix_fallocate", "/image-", errno.ENOSPC)
     with served(tmp_path / "first", "step") as target:
         full.set()
-        with shardwell.connect(target, worker_id="w", timeout_s=10) as client:
+        with shardwell.connect(target, worker_id="w", timeout_s=PATIENCE_S) as client:
             for _ in range(2):
                 with pytest.raises(StorageError, match="No space left on device"):
                     client.parameter("m", size=SIZE, optimizer=shardwell.Average())

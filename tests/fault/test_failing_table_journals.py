@@ -15,6 +15,7 @@ import pytest
 
 import shardwell
 from harness.images import image_of, in_memory, restore
+from harness.polling import PATIENCE_S
 from harness.power import failing, served
 from harness.table_power import (
     STATES,
@@ -72,7 +73,7 @@ def test_a_sync_that_failed_is_made_good_by_an_image(
     fails.set()
     with pytest.raises(StorageError, match=r"journal-\d+: syncing it failed"):
         storage.make_durable()
-    with pytest.raises(StorageError, match="making an image failed"):
+    with pytest.raises(StorageError, match="beginning it failed"):
         storage.make_image(lambda: False)
     asked = {path.name for path in (path / TABLE).glob("journal-*")}
     fails.clear()
@@ -141,7 +142,7 @@ def test_a_gradient_that_cannot_be_journaled_is_not_counted(
     full = failing(monkeypatch, "pwritev", "/journal-", errno.ENOSPC)
     with (
         served(tmp_path / "first", "step") as target,
-        shardwell.connect(target, worker_id="w0", timeout_s=20) as client,
+        shardwell.connect(target, worker_id="w0", timeout_s=PATIENCE_S) as client,
         client.table(
             "t",
             row_count=50_000,

@@ -11,12 +11,8 @@ import sys
 
 import pytest
 
-from harness.polling import Stopwatch
+from harness.polling import PATIENCE_S, Stopwatch
 
-pytestmark = pytest.mark.timeout(60)
-
-BOUND_S = 20.0
-"""A program that takes longer hangs; its calls have a longer deadline."""
 PROGRAM = """
 import sys
 import numpy as np
@@ -55,7 +51,7 @@ def endings(target: str, *ways: str) -> list[tuple[int, str, str]]:
     watch, found = Stopwatch(), []
     try:
         for program in programs:
-            out, told = program.communicate(timeout=max(BOUND_S - watch.elapsed_s, 0.1))
+            out, told = program.communicate(timeout=max(PATIENCE_S - watch.elapsed_s, 0.1))
             found.append((program.returncode, out, told))
     finally:
         for program in programs:

@@ -14,13 +14,11 @@ import signal
 import pytest
 
 from harness.group_processes import GroupProcess, answers, ask_all
-
-pytestmark = pytest.mark.timeout(120)
+from harness.polling import PATIENCE_S
 
 SIZE = 4
 KILL_COUNT = 10
 """A seed's."""
-BOUND_S = 10.0
 LENGTHS = (10, 3000, 400_000)
 
 
@@ -54,7 +52,7 @@ class Siege:
         dead = self.members.pop(victim)
         dead.send(signal.SIGKILL)
         assert dead.end() == -signal.SIGKILL
-        for answer in answers(self.members, BOUND_S):
+        for answer in answers(self.members, PATIENCE_S):
             assert (answer.get("error"), answer["rank"]) == ("WorkerLostError", victim), answer
         return victim
 

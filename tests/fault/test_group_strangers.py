@@ -19,16 +19,12 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import Stopwatch, eventually
+from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.ranks import error_of, joined, on_ranks, summed
 from harness.together import in_background
 from harness.wire_worker import error_detail
 from shardwell.v1 import group_pb2, group_pb2_grpc, peer_pb2, peer_pb2_grpc
 from shardwell.v1 import types_pb2 as types
-
-pytestmark = pytest.mark.timeout(60)
-
-BOUND_S = 10.0
 
 
 @pytest.fixture
@@ -58,8 +54,10 @@ class Stranger:
     def refused(self, opening: peer_pb2.PeerOpen) -> None:
         """Both kinds of stream are."""
         calls = (
-            self.stub.Agree(iter([peer_pb2.AgreeRequest(open=opening)]), timeout=5),
-            self.stub.ReceiveChunks(peer_pb2.ReceiveChunksRequest(open=opening), timeout=5),
+            self.stub.Agree(iter([peer_pb2.AgreeRequest(open=opening)]), timeout=PATIENCE_S),
+            self.stub.ReceiveChunks(
+                peer_pb2.ReceiveChunksRequest(open=opening), timeout=PATIENCE_S
+            ),
         )
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
@@ -122,10 +120,10 @@ def test_a_second_stream_of_a_rank_is_refused(place, kind) -> None:
             stranger = Stranger(group)
             calls: dict[str, Callable[[], Any]] = {
                 "Agree": lambda: stranger.stub.Agree(
-                    iter([peer_pb2.AgreeRequest(open=stranger.opening)]), timeout=5
+                    iter([peer_pb2.AgreeRequest(open=stranger.opening)]), timeout=PATIENCE_S
                 ),
                 "ReceiveChunks": lambda: stranger.stub.ReceiveChunks(
-                    peer_pb2.ReceiveChunksRequest(open=stranger.opening), timeout=5
+                    peer_pb2.ReceiveChunksRequest(open=stranger.opening), timeout=PATIENCE_S
                 ),
             }
             with stranger.channel, pytest.raises(grpc.RpcError) as caught:
@@ -149,10 +147,14 @@ def test_garbage(place, size) -> None:
             prefix = "/shardwell.v1.PeerService/"
             with grpc.insecure_channel(address) as channel:
                 calls: list[Callable[[], Any]] = [
-                    lambda: channel.unary_unary(f"{prefix}Greet")(noise, timeout=5),
-                    lambda: list(channel.stream_stream(f"{prefix}Agree")(iter([noise]), timeout=5)),
-                    lambda: list(channel.unary_stream(f"{prefix}ReceiveChunks")(noise, timeout=5)),
-                    lambda: channel.unary_unary(f"{prefix}Nonsense")(noise, timeout=5),
+                    lambda: channel.unary_unary(f"{prefix}Greet")(noise, timeout=PATIENCE_S),
+                    lambda: list(
+                        channel.stream_stream(f"{prefix}Agree")(iter([noise]), timeout=PATIENCE_S)
+                    ),
+                    lambda: list(
+                        channel.unary_stream(f"{prefix}ReceiveChunks")(noise, timeout=PATIENCE_S)
+                    ),
+                    lambda: channel.unary_unary(f"{prefix}Nonsense")(noise, timeout=PATIENCE_S),
                 ]
                 for call in calls:
                     with pytest.raises(grpc.RpcError) as caught:
@@ -197,7 +199,7 @@ def impostor(place: str, chunks: list[bytes]) -> Iterator[None]:
         meeting = group_pb2_grpc.GroupServiceStub(channel)
 
         def ready() -> Any:
-            answer = meeting.JoinGroup(request, timeout=5)
+            answer = meeting.JoinGroup(request, timeout=PATIENCE_S)
             request.checked_generation = answer.generation
             return answer if answer.ready else None
 
@@ -221,7 +223,7 @@ def impostor(place: str, chunks: list[bytes]) -> Iterator[None]:
             requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
             requests.put(peer_pb2.AgreeRequest(open=opening, call=call))
             stub = peer_pb2_grpc.PeerServiceStub(to_rank_0)
-            verdicts = stub.Agree(iter(requests.get, None), timeout=30)
+            verdicts = stub.Agree(iter(requests.get, None), timeout=PATIENCE_S)
             try:
                 yield
             finally:
@@ -267,30 +269,30 @@ def test_a_member_that_sends_junk(place, kind) -> None:
     watch = Stopwatch()
     real = in_background(reduced)
     with impostor(place, JUNK[kind]):
-        real.result(BOUND_S)
-    assert watch.elapsed_s < BOUND_S
+        real.result(PATIENCE_S)
+    assert watch.elapsed_s < PATIENCE_S
 
 
 def test_streams_that_say_nothing_take_no_member_s_place(place) -> None:
     """More of them than a member's server has threads."""
     waiting = [in_background(lambda rank=rank: joined(place, rank, 2)) for rank in range(2)]
-    groups = [future.result(20) for future in waiting]
+    groups = [future.result(PATIENCE_S) for future in waiting]
     address = groups[0]._generation.members[0].address
     with grpc.insecure_channel(address) as channel:
         silence = threading.Event()
 
         def nothing():
-            silence.wait(20.0)
+            silence.wait(PATIENCE_S)
             yield from ()
 
         agree = channel.stream_stream("/shardwell.v1.PeerService/Agree")
         calls = [agree(nothing()) for _ in range(40)]
         sums = [in_background(lambda group=group: summed(group)) for group in groups]
         for future in sums:
-            future.result(20)
+            future.result(PATIENCE_S)
         together = [in_background(group.rebuild) for group in groups]
         for future in together:
-            future.result(20)
+            future.result(PATIENCE_S)
         for call in calls:
             call.cancel()
         silence.set()

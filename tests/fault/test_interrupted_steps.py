@@ -1,7 +1,7 @@
-"""Goal: Ctrl-C in a step of a table, whenever it comes, loses no step and counts none twice.
+"""Goal: a step of a table that fails when all is counted is not taken for another.
 
-Method: KeyboardInterrupt at each moment, in turn, at which the SDK's code can be interrupted; then
-the caller does what is documented. Oracle: each step adds 1 to a row for each time it names it.
+Method: a failure where rows are handed out. Oracle: each step adds 1 to a row for each time it
+names it. What real signals do is in test_interrupts.py.
 """
 
 from __future__ import annotations
@@ -12,25 +12,8 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.interrupts import Interrupt
+from shardwell.row_batches import RowBatch
 
-pytestmark = pytest.mark.timeout(120)
-
-FILES = (
-    "shardwell/table.py",
-    "shardwell/table_steps.py",
-    "shardwell/table_streams.py",
-    "shardwell/row_reading.py",
-    "shardwell/row_transfer.py",
-    "shardwell/turns.py",
-)
-AT_THE_END = {
-    "table_steps.py:put",
-    "turns.py:turn",
-    "table.py:exchange_rows",
-    "table.py:put_row_gradients",
-}
-"""Where a step that has ended may be interrupted: nothing is left to be done but to return."""
 IDS = np.array([5, 1, 5, 700])
 GRADIENTS = np.full((4, 2), -1.0, np.float32)
 
@@ -47,39 +30,6 @@ def table_of(client: shardwell.Client, **options: Any) -> shardwell.Table:
     )
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("verb", ["exchange", "put"])
-def test_a_step_that_is_interrupted_and_sent_again_counts_once(
-    cluster, connect, verb: str, mode: Any
-) -> None:
-    table = table_of(connect(cluster(1), "w0"), mode=mode, cache_row_count=100)
-
-    def send() -> None:
-        if verb == "put":
-            table.put_row_gradients(IDS, GRADIENTS)
-        else:
-            rows = table.exchange_rows(IDS, GRADIENTS)
-            assert rows[:, 0].tolist() == [2 * steps, steps, 2 * steps, steps]
-
-    steps, number, ended_count = 1, 0, 0
-    send()
-    while True:
-        step, steps = table.next_step, steps + 1
-        interrupt = Interrupt(FILES, number)
-        number += 1
-        if not interrupt.run(send):
-            break
-        if table.next_step == step:
-            send()
-        else:
-            ended_count += 1
-            assert interrupt.place in AT_THE_END
-        assert (table.next_step, table.is_step_begun) == (step + 1, False)
-        assert table.get_rows(IDS)[:, 1].tolist() == [2 * steps, steps, 2 * steps, steps]
-    assert number > 50
-    assert ended_count <= 5
-
-
 def test_a_step_that_is_interrupted_at_its_end_is_not_taken_for_another(
     cluster, connect, monkeypatch
 ) -> None:
@@ -90,7 +40,7 @@ def test_a_step_that_is_interrupted_at_its_end_is_not_taken_for_another(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(table._reading, "answered", interrupt)
+        patch.setattr(RowBatch, "spread", interrupt)
         with pytest.raises(KeyboardInterrupt):
             table.exchange_rows(IDS, GRADIENTS)
     assert (table.next_step, table.is_step_begun) == (0, True)

@@ -32,8 +32,6 @@ from harness.together import together
 from harness.training_plan import TrainingPlan
 from harness.zygote import Zygote
 
-pytestmark = pytest.mark.timeout(180)
-
 KILL_COUNT = 24
 """Of each case: several hundred over the suite."""
 

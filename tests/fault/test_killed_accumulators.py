@@ -39,7 +39,7 @@ from harness.accumulator_story import (
     told,
 )
 from harness.images import Image, image_of, in_memory, restore, torn
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
 from shardwell_server.store import row_undo
@@ -236,10 +236,10 @@ def test_several_threads_were_adding(tmp_path: Path) -> None:
 
     def reached(point: str) -> None:
         if point == "sums" and threading.current_thread() is not threading.main_thread():
-            together.wait(20)
-            if together.wait(20) == 0:
+            together.wait(PATIENCE_S)
+            if together.wait(PATIENCE_S) == 0:
                 images.append(image_of(tmp_path))
-            together.wait(20)
+            together.wait(PATIENCE_S)
 
     with told(tmp_path, reached) as telling:
         accumulator = telling.accumulator
@@ -255,7 +255,7 @@ def test_several_threads_were_adding(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
         after = telling.sums()
     assert len(after) == 3 * UNDO_ENTRY_COUNT
     (image,) = images
@@ -288,7 +288,7 @@ def test_hammering_threads_are_killed(tmp_path: Path, seed: int) -> None:
                 lambda notes=notes, wanted=wanted: (
                     notes.exists() and hammered_accumulator.counts(notes).sum() >= wanted
                 ),
-                timeout_s=30,
+                timeout_s=PATIENCE_S,
             )
         finally:
             process.kill()

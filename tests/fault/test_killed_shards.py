@@ -5,6 +5,8 @@ Until there is a durable store a shard that comes back is empty, and the error s
 
 from __future__ import annotations
 
+import socket
+import sys
 from functools import partial
 
 import numpy as np
@@ -12,15 +14,12 @@ import pytest
 
 import shardwell
 from harness.commands import ServingShard
-from harness.polling import Stopwatch, eventually
+from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.ports import free_port
 from harness.together import in_background
 
-pytestmark = pytest.mark.timeout(60)
-
 SGD = shardwell.SGD(learning_rate=0.5)
 SIZE = 300
-SOON_S = 5.0
 HASTY_S = 0.5
 
 
@@ -42,7 +41,7 @@ def test_each_verb_names_the_dead_shard(running, connect, killed) -> None:
         "exchange": lambda: model.exchange(gradient, timeout_s=HASTY_S),
         "put_gradient": lambda: model.put_gradient(gradient, timeout_s=HASTY_S),
         "get_weights": lambda: model.get_weights(timeout_s=HASTY_S),
-        "get_weights_async": lambda: model.get_weights_async(timeout_s=HASTY_S).result(10),
+        "get_weights_async": lambda: model.get_weights_async(timeout_s=HASTY_S).result(PATIENCE_S),
         "parameter": lambda: hasty.parameter("other", size=10, optimizer=SGD),
         "set_learning_rate": lambda: model.set_learning_rate(0.1, now=True, timeout_s=HASTY_S),
         "status": lambda: client.status(),
@@ -51,7 +50,7 @@ def test_each_verb_names_the_dead_shard(running, connect, killed) -> None:
         watch = Stopwatch()
         with pytest.raises(shardwell.ShardUnavailableError, match=f"shard {killed}") as caught:
             call()
-        assert watch.elapsed_s < SOON_S, name
+        assert watch.elapsed_s < PATIENCE_S, name
         assert caught.value.shard_index == killed, name
     assert model.next_step == 1
 
@@ -83,7 +82,7 @@ def test_killed_while_every_verb_waits(running, connect, killed) -> None:
         verb: (type(error).__name__, getattr(error, "shard_index", None))
         for verb, error in errors.items()
     } == dict.fromkeys(waiting, ("ShardUnavailableError", killed))
-    assert watch.elapsed_s < 4.0 + SOON_S
+    assert watch.elapsed_s < PATIENCE_S
 
 
 def test_killed_in_the_middle_of_training(running, connect) -> None:
@@ -117,8 +116,18 @@ def test_a_shard_that_comes_back_empty_says_so(connect) -> None:
             watch = Stopwatch()
             with pytest.raises(shardwell.UnknownParameterError, match="lost its memory"):
                 model.exchange(np.ones(SIZE, np.float32))
-            assert watch.elapsed_s < SOON_S
+            assert watch.elapsed_s < PATIENCE_S
             again = client.parameter("m", size=SIZE, optimizer=SGD)
             assert again.next_step == 0
             again.init(np.zeros(SIZE, np.float32))
             np.testing.assert_array_equal(again.exchange(np.ones(SIZE, np.float32)), -0.5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a port can be kept on Linux alone")
+def test_nobody_gets_the_port_of_a_dead_shard(running) -> None:
+    """Of those that the system gives out, an outgoing connection might take it meanwhile."""
+    port = int(running.addresses[0].rpartition(":")[2])
+    running.children[0].kill()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    running.start_again(0)

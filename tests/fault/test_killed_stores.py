@@ -38,7 +38,7 @@ from shardwell_server.store.undo import ENTRY_COUNT_MAX
 
 STORY = story()
 KILLS_TIMEOUT_S = 60.0
-PART_COUNT = 4
+PART_COUNT = 8
 LOWEST_WRITE_COUNT = 300
 """The story has more; a hook that is never called would make these tests empty."""
 
@@ -73,7 +73,7 @@ def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
 
 @pytest.mark.parametrize("part", range(PART_COUNT))
 def test_killed_after_each_write(tmp_path: Path, undisturbed: Undisturbed, part: int) -> None:
-    """Every fourth write; all of them in one test would take too long on a busy machine."""
+    """Every eighth write; all of them in one test would take too long on a busy machine."""
     told = subprocess.run(
         [sys.executable, killed_story.__file__, str(tmp_path), str(1 + part), str(PART_COUNT)],
         env={

@@ -11,14 +11,11 @@ import random
 import signal
 
 import numpy as np
-import pytest
 
 import shardwell
 from harness.commands import TRAINING_WORKER, Program
 from harness.model import ModelParameter, integer_gradient
-from harness.polling import eventually
-
-pytestmark = pytest.mark.timeout(60)
+from harness.polling import PATIENCE_S, eventually
 
 SIZE = 3000
 LAST_STEP = 40
@@ -74,10 +71,10 @@ def test_a_killed_worker_leaves_half_a_step_that_counts_once(cluster, connect) -
     with WireWorker(running.target, "victim") as worker:
         half = worker.create(wire)
         worker.stubs[1].PutGradient(
-            iter(half.gradient_messages(pb.PutGradientRequest, 1, gradient)), timeout=5
+            iter(half.gradient_messages(pb.PutGradientRequest, 1, gradient)), timeout=PATIENCE_S
         )
         part = half.gradient_messages(pb.PutGradientRequest, 0, gradient)[:1]
-        worker.stubs[0].PutGradient(iter(part), timeout=5)
+        worker.stubs[0].PutGradient(iter(part), timeout=PATIENCE_S)
     back = connect(running, "victim").parameter("m", size=size, optimizer=SGD, worker_count=2)
     assert back.next_step == 0
     back.put_gradient(gradient)

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.wire_worker import WireWorker, spec
 from shardwell.table_opening import TableOpening
 from shardwell_server import LocalCluster, ShardServer
-
-pytestmark = pytest.mark.timeout(60)
 
 SIZE = 40
 ONES = np.ones(SIZE, np.float32)
@@ -86,10 +85,103 @@ def test_before_the_first_step_old_first_weights_are_not_taken_for_new(cluster, 
     sgd = shardwell.SGD(learning_rate=1.0)
     model = connect(running, "w0").parameter("model", size=SIZE, optimizer=sgd)
     model.init(ONES)
+    with (
+        restarted(running, 0),
+        pytest.raises(shardwell.StepOrderError, match="shard 0 lost its memory"),
+    ):
+        connect(running, "w1").parameter("model", size=SIZE, optimizer=sgd)
+
+
+@pytest.mark.parametrize("shard_index", [0, 1])
+@pytest.mark.parametrize(
+    ("optimizer", "mode"),
+    [
+        (shardwell.SGD(learning_rate=1.0), "sync"),
+        (shardwell.SGD(learning_rate=1.0), "async"),
+        (shardwell.Average(), "sync"),
+    ],
+    ids=["SGD-sync", "SGD-async", "Average"],
+)
+def test_one_step_is_enough_to_tell(cluster, connect, optimizer, mode, shard_index) -> None:
+    """The shards' steps are no further apart than those of any training."""
+    running = cluster(3)
+    options = {"size": SIZE, "optimizer": optimizer, "mode": mode}
+    model = connect(running, "w0").parameter("model", **options)
+    if not isinstance(optimizer, shardwell.Average):
+        model.init(ONES)
+    model.exchange(ONES)
+    with restarted(running, shard_index):
+        for worker_id in ("w0", "w1"):
+            for _ in range(2):
+                with pytest.raises(
+                    shardwell.StepOrderError, match=f"shard {shard_index}.* lost its memory"
+                ):
+                    connect(running, worker_id).parameter("model", **options)
+
+
+def test_what_shard_0_has_lost_is_not_left_out_of_a_checkpoint(cluster, connect, tmp_path) -> None:
+    running = cluster(2)
+    client = connect(running, "w0")
+    client.parameter("model", size=SIZE, optimizer=shardwell.SGD(learning_rate=1.0)).init(ONES)
     with restarted(running, 0):
-        again = connect(running, "w1").parameter("model", size=SIZE, optimizer=sgd)
-        with pytest.raises(shardwell.StepOrderError, match="epoch"):
-            again.init(2 * ONES)
+        observer = connect(running, "observer")
+        for names in (None, ["model"]):
+            with pytest.raises(shardwell.StepOrderError, match="shard 0 lost its memory"):
+                observer.save_checkpoint(tmp_path / "saved", names)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shard_index", [0, 1])
+def test_before_anything_has_begun_nothing_is_lost(cluster, connect, shard_index) -> None:
+    """First weights that are half there are no reason to refuse those that come whole."""
+    running = cluster(2)
+    sgd = shardwell.SGD(learning_rate=1.0)
+    with WireWorker(running.target, "w0") as dead:
+        half = dead.create(spec("model", SIZE))
+        half.init_shard(1, 5 * ONES, half.claim_init().epoch)
+    with restarted(running, shard_index):
+        model = connect(running, "w0").parameter("model", size=SIZE, optimizer=sgd, codec="fp32")
+        model.init(ONES)
+        np.testing.assert_array_equal(model.exchange(ONES), 0)
+
+
+@pytest.mark.parametrize("durability", ["process", "step"])
+@pytest.mark.parametrize("shard_index", [0, 1])
+@pytest.mark.parametrize("kind", ["parameter", "table"])
+def test_a_start_on_an_empty_directory(
+    tmp_path, cluster, connect, kind, shard_index, durability
+) -> None:
+    """Whoever opens what the others have trained reads which shard it is, and why."""
+    running = cluster(2, data_dir=tmp_path, processes=True, durability=durability)
+    sgd = shardwell.SGD(learning_rate=1.0)
+
+    def opened(worker_id: str) -> Any:
+        client = connect(running, worker_id)
+        if kind == "parameter":
+            return client.parameter("model", size=SIZE, optimizer=sgd)
+        return client.table("model", row_count=SIZE, dim=1, optimizer=sgd)
+
+    model = opened("w0")
+    if kind == "parameter":
+        model.init(ONES)
+        model.exchange(ONES)
+    else:
+        model.put_row_gradients(np.arange(SIZE), np.ones((SIZE, 1), np.float32))
+    model.close()
+    running.children[shard_index].kill()
+    path = tmp_path / f"shard-{shard_index}"
+    path.rename(tmp_path / "elsewhere")
+    running.start_again(shard_index)
+    expected = f"{path} was empty when it started" if shard_index else "was made anew"
+    for worker_id in ("w0", "w1"):
+        with pytest.raises(shardwell.StepOrderError, match="lost its memory") as caught:
+            opened(worker_id)
+        assert expected in caught.value.message
+    running.children[shard_index].kill()
+    path.rename(tmp_path / "nothing")
+    (tmp_path / "elsewhere").rename(path)
+    running.start_again(shard_index)
+    assert opened("w0").next_step == 1
 
 
 @pytest.mark.parametrize("shard_index", [0, 1])

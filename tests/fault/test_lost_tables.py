@@ -17,8 +17,6 @@ from harness.together import together
 from shardwell_server import LocalCluster
 from shardwell_server.shard.table_register import TableRegister
 
-pytestmark = pytest.mark.timeout(60)
-
 IDS = np.arange(40)
 ONES = np.ones((IDS.size, 2), np.float32)
 REFUSED = (shardwell.StepOrderError, shardwell.UnknownTableError)

@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import Stopwatch, eventually
+from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.together import in_background
-
-pytestmark = pytest.mark.timeout(30)
 
 SGD = shardwell.SGD(learning_rate=0.5)
 SIZE = 200
-WAIT_S = 0.6
-LATE_S = 5.0
+WAIT_S = 1.0
 VERBS = ["exchange", "get_weights", "get_weights_async", "put_gradient"]
 
 
@@ -45,7 +42,7 @@ def _wait_by(verb: str, model: shardwell.Parameter, timeout_s: float) -> None:
     elif verb == "get_weights":
         model.get_weights(min_version=1, timeout_s=timeout_s)
     else:
-        model.get_weights_async(min_version=1, timeout_s=timeout_s).result(timeout_s + LATE_S)
+        model.get_weights_async(min_version=1, timeout_s=timeout_s).result(timeout_s + PATIENCE_S)
 
 
 @pytest.mark.parametrize("shard_count", [1, 3])
@@ -61,7 +58,7 @@ def test_the_missing_worker_is_named_or_counted(
     watch = Stopwatch()
     with pytest.raises(shardwell.WorkersMissingError) as caught:
         _wait_by(verb, model, WAIT_S)
-    assert WAIT_S - 0.05 <= watch.elapsed_s < WAIT_S + LATE_S
+    assert WAIT_S / 2 <= watch.elapsed_s < PATIENCE_S
     error = caught.value
     assert isinstance(error, TimeoutError)
     assert error.retryable
@@ -86,7 +83,7 @@ def test_a_gradient_two_steps_ahead_names_who_holds_it_up(cluster, connect) -> N
     watch = Stopwatch()
     with pytest.raises(shardwell.WorkersMissingError, match="'late'") as caught:
         model.put_gradient(_ones(3), timeout_s=WAIT_S)
-    assert WAIT_S - 0.05 <= watch.elapsed_s < WAIT_S + LATE_S
+    assert WAIT_S / 2 <= watch.elapsed_s < PATIENCE_S
     assert caught.value.missing_worker_ids == ("late",)
     assert model.next_step == 1
     late.put_gradient(_ones(3))
@@ -102,7 +99,7 @@ def test_a_waiting_gradient_goes_on_by_itself(cluster, connect) -> None:
     model.put_gradient(_ones())
     ahead = in_background(lambda: model.put_gradient(_ones(3)))
     assert late.put_gradient(_ones(3)) == 0
-    assert ahead.result(10) == 1
+    assert ahead.result(PATIENCE_S) == 1
 
 
 def test_several_are_missing(cluster, connect) -> None:
@@ -164,14 +161,14 @@ def test_a_short_call_is_not_held_up_by_a_long_one(cluster, connect) -> None:
         np.testing.assert_array_equal(model.get_weights(timeout_s=0.5), 0)
     elapsed_s = watch.elapsed_s
     with pytest.raises(shardwell.WorkersMissingError):
-        long.result(20)
-    assert elapsed_s < 0.5 + 2.0 + 1.5
+        long.result(PATIENCE_S)
+    assert elapsed_s < PATIENCE_S
 
 
 def test_calls_that_are_given_up_leave_no_error_in_the_log(cluster, connect, caplog) -> None:
     """A client that goes away in the middle of a wait is everyday life, not a defect."""
     running = cluster(2)
-    client = shardwell.connect(running.target, worker_id="here", timeout_s=20)
+    client = shardwell.connect(running.target, worker_id="here", timeout_s=PATIENCE_S)
     model = _open(client)
     observer = connect(running, "observer")
     model.init(_ones(0))

@@ -8,7 +8,6 @@ from that.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -18,12 +17,21 @@ import pytest
 
 import shardwell
 from harness.polling import eventually
-from harness.power import OPTIMIZERS, Disk, Run, gradient, served, start_again, trained
+from harness.power import (
+    OPTIMIZERS,
+    Disk,
+    Run,
+    gradient,
+    served,
+    start_again,
+    trained,
+    with_synced,
+)
 from shardwell.errors import StorageError
 from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, ShardConfig
 from shardwell_server.store.data_dir import DataDir
-from shardwell_server.store.journal import Journal
+from shardwell_server.store.journal import HEAD_BYTES, Journal
 from shardwell_server.store.mapped_file import MappedFile
 
 
@@ -179,11 +187,12 @@ def test_a_journal_cut_anywhere_leaves_a_state_that_was(tmp_path: Path, disk: Di
         disk.lose_power(tmp_path / "first", tmp_path / "whole")
         run.close()
     (journal,) = (tmp_path / "whole").rglob("journal-*")
-    size = journal.stat().st_size
-    for number, cut in enumerate(range(0, size, size // 7 + 3)):
+    data = journal.read_bytes()
+    for number, cut in enumerate(range(HEAD_BYTES, len(data), len(data) // 7 + 3)):
         copy = tmp_path / f"cut-{number}"
         shutil.copytree(tmp_path / "whole", copy)
-        os.truncate(copy / journal.relative_to(tmp_path / "whole"), cut)
+        torn = with_synced(data[:cut])
+        (copy / journal.relative_to(tmp_path / "whole")).write_bytes(torn)
         with served(copy, "step") as target:
             run = Run(target, OPTIMIZERS[0])
             first = min(model.next_step for model in run.models)
@@ -204,8 +213,9 @@ def test_a_gap_in_the_journal_is_refused(tmp_path: Path, disk: Disk) -> None:
         run.close()
     (journal,) = (tmp_path / "second").rglob("journal-*")
     data = journal.read_bytes()
-    second = data.index(data[:4], 4)  # an entry's first bytes are always the same
-    journal.write_bytes(data[second:])
+    first = data[HEAD_BYTES:]
+    second = first.index(first[:4], 4)  # an entry's first bytes are always the same
+    journal.write_bytes(with_synced(bytes(HEAD_BYTES) + first[second:]))
     with pytest.raises(StorageError, match=r"journal-\d+: chunk \d+ goes on with transition"):
         served(tmp_path / "second", "step").__enter__()
 

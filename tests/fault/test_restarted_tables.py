@@ -10,18 +10,16 @@ import pytest
 
 import shardwell
 from harness.commands import ServingShard
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.table_training import EVERY, OPTIONS, KnownRows, batch
 from harness.together import in_background
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_shard_that_lost_its_memory_is_noticed(connect) -> None:
     """It kept nothing: rows that are gone are never taken for rows that are new."""
     with ServingShard() as shard:
         address = shard.address()
-        client = connect(address, "w0", timeout_s=20.0)
+        client = connect(address, "w0", timeout_s=PATIENCE_S)
         table = client.table("rows", **OPTIONS)
         for step in range(2):
             table.put_row_gradients(*batch(step))
@@ -58,7 +56,7 @@ def test_a_shard_killed_in_the_middle_comes_back_from_its_files(
         shards = [serve(0), serve(1)]
         addresses = [shard.address() for shard in shards]
         for index in (0, 1):
-            client = connect(",".join(addresses), f"w{index}", timeout_s=30.0)
+            client = connect(",".join(addresses), f"w{index}", timeout_s=PATIENCE_S)
             options = {**OPTIONS, "worker_count": 2, "mode": mode}
             tables.append(client.table("rows", **options))
         training = [in_background(partial(train, index)) for index in (0, 1)]
@@ -68,7 +66,7 @@ def test_a_shard_killed_in_the_middle_comes_back_from_its_files(
             shards[1] = serve(1, int(addresses[1].rpartition(":")[2]))
             assert shards[1].address() == addresses[1]
         for each in training:
-            each.result(40)
+            each.result(PATIENCE_S)
         model = KnownRows(step_count, 2, mode=mode)
         model.check(tables[0].get_rows(EVERY, min_version=step_count))
         np.testing.assert_array_equal(tables[1].row_ids(), sorted(model.model.rows))

@@ -14,13 +14,11 @@ import pytest
 
 import shardwell
 from harness.commands import ServingShard
-from harness.polling import Stopwatch, eventually
+from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.together import in_background
 from harness.wire_worker import WireWorker, error_detail, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
-
-pytestmark = pytest.mark.timeout(60)
 
 SGD = shardwell.SGD(learning_rate=1.0)
 SIZE = 100
@@ -39,7 +37,7 @@ def test_an_idle_shard_stops_at_once(cluster, connect) -> None:
     model.exchange(np.ones(SIZE, np.float32))
     watch = Stopwatch()
     running.close()
-    assert watch.elapsed_s < 5
+    assert watch.elapsed_s < PATIENCE_S
     with pytest.raises(shardwell.ShardUnavailableError):
         model.exchange(np.ones(SIZE, np.float32), timeout_s=0.3)
 
@@ -58,10 +56,10 @@ def test_a_stream_in_flight_finishes_within_the_grace(cluster, method) -> None:
             outgoing.put(messages[0])
             call = getattr(worker.stubs[0], method)
             if method == "Exchange":
-                answers = call(_fed(outgoing), timeout=20)
+                answers = call(_fed(outgoing), timeout=PATIENCE_S)
                 assert next(answers).version == 1
             else:
-                future = call.future(_fed(outgoing), timeout=20)
+                future = call.future(_fed(outgoing), timeout=PATIENCE_S)
                 status = worker.stubs[0].GetStatus
                 eventually(
                     "the first chunk is counted",
@@ -76,10 +74,10 @@ def test_a_stream_in_flight_finishes_within_the_grace(cluster, method) -> None:
                 assert rest == [1] * (len(messages) - 1)
             outgoing.put(None)
             if method == "PutGradient":
-                assert future.result(10).counted_chunk_count == len(messages)
+                assert future.result(PATIENCE_S).counted_chunk_count == len(messages)
             watch = Stopwatch()
-            stopping.result(15)
-            assert watch.elapsed_s < 5
+            stopping.result(PATIENCE_S)
+            assert watch.elapsed_s < PATIENCE_S
         finally:
             outgoing.put(None)
 
@@ -91,7 +89,7 @@ def _wait_until_refusing(target: str) -> None:
         with grpc.insecure_channel(target) as channel:
             call = channel.unary_unary("/shardwell.v1.ParameterServerService/GetStatus")
             try:
-                call(b"", timeout=5)
+                call(b"", timeout=PATIENCE_S)
             except grpc.RpcError:
                 return True
             return False
@@ -117,7 +115,7 @@ def test_waits_for_others_end_with_unavailable(cluster, connect) -> None:
     eventually("all wait", lambda: all(s.open_stream_count == 3 for s in observer.status()))
     watch = Stopwatch()
     running.close()
-    assert watch.elapsed_s < 10
+    assert watch.elapsed_s < PATIENCE_S
     for verb, future in waiting.items():
         error = future.exception(10)
         assert isinstance(error, shardwell.ShardUnavailableError), (verb, error)
@@ -129,7 +127,7 @@ def test_a_wait_for_first_weights_ends_with_unavailable(cluster) -> None:
     with WireWorker(running.target, "claims") as one, WireWorker(running.target, "waits") as two:
         one.create(spec("m", SIZE)).claim_init()
         parameter = two.create(spec("m", SIZE))
-        waiting = in_background(lambda: parameter.claim_init(wait_timeout_s=15))
+        waiting = in_background(lambda: parameter.claim_init(wait_timeout_s=PATIENCE_S))
         with pytest.raises(TimeoutError):
             waiting.result(0.3)
         running.close()

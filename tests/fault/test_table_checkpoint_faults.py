@@ -14,11 +14,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fastcrc import crc32
 
 import shardwell
+from harness import wire_crc
 from harness.manifests import change_manifest
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.wire_table import WireTable, table_spec
 from harness.wire_worker import WireWorker, error_detail
 from shardwell import table_snapshots
@@ -27,8 +27,6 @@ from shardwell.table_restoring import TableRestore
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1 import types_pb2 as types
 from shardwell_server import LocalCluster
-
-pytestmark = pytest.mark.timeout(60)
 
 DIM = 3
 IDS = np.arange(60)
@@ -206,14 +204,27 @@ def loading(
     payload = np.array(list(rows), "<i8").tobytes() + np.array(list(rows.values()), "<f4").tobytes()
     payload += struct.pack(f"<{2 * len(rows)}q", *[4] * len(rows), *[2] * len(rows))
     opening = pb.TableOpen(shard=worker.identities[0], table="t", worker_id="restorer")
-    return [
-        pb.LoadRowsRequest(open=opening, version=5, learning_rate=0.5),
+    messages = [
+        pb.LoadRowsRequest(open=opening, rows=pb.Rows(), version=5, learning_rate=0.5),
         pb.LoadRowsRequest(
-            rows=pb.Rows(**{"row_count": len(rows), "crc32c": crc32.iscsi(payload), **fields}),
+            rows=pb.Rows(**{"row_count": len(rows), **fields}),
             payload=payload,
         ),
-        pb.LoadRowsRequest(finish=True),
+        pb.LoadRowsRequest(rows=pb.Rows(), finish=True),
     ]
+    sealed(messages)
+    if "crc32c" in fields:
+        messages[1].rows.crc32c = fields["crc32c"]
+    return messages
+
+
+def sealed(messages: list[Any]) -> None:
+    """The CRCs fit the messages."""
+    if messages:
+        context = wire_crc.rows_load(messages[0])
+        for message in messages:
+            if message.HasField("rows"):
+                wire_crc.seal(message, *context)
 
 
 def _no_opening(messages: list[Any]) -> None:
@@ -221,7 +232,7 @@ def _no_opening(messages: list[Any]) -> None:
 
 
 def _two_openings(messages: list[Any]) -> None:
-    messages.insert(1, messages[0])
+    messages[1].open.CopyFrom(messages[0].open)
 
 
 def _after_the_end(messages: list[Any]) -> None:
@@ -277,7 +288,7 @@ ATTACKS: list[Callable[[list[Any]], None]] = [
 
 def refused(worker: WireWorker, table: WireTable, messages: list[Any]) -> types.ErrorDetail:
     with pytest.raises(grpc.RpcError) as caught:
-        table.stubs[0].LoadRows(iter(messages), timeout=5)
+        table.stubs[0].LoadRows(iter(messages), timeout=PATIENCE_S)
     return error_detail(caught.value)
 
 
@@ -287,8 +298,12 @@ def test_streams_that_load_nonsense(cluster, attack) -> None:
         table = WireTable(worker, SPEC)
         messages = loading(worker)
         attack(messages)
-        assert refused(worker, table, messages).code == types.ERROR_CODE_INVALID_ARGUMENT
-        assert table.stubs[0].LoadRows(iter(loading(worker)), timeout=5).row_count == 2
+        sealed(messages)
+        code = types.ERROR_CODE_INVALID_ARGUMENT
+        if attack is _payload_alone:
+            code = types.ERROR_CODE_CORRUPT_CHUNK
+        assert refused(worker, table, messages).code == code
+        assert table.stubs[0].LoadRows(iter(loading(worker)), timeout=PATIENCE_S).row_count == 2
         (answer,) = table.open()
         assert (answer.next_step, answer.row_count) == (5, 2)
 
@@ -308,7 +323,7 @@ def test_rows_that_can_not_be(cluster, rows, fields, code) -> None:
     with WireWorker(cluster(1).target, "w0") as worker:
         table = WireTable(worker, SPEC)
         assert refused(worker, table, loading(worker, rows, **fields)).code == code
-        assert table.stubs[0].LoadRows(iter(loading(worker)), timeout=5).row_count == 2
+        assert table.stubs[0].LoadRows(iter(loading(worker)), timeout=PATIENCE_S).row_count == 2
 
 
 def test_a_load_into_a_table_that_trained(cluster) -> None:
@@ -329,12 +344,12 @@ def test_a_reader_that_goes_away_is_forgotten(cluster) -> None:
             shard=worker.identities[0], table="t", content=pb.ScanRowsRequest.CONTENT_STATE
         )
         request.version = 3
-        call = table.stubs[0].ScanRows(request, timeout=20)
+        call = table.stubs[0].ScanRows(request, timeout=PATIENCE_S)
         assert next(call).version == 3
         assert len(snapshots.pending) == 1
         call.cancel()
         eventually("the scan is forgotten", lambda: snapshots.pending == ())
         request.version = 0
         with pytest.raises(grpc.RpcError) as caught:
-            list(table.stubs[0].ScanRows(request, timeout=5))
+            list(table.stubs[0].ScanRows(request, timeout=PATIENCE_S))
         assert error_detail(caught.value).code == types.ERROR_CODE_STEP_ORDER

@@ -15,8 +15,7 @@ import pytest
 import shardwell
 from harness.polling import eventually
 from shardwell.table_restoring import TableRestore, _Lane
-
-pytestmark = pytest.mark.timeout(60)
+from shardwell.v1 import table_pb2
 
 DIM = 3
 IDS = np.arange(60)
@@ -56,7 +55,8 @@ def cut_off(client: shardwell.Client, path: Path, finishing: int, monkeypatch: A
     offer = _Lane.offer
 
     def only_one(self: _Lane, message: bytes | None) -> bool:
-        if message is None and self.channel.shard_index != finishing:
+        is_end = message is None or table_pb2.LoadRowsRequest.FromString(message).finish
+        if is_end and self.channel.shard_index != finishing:
             return True
         return offer(self, message)
 

@@ -18,7 +18,7 @@ import pytest
 
 import shardwell
 from harness.images import Image, image_of, in_memory, restore
-from harness.power import served, start_again
+from harness.power import served, start_again, with_synced
 from harness.table_power import (
     MAPPED,
     STATES,
@@ -37,6 +37,7 @@ from harness.telling import OtherStart
 from shardwell.errors import StorageError
 from shardwell_server.config import Durability
 from shardwell_server.store import TableStorage, image_files
+from shardwell_server.store.journal import HEAD_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -174,14 +175,14 @@ def test_a_journal_with_a_part_gone_is_refused(
     starts = [at for at in range(len(data)) if data.startswith(b"SWT1", at)]
     assert len(starts) == 1 + len(STORY)  # a mark, and each change
     for gone, what in ((0, "does not begin with a mark"), (1, "goes on with change 2; expected 1")):
-        segment.write_bytes(data[: starts[gone]] + data[starts[gone + 1] :])
+        segment.write_bytes(with_synced(data[: starts[gone]] + data[starts[gone + 1] :]))
         path = scrambled_at(tmp_path / "store", tmp_path / "again")
         with pytest.raises(StorageError, match=what) as caught:
             recovered(path, boot=OtherStart)
         assert str(path / TABLE) in str(caught.value)
     for number, start in enumerate(starts[1:]):  # cut off: what was never synced
         for cut in (start, start + 7, start + 150):
-            segment.write_bytes(data[:cut])
+            segment.write_bytes(with_synced(data[:cut]))
             path = scrambled_at(tmp_path / "store", tmp_path / "again")
             assert state_of(recovered(path, boot=OtherStart)) in STATES[number : number + 2]
     segment.write_bytes(data)
@@ -208,8 +209,8 @@ def test_an_image_newer_than_its_journal_is_refused(
     assert next(steps) > 4
     segment = journal_of(path)
     data = segment.read_bytes()
-    second = data.index(b"SWT1", 4)
-    segment.write_bytes(data[:second])
+    second = data.index(b"SWT1", HEAD_BYTES + 4)
+    segment.write_bytes(with_synced(data[:second]))
     with pytest.raises(StorageError, match=r"it ends with change 3; the image has [5-9]"):
         recovered(scrambled_at(path, tmp_path / "again"), boot=OtherStart)
 

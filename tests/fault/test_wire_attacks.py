@@ -12,13 +12,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fastcrc import crc32
 
+from harness import wire_crc
+from harness.polling import PATIENCE_S
 from harness.wire_worker import WireParameter, WireWorker, encode, error_detail, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
-
-pytestmark = pytest.mark.timeout(30)
 
 SIZE = 40
 SERVICE = "/shardwell.v1.ParameterServerService/"
@@ -38,6 +37,7 @@ def victim(cluster, request) -> Iterator[WireParameter]:
         first = one.create(spec("m", SIZE, **fields))
         first.init(np.full(SIZE, 8))
         first.push(OK_GRADIENT)
+        one.end_session()
         parameter = two.create(spec("m", SIZE, **fields))
         yield parameter
         np.testing.assert_array_equal(parameter.pull(), 8)
@@ -48,7 +48,7 @@ def _send(victim: WireParameter, method: str, messages: list[Any]) -> grpc.RpcEr
     """Sends a stream that is to be refused; the refusal."""
 
     def send() -> None:
-        answer = getattr(victim.worker.stubs[0], method)(iter(messages), timeout=10)
+        answer = getattr(victim.worker.stubs[0], method)(iter(messages), timeout=PATIENCE_S)
         if method == "Exchange":
             list(answer)
 
@@ -63,13 +63,13 @@ def _send_bytes(victim: WireParameter, method: str, message: bytes) -> grpc.RpcE
 
     def send() -> None:
         if method == "Exchange":
-            list(channel.stream_stream(path)(iter([message]), timeout=10))
+            list(channel.stream_stream(path)(iter([message]), timeout=PATIENCE_S))
         elif method in ("PutGradient", "InitWeights"):
-            channel.stream_unary(path)(iter([message]), timeout=10)
+            channel.stream_unary(path)(iter([message]), timeout=PATIENCE_S)
         elif method == "GetWeights":
-            list(channel.unary_stream(path)(message, timeout=10))
+            list(channel.unary_stream(path)(message, timeout=PATIENCE_S))
         else:
-            channel.unary_unary(path)(message, timeout=10)
+            channel.unary_unary(path)(message, timeout=PATIENCE_S)
 
     with pytest.raises(grpc.RpcError) as caught:
         send()
@@ -84,15 +84,21 @@ def _expect(error: grpc.RpcError, status: str, code: str) -> None:
     assert error.details()
 
 
+def _seal(message: Any) -> None:
+    wire_crc.seal(message, wire_crc.GRADIENT, "m", "two")
+
+
 def _rewrite(message: Any, payload: bytes) -> None:
     message.payload = payload
-    message.gradient.chunk.crc32c = crc32.iscsi(payload)
+    _seal(message)
 
 
 def _set(**fields: Any) -> Change:
     def change(message: Any) -> None:
         for name, value in fields.items():
             setattr(message.gradient.chunk, name, value)
+        if "crc32c" not in fields:
+            _seal(message)
 
     return change
 
@@ -101,6 +107,7 @@ def _set_gradient(**fields: Any) -> Change:
     def change(message: Any) -> None:
         for name, value in fields.items():
             setattr(message.gradient, name, value)
+        _seal(message)
 
     return change
 
@@ -136,7 +143,8 @@ BROKEN_CHUNKS: dict[str, tuple[Change, tuple[str, str]]] = {
     "a step ahead": (_set_gradient(step=2), ("FAILED_PRECONDITION", "STEP_ORDER")),
     "the last step": (_set_gradient(step=2**63 - 1), ("FAILED_PRECONDITION", "STEP_ORDER")),
     "beyond the last step": (_set_gradient(step=2**64 - 1), ("FAILED_PRECONDITION", "STEP_ORDER")),
-    "no chunk": (lambda m: m.gradient.ClearField("chunk"), INVALID),
+    "no chunk": (lambda m: m.gradient.ClearField("chunk"), CORRUPT),
+    "no gradient": (lambda m: m.ClearField("gradient"), CORRUPT),
 }
 
 
@@ -155,7 +163,7 @@ def test_a_broken_last_chunk_leaves_the_earlier_counted(victim, method) -> None:
     _flip_payload(messages[-1])
     _expect(_send(victim, method, messages), *CORRUPT)
     again = victim.gradient_messages(pb.PutGradientRequest, 0, OK_GRADIENT)
-    answer = victim.worker.stubs[0].PutGradient(iter(again), timeout=5)
+    answer = victim.worker.stubs[0].PutGradient(iter(again), timeout=PATIENCE_S)
     assert (answer.counted_chunk_count, answer.duplicate_chunk_count) == (1, len(again) - 1)
     victim.next_step = 1
     np.testing.assert_array_equal(victim.pull(min_version=1), 8 - OK_GRADIENT)
@@ -225,11 +233,11 @@ def test_a_broken_open(victim, method, change) -> None:
 
 
 def test_an_empty_stream_of_gradients_counts_nothing(victim) -> None:
-    answer = victim.worker.stubs[0].PutGradient(iter([]), timeout=5)
+    answer = victim.worker.stubs[0].PutGradient(iter([]), timeout=PATIENCE_S)
     assert (answer.counted_chunk_count, answer.duplicate_chunk_count) == (0, 0)
-    assert list(victim.worker.stubs[0].Exchange(iter([]), timeout=5)) == []
+    assert list(victim.worker.stubs[0].Exchange(iter([]), timeout=PATIENCE_S)) == []
     opening = pb.ExchangeRequest(open=victim.open(0))
-    assert list(victim.worker.stubs[0].Exchange(iter([opening]), timeout=5)) == []
+    assert list(victim.worker.stubs[0].Exchange(iter([opening]), timeout=PATIENCE_S)) == []
 
 
 def test_unknown_fields_are_ignored(victim) -> None:
@@ -244,7 +252,7 @@ def test_unknown_fields_are_ignored(victim) -> None:
         call = victim.worker.channels[0].stream_unary(
             path, response_deserializer=pb.PutGradientResponse.FromString
         )
-        answer = call(iter([before + message + after for message in messages]), timeout=5)
+        answer = call(iter([before + message + after for message in messages]), timeout=PATIENCE_S)
         assert answer.counted_chunk_count + answer.duplicate_chunk_count == len(messages)
     victim.next_step = 1
     np.testing.assert_array_equal(victim.pull(min_version=1), 8 - OK_GRADIENT)

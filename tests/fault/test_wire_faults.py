@@ -14,16 +14,13 @@ import pytest
 
 import shardwell
 from harness.model import integer_gradient
-from harness.polling import Stopwatch, eventually
+from harness.polling import PATIENCE_S, Stopwatch, eventually, until_accepted
 from harness.proxy import Direction, Proxy
 from harness.together import in_background
 
-pytestmark = pytest.mark.timeout(60)
-
 SGD = shardwell.SGD(learning_rate=0.5)
 SIZE = 40_000
-LATE_S = 5.0
-HASTY_S = 0.3
+HASTY_S = 1.0
 
 
 @pytest.fixture
@@ -103,14 +100,14 @@ def test_cut_between_steps_is_not_noticed(model, proxy) -> None:
 
 
 def test_streams_dropped_by_the_shard_are_reopened(running, model) -> None:
-    """As a proxy or a shard does that ends idle streams: cancelled, without an error."""
+    """As a shard does that ends idle streams."""
     for step in range(3):
         np.testing.assert_array_equal(model.exchange(_gradient(step)), _after(step + 1))
         # All before any is dropped: the client then ends the others itself.
         eventually("the streams are idle", lambda: all(s._streams._idle for s in running.servers))
         for server in running.servers:
-            for context in list(server._streams._idle):
-                context.cancel()
+            for stream in list(server._streams._idle):
+                stream.end(shardwell.ShardUnavailableError("idle"))
 
 
 @pytest.mark.parametrize("verb", ["exchange", "put_gradient", "get_weights"])
@@ -124,9 +121,9 @@ def test_stalled_on_a_stream_that_was_used(model, proxy) -> None:
     watch = Stopwatch()
     with pytest.raises(shardwell.DeadlineError, match="shard 1"):
         model.exchange(_gradient(1), timeout_s=1.0)
-    assert 0.95 < watch.elapsed_s < 1.0 + LATE_S
+    assert 0.95 < watch.elapsed_s < PATIENCE_S
     proxy.resume()
-    np.testing.assert_array_equal(model.exchange(_gradient(1), timeout_s=15.0), _after(2))
+    np.testing.assert_array_equal(model.exchange(_gradient(1), timeout_s=PATIENCE_S), _after(2))
 
 
 def _stalls(model: shardwell.Parameter, proxy: Proxy, verb: str, *, timeout_s: float) -> None:
@@ -140,7 +137,7 @@ def _stalls(model: shardwell.Parameter, proxy: Proxy, verb: str, *, timeout_s: f
     watch = Stopwatch()
     with pytest.raises(shardwell.DeadlineError, match="shard 1") as caught:
         call(timeout_s)
-    assert timeout_s - 0.05 < watch.elapsed_s < timeout_s + LATE_S
+    assert timeout_s - 0.05 < watch.elapsed_s < PATIENCE_S
     assert type(caught.value) is shardwell.DeadlineError
     assert caught.value.shard_index == 1
     proxy.resume()
@@ -157,7 +154,7 @@ def test_stalled_in_the_middle_and_going_on(model, proxy) -> None:
     with pytest.raises(TimeoutError):
         exchanging.result(0.3)
     proxy.resume()
-    np.testing.assert_array_equal(exchanging.result(15), _after(2))
+    np.testing.assert_array_equal(exchanging.result(PATIENCE_S), _after(2))
 
 
 MARK = np.full(4, 1.1754944e-38, np.float32).tobytes()  # in no header, and no chunk but one
@@ -202,6 +199,27 @@ def test_a_bit_that_flips_on_the_way_back(running, proxy, connect, verb) -> None
     assert (model.version, model.next_step) == (1, 1)
 
 
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("verb", ["exchange", "put_gradient", "get_weights"])
+def test_damage_below_the_framing_of_grpc(model, proxy, verb) -> None:
+    """Bits of the headers of HTTP/2's frames, in what a shard answers: a broken connection.
+
+    Some break nothing but make both ends wait, until gRPC's keepalive finds out.
+    """
+    faults = [(place, bits) for place in (0, 3, 5, 8) for bits in (0x10, 0x40)]
+    for step, (place, bits) in enumerate(faults):
+        proxy.corrupt_at(Direction.TO_CLIENT, place, bits)
+        if verb == "get_weights":
+            call = partial(model.get_weights, timeout_s=HASTY_S)
+        else:
+            call = partial(getattr(model, verb), _gradient(step), timeout_s=HASTY_S)
+        retryable = (shardwell.ShardUnavailableError, shardwell.DeadlineError)
+        until_accepted(call, *retryable, timeout_s=60.0)
+    assert proxy.corrupted_count == len(faults)
+    expected = _after(0 if verb == "get_weights" else len(faults))
+    np.testing.assert_array_equal(model.get_weights(), expected)
+
+
 def test_cuts_at_random_while_two_workers_train(running, proxy, connect) -> None:
     """Neither notices; the result is that of an undisturbed run."""
     step_count = 12
@@ -224,9 +242,9 @@ def test_cuts_at_random_while_two_workers_train(running, proxy, connect) -> None
             lambda m=mark: (
                 proxy.passed_bytes[Direction.TO_SHARD] > m or all(each.done() for each in training)
             ),
-            timeout_s=30,
+            timeout_s=PATIENCE_S,
         )
         proxy.cut()
     total = sum(integer_gradient(i, s, SIZE) for i in (0, 1) for s in range(step_count))
     for each in training:
-        np.testing.assert_array_equal(each.result(40), -0.25 * total)
+        np.testing.assert_array_equal(each.result(PATIENCE_S), -0.25 * total)

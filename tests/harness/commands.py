@@ -11,8 +11,10 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-START_TIMEOUT_S = 30.0
-END_TIMEOUT_S = 20.0
+from harness.polling import PATIENCE_S
+
+START_TIMEOUT_S = PATIENCE_S
+END_TIMEOUT_S = PATIENCE_S
 _SERVING = "serving on "
 TRAINING_WORKER = Path(__file__).with_name("training_worker.py")
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from harness.polling import PATIENCE_S
 from harness.ports import free_port
 from harness.zygote import ForkedProcess, Zygote
 
 MODULES = ("shardwell_server.cli.serve", "harness.training_plan", "harness.first_weights_plan")
 """What its zygote imports."""
 SERVING = "serving on "
-_START_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = PATIENCE_S
 _PORT_TRY_COUNT = 20
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands import Program
+from harness.polling import PATIENCE_S
 
 _WORKER = Path(__file__).with_name("group_worker.py")
-ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = PATIENCE_S
 
 Answer = dict[str, Any]
 
@@ -30,7 +31,7 @@ class GroupProcess(Program):
         strategy: str = "ring",
         **options: Any,
     ) -> None:
-        given = {"lease_s": 2.0, "join_timeout_s": 30.0, "timeout_s": 30.0, **options}
+        given = {"lease_s": 2.0, "join_timeout_s": 60.0, "timeout_s": 60.0, **options}
         super().__init__(
             str(_WORKER),
             target if isinstance(target, str) else "|".join(target),

@@ -43,7 +43,7 @@ class Commands:
         group = self._group
         return {"rank": group.rank, "size": group.size, "generation": group.generation}
 
-    def sum(self, size: int, count: int = 2**31, timeout_s: float = 30.0) -> dict[str, Any]:
+    def sum(self, size: int, count: int = 2**31, timeout_s: float = 60.0) -> dict[str, Any]:
         """So many all-reduces; a wrong result is an AssertionError."""
         expected = total(self._group.size, size)
         for _ in range(count):
@@ -64,16 +64,16 @@ class Commands:
                 found.append(int(lines["VmRSS"].split()[0]))
         return {"kib": found}
 
-    def barrier(self, timeout_s: float = 30.0) -> dict[str, Any]:
+    def barrier(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """One barrier."""
         self._group.barrier(timeout_s=timeout_s)
         return self.standing()
 
-    def join(self, timeout_s: float = 30.0) -> dict[str, Any]:
+    def join(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """Group.join."""
         return {"last": self._group.join(timeout_s=timeout_s)}
 
-    def rebuild(self, timeout_s: float = 30.0, wait_s: float = 0.0) -> dict[str, Any]:
+    def rebuild(self, timeout_s: float = 60.0, wait_s: float = 0.0) -> dict[str, Any]:
         """Group.rebuild."""
         self._group.rebuild(timeout_s=timeout_s, replacement_wait_s=wait_s)
         return self.standing()

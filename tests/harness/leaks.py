@@ -77,6 +77,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def descriptor_count() -> int:
+    """Files, sockets and pipes that this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 def listening_ports() -> set[int]:
     """TCP ports on which this process listens.
 

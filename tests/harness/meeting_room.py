@@ -34,16 +34,16 @@ class Room:
     """Meetings at a time that tests set; requests with one spec."""
 
     def __init__(
-        self, size: int = 3, *, limits: MeetingLimits | None = None, first_generation: int = 1000
+        self, size: int = 3, *, limits: MeetingLimits | None = None, incarnation: int = 7
     ) -> None:
         self.spec = group_spec(size)
         self.now_s = 100.0
         self.limits = limits
-        self.meetings = Meetings(limits, first_generation=first_generation)
+        self.meetings = Meetings(limits, incarnation=incarnation)
 
-    def restart(self, first_generation: int = 5000) -> None:
+    def restart(self, incarnation: int = 3) -> None:
         """The server is started anew, and knows nothing."""
-        self.meetings = Meetings(self.limits, first_generation=first_generation)
+        self.meetings = Meetings(self.limits, incarnation=incarnation)
 
     def join(self, member_id: str, rank: int, **fields: Any) -> pb.JoinGroupResponse:
         """Asks once."""

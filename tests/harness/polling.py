@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import selectors
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 ResultT = TypeVar("ResultT")
+PATIENCE_S = 40.0
+"""How long a test waits for what should happen. Says nothing about speed: a busy machine takes many
+seconds for what a quiet one does at once, and what takes longer than this hangs."""
 _LOOK_INTERVAL_S = 0.01
 
 
-def eventually(what: str, look: Callable[[], ResultT], *, timeout_s: float = 10.0) -> ResultT:
+def eventually(what: str, look: Callable[[], ResultT], *, timeout_s: float = PATIENCE_S) -> ResultT:
     """The first result of `look` that is true.
 
     Raises:
@@ -31,7 +35,7 @@ def eventually(what: str, look: Callable[[], ResultT], *, timeout_s: float = 10.
 def until_accepted(
     call: Callable[[], ResultT],
     *errors: type[BaseException],
-    timeout_s: float = 15.0,
+    timeout_s: float = PATIENCE_S,
 ) -> ResultT:
     """The result of `call`, which is repeated while it raises one of `errors`."""
     results: list[ResultT] = []
@@ -62,3 +66,21 @@ class Stopwatch:
     def elapsed_s(self) -> float:
         """Seconds so far."""
         return time.monotonic() - self._start_s
+
+
+class HasFileno(Protocol):
+    """What `readable` can wait for."""
+
+    def fileno(self) -> int:
+        """Its file descriptor, of any number: `select.select` takes those below 1,024 alone."""
+
+
+FileT = TypeVar("FileT", bound=HasFileno)
+
+
+def readable(files: Iterable[FileT], timeout_s: float) -> list[FileT]:
+    """Which have something to read, or have ended, once one of them does; none if none in time."""
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ, file)
+        return [key.data for key, _ in selector.select(max(timeout_s, 0))]

@@ -13,16 +13,20 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, ShardConfig
+from shardwell_server.store import journal
 from shardwell_server.store.data_dir import DataDir
+from shardwell_server.store.journal import HEAD_BYTES
 
+T = TypeVar("T")
 SIZE = 1000
 MAPPED = ("weights", "gradient_sum", "slot-0", "records", "marks", "undo")
 OPTIMIZERS = [
@@ -40,6 +44,7 @@ class Disk:
         self._lock = threading.Lock()
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self._recording(getattr(os, name)))
+        following_renames(monkeypatch, self._synced)
 
     def _recording(self, sync: Callable[[int], None]) -> Callable[[int], None]:
         def record(file: int) -> None:
@@ -81,6 +86,23 @@ class Disk:
         start_again(to)
 
 
+def with_synced(segment: bytes, synced_bytes: int = HEAD_BYTES) -> bytes:
+    """A journal's segment of which so much is noted as synced."""
+    return journal._head(synced_bytes) + segment[HEAD_BYTES:]
+
+
+def following_renames(monkeypatch: pytest.MonkeyPatch, by_path: dict[str, T]) -> None:
+    """Keeps what is known of a file under the name that it gets."""
+    real = os.rename
+
+    def rename(old: str | Path, new: str | Path) -> None:
+        real(old, new)
+        if str(old) in by_path:
+            by_path[str(new)] = by_path.pop(str(old))
+
+    monkeypatch.setattr(os, "rename", rename)
+
+
 def _images(directory: Path) -> list[str]:
     """The images that are there, one under way included."""
     return sorted(str(path) for path in directory.rglob("image-*"))
@@ -120,7 +142,8 @@ class Run:
 
     def __init__(self, target: str, optimizer: shardwell.Optimizer, worker_count: int = 2) -> None:
         self.clients = [
-            shardwell.connect(target, worker_id=f"w{i}", timeout_s=30) for i in range(worker_count)
+            shardwell.connect(target, worker_id=f"w{i}", timeout_s=PATIENCE_S)
+            for i in range(worker_count)
         ]
         self.models = [
             client.parameter("m", size=SIZE, optimizer=optimizer, worker_count=worker_count)

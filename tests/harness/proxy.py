@@ -58,6 +58,7 @@ class Proxy:
         self._flowing.set()
         self._mark: tuple[Direction, bytes] | None = None
         self._corruption_count_left = 0
+        self._corrupt_at: tuple[Direction, int, int] | None = None
         self._cut_after: tuple[Direction, int] | None = None
         self._cut_interval_bytes = 0
         self._cut_count_left = 0
@@ -95,6 +96,11 @@ class Proxy:
         """
         self._corruption_count_left = count
         self._mark = (direction, mark)
+
+    def corrupt_at(self, direction: Direction, byte_count: int, bits: int = 0x40) -> None:
+        """Flips bits of the byte that passes that way after so many more."""
+        with self._lock:
+            self._corrupt_at = (direction, self.passed_bytes[direction] + byte_count, bits)
 
     def cut_after(
         self, direction: Direction, byte_count: int, *, refuse: bool = True, count: int = 1
@@ -188,6 +194,13 @@ class Proxy:
 
     def _tampered(self, data: bytes, direction: Direction) -> bytes:
         with self._lock:
+            if self._corrupt_at is not None and self._corrupt_at[0] is direction:
+                _, mark, bits = self._corrupt_at
+                place = mark - (self.passed_bytes[direction] - len(data))
+                if place < len(data):
+                    self._corrupt_at = None
+                    self.corrupted_count += 1
+                    data = data[:place] + bytes((data[place] ^ bits,)) + data[place + 1 :]
             if self._mark is None or self._mark[0] is not direction:
                 return data
             place = data.find(self._mark[1])

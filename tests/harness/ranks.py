@@ -23,7 +23,7 @@ STRATEGIES = (
     shardwell.Tree(arity=3),
     shardwell.Ring(),
 )
-WAIT_S = 40.0
+WAIT_S = 90.0
 """A rank that takes longer hangs."""
 _NUMBERS = itertools.count()
 
@@ -32,7 +32,7 @@ def joined(
     target: str | Sequence[str], rank: int, size: int, *, name: str = "job", **options: Any
 ) -> shardwell.Group:
     """Joins, with deadlines that let a test fail before its own is over."""
-    given: dict[str, Any] = {"timeout_s": 20.0, "join_timeout_s": 20.0, **options}
+    given: dict[str, Any] = {"timeout_s": 60.0, "join_timeout_s": 60.0, **options}
     strategy = given.pop("strategy", None)
     return shardwell.join_group(name, rank, size, strategy, target, **given)
 

@@ -58,6 +58,7 @@ def run(
         arithmetic = ChunkArithmetic(
             array,
             call_index=0,
+            context=11,
             codec_name=codec,
             reduction=reduction,
             factor=weights.factor(rank) if is_mean else 1.0,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import json
 import random
-import select
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,6 +24,7 @@ import numpy as np
 from harness.expected_weights import expected_weights
 from harness.first_weights_plan import FirstWeightsPlan
 from harness.forked_cluster import SERVING, ForkedCluster
+from harness.polling import readable
 from harness.training_plan import TrainingPlan
 from harness.zygote import ForkedProcess, Zygote
 
@@ -226,10 +226,10 @@ class Siege:
         end_s = time.monotonic() + duration_s
         while self._workers and not is_enough():
             everybody = [*self.cluster.shards, *self._workers.values()]
-            readable = select.select(everybody, [], [], max(end_s - time.monotonic(), 0))[0]
-            for process in readable:
+            talking = readable(everybody, end_s - time.monotonic())
+            for process in talking:
                 self._read(process)
-            if not readable:
+            if not talking:
                 return
 
     def _read(self, process: ForkedProcess) -> None:

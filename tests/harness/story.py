@@ -13,18 +13,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwell import SGD, Adagrad, ParameterSpec, codec, scratch
+from harness.sessions import TENURE, applicant, contributor, session_of
+from shardwell import SGD, Adagrad, ParameterSpec, checksum, codec, scratch
 from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import Scratch
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell_server.config import ShardConfig
+from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.parameter_slice import ParameterSlice
 from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store import event_log
 
-CONFIG = ShardConfig(shard_index=0, shard_count=1, cluster_id="story", chunk_size_bytes=64)
-"""Chunks of 16 elements of fp32."""
+CONFIG = ShardConfig(
+    shard_index=0,
+    shard_count=1,
+    cluster_id="story",
+    chunk_size_bytes=64,
+    limits=Limits(worker_count_max=4),
+)
+"""Chunks of 16 elements of fp32; no more workers than the story has at once."""
 BLOCK_ELEMENT_COUNT = 8
 COMPACT_BYTES = 400
 
@@ -61,7 +68,7 @@ def short_blocks() -> Iterator[None]:
 
 
 def patience() -> Patience:
-    return Patience(0.0, is_active=lambda: True, is_stopping=lambda: False)
+    return Patience(0.0)
 
 
 def contribute(
@@ -71,17 +78,29 @@ def contribute(
     step: int,
     gradient: np.ndarray,
     sample_count: int = 1,
+    *,
+    tenure: int = TENURE,
 ) -> bool:
     """Sends one chunk; whether it was counted now."""
     where = into.where.chunk(chunk_index, into.chunk_element_count)
     header = pb.ExchangeRequest()
     header.gradient.step, header.gradient.sample_count = step, sample_count
     sealed = ChunkCodec.of(into.spec).encode(
-        header, header.gradient.chunk, where, chunk_index, gradient, Scratch()
+        header,
+        header.gradient.chunk,
+        where,
+        chunk_index,
+        gradient,
+        Scratch(),
+        start=checksum.gradient(
+            checksum.gradient_context(into.spec.name, worker_id), header.gradient
+        ),
     )
     message = pb.ExchangeRequest.FromString(sealed)
     payload = np.frombuffer(message.payload, np.uint8)
-    return into.contribute(worker_id, message.gradient, payload, patience())
+    return into.contribute(
+        contributor(worker_id, tenure=tenure), message.gradient, payload, patience()
+    )
 
 
 def initialize(into: ParameterSlice, worker_id: str, values: np.ndarray) -> bool:
@@ -116,8 +135,19 @@ def _initialize(name: str, shard: Shard) -> bool:
     return initialize(made, "w0", np.arange(made.where.size, dtype=np.float32) - 7)
 
 
-def _join(name: str, worker_id: str, take_seat: bool, shard: Shard) -> bool:
-    shard.parameter(name).join(worker_id, take_seat=take_seat)
+def _join(name: str, worker_id: str, life: int, shard: Shard, *, tenure: int = TENURE) -> bool:
+    shard.parameter(name).join(worker_id, seat_for=applicant(worker_id, life, tenure))
+    return False
+
+
+def _begin_anew(name: str, worker_id: str, tenure: int, shard: Shard) -> bool:
+    asks = applicant(worker_id, 0, tenure, begins_anew=True)
+    shard.parameter(name).join(worker_id, seat_for=asks)
+    return False
+
+
+def _end(worker_id: str, life: int, shard: Shard) -> bool:
+    shard.end_session(session_of(worker_id, life).number)
     return False
 
 
@@ -127,21 +157,30 @@ def _rate(name: str, from_step: int, rate: float, shard: Shard) -> bool:
 
 
 def _contribute(
-    name: str, worker: int, chunk_index: int, step: int, samples: int, shard: Shard
+    name: str,
+    worker: int,
+    chunk_index: int,
+    step: int,
+    samples: int,
+    shard: Shard,
+    *,
+    tenure: int = TENURE,
 ) -> bool:
     made = shard.parameter(name)
     size = made.where.chunk(chunk_index, made.chunk_element_count).size
     gradient = (np.arange(size, dtype=np.float32) % 5 - worker - step) * (chunk_index + 1)
-    return contribute(made, f"w{worker}", chunk_index, step, gradient, samples)
+    return contribute(made, f"w{worker}", chunk_index, step, gradient, samples, tenure=tenure)
 
 
 def story() -> list[Call]:
     """Everything that changes a store, in an order that real clients could have."""
     calls: list[Call] = []
 
-    def add(action: Callable[..., bool], *given: Any, repeated: bool = True) -> None:
+    def add(
+        action: Callable[..., bool], *given: Any, repeated: bool = True, **options: Any
+    ) -> None:
         text = f"{action.__name__.strip('_')}{given}"
-        calls.append(Call(text, partial(action, *given), repeated))
+        calls.append(Call(text, partial(action, *given, **options), repeated))
 
     def step(number: int, *shares: tuple[int, int], chunks: tuple[int, ...] = (0, 1, 2)) -> None:
         for worker, samples in shares:
@@ -149,12 +188,11 @@ def story() -> list[Call]:
                 add(_contribute, "sync", worker, chunk_index, number, samples)
 
     add(_create, SYNC)
-    add(_join, "sync", "looker", False)
     add(_initialize, "sync")
-    add(_join, "sync", "w0", True)
-    add(_join, "sync", "w1", True)
+    add(_join, "sync", "w0", 0)
+    add(_join, "sync", "w1", 0)
     step(0, (0, 2), (1, 2))
-    add(_join, "sync", "w2", True)
+    add(_join, "sync", "w2", 0)
     step(0, (2, 4))
     add(_rate, "sync", 1, 0.5, repeated=False)
     step(1, (2, 0), (0, 3), chunks=(2, 0, 1))  # a first contribution of no samples
@@ -163,13 +201,33 @@ def story() -> list[Call]:
     add(_rate, "sync", 3, 0.25, repeated=False)
     add(_create, ASYNC)
     add(_initialize, "async")
-    add(_join, "async", "w0", True)
-    add(_join, "async", "w1", True)
+    add(_join, "async", "w0", 0)
+    add(_join, "async", "w1", 0)
     for worker, number in ((0, 0), (1, 0), (0, 1), (0, 2)):
         for chunk_index in (0, 1):
             add(_contribute, "async", worker, chunk_index, number, 1)
     step(2, (1, 2), chunks=(0, 1))  # stays open
     step(2, (2, 2), chunks=(0,))
+    add(_join, "async", "moves", 0, repeated=False)  # a place that goes from process to process
+    add(_end, "moves", 0)
+    add(_join, "async", "moves", 1, repeated=False)
+    add(_end, "moves", 1)
+    add(_join, "async", "moves", 2)
+    # A place that goes from worker to worker: what a tenure counted can't be sent again after it.
+    given: dict[str, Any] = {"repeated": False}
+    add(_join, "async", "w7", 0, **given)
+    for chunk_index, number in ((0, 0), (1, 0), (1, 1), (1, 2)):
+        add(_contribute, "async", 7, chunk_index, number, 1, **given)
+    add(_end, "w7", 0, **given)
+    add(_join, "async", "w8", 0, **given)
+    for chunk_index, number in ((0, 0), (0, 1)):
+        add(_contribute, "async", 8, chunk_index, number, 1, **given)
+    add(_begin_anew, "async", "w8", 2, **given)
+    add(_contribute, "async", 8, 1, 0, 1, tenure=2, **given)
+    add(_end, "w8", 0, **given)
+    add(_join, "async", "w7", 0, tenure=3)
+    for chunk_index, number in ((0, 0), (1, 0), (1, 1), (0, 1)):
+        add(_contribute, "async", 7, chunk_index, number, 1, tenure=3)
     return calls
 
 
@@ -200,8 +258,7 @@ def _state_of(found: ParameterSlice) -> State:
     return {
         "spec": found.spec,
         "standing": register.is_standing,
-        "workers": sorted(ledger.worker_ids),
-        "seats": ledger.seated_worker_ids,
+        "seats": [(seat.worker_id, seat.owner, seat.tenure) for seat in ledger.seats],
         "rates": [register.learning_rate(ledger.version_min() + ahead) for ahead in range(5)],
         "chunks": chunks,
     }

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from fastcrc import crc32
 
+from harness import wire_crc
 from shardwell.v1 import table_pb2 as pb
 
 
@@ -19,13 +19,15 @@ def part(
     ends: bool = True,
     samples: int = 1,
     abandons: bool = False,
+    table: str = "t",
+    worker: str = "w0",
 ) -> pb.ExchangeRowsRequest:
-    """A part of a step: gradients by id, which ascend."""
+    """A part of a worker's step: gradients by id, which ascend."""
     values = np.array(list(gradients.values()), "<f4")
     payload = np.array(list(gradients), "<i8").tobytes() + values.tobytes()
-    return pb.ExchangeRowsRequest(
+    message = pb.ExchangeRowsRequest(
         gradient=pb.RowGradients(
-            rows=pb.Rows(row_count=len(gradients), crc32c=crc32.iscsi(payload)),
+            rows=pb.Rows(row_count=len(gradients)),
             step=step,
             part_index=part_index,
             end_of_step=ends,
@@ -34,20 +36,23 @@ def part(
         ),
         payload=payload,
     )
+    return wire_crc.seal(message, wire_crc.ROW_GRADIENTS, table, worker)
 
 
-def asking(ids: list[int], min_version: int = 0) -> pb.ExchangeRowsRequest:
+def asking(ids: list[int], min_version: int = 0, table: str = "t") -> pb.ExchangeRowsRequest:
     """A question for rows."""
     payload = np.array(ids, "<i8").tobytes()
-    rows = pb.Rows(row_count=len(ids), crc32c=crc32.iscsi(payload))
-    return pb.ExchangeRowsRequest(
+    rows = pb.Rows(row_count=len(ids))
+    message = pb.ExchangeRowsRequest(
         fetch=pb.RowsFetch(rows=rows, min_version=min_version), payload=payload
     )
+    return wire_crc.seal(message, wire_crc.ROWS_FETCH, table)
 
 
-def answered(message: bytes, dim: int) -> tuple[np.ndarray, int]:
-    """The rows of an answer, and their version."""
+def answered(message: bytes, dim: int, ids: list[int], table: str = "t") -> tuple[np.ndarray, int]:
+    """The rows of an answer to a question for `ids`, and their version."""
     answer = pb.ExchangeRowsResponse.FromString(message)
-    assert answer.rows.crc32c == crc32.iscsi(answer.payload)
+    asked = np.array(ids, "<i8").tobytes()
+    assert wire_crc.fits(answer, wire_crc.ROWS_ANSWER, table, asked)
     values = np.frombuffer(answer.payload, "<f4").reshape(answer.rows.row_count, dim)
     return values, answer.version

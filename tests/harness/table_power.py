@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from harness.images import Image, image_of, restore
+from harness.power import following_renames
 from harness.table_story import LAYOUT, STORY, State, apply, make, state_of, take_seats, tell
 from harness.telling import SameMachine
 from shardwell_server.config import Durability
@@ -88,6 +89,7 @@ class Synced:
         self.sizes: dict[str, int] = {}
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self._recording(getattr(os, name)))
+        following_renames(monkeypatch, self.sizes)
 
     def _recording(self, sync: Callable[[int], None]) -> Callable[[int], None]:
         def record(file: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import shardwell
+from harness.sessions import contributor, enter
 from harness.table_messages import part
 from harness.telling import SameMachine
 from shardwell.table_spec import TableSpec
@@ -35,7 +36,7 @@ Rows = dict[int, tuple[Any, ...]]
 
 
 def patience(timeout_s: float = 0.0) -> Patience:
-    return Patience(timeout_s, is_active=lambda: True, is_stopping=lambda: False)
+    return Patience(timeout_s)
 
 
 def shard_of(path: Path | None) -> Shard:
@@ -50,9 +51,10 @@ def table_of(path: Path | None = None, **fields: Any) -> TableSlice:
 
 def give(table: TableSlice, gradients: dict[int, Any], worker: str = "w0", **options: Any) -> None:
     step = options.pop("step", table.version)
-    message = part(step, options.pop("index", 0), gradients, **options)
+    message = part(step, options.pop("index", 0), gradients, worker=worker, **options)
     payload = np.frombuffer(message.payload, np.uint8)
-    table.contribute(worker, message.gradient, payload, patience())
+    enter(table, worker)
+    table.contribute(contributor(worker), message.gradient, payload, patience())
 
 
 def ones(*ids: int) -> dict[int, Any]:
@@ -82,7 +84,9 @@ def scanned(messages: Iterator[bytes], slot_widths: tuple[int, ...] = (2,)) -> R
 
 
 def scan(table: TableSlice, version: int, timeout_s: float = 0.0) -> Iterator[bytes]:
-    return row_states.state_messages(table, version, patience(timeout_s), lambda: True)
+    return row_states.state_messages(
+        table, version, patience(timeout_s), lambda: True, lambda size: None
+    )
 
 
 def whole(table: TableSlice) -> Rows:

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-_TIMEOUT_S = 20.0
+from harness.polling import PATIENCE_S
+
+_TIMEOUT_S = PATIENCE_S
 
 
 class ThreadGroups:

@@ -20,7 +20,7 @@ def main() -> None:
     """Prints "step N" when step N of this worker is done."""
     target = sys.argv[1]
     worker_index, worker_count, size, last_step = (int(argument) for argument in sys.argv[2:])
-    with shardwell.connect(target, worker_id=f"w{worker_index}", timeout_s=30.0) as client:
+    with shardwell.connect(target, worker_id=f"w{worker_index}", timeout_s=60.0) as client:
         model = client.parameter(
             "model",
             size=size,

@@ -6,13 +6,14 @@ trains a table, table.proto suffices.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from fastcrc import crc32
 
+from harness import wire_crc
 from harness.wire_worker import CALL_TIMEOUT_S, Float32, WireWorker, decode, encode, sgd
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1 import table_pb2_grpc as pb_grpc
@@ -80,9 +81,20 @@ class WireTable:
         if take_seat:
             self.answers = self.open(take_seat=True)
         self.next_step = min(answer.next_step for answer in self.answers)
+        self.tenure = self.answers[0].tenure
 
-    def open(self, *, take_seat: bool = False) -> list[pb.OpenTableResponse]:
-        """OpenTable on every shard, in order."""
+    def take_seat(self) -> None:
+        """Takes this worker's seats, and begins anew where some of them were given away."""
+        self.answers = self.open(take_seat=True)
+        if len({answer.tenure for answer in self.answers}) > 1:
+            self.answers = self.open(take_seat=True, begins_anew=True)
+        (self.tenure,) = {answer.tenure for answer in self.answers}
+        self.next_step = min(answer.next_step for answer in self.answers)
+
+    def open(self, *, take_seat: bool = False, **fields: Any) -> list[pb.OpenTableResponse]:
+        """OpenTable on every shard, in order; for a seat a tenure is drawn."""
+        if take_seat:
+            fields.setdefault("tenure", secrets.randbits(64) or 1)
         return [
             stub.OpenTable(
                 pb.OpenTableRequest(
@@ -90,6 +102,8 @@ class WireTable:
                     worker_id=self.worker.worker_id,
                     spec=self.spec,
                     take_seat=take_seat,
+                    session=self.worker.session,
+                    **fields,
                 ),
                 timeout=CALL_TIMEOUT_S,
             )
@@ -102,6 +116,8 @@ class WireTable:
             shard=self.worker.identities[shard_index],
             table=self.spec.name,
             worker_id=self.worker.worker_id,
+            session=self.worker.session,
+            tenure=self.tenure,
         )
 
     def split(self, ids: Iterable[int]) -> list[list[int]]:
@@ -122,14 +138,15 @@ class WireTable:
         wait_timeout_s: float = 0.0,
     ) -> list[pb.ExchangeRowsRequest]:
         """The messages of one step to one shard, the last of which ends the step."""
+        if self.spec.mode == types.MODE_ASYNC and not self.tenure:
+            self.take_seat()
         values = np.asarray(gradients, np.float32).reshape(len(ids), self.spec.dim)
         size = rows_per_part or self.answers[0].rows_per_message_max
         starts = range(0, max(len(ids), 1), size)
         return [
-            _part(
+            self._part(
                 ids[start : start + size],
                 values[start : start + size],
-                self.spec.codec,
                 step=self.next_step if step is None else step,
                 part_index=index,
                 end_of_step=index == len(starts) - 1,
@@ -144,14 +161,29 @@ class WireTable:
     ) -> pb.ExchangeRowsRequest:
         """A question for rows of one shard."""
         payload = np.array(ids, "<i8").tobytes()
-        return pb.ExchangeRowsRequest(
-            fetch=pb.RowsFetch(
-                rows=pb.Rows(row_count=len(ids), crc32c=crc32.iscsi(payload)),
-                min_version=min_version,
-                wait_timeout_ms=int(wait_timeout_s * 1000),
-            ),
-            payload=payload,
+        return self.seal(
+            pb.ExchangeRowsRequest(
+                fetch=pb.RowsFetch(
+                    rows=pb.Rows(row_count=len(ids)),
+                    min_version=min_version,
+                    wait_timeout_ms=int(wait_timeout_s * 1000),
+                ),
+                payload=payload,
+            )
         )
+
+    def seal(self, message: pb.ExchangeRowsRequest) -> pb.ExchangeRowsRequest:
+        """A message whose CRC fits this table and worker; changed in place."""
+        if message.HasField("fetch"):
+            return wire_crc.seal(message, wire_crc.ROWS_FETCH, self.spec.name)
+        return wire_crc.seal(message, wire_crc.ROW_GRADIENTS, self.spec.name, self.worker.worker_id)
+
+    def _part(self, ids: list[int], values: Float32, **fields: Any) -> pb.ExchangeRowsRequest:
+        written, exponent = encode(values.reshape(-1), self.spec.codec)
+        rows = pb.Rows(row_count=len(ids), scale_exponent=exponent)
+        gradient = pb.RowGradients(rows=rows, **fields)
+        payload = np.array(ids, "<i8").tobytes() + written
+        return self.seal(pb.ExchangeRowsRequest(gradient=gradient, payload=payload))
 
     def stream(self, shard_index: int, messages: Iterable[pb.ExchangeRowsRequest]) -> Any:
         """ExchangeRows with one shard: a call that yields the answers."""
@@ -184,12 +216,13 @@ class WireTable:
         rows: dict[int, Float32] = {}
         for shard_index, mine in enumerate(self.split(ids)):
             (answer,) = self.stream(shard_index, [self.fetch(mine, **options)])
-            rows.update(zip(mine, self.read(answer), strict=True))
+            rows.update(zip(mine, self.read(answer, mine), strict=True))
         return np.array([rows[row_id] for row_id in ids], np.float32).reshape(-1, self.spec.dim)
 
-    def read(self, answer: pb.ExchangeRowsResponse) -> Float32:
-        """(n, dim): the rows of an answer."""
-        assert answer.rows.crc32c == crc32.iscsi(answer.payload)
+    def read(self, answer: pb.ExchangeRowsResponse, ids: list[int]) -> Float32:
+        """(n, dim): the rows of an answer to a question for `ids`."""
+        asked = np.array(ids, "<i8").tobytes()
+        assert wire_crc.fits(answer, wire_crc.ROWS_ANSWER, self.spec.name, asked)
         assert not answer.rows.lz4
         values = decode(answer.payload, self.spec.codec, answer.rows.scale_exponent)
         return values.reshape(answer.rows.row_count, self.spec.dim)
@@ -197,8 +230,10 @@ class WireTable:
     def abandon(self, step: int | None = None) -> list[pb.ExchangeRowsResponse]:
         """Ends a step on every shard with what was counted."""
         step = self.next_step if step is None else step
-        part = pb.ExchangeRowsRequest(
-            gradient=pb.RowGradients(step=step, end_of_step=True, abandons=True)
+        part = self.seal(
+            pb.ExchangeRowsRequest(
+                gradient=pb.RowGradients(step=step, end_of_step=True, abandons=True)
+            )
         )
         self.next_step = step + 1
         return [next(self.stream(index, [part])) for index in range(len(self.stubs))]
@@ -213,9 +248,10 @@ class WireTable:
         for stub, identity in zip(self.stubs, self.worker.identities, strict=True):
             request = pb.ScanRowsRequest(shard=identity, table=self.spec.name, content=content)
             first, *rest = stub.ScanRows(request, timeout=CALL_TIMEOUT_S)
-            assert not first.HasField("rows")
+            assert not first.rows.row_count
+            for answer in (first, *rest):
+                assert wire_crc.fits(answer, wire_crc.ROWS_SCAN, self.spec.name, content)
             for answer in rest:
-                assert answer.rows.crc32c == crc32.iscsi(answer.payload)
                 count = answer.rows.row_count
                 ids = np.frombuffer(answer.payload[: 8 * count], "<i8").tolist()
                 values = np.frombuffer(answer.payload[8 * count :], "<f4").reshape(count, -1)
@@ -252,10 +288,3 @@ class WireTable:
                 shard=identity, table=self.spec.name, learning_rate=rate, from_step=from_step
             )
             stub.SetTableLearningRate(request, timeout=CALL_TIMEOUT_S)
-
-
-def _part(ids: list[int], values: Float32, codec: int, **fields: Any) -> pb.ExchangeRowsRequest:
-    written, exponent = encode(values.reshape(-1), codec)
-    payload = np.array(ids, "<i8").tobytes() + written
-    rows = pb.Rows(row_count=len(ids), scale_exponent=exponent, crc32c=crc32.iscsi(payload))
-    return pb.ExchangeRowsRequest(gradient=pb.RowGradients(rows=rows, **fields), payload=payload)

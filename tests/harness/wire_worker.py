@@ -7,6 +7,7 @@ padding, and numbers are converted here. Where it and the SDK train together, th
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +15,15 @@ from typing import Any
 import grpc
 import numpy as np
 import numpy.typing as npt
-from fastcrc import crc32
 
+from harness import wire_crc
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import parameter_server_pb2_grpc as pb_grpc
+from shardwell.v1 import session_pb2, session_pb2_grpc
 from shardwell.v1 import types_pb2 as types
 
 Float32 = npt.NDArray[np.float32]
-CALL_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 60.0
 INIT_RANGE_ELEMENT_COUNT_MAX = 262144
 
 
@@ -104,28 +106,70 @@ class WireSlice:
 class WireWorker:
     """A connection to every shard. A context manager."""
 
-    def __init__(self, target: str, worker_id: str) -> None:
+    def __init__(self, target: str, worker_id: str, *, attends: bool = True) -> None:
         self.target = target
         self.worker_id = worker_id
-        self.channels = [grpc.insecure_channel(address) for address in target.split(",")]
+        self.session = secrets.randbits(64) or 1
+        self.channels = [
+            grpc.intercept_channel(grpc.insecure_channel(address), wire_crc.Sealing())
+            for address in target.split(",")
+        ]
         self.stubs = [pb_grpc.ParameterServerServiceStub(channel) for channel in self.channels]
         self.identities = [
             stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_TIMEOUT_S).shard
             for stub in self.stubs
         ]
+        self.attendances = [self.attend(index) for index in range(len(self.stubs)) if attends]
 
-    def create(self, parameter_spec: types.ParameterSpec) -> WireParameter:
+    def attend(self, shard_index: int, **fields: Any) -> Any:
+        """Opens the call that says that the session is alive; returns when the shard knows."""
+        values = {
+            "shard": self.identities[shard_index],
+            "worker_id": self.worker_id,
+            "session": self.session,
+            "host": "wire",
+            "pid": 1,
+        }
+        call = session_pb2_grpc.SessionServiceStub(self.channels[shard_index]).Attend(
+            session_pb2.AttendRequest(**{**values, **fields})
+        )
+        call.initial_metadata()
+        return call
+
+    def end_session(self) -> None:
+        """Says on every shard that the session has ended."""
+        for channel, identity in zip(self.channels, self.identities, strict=True):
+            session_pb2_grpc.SessionServiceStub(channel).EndSession(
+                session_pb2.EndSessionRequest(shard=identity, session=self.session),
+                timeout=CALL_TIMEOUT_S,
+            )
+
+    def create(
+        self, parameter_spec: types.ParameterSpec, *, take_seat: bool = False, **fields: Any
+    ) -> WireParameter:
         """CreateParameter on every shard."""
-        answers = [
+        answers = self.open_parameter(parameter_spec, take_seat=take_seat, **fields)
+        return WireParameter(self, parameter_spec, answers)
+
+    def open_parameter(
+        self, parameter_spec: types.ParameterSpec, **fields: Any
+    ) -> list[pb.CreateParameterResponse]:
+        """What every shard answers to CreateParameter; for a seat a tenure is drawn."""
+        if fields.get("take_seat"):
+            fields.setdefault("tenure", secrets.randbits(64) or 1)
+        return [
             stub.CreateParameter(
                 pb.CreateParameterRequest(
-                    shard=identity, worker_id=self.worker_id, spec=parameter_spec
+                    shard=identity,
+                    worker_id=self.worker_id,
+                    spec=parameter_spec,
+                    session=self.session,
+                    **fields,
                 ),
                 timeout=CALL_TIMEOUT_S,
             )
             for stub, identity in zip(self.stubs, self.identities, strict=True)
         ]
-        return WireParameter(self, parameter_spec, answers)
 
     def close(self) -> None:
         """Ends the connections."""
@@ -155,6 +199,15 @@ class WireParameter:
             for index, answer in enumerate(answers)
         ]
         self.next_step = min(answer.next_step for answer in answers if answer.slice_size)
+        self.tenure = answers[0].tenure
+
+    def take_seat(self) -> None:
+        """Takes this worker's seats, and begins anew where some of them were given away."""
+        answers = self.worker.open_parameter(self.spec, take_seat=True)
+        if len({answer.tenure for answer in answers}) > 1:
+            answers = self.worker.open_parameter(self.spec, take_seat=True, begins_anew=True)
+        (self.tenure,) = {answer.tenure for answer in answers}
+        self.next_step = min(answer.next_step for answer in answers if answer.slice_size)
 
     def open(self, shard_index: int) -> types.StreamOpen:
         """What a stream's first message has."""
@@ -162,6 +215,8 @@ class WireParameter:
             shard=self.worker.identities[shard_index],
             parameter=self.spec.name,
             worker_id=self.worker.worker_id,
+            session=self.worker.session,
+            tenure=self.tenure,
         )
 
     def claim_init(self, wait_timeout_s: float = 0.0) -> pb.ClaimInitResponse:
@@ -220,8 +275,24 @@ class WireParameter:
         for start in range(slice_.offset, stop, range_element_count):
             part = values[start : min(start + range_element_count, stop)]
             payload, exponent = encode(part, types.CODEC_FP32)
-            chunk = _chunk(0, start, part.size, exponent, payload)
+            chunk = _chunk(0, start, part.size, exponent)
             messages.append(pb.InitWeightsRequest(chunk=chunk, payload=payload))
+        if not slice_.size:
+            empty = types.Chunk(element_offset=slice_.offset)
+            messages.append(pb.InitWeightsRequest(chunk=empty))
+        return self.seal_first_weights(messages)
+
+    def seal(self, message: Any) -> Any:
+        """A message with a chunk of this worker's gradient, whose CRC fits; changed in place."""
+        return wire_crc.seal(message, wire_crc.GRADIENT, self.spec.name, self.worker.worker_id)
+
+    def seal_first_weights(
+        self, messages: list[pb.InitWeightsRequest]
+    ) -> list[pb.InitWeightsRequest]:
+        """The same for a stream of first weights, which begins with its opening."""
+        for message in messages:
+            if message.HasField("chunk"):
+                wire_crc.seal(message, *wire_crc.first_weights(messages[0]))
         return messages
 
     def gradient_messages(
@@ -235,19 +306,21 @@ class WireParameter:
         wait_timeout_s: float = 0.0,
     ) -> list[Any]:
         """The stream of one gradient to one shard; `kind` is its type of message."""
+        if self.spec.mode == types.MODE_ASYNC and not self.tenure:
+            self.take_seat()
         values = np.asarray(gradient, np.float32)
         messages = []
         chunks = list(self.slices[shard_index].chunks())
         for index, start, stop in chunks:
             payload, exponent = encode(values[start:stop], self.spec.codec)
             header = types.GradientChunk(
-                chunk=_chunk(index, start, stop - start, exponent, payload),
+                chunk=_chunk(index, start, stop - start, exponent),
                 step=self.next_step if step is None else step,
                 sample_count=sample_count,
                 wait_timeout_ms=int(wait_timeout_s * 1000),
                 end_of_step=index == len(chunks) - 1,
             )
-            messages.append(kind(gradient=header, payload=payload))
+            messages.append(self.seal(kind(gradient=header, payload=payload)))
         if messages:
             messages[0].open.CopyFrom(self.open(shard_index))
         return messages
@@ -314,17 +387,16 @@ class WireParameter:
             chunk = answer.chunk
             assert (chunk.chunk_index, chunk.element_offset) == (index, start)
             assert chunk.element_count == stop - start
-            assert crc32.iscsi(answer.payload) == chunk.crc32c
+            assert wire_crc.fits(answer, wire_crc.WEIGHTS, self.spec.name)
             assert answer.version >= min_version
             assert not chunk.lz4 or self.spec.compression == types.COMPRESSION_LZ4
             weights[start:stop] = decode(answer.payload, self.spec.codec, chunk.scale_exponent)
 
 
-def _chunk(index: int, offset: int, count: int, exponent: int, payload: bytes) -> types.Chunk:
+def _chunk(index: int, offset: int, count: int, exponent: int) -> types.Chunk:
     return types.Chunk(
         chunk_index=index,
         element_offset=offset,
         element_count=count,
         scale_exponent=exponent,
-        crc32c=crc32.iscsi(payload),
     )

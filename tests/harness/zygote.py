@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
@@ -29,10 +28,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.commands import Program
+from harness.polling import PATIENCE_S, readable
 
 _MESSAGE_SIZE_MAX_BYTES = 64 * 1024
 _LINE_COUNT_KEPT = 60
-_END_TIMEOUT_S = 20.0
+_END_TIMEOUT_S = PATIENCE_S
 _PR_SET_PDEATHSIG = 1
 _TESTS = str(Path(__file__).resolve().parent.parent)
 
@@ -52,7 +52,7 @@ class ForkedProcess:
         self._unread = b""
 
     def fileno(self) -> int:
-        """For `select`: readable when there is output, or it has ended."""
+        """Readable when there is output, or it has ended."""
         return self._pipe
 
     def read_lines(self) -> list[str] | None:
@@ -70,7 +70,7 @@ class ForkedProcess:
             AssertionError: there was none in time.
         """
         deadline_s = time.monotonic() + timeout_s
-        while select.select([self], [], [], max(deadline_s - time.monotonic(), 0))[0]:
+        while readable([self], deadline_s - time.monotonic()):
             lines = self.read_lines()
             if lines is None:
                 return None

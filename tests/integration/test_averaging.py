@@ -15,8 +15,6 @@ import shardwell
 from harness.model import ModelParameter, integer_gradient
 from harness.together import together
 
-pytestmark = pytest.mark.timeout(60)
-
 SGD = shardwell.SGD(learning_rate=0.5)
 STEP_COUNT = 6
 

@@ -18,13 +18,11 @@ from safetensors.numpy import load_file
 
 import shardwell
 from harness.model import integer_gradient
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.together import in_background, together
 from harness.wire_worker import WireWorker
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server import Limits, LocalCluster
-
-pytestmark = pytest.mark.timeout(60)
 
 MOMENTUM = shardwell.SGD(learning_rate=1.0, momentum=0.5)
 SIZE = 3001
@@ -80,7 +78,7 @@ class Training:
     def stop(self) -> None:
         self._stop_at = max(self._steps) + 3
         for future in self._futures:
-            future.result(20)
+            future.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize(("shard_count", "stored"), [(1, False), (3, False), (2, True)])
@@ -92,7 +90,7 @@ def test_training_goes_on_while_one_version_is_taken(
     models[0].init(np.zeros(SIZE, np.float32))
     saver = connect(running, "saver")
     training = Training(models)
-    assert training.going.wait(20)
+    assert training.going.wait(PATIENCE_S)
     made: list[shardwell.Checkpoint] = []
     try:
         for number in range(6):
@@ -126,10 +124,8 @@ def test_restored_training_is_the_same_bit_for_bit(cluster, connect, tmp_path, o
     ]
 
     def train(running, suffix: str, steps: range) -> np.ndarray:
-        models = [
-            open_model(connect(running, f"{suffix}{i}"), optimizer, worker_count=2)
-            for i in range(2)
-        ]
+        clients = [connect(running, f"{suffix}{i}") for i in range(2)]
+        models = [open_model(client, optimizer, worker_count=2) for client in clients]
         models[0].init(np.linspace(-1, 1, SIZE, dtype=np.float32))
         assert [model.next_step for model in models] == [steps.start] * 2
 
@@ -138,7 +134,10 @@ def test_restored_training_is_the_same_bit_for_bit(cluster, connect, tmp_path, o
                 weights = models[index].exchange(gradients[index][step])
             return weights
 
-        return together([lambda i=i: work(i) for i in range(2)])[0]
+        weights = together([lambda i=i: work(i) for i in range(2)])[0]
+        for client in clients:
+            client.close()
+        return weights
 
     source = cluster(2)
     train(source, "w", range(at))
@@ -194,7 +193,7 @@ def test_a_snapshot_that_is_read_late_holds_what_was(cluster, connect) -> None:
     model.exchange(np.ones(SIZE, np.float32))
     with WireWorker(running.target, "reader") as reader:
         request = pb.SnapshotRequest(shard=reader.identities[0], parameter="model", version=1)
-        call = reader.stubs[0].Snapshot(request, timeout=20)
+        call = reader.stubs[0].Snapshot(request, timeout=PATIENCE_S)
         first = next(call)
         assert (first.version, first.array_count, first.HasField("chunk")) == (1, 2, False)
         for _ in range(3):
@@ -315,7 +314,7 @@ def test_a_step_that_is_stuck_half_way_names_who_is_missing(cluster, connect, tm
     with WireWorker(running.target, "late") as worker:
         late = worker.create(model.spec.to_proto())
         first = late.gradient_messages(pb.PutGradientRequest, 0, np.ones(SIZE))
-        worker.stubs[0].PutGradient(iter(first), timeout=20)
+        worker.stubs[0].PutGradient(iter(first), timeout=PATIENCE_S)
         with pytest.raises(shardwell.WorkersMissingError, match="late") as caught:
             saver.save_checkpoint(tmp_path / "c", timeout_s=0.7)
         assert caught.value.missing_worker_ids == ("late",)
@@ -347,7 +346,7 @@ def test_a_client_that_was_closed(cluster, tmp_path) -> None:
             model.put_gradient(np.ones(SIZE, np.float32))
             wire = worker.create(model.spec.to_proto())
             first = wire.gradient_messages(pb.PutGradientRequest, 0, np.ones(SIZE))[:1]
-            worker.stubs[0].PutGradient(iter(first), timeout=20)
+            worker.stubs[0].PutGradient(iter(first), timeout=PATIENCE_S)
         snapshots = running.servers[0].shard.parameter("model").snapshots
         saving = in_background(lambda: client.save_checkpoint(tmp_path / "c"))
         eventually("it waits", lambda: snapshots.pending)
@@ -375,10 +374,88 @@ def test_weights_that_are_not_finite_are_not_saved(cluster, connect, tmp_path) -
     gradient = np.zeros(SIZE, np.float32)
     gradient[SIZE - 1] = 1e3
     model.put_gradient(gradient)
-    with pytest.raises(shardwell.NonFiniteError) as caught:
+    with pytest.raises(shardwell.DivergedError) as caught:
         client.save_checkpoint(tmp_path / "c")
     assert caught.value.element_index == SIZE - 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_state_that_is_not_finite_is_not_saved(cluster, connect, tmp_path) -> None:
+    """The sum of squares overflows by the weight, which decays; no gradient is too large."""
+    running = cluster(2)
+    client = connect(running, "w0")
+    model = open_model(client, shardwell.Adagrad(learning_rate=0.5), codec="fp32")
+    model.init(np.zeros(SIZE, np.float32))
+    model.put_gradient(np.ones(SIZE, np.float32))
+    running.servers[1].shard.parameter(model.name).storage.slots[0][-2] = np.inf
+    assert np.isfinite(model.get_weights()).all()
+    words = f"nothing was saved: optimizer's 'sum' at version 1.*element {SIZE - 2} is not finite"
+    with pytest.raises(shardwell.DivergedError, match=words) as caught:
+        client.save_checkpoint(tmp_path / "c")
+    assert caught.value.element_index == SIZE - 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gradient_that_state_can_not_take_is_told_to_who_sends_it(cluster, connect) -> None:
+    client = connect(cluster(2), "w0")
+    model = open_model(client, shardwell.Adagrad(learning_rate=0.5))
+    model.init(np.zeros(SIZE, np.float32))
+    gradient = np.ones(SIZE, np.float32)
+    gradient[SIZE - 3] = 1e20
+    with pytest.raises(shardwell.NonFiniteError, match=rf"'sum' of element {SIZE - 3}") as caught:
+        model.exchange(gradient)
+    assert (caught.value.element_index, model.next_step) == (SIZE - 3, 0)
+    gradient[SIZE - 3] = 1.0
+    np.testing.assert_allclose(model.exchange(gradient), np.full(SIZE, -0.5))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "large"),
+    [
+        (shardwell.Adagrad(learning_rate=0.5, weight_decay=1.0), 1e30),
+        (shardwell.RMSProp(learning_rate=0.5, weight_decay=0.5), 1e30),
+        (shardwell.Adam(learning_rate=0.5, weight_decay=0.01), -1e30),
+        (shardwell.SGD(learning_rate=0.5, momentum=0.5, weight_decay=2.0), 3e38),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+@pytest.mark.parametrize("worker_count", [1, 2])
+def test_weight_decay_that_state_can_not_take_is_told(
+    cluster, connect, optimizer, large, worker_count
+) -> None:
+    """Weights are so large that what decay adds to a small gradient overflows, alone or squared."""
+    running = cluster(2)
+    client = connect(running, "w0")
+    weights = np.zeros(SIZE, np.float32)
+    weights[SIZE - 2] = large
+    model = open_model(client, optimizer, codec="fp32", worker_count=worker_count)
+    model.init(weights)
+    words = (
+        rf"weight decay .*because weights are.*{optimizer.slot_names[-1]}' of element {SIZE - 2}"
+    )
+    if isinstance(optimizer, shardwell.SGD):
+        words = rf"weight decay .*of element {SIZE - 2} would be infinite"
+    with pytest.raises(shardwell.NonFiniteError, match=words) as caught:
+        model.put_gradient(np.ones(SIZE, np.float32))
+    assert (caught.value.element_index, model.next_step) == (SIZE - 2, 0)
+    for server in running.servers:
+        for slot in server.shard.parameter(model.name).storage.slots:
+            assert np.isfinite(slot).all()
+
+
+def test_weight_decay_of_large_weights_that_state_can_take(cluster, connect) -> None:
+    client = connect(cluster(2), "w0")
+    large, gradient = np.full(SIZE, 2.0**60, np.float32), np.ones(SIZE, np.float32)
+    for number, optimizer in enumerate(
+        (
+            shardwell.Adagrad(learning_rate=0.5, weight_decay=1.0),
+            shardwell.AdamW(learning_rate=0.5, weight_decay=0.5),
+            shardwell.SGD(learning_rate=0.5, weight_decay=0.5),
+        )
+    ):
+        model = client.parameter(f"p{number}", size=SIZE, optimizer=optimizer, codec="fp32")
+        model.init(large)
+        assert np.isfinite(model.exchange(gradient)).all()
 
 
 def test_limits_hold_for_what_is_restored(cluster, connect, tmp_path) -> None:
@@ -388,3 +465,25 @@ def test_limits_hold_for_what_is_restored(cluster, connect, tmp_path) -> None:
     small = connect(cluster(1, limits=Limits(stored_bytes_max=1000)), "w0")
     with pytest.raises(shardwell.LimitError, match="stored_bytes_max"):
         small.restore_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_many_parameters_of_different_sizes(cluster, connect, tmp_path, count) -> None:
+    """Small ones travel several at once, and those beside them that are large in their turn."""
+    source = connect(cluster(3, chunk_size_bytes=2**20), "w0")
+    sizes = {f"p{number}": 1 + 37 * number for number in range(count)}
+    sizes["p-large"] = 3_000_000
+    adam = shardwell.Adam(learning_rate=0.5)
+    expected = {}
+    for number, (name, size) in enumerate(sizes.items()):
+        model = source.parameter(name, size=size, optimizer=adam, codec="fp32")
+        model.init(np.full(size, number, np.float32))
+        expected[name] = model.exchange(np.ones(size, np.float32))
+    saved = source.save_checkpoint(tmp_path / "saved")
+    assert [entry.name for entry in saved.parameters] == sorted(sizes)
+    target = connect(cluster(2, chunk_size_bytes=2**20), "w0")
+    target.restore_checkpoint(tmp_path / "saved")
+    for name, size in sizes.items():
+        model = target.parameter(name, size=size, optimizer=adam, codec="fp32")
+        assert model.next_step == 1
+        np.testing.assert_array_equal(model.get_weights(), expected[name])

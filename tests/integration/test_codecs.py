@@ -11,8 +11,6 @@ import pytest
 
 import shardwell
 
-pytestmark = pytest.mark.timeout(30)
-
 CODECS = ["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
 RELATIVE = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
 OF_PEAK = {"fp32": 0.0, "fp16": 2.0**-19, "bf16": 0.0}
@@ -110,7 +108,48 @@ def test_weights_that_became_infinite_name_the_element(cluster, connect) -> None
     model.init(np.zeros(100, np.float32))
     gradient = np.zeros(100, np.float32)
     gradient[77] = 1e38
-    with pytest.raises(shardwell.NonFiniteError, match="weights at version 1") as caught:
+    with pytest.raises(shardwell.DivergedError, match="weights at version 1") as caught:
         model.exchange(gradient)
     assert caught.value.element_index == 77
     assert caught.value.shard_index == 1
+
+
+def test_a_step_that_diverged_is_counted_everywhere(cluster, connect) -> None:
+    """Whichever chunk it was that overflowed: the next step is the one that the shards expect."""
+    client = connect(cluster(2, chunk_size_bytes=64), "w0")
+    optimizer = shardwell.SGD(learning_rate=10.0)
+    model = client.parameter("model", size=1000, optimizer=optimizer, codec="fp32")
+    model.init(np.zeros(1000, np.float32))
+    gradient = np.ones(1000, np.float32)
+    model.exchange(gradient)
+    gradient[0] = 1e38
+    for step in (1, 2):
+        with pytest.raises(shardwell.DivergedError, match=f"weights at version {step + 1}"):
+            model.exchange(gradient)
+        assert model.next_step == step + 1
+        (status,) = {
+            (entry.version_min, entry.version_max)
+            for shard in client.status()
+            for entry in shard.parameters
+        }
+        assert status == (step + 1, step + 1)
+    assert model.put_gradient(np.ones(1000, np.float32)) == 3
+    with pytest.raises(shardwell.DivergedError, match="element 0"):
+        model.get_weights()
+
+    table = client.table("rows", row_count=40, dim=2, optimizer=optimizer, codec="fp32")
+    rows = np.full((40, 2), 1.0, np.float32)
+    rows[7] = 1e38
+    for step in range(2):
+        with pytest.raises(shardwell.DivergedError, match=r"column 0 of row id 7") as caught:
+            table.exchange_rows(np.arange(40), rows)
+        assert (caught.value.table, table.next_step, table.is_step_begun) == (
+            "rows",
+            step + 1,
+            False,
+        )
+    others = np.delete(np.arange(40), 7)
+    assert table.put_row_gradients(others, rows[others]) == 2
+    with pytest.raises(shardwell.DivergedError, match="row id 7"):
+        table.get_rows([3, 7])
+    assert np.isfinite(table.get_rows(others, min_version=3)).all()

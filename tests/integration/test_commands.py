@@ -15,15 +15,14 @@ import pytest
 import shardwell
 from harness.commands import Program, ServingShard, run_command
 from harness.leaks import child_pids, is_running
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.ports import free_port
 from shardwell_server.config import Limits
 
-pytestmark = pytest.mark.timeout(60)
-
 SGD = shardwell.SGD(learning_rate=0.5)
 WIDE = {"COLUMNS": "250"}
-CLUSTER = ["-m", "shardwell_server", "cluster", "--shards=2"]
+SHARDS = "--shards=127.0.0.1:1"
+CLUSTER = ["-m", "shardwell_server", "cluster", "--shard-count=2"]
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def trained(cluster, connect):
 
 
 def test_status_as_a_table(trained) -> None:
-    code, output, log = run_command("status", trained.target, environment=WIDE)
+    code, output, log = run_command("status", "--shards", trained.target, environment=WIDE)
     assert (code, log) == (0, "")
     for words in ("0 of 2", "1 of 2", trained.cluster_id, "serving", *trained.addresses):
         assert words in output
@@ -53,19 +52,19 @@ def test_status_as_a_table(trained) -> None:
 
 def test_status_in_a_narrow_pipe_still_names_who_is_missing(trained) -> None:
     """Without a terminal nobody knows the width: names and addresses must stay in one piece."""
-    code, output, _ = run_command("status", trained.target)
+    code, output, _ = run_command("status", "--shards", trained.target)
     assert code == 0
     for words in (*trained.addresses, trained.cluster_id, "late", "early"):
         assert words in output
 
 
 def test_status_as_json(trained) -> None:
-    code, output, log = run_command("status", "--json", trained.target)
+    code, output, log = run_command("status", "--json", "--shards", trained.target)
     assert (code, log) == (0, "")
     shards = [json.loads(line) for line in output.splitlines()]
     assert [shard["address"] for shard in shards] == trained.addresses
     for index, shard in enumerate(shards):
-        assert shard["shard"]["shard_index"] == index
+        assert shard["shard_index"] == index
         by_name = {parameter["spec"]["name"]: parameter for parameter in shard["parameters"]}
         assert by_name["model"]["missing_worker_ids"] == ["late"]
         assert by_name["model"]["unknown_worker_count"] == 1
@@ -82,17 +81,17 @@ def test_status_of_tables(cluster, connect) -> None:
     )
     early.put_row_gradients(np.arange(1200), np.ones((1200, 8), np.float32))
     connect(running, "w").table("clicks", mode="async", codec="bf16", **options)
-    code, output, log = run_command("status", running.target, environment=WIDE)
+    code, output, log = run_command("status", "--shards", running.target, environment=WIDE)
     assert (code, log) == (0, "")
     for words in ("tables", "users", "600", "SGD 0.5", "fp16", "0, asynchronous", "bf16"):
         assert words in output
     assert output.count("0; in: early; missing: late, 1 never seen") == 2
-    code, output, _ = run_command("status", "--json", running.target)
+    code, output, _ = run_command("status", "--json", "--shards", running.target)
     assert code == 0
     for line in output.splitlines():
         clicks, users = json.loads(line)["tables"]
-        assert (clicks["spec"]["name"], clicks["row_count"]) == ("clicks", "0")
-        assert (users["row_count"], users["missing_worker_ids"]) == ("600", ["late"])
+        assert (clicks["spec"]["name"], clicks["row_count"]) == ("clicks", 0)
+        assert (users["row_count"], users["missing_worker_ids"]) == (600, ["late"])
 
 
 def test_status_takes_its_target_from_the_environment(trained) -> None:
@@ -106,7 +105,9 @@ def test_status_takes_its_target_from_the_environment(trained) -> None:
 def test_status_of_a_shard_that_is_down(trained, flags) -> None:
     down = f"127.0.0.1:{free_port()}"
     target = f"{trained.addresses[0]},{down}"
-    code, output, _ = run_command("status", *flags, "--timeout-s=2", target, environment=WIDE)
+    code, output, _ = run_command(
+        "status", *flags, "--timeout-s=2", f"--shards={target}", environment=WIDE
+    )
     assert code == 1
     assert down in output
     assert trained.addresses[0] in output
@@ -115,14 +116,100 @@ def test_status_of_a_shard_that_is_down(trained, flags) -> None:
     else:
         assert "no answer" in output
         assert "shard 1" in output
+        assert "model" in output
+
+
+def test_status_of_no_shard_at_all() -> None:
+    """Nothing is known of parameters, so there is no table that says there are none."""
+    code, output, _ = run_command("status", f"--shards=127.0.0.1:{free_port()}", environment=WIDE)
+    assert code == 1
+    assert "no answer" in output
+    assert "parameters" not in output
+
+
+def test_status_of_a_shard_whose_files_are_gone(tmp_path) -> None:
+    """It answers, and says what is wrong with it."""
+    directory = tmp_path / "data"
+    with ServingShard(f"--data-dir={directory}") as shard:
+        address = shard.address()
+        directory.rename(tmp_path / "elsewhere")
+
+        def shown() -> str:
+            code, output, _ = run_command("status", f"--shards={address}", environment=WIDE)
+            return output if code else ""
+
+        output = eventually("it is noticed", shown)
+    assert "failing" in output
+    assert "answer" not in output
+    assert f"{address}: data directory {directory} was removed" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("places", [(1, 0), (0,), (1,), (0, 1, 2)])
+def test_status_of_addresses_that_are_not_the_cluster(trained, cluster, flags, places) -> None:
+    addresses = [*trained.addresses, *cluster(1).addresses]
+    target = ",".join(addresses[place] for place in places)
+    code, output, _ = run_command("status", *flags, f"--shards={target}", environment=WIDE)
+    assert code == 1
+    assert f"should be shard {len(places) - 1} of {len(places)}" in output
+    if flags:
+        assert any("error" in json.loads(line) for line in output.splitlines())
+    else:
+        assert "wrong place" in output
+
+
+def test_status_of_shards_of_two_clusters(cluster) -> None:
+    one, other = cluster(2), cluster(2)
+    target = f"{one.addresses[0]},{other.addresses[1]}"
+    code, output, _ = run_command("status", f"--shards={target}", environment=WIDE)
+    assert code == 1
+    assert "other cluster" in output
+    assert f"{other.addresses[1]} should be shard 1 of 2 of cluster {one.cluster_id!r}" in output
+
+
+def test_status_of_workers_that_have_finished(cluster, connect) -> None:
+    running = cluster(2)
+    options = {"optimizer": SGD, "worker_count": 2}
+    clients = [connect(running, name) for name in ("w0", "w1")]
+    models = [client.parameter("model", size=100, **options) for client in clients]
+    tables = [client.table("users", row_count=9, dim=2, **options) for client in clients]
+    models[0].init(np.zeros(100, np.float32))
+    for _ in range(3):
+        for model, table in zip(models, tables, strict=True):
+            model.put_gradient(np.ones(100, np.float32))
+            table.put_row_gradients([1], np.ones((1, 2), np.float32))
+    for client in clients:
+        client.close()
+    code, output, _ = run_command("status", f"--shards={running.target}", environment=WIDE)
+    assert code == 0
+    assert "missing" not in output
+    assert output.count("3; done: w0, w1") == 4
 
 
 @pytest.mark.parametrize("target", ["nonsense", "a:0", ""])
 def test_status_of_no_target(target) -> None:
-    code, _, log = run_command("status", target)
-    assert code in (1, 2)
+    code, _, log = run_command("status", f"--shards={target}")
+    assert code == 2
     assert log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status",),
+        ("checkpoint", "save", "never"),
+        ("checkpoint", "restore", "never"),
+        ("table", "export", "users", "never.parquet"),
+        ("train-digits", "--worker-id=w0"),
+    ],
+    ids=" ".join,
+)
+def test_shards_that_are_not_given_are_asked_for_in_the_same_words(arguments) -> None:
+    code, _, log = run_command(*arguments)
+    assert code == 2
+    assert "--shards HOST:PORT[,HOST:PORT...]" in log
+    assert "$SHARDWELL_SHARDS" in log
 
 
 def test_serve_takes_flags_and_variables(connect) -> None:
@@ -161,16 +248,60 @@ def test_the_help_of_serve_says_what_each_limit_is() -> None:
         (["--shard-index=0", "--shard-count=1", "--listen=nowhere"], "listen"),
         (["--shard-index=0", "--shard-count=1", "--cluster-id=a b"], "cluster_id"),
         (["--shard-index=0", "--shard-count=1", "--stream-count-max=0"], "stream_count_max"),
-        (["--shard-index=0", "--shard-count=1", "--grace-s=-1"], "grace_s"),
+        (["--shard-index=0", "--shard-count=1", "--grace-s=-1"], "--grace-s"),
+        (["--shard-index=0", "--shard-count=1", "--durability=often"], "durability"),
+        (["--shard-index=0", "--shard-count=1", "--durability=step"], "--data-dir"),
         (["--shard-count=1"], "shard-index"),
     ],
 )
-def test_serve_refuses_in_one_line(flags, words) -> None:
-    code, output, log = run_command("serve", *flags)
-    assert code in (1, 2)
-    assert output == ""
-    assert words in log
-    assert "Traceback" not in log
+def test_serve_refuses_flags_that_can_t_be_used(flags, words) -> None:
+    _check_usage(words, "serve", *flags)
+
+
+def _check_usage(words: str, *arguments: str) -> None:
+    """A command that is used wrongly does nothing and says how to use it."""
+    code, output, log = run_command(*arguments)
+    assert (code, output) == (2, ""), log
+    assert log.startswith("Usage: "), log
+    assert words in log.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--durability=often"], "durability"), (["--durability=5"], "--data-dir")],
+)
+def test_cluster_refuses_flags_that_can_t_be_used(flags, words) -> None:
+    _check_usage(words, "cluster", *flags)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--shard-index=0", "--shard-count=1", "--data-dir="),
+        ("cluster", "--data-dir="),
+        ("checkpoint", "save", "", SHARDS),
+        ("checkpoint", "restore", "", SHARDS),
+        ("checkpoint", "inspect", ""),
+        ("table", "export", "users", "", SHARDS),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_the_working_directory(arguments) -> None:
+    _check_usage("it is empty", *arguments)
+
+
+def test_an_export_in_no_known_format_is_refused_before_shards_are_asked() -> None:
+    _check_usage(".safetensors or .parquet", "table", "export", "users", "users.csv", SHARDS)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "127.0.0.1:1,127.0.0.1:2"])
+def test_health_of_no_address(address) -> None:
+    _check_usage(f"HOST:PORT; got {address!r}", "health", address)
+
+
+@pytest.mark.parametrize("arguments", [(), ("",)])
+def test_health_asks_for_an_address(arguments) -> None:
+    _check_usage("add HOST:PORT, or set $SHARDWELL_LISTEN", "health", *arguments)
 
 
 def test_a_data_dir_belongs_to_one_shard_and_one_process(tmp_path) -> None:
@@ -224,7 +355,7 @@ class TestCluster:
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
     def test_it_prints_the_export_line_and_stops_everything(self, tmp_path, number) -> None:
-        arguments = ["cluster", "--shards=2", f"--data-dir={tmp_path}"]
+        arguments = ["cluster", "--shard-count=2", f"--data-dir={tmp_path}"]
         with Program("-m", "shardwell_server", *arguments) as program:
             line = program.read_line()
             assert line.startswith("export SHARDWELL_SHARDS=")
@@ -242,7 +373,7 @@ class TestCluster:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-0", "shard-1"]
 
     def test_a_shard_that_dies_ends_it(self) -> None:
-        with Program("-m", "shardwell_server", "cluster", "--shards=2") as program:
+        with Program("-m", "shardwell_server", "cluster", "--shard-count=2") as program:
             program.read_line()
             children = sorted(child_pids(program.pid))
             os.kill(children[1], signal.SIGKILL)
@@ -254,7 +385,7 @@ class TestCluster:
         arguments = [*CLUSTER, f"--data-dir={tmp_path}"]
         with Program(*arguments) as program:
             target = program.read_line().removeprefix("export SHARDWELL_SHARDS=")
-            with shardwell.connect(target, worker_id="w0", timeout_s=30) as client:
+            with shardwell.connect(target, worker_id="w0", timeout_s=PATIENCE_S) as client:
                 model = client.parameter("m", size=100, optimizer=SGD)
                 model.init(np.zeros(100, np.float32))
                 for step in range(4):
@@ -278,7 +409,7 @@ class TestCluster:
         with Program(*CLUSTER, f"--data-dir={tmp_path}") as program:
             target = program.read_line().removeprefix("export SHARDWELL_SHARDS=")
             pid, other = (shard_pid(program, index) for index in (0, 1))
-            with shardwell.connect(target, worker_id="w0", timeout_s=40) as client:
+            with shardwell.connect(target, worker_id="w0", timeout_s=PATIENCE_S) as client:
                 model = client.parameter("m", size=100, optimizer=SGD)
                 model.init(np.zeros(100, np.float32))
                 for _ in range(4):
@@ -302,7 +433,7 @@ class TestCluster:
                 eventually(
                     "shard 1 serves again",
                     lambda: any("# shard 1" in line and "goes on" in line for line in program.log),
-                    timeout_s=30,
+                    timeout_s=PATIENCE_S,
                 )
                 assert not any("# shard 0" in line and "goes on" in line for line in program.log)
                 program.send(signal.SIGTERM)  # nor does that wait for who is starting
@@ -340,12 +471,12 @@ class TestCluster:
         code, _, log = run_command(
             "serve", "--shard-index=0", "--shard-count=1", f"--durability={durability}"
         )
-        assert code == 1
+        assert code == 2
         assert "durability must be" in log
         assert "Traceback" not in log
 
     @pytest.mark.parametrize("count", ["0", "65", "x"])
     def test_counts_that_are_none(self, count) -> None:
-        code, _, log = run_command("cluster", f"--shards={count}")
+        code, _, log = run_command("cluster", f"--shard-count={count}")
         assert code in (1, 2)
         assert "Traceback" not in log

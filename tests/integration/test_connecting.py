@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import Stopwatch
+from harness.polling import PATIENCE_S, Stopwatch
 from harness.ports import free_port
 from harness.together import in_background
 from shardwell_server import LocalCluster, ShardConfig, ShardServer
-
-pytestmark = pytest.mark.timeout(30)
 
 SGD = shardwell.SGD(learning_rate=0.5)
 
@@ -91,7 +89,7 @@ def test_a_closed_port_is_named_in_time() -> None:
     address = f"127.0.0.1:{free_port()}"
     watch = Stopwatch()
     error = _refused(address, connect_timeout_s=0.6)
-    assert 0.5 < watch.elapsed_s < 6
+    assert 0.5 < watch.elapsed_s < PATIENCE_S
     assert isinstance(error, shardwell.ShardUnavailableError)
     assert error.shard_index == 0
     assert address in error.message
@@ -103,7 +101,7 @@ def test_a_listener_that_never_answers_is_named_in_time(cluster) -> None:
         mute = f"127.0.0.1:{listener.getsockname()[1]}"
         watch = Stopwatch()
         error = _refused(f"{running.addresses[0]},{mute}", connect_timeout_s=0.6)
-    assert 0.5 < watch.elapsed_s < 6
+    assert 0.5 < watch.elapsed_s < PATIENCE_S
     assert isinstance(error, shardwell.ShardUnavailableError)
     assert error.shard_index == 1
     assert mute in error.message
@@ -122,7 +120,7 @@ def test_a_server_that_speaks_something_else() -> None:
         answering = in_background(answer)
         error = _refused(f"127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=0.8)
         listener.shutdown(socket.SHUT_RDWR)
-        answering.result(10)
+        answering.result(PATIENCE_S)
     assert isinstance(error, shardwell.ShardUnavailableError)
     assert error.shard_index == 0
 
@@ -148,7 +146,7 @@ def test_a_shard_that_starts_late_is_waited_for(cluster) -> None:
         connecting = in_background(lambda: shardwell.connect(target, connect_timeout_s=20))
         with pytest.raises(TimeoutError):
             connecting.result(0.3)
-        with ShardServer(late), connecting.result(20) as client:
+        with ShardServer(late), connecting.result(PATIENCE_S) as client:
             model = client.parameter("model", size=10, optimizer=SGD)
             model.init(np.zeros(10, np.float32))
             np.testing.assert_array_equal(model.exchange(np.ones(10, np.float32)), -0.5)
@@ -176,7 +174,7 @@ def test_worker_ids_that_are_none(cluster, worker_id) -> None:
 
 def test_a_port_that_is_taken(cluster) -> None:
     taken = cluster(1).addresses[0]
-    with pytest.raises(shardwell.ShardUnavailableError, match="taken"):
+    with pytest.raises(shardwell.ShardUnavailableError, match="already in use"):
         ShardServer(ShardConfig(shard_index=0, shard_count=1, listen=taken))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.sessions import session_of
 from harness.together import together
 
 SGD = shardwell.SGD(learning_rate=1.0)
@@ -38,6 +39,9 @@ def test_status_and_connect_with_many_names(cluster, connect) -> None:
     running = cluster(1)
     shard = running.servers[0].shard
     spec = shardwell.ParameterSpec(name="p", size=1, optimizer=SGD, worker_count=100)
+    for worker in range(30):
+        name = f"{'w' * 120}{worker}"
+        shard.sessions.attend(name, session_of(name), lambda: None)
     for number in range(300):
         made, _ = shard.create(
             shardwell.ParameterSpec(
@@ -48,7 +52,8 @@ def test_status_and_connect_with_many_names(cluster, connect) -> None:
             )
         )
         for worker in range(30):
-            made.join(f"{'w' * 120}{worker}")
+            name = f"{'w' * 120}{worker}"
+            made.join(name, session_of(name).number)
     (status,) = connect(running, "new").status()
     assert len(status.parameters) == 300
     assert all(entry.missing_worker_count == 30 for entry in status.parameters)
@@ -61,7 +66,9 @@ def test_hundreds_of_missing_workers(cluster, connect) -> None:
     model.init(np.zeros(8, np.float32))
     known = running.servers[0].shard.parameter("m")
     for index in range(400):
-        known.join(f"{'late' * 12}-{index}")
+        name = f"{'late' * 12}-{index}"
+        running.servers[0].shard.sessions.attend(name, session_of(name), lambda: None)
+        known.join(name, session_of(name).number)
     with pytest.raises(shardwell.WorkersMissingError, match="99 that never opened") as caught:
         model.exchange(ONES, timeout_s=0.5)
     assert 10 < len(caught.value.missing_worker_ids) < 400

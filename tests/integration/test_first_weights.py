@@ -11,14 +11,12 @@ import pytest
 
 import shardwell
 from harness.model import integer_gradient
-from harness.polling import Stopwatch, eventually
+from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.together import in_background, together
 from harness.wire_worker import WireWorker, error_detail, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server import Limits
-
-pytestmark = pytest.mark.timeout(30)
 
 SGD = shardwell.SGD(learning_rate=1.0)
 SHORT_CLAIM = Limits(init_claim_s=0.5)
@@ -92,10 +90,10 @@ def test_a_claimant_that_dies_is_taken_over(cluster, connect, progress) -> None:
         if progress == "half of shard 0":
             half = dead.init_messages(0, values, epoch, range_element_count=75)[:2]
             with pytest.raises(grpc.RpcError, match="all of it"):
-                worker.stubs[0].InitWeights(iter(half), timeout=10)
+                worker.stubs[0].InitWeights(iter(half), timeout=PATIENCE_S)
         watch = Stopwatch()
         assert heir.init(np.full(size, 6, np.float32)) == 0
-        assert watch.elapsed_s < 10
+        assert watch.elapsed_s < PATIENCE_S
         np.testing.assert_array_equal(heir.get_weights(), 6)
         for shard_index in (0, 1):  # the dead one comes back, and is too late
             with pytest.raises(grpc.RpcError, match="epoch") as late:
@@ -114,7 +112,7 @@ def test_a_living_claimant_is_waited_for(cluster, connect) -> None:
         slow.init_shard(1, np.ones(20), epoch)
         assert not waiting.done()
         slow.init_shard(0, np.ones(20), epoch)
-        assert waiting.result(10) == 0
+        assert waiting.result(PATIENCE_S) == 0
     np.testing.assert_array_equal(other.get_weights(), 1)
 
 
@@ -126,7 +124,7 @@ def test_a_claimant_that_never_finishes_is_a_deadline(cluster, connect) -> None:
         watch = Stopwatch()
         with pytest.raises(shardwell.DeadlineError, match="claimed") as caught:
             other.init(np.zeros(20, np.float32), timeout_s=0.8)
-        assert 0.7 < watch.elapsed_s < 6
+        assert 0.7 < watch.elapsed_s < PATIENCE_S
         assert caught.value.shard_index == 0
 
 
@@ -147,7 +145,7 @@ def test_a_gradient_between_the_shards_of_an_init_does_no_harm(cluster, connect)
             pb.PutGradientRequest, 1, gradient
         )
         with contextlib.suppress(grpc.RpcError):  # whether it is refused is the shard's choice
-            raw.stubs[1].PutGradient(iter(messages), timeout=5)
+            raw.stubs[1].PutGradient(iter(messages), timeout=PATIENCE_S)
     with pytest.raises(shardwell.NotInitializedError):
         eager.put_gradient(gradient)
     heir = connect(running, "heir").parameter("model", size=size, optimizer=SGD, codec="fp32")
@@ -184,7 +182,7 @@ def test_waiting_for_first_weights_leaves_room_for_those_who_send_them(cluster, 
         try:
             claimed.init_shard(0, np.ones(20), epoch)
         finally:
-            answers = [future.result(30) for future in waiting]
+            answers = [future.result(PATIENCE_S) for future in waiting]
     assert all(answer.initialized for answer in answers)
 
 
@@ -193,7 +191,8 @@ def test_a_burst_of_calls_is_served_whatever_the_number_of_threads(cluster) -> N
     with WireWorker(running.target, "w0") as worker:
         worker.create(spec("model", 20))
         calls = [
-            worker.stubs[0].GetStatus.future(pb.GetStatusRequest(), timeout=20) for _ in range(400)
+            worker.stubs[0].GetStatus.future(pb.GetStatusRequest(), timeout=PATIENCE_S)
+            for _ in range(400)
         ]
         assert {call.result().parameters[0].spec.name for call in calls} == {"model"}
 
@@ -202,7 +201,7 @@ def _wait_for_init(target: str, worker_id: str):
     with WireWorker(target, worker_id) as worker:
         parameter = worker.create(spec("model", 20))
         for _ in range(200):
-            answer = parameter.claim_init(wait_timeout_s=15.0)
+            answer = parameter.claim_init(wait_timeout_s=PATIENCE_S)
             if answer.initialized or answer.granted:
                 break
             time.sleep(0.1)  # as the .proto says: ask again a little later
@@ -210,7 +209,7 @@ def _wait_for_init(target: str, worker_id: str):
 
 
 def _known_workers(worker: WireWorker) -> int:
-    status = worker.stubs[0].GetStatus(pb.GetStatusRequest(), timeout=5)
+    status = worker.stubs[0].GetStatus(pb.GetStatusRequest(), timeout=PATIENCE_S)
     return len(status.parameters[0].missing_worker_ids)
 
 
@@ -221,7 +220,7 @@ def test_only_shard_0_grants_claims(cluster) -> None:
         with pytest.raises(grpc.RpcError, match="shard 0") as caught:
             worker.stubs[1].ClaimInit(
                 pb.ClaimInitRequest(shard=worker.identities[1], parameter="model", worker_id="w0"),
-                timeout=5,
+                timeout=PATIENCE_S,
             )
         assert caught.value.code().name == "FAILED_PRECONDITION"
         detail = error_detail(caught.value)

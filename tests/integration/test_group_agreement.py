@@ -5,17 +5,18 @@ Also those that come late, and those that have nothing more to contribute and wa
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import Stopwatch
-from harness.ranks import STRATEGIES, begun_on_ranks, error_of, on_ranks
-
-pytestmark = pytest.mark.timeout(60)
+from harness.polling import PATIENCE_S, Stopwatch
+from harness.ranks import STRATEGIES, begun_on_ranks, error_of, joined, on_ranks
+from harness.together import in_background
 
 Call = Callable[[shardwell.Group, np.ndarray], object]
 
@@ -104,7 +105,7 @@ def test_a_disagreement_is_the_same_error_everywhere(place, which) -> None:
     assert told[0][0] is shardwell.CollectiveMismatchError
     for word in words:
         assert word in told[0][1], told[0][1]
-    assert watch.elapsed_s < 10
+    assert watch.elapsed_s < PATIENCE_S
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -125,6 +126,32 @@ def test_values_that_are_not_finite_are_refused_everywhere(place, strategy, valu
     assert told[0][0] == 555_555
     assert "rank 2" in told[0][1]
     assert len(set(told)) == 1
+
+
+def test_values_that_are_not_finite_where_all_allow_them(place) -> None:
+    def work(group: shardwell.Group) -> np.ndarray:
+        array = np.ones(5, np.float32)
+        array[group.rank] = (np.nan, np.inf)[group.rank]
+        group.all_reduce(array)
+        return array
+
+    for found in on_ranks(2, place, work, allow_non_finite=True):
+        np.testing.assert_array_equal(found, [np.nan, np.inf, 2, 2, 2])
+
+
+def test_ranks_that_differ_in_what_they_allow(place) -> None:
+    """Who refuses NaN never comes into a group with somebody that contributes it."""
+
+    def work(rank: int) -> Any:
+        options = {"allow_non_finite": rank == 1, "join_timeout_s": 2.0, "lease_s": 1.0}
+        return error_of(lambda: joined(place, rank, 2, **options).close())
+
+    told = [in_background(lambda rank=rank: work(rank)) for rank in (0, 1)]
+    errors = [future.result(20) for future in told]
+    kinds = sorted(type(error).__name__ for error in errors)
+    assert kinds == ["GroupMismatchError", "WorkersMissingError"]
+    for error in errors:
+        assert re.search("allow_non_finite (False, got True|True, got False)", error.message)
 
 
 def test_a_disagreement_among_calls_under_way(place) -> None:
@@ -150,7 +177,7 @@ def test_a_late_rank_is_waited_for_then_named(place) -> None:
         array = np.full(7, group.rank, np.float32)
         group.barrier()
         if group.rank == 1:
-            may_call.wait(20)
+            may_call.wait(PATIENCE_S)
         error = error_of(lambda: group.all_reduce(array, timeout_s=1.0))
         may_call.set()
         assert (array == group.rank).all()
@@ -182,7 +209,7 @@ def test_a_rank_that_polls_for_others_for_long(place) -> None:
 
     def work(group: shardwell.Group) -> None:
         if group.rank == 2:
-            behind.wait(30)
+            behind.wait(PATIENCE_S)
         for _ in range(count):
             error = error_of(lambda: group.barrier(timeout_s=0.02))
             assert isinstance(error, shardwell.WorkersMissingError)
@@ -224,11 +251,11 @@ def test_join_while_calls_of_others_wait(place) -> None:
     def work(group: shardwell.Group) -> float:
         array = np.full(4, group.rank + 1.0, np.float32)
         if group.rank == 0:
-            called.wait(20)
+            called.wait(PATIENCE_S)
         else:
             future = group.all_reduce_async(array, "mean", sample_count=group.rank)
             called.set()
-            future.result(20)
+            future.result(PATIENCE_S)
         group.join()
         return float(array[0])
 
@@ -241,7 +268,7 @@ def test_join_names_who_does_not_come_and_may_be_called_again(place) -> None:
 
     def work(group: shardwell.Group) -> int:
         if group.rank == 1:
-            given_up.wait(20)
+            given_up.wait(PATIENCE_S)
         if group.rank == 0:
             error = error_of(lambda: group.join(timeout_s=0.5))
             assert isinstance(error, shardwell.WorkersMissingError)
@@ -250,7 +277,7 @@ def test_join_names_who_does_not_come_and_may_be_called_again(place) -> None:
             misuse = error_of(lambda: goes_on(group))
             assert isinstance(misuse, shardwell.ArgumentError)
             assert "join()" in misuse.message
-            all_in.wait(20)
+            all_in.wait(PATIENCE_S)
         last = group.join()
         all_in.set()
         goes_on(group)
@@ -305,7 +332,7 @@ def test_join_when_another_leaves_without(place) -> None:
     told = on_ranks(3, place, work)
     assert "left" in told[0]
     assert "left" in told[2]
-    assert watch.elapsed_s < 10
+    assert watch.elapsed_s < PATIENCE_S
 
 
 @pytest.mark.parametrize("leaver", [0, 2])
@@ -315,7 +342,7 @@ def test_a_call_when_another_has_left(place, leaver) -> None:
 
     def work(group: shardwell.Group) -> int:
         goes_on(group)
-        have_gone_on.wait(20)  # a rebuild would end a call that is under way
+        have_gone_on.wait(PATIENCE_S)  # a rebuild would end a call that is under way
         if group.rank == leaver:
             return 0
         array = np.ones(4, np.float32)
@@ -338,7 +365,7 @@ def test_a_block_that_ends_with_an_exception(place, failing) -> None:
 
     def work(group: shardwell.Group) -> str:
         goes_on(group)
-        all_there.wait(20)
+        all_there.wait(PATIENCE_S)
         if group.rank == failing:
             raise KeyError("no such batch")
         error = error_of(group.barrier)
@@ -350,8 +377,8 @@ def test_a_block_that_ends_with_an_exception(place, failing) -> None:
     futures = begun_on_ranks(3, place, work)
     assert isinstance(futures[failing].exception(20), KeyError)
     for rank in {0, 1, 2} - {failing}:
-        assert "no such batch" in futures[rank].result(20)
-    assert watch.elapsed_s < 10
+        assert "no such batch" in futures[rank].result(PATIENCE_S)
+    assert watch.elapsed_s < PATIENCE_S
 
 
 def test_a_closed_group(place) -> None:

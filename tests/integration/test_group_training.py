@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.polling import PATIENCE_S
 from harness.ranks import STRATEGIES, on_ranks
 
 SIZE, SAMPLES, STEPS, RATE = 12, 30, 25, 0.05
@@ -93,7 +94,7 @@ def test_a_gradient_that_is_not_finite_is_every_rank_s_error_at_once(place) -> N
         trainer.step(INPUTS[1])
         return trainer.weights.copy()
 
-    first, *others = on_ranks(3, place, train, timeout_s=10.0)
+    first, *others = on_ranks(3, place, train, timeout_s=PATIENCE_S)
     for weights in others:
         np.testing.assert_array_equal(weights, first)
 

@@ -10,10 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import shardwell
+from harness.polling import PATIENCE_S
 from harness.together import in_background
 from shardwell_server import ShardConfig, ShardServer
-
-pytestmark = pytest.mark.timeout(30)
 
 SERVICE = "shardwell.v1.ParameterServerService"
 TABLE_SERVICE = "shardwell.v1.TableService"
@@ -25,7 +24,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def test_serving_when_ready(cluster, service) -> None:
     with grpc.insecure_channel(cluster(1).target) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service=service), timeout=5
+            health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE_S
         )
     assert answer.status == SERVING
 
@@ -34,7 +33,7 @@ def test_an_unknown_service_is_not_found(cluster) -> None:
     request = health_pb2.HealthCheckRequest(service="other")
     target = cluster(1).target
     with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError) as caught:
-        health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+        health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_S)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -42,14 +41,14 @@ def test_not_serving_while_stopping(cluster) -> None:
     running = cluster(1, grace_s=1.0)
     with grpc.insecure_channel(running.target) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(), timeout=10
+            health_pb2.HealthCheckRequest(), timeout=PATIENCE_S
         )
         assert next(watch).status == SERVING
         stopping = in_background(running.close)
         assert next(watch).status == NOT_SERVING
         with pytest.raises(grpc.RpcError):
             next(watch)
-        stopping.result(10)
+        stopping.result(PATIENCE_S)
 
 
 def test_not_serving_before_the_start() -> None:
@@ -70,14 +69,14 @@ def test_reflection_is_a_flag(reflection) -> None:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         if not reflection:
             with pytest.raises(grpc.RpcError) as caught:
-                list(stub.ServerReflectionInfo(iter([request]), timeout=5))
+                list(stub.ServerReflectionInfo(iter([request]), timeout=PATIENCE_S))
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
             return
-        (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=5)
+        (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=PATIENCE_S)
         names = {service.name for service in answer.list_services_response.service}
         assert {SERVICE, TABLE_SERVICE, "grpc.health.v1.Health"} <= names
         request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
-        (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=5)
+        (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=PATIENCE_S)
         files = [
             FileDescriptorProto.FromString(raw)
             for raw in answer.file_descriptor_response.file_descriptor_proto
@@ -95,9 +94,8 @@ def test_status_tells_what_a_shard_holds(cluster, connect) -> None:
         for client in (one, two)
     ]
     for index, status in enumerate(one.status()):
-        shard = status.shard
-        assert (shard.cluster_id, shard.shard_index) == (running.cluster_id, index)
-        assert shard.shard_count == 2
+        assert (status.cluster_id, status.shard_index) == (running.cluster_id, index)
+        assert (status.shard_count, status.address) == (2, running.addresses[index])
         assert status.software_version == shardwell.__version__
         (parameter,) = status.parameters
         assert not parameter.initialized
@@ -106,7 +104,7 @@ def test_status_tells_what_a_shard_holds(cluster, connect) -> None:
         assert list(parameter.missing_worker_ids) == ["one", "two"]
         assert parameter.unknown_worker_count == 1
         assert parameter.learning_rate == 0.25
-        assert parameter.spec == models[0].spec.to_proto()
+        assert parameter.spec == models[0].spec
     models[0].init(np.zeros(size, np.float32))
     models[1].put_gradient(np.ones(size, np.float32))
     for status in two.status():

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import shardwell
-
-pytestmark = pytest.mark.timeout(30)
+from harness.polling import PATIENCE_S
 
 SIZE = 60
 SGD = shardwell.SGD(learning_rate=1.0)
@@ -128,7 +127,7 @@ def test_an_out_that_cannot_be_filled(model, out) -> None:
     with pytest.raises(shardwell.ArgumentError, match="out must be"):
         model.exchange(PLAIN, out=out)
     with pytest.raises(shardwell.ArgumentError, match="out must be"):
-        model.get_weights_async(out=out).result(10)
+        model.get_weights_async(out=out).result(PATIENCE_S)
     assert model.next_step == 0
     np.testing.assert_array_equal(model.exchange(PLAIN), -PLAIN)
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from harness.commands import Program
 
-pytestmark = pytest.mark.timeout(60)
 DYING = """
 import threading
 from shardwell_server.cli.last_resort import EXIT_CODE, end_when_a_thread_dies

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import grpc
 import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import Stopwatch, eventually, until_accepted
+from harness.polling import PATIENCE_S, Stopwatch, eventually, until_accepted
 from harness.wire_worker import WireWorker, error_detail, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server import Limits
-
-pytestmark = pytest.mark.timeout(30)
 
 SGD = shardwell.SGD(learning_rate=0.5)
 
@@ -54,35 +53,101 @@ def test_stored_bytes_max(cluster, connect, optimizer, worker_count, arrays) -> 
 
 def test_worker_count_max(cluster, connect) -> None:
     running = cluster(1, limits=Limits(worker_count_max=2))
-    for name in ("w0", "w1", "w0"):
-        model = connect(running, name).parameter("model", size=10, optimizer=SGD, mode="async")
+    models = {
+        name: connect(running, name).parameter("model", size=10, optimizer=SGD, mode="async")
+        for name in ("reader", "w0", "w1", "w2")
+    }
+    models["reader"].init(np.zeros(10, np.float32))
+    for name in ("w0", "w1"):
+        models[name].put_gradient(np.ones(10, np.float32))
     with pytest.raises(shardwell.LimitError, match=r"worker_count_max=2.*'w2'") as caught:
-        connect(running, "w2").parameter("model", size=10, optimizer=SGD, mode="async")
+        models["w2"].put_gradient(np.ones(10, np.float32))
     assert caught.value.worker_id == "w2"
-    model.init(np.zeros(10, np.float32))
-    np.testing.assert_array_equal(model.exchange(np.ones(10, np.float32)), -0.5)
+    np.testing.assert_array_equal(models["w0"].exchange(np.ones(10, np.float32)), -1.5)
+    for name in ("reader", "w2"):
+        np.testing.assert_array_equal(models[name].get_weights(), -1.5)
 
 
 def test_stream_count_max(cluster, connect) -> None:
+    """Streams at work are never ended: one more is refused, and comes in when one is free."""
     running = cluster(1, limits=Limits(stream_count_max=2))
     client = connect(running, "w0")
-    models = [client.parameter(f"m{n}", size=10, optimizer=SGD) for n in range(3)]
+    model = client.parameter("model", size=10, optimizer=SGD, worker_count=2)
+    model.init(np.zeros(10, np.float32))
+    waiting = [model.get_weights_async(min_version=1) for _ in range(2)]
+    eventually("both wait", lambda: client.status()[0].open_stream_count == 2)
     gradient = np.ones(10, np.float32)
-    for model in models:
-        model.init(np.zeros(10, np.float32))
-    for model in models[:2]:
-        model.exchange(gradient)  # each keeps its stream
     for call in (
-        lambda: models[2].exchange(gradient),
-        lambda: models[2].put_gradient(gradient),
-        lambda: models[2].get_weights(),
+        lambda: model.exchange(gradient),
+        lambda: model.put_gradient(gradient),
+        lambda: model.get_weights(),
     ):
         with pytest.raises(shardwell.LimitError, match="stream_count_max=2"):
             call()
-    assert client.status()[0].open_stream_count == 2
-    models[0].close()
-    until_accepted(lambda: models[2].exchange(gradient), shardwell.LimitError)
-    np.testing.assert_array_equal(models[1].exchange(gradient), -1)
+    assert not any(future.done() for future in waiting)
+    model.close()
+    again = client.parameter("model", size=10, optimizer=SGD, worker_count=2)
+    np.testing.assert_array_equal(until_accepted(again.get_weights, shardwell.LimitError), 0)
+
+
+def test_a_model_of_many_parameters_has_one_stream(cluster, connect) -> None:
+    running = cluster(2, limits=Limits(stream_count_max=2))
+    gradient = np.ones(10, np.float32)
+    for name in ("w0", "w1"):
+        client = connect(running, name)
+        for number in range(40):
+            layer = client.parameter(f"layer{number}", size=10, optimizer=SGD, mode="async")
+            layer.init(np.zeros(10, np.float32))
+            layer.exchange(gradient)
+    assert [status.open_stream_count for status in client.status()] == [2, 2]
+    np.testing.assert_array_equal(layer.get_weights(), -1)
+
+
+def test_idle_streams_give_way(cluster, connect) -> None:
+    """More workers than streams, each of which keeps one: nobody is refused."""
+    running = cluster(1, limits=Limits(stream_count_max=3))
+    models = [
+        connect(running, f"w{n}").parameter("model", size=10, optimizer=SGD, mode="async")
+        for n in range(6)
+    ]
+    models[0].init(np.zeros(10, np.float32))
+    gradient = np.ones(10, np.float32)
+    for _ in range(3):
+        for model in models:
+            model.exchange(gradient)
+    np.testing.assert_array_equal(models[0].get_weights(), -9)
+    assert running.servers[0]._streams.count <= 3
+
+
+def test_silent_streams_shut_nobody_out(cluster, connect) -> None:
+    """Of every kind that a client sends messages on, opened and never used."""
+    running = cluster(1, limits=Limits(stream_count_max=8))
+    ended = threading.Event()
+
+    def silence() -> Iterator[bytes]:
+        ended.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(running.target) as channel:
+        calls = [
+            channel.stream_stream(f"/shardwell.v1.{method}")(silence())
+            for method in (
+                "ParameterServerService/Exchange",
+                "ParameterServerService/PutGradient",
+                "ParameterServerService/InitWeights",
+                "TableService/ExchangeRows",
+                "TableService/LoadRows",
+            )
+            * 4
+        ]
+        client = connect(running, "w0")
+        eventually("all are taken", lambda: client.status()[0].open_stream_count == 8)
+        model = client.parameter("model", size=10, optimizer=SGD)
+        model.init(np.zeros(10, np.float32))
+        np.testing.assert_array_equal(model.exchange(np.ones(10, np.float32)), -0.5)
+        ended.set()
+        for call in calls:
+            call.cancel()
 
 
 def test_status_answers_when_all_streams_are_taken(cluster, connect) -> None:
@@ -99,7 +164,7 @@ def test_status_answers_when_all_streams_are_taken(cluster, connect) -> None:
     eventually("all streams are taken", lambda: client.status()[0].open_stream_count == 3)
     for future in futures:
         with pytest.raises(shardwell.WorkersMissingError):
-            future.result(10)
+            future.result(PATIENCE_S)
     eventually("all streams are free", lambda: client.status()[0].open_stream_count == 0)
 
 
@@ -109,8 +174,8 @@ def test_wait_max_s_bounds_what_is_asked_for(cluster, connect) -> None:
     model.init(np.zeros(10, np.float32))
     watch = Stopwatch()
     with pytest.raises(shardwell.WorkersMissingError, match=r"0\.5 s"):
-        model.exchange(np.zeros(10, np.float32), timeout_s=20)
-    assert watch.elapsed_s < 6
+        model.exchange(np.zeros(10, np.float32), timeout_s=PATIENCE_S)
+    assert watch.elapsed_s < PATIENCE_S
 
 
 def test_learning_rate_change_count_max(cluster) -> None:
@@ -126,7 +191,7 @@ def test_learning_rate_change_count_max(cluster) -> None:
                 learning_rate=0.5,
                 from_step=from_step,
             )
-            worker.stubs[0].SetLearningRate(request, timeout=5)
+            worker.stubs[0].SetLearningRate(request, timeout=PATIENCE_S)
 
         def change_often() -> None:
             for from_step in range(10, 20):
@@ -159,10 +224,14 @@ def test_a_message_over_the_size_limit_is_an_error(cluster, connect, method) -> 
     message = bytes(2**20 + 1025)
     with grpc.insecure_channel(running.target) as channel:
         calls = {
-            "Exchange": lambda: list(channel.stream_stream(path)(iter([message]), timeout=10)),
-            "CreateParameter": lambda: channel.unary_unary(path)(message, timeout=10),
+            "Exchange": lambda: list(
+                channel.stream_stream(path)(iter([message]), timeout=PATIENCE_S)
+            ),
+            "CreateParameter": lambda: channel.unary_unary(path)(message, timeout=PATIENCE_S),
         }
-        call = calls.get(method, lambda: channel.stream_unary(path)(iter([message]), timeout=10))
+        call = calls.get(
+            method, lambda: channel.stream_unary(path)(iter([message]), timeout=PATIENCE_S)
+        )
         caught = _refusal(call)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     np.testing.assert_array_equal(model.exchange(np.ones(10, np.float32)), -0.5)

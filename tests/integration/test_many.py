@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 import shardwell
 from harness.model import integer_gradient
 from harness.together import together
-
-pytestmark = pytest.mark.timeout(60)
 
 SGD = shardwell.SGD(learning_rate=0.5)
 

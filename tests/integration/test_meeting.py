@@ -17,14 +17,12 @@ import pytest
 
 import shardwell
 from harness.meeting_room import group_spec
-from harness.polling import Stopwatch, eventually
+from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.wire_worker import error_detail
 from shardwell.group.lease import LeaseKeeper
 from shardwell.group.rendezvous import Formed, Rendezvous
 from shardwell.v1 import group_pb2 as pb
 from shardwell.v1 import group_pb2_grpc, types_pb2
-
-pytestmark = pytest.mark.timeout(60)
 
 LEASE_MS = 1000
 TIMEOUT_S = 20.0
@@ -35,9 +33,24 @@ def new_member(name: str) -> pb.Member:
     return pb.Member(member_id=uuid.uuid4().hex, address=f"{name}:7000", description=f"on {name}")
 
 
-def nobody(members: Sequence[pb.Member]) -> list[pb.UnreachableMember]:
+class Greeted:
+    """Members that were greeted: at once, or never if `unreachable` is None."""
+
+    def __init__(self, unreachable: Sequence[pb.UnreachableMember] | None) -> None:
+        self.unreachable = None if unreachable is None else list(unreachable)
+        self.closed = False
+
+    def wait(self, timeout_s: float) -> None:
+        if self.unreachable is None:
+            threading.Event().wait(timeout_s)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def nobody(members: Sequence[pb.Member], deadline_s: float) -> Greeted:
     """All can be reached."""
-    return []
+    return Greeted([])
 
 
 def join(target: str, member: pb.Member, rank: int, spec: pb.GroupSpec, **options: Any) -> Formed:
@@ -91,9 +104,9 @@ def test_members_greet_all_before_it_is_ready(cluster, run) -> None:
     target, spec = cluster(1).target, group_spec(2)
     greeted: list[list[str]] = []
 
-    def greet(members: Sequence[pb.Member]) -> list[pb.UnreachableMember]:
+    def greet(members: Sequence[pb.Member], deadline_s: float) -> Greeted:
         greeted.append([member.description for member in members])
-        return []
+        return Greeted([])
 
     futures = [run(target, new_member(f"h{r}"), r, spec, greet=greet) for r in range(2)]
     for future in futures:
@@ -104,8 +117,8 @@ def test_members_greet_all_before_it_is_ready(cluster, run) -> None:
 def test_an_unreachable_member_is_told_to_all(cluster, run) -> None:
     target, spec = cluster(1).target, group_spec(3)
 
-    def greet(members: Sequence[pb.Member]) -> list[pb.UnreachableMember]:
-        return [pb.UnreachableMember(rank=2, reason="connection refused")]
+    def greet(members: Sequence[pb.Member], deadline_s: float) -> Greeted:
+        return Greeted([pb.UnreachableMember(rank=2, reason="connection refused")])
 
     options: list[dict[str, Any]] = [{}, {"greet": greet}, {}]
     futures = [run(target, new_member(f"h{r}"), r, spec, **options[r]) for r in range(3)]
@@ -237,18 +250,58 @@ def test_no_rendezvous_at_all() -> None:
     watch = Stopwatch()
     with pytest.raises(shardwell.ShardUnavailableError, match=r"no rendezvous at 127\.0\.0\.1:1:"):
         join("127.0.0.1:1", new_member("h0"), 0, group_spec(2), timeout_s=0.5)
-    assert watch.elapsed_s < 10
+    assert watch.elapsed_s < PATIENCE_S
 
 
 def test_one_that_is_interrupted_leaves(cluster) -> None:
     target = cluster(1).target
 
-    def greet(members: Sequence[pb.Member]) -> list[pb.UnreachableMember]:
+    def greet(members: Sequence[pb.Member], deadline_s: float) -> Greeted:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         join(target, new_member("h0"), 0, group_spec(1), greet=greet, lease_ms=60_000)
     assert join(target, new_member("h1"), 0, group_spec(1), timeout_s=5).rank == 0
+
+
+class Silent(group_pb2_grpc.GroupServiceServicer):
+    """A rendezvous that takes every request and answers none."""
+
+    def __init__(self) -> None:
+        self.leaving_s: list[float] = []
+        """How long each that leaves would wait for the answer."""
+
+    def JoinGroup(self, request: pb.JoinGroupRequest, context: grpc.ServicerContext) -> Any:
+        self._wait(context)
+        return pb.JoinGroupResponse()
+
+    def LeaveGroup(self, request: pb.LeaveGroupRequest, context: grpc.ServicerContext) -> Any:
+        remaining_s = context.time_remaining()
+        assert remaining_s is not None
+        self.leaving_s.append(remaining_s)
+        self._wait(context)
+        return pb.LeaveGroupResponse()
+
+    @staticmethod
+    def _wait(context: grpc.ServicerContext) -> None:
+        gone = threading.Event()
+        if context.add_callback(gone.set):
+            gone.wait(PATIENCE_S)
+
+
+def test_whoever_gives_up_on_a_silent_rendezvous_leaves_without_waiting_for_it() -> None:
+    """It has waited for as long as it was to already."""
+    silent = Silent()
+    server = grpc.server(ThreadPoolExecutor(4))
+    group_pb2_grpc.add_GroupServiceServicer_to_server(silent, server)
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with pytest.raises(shardwell.ShardUnavailableError, match="no rendezvous at"):
+            shardwell.join_group("g", rank=0, size=1, rendezvous=target, join_timeout_s=0.5)
+    finally:
+        server.stop(None).wait()
+    assert sum(silent.leaving_s) <= 0.25
 
 
 def test_closing_ends_a_join_and_a_lease_at_once(cluster) -> None:
@@ -266,7 +319,7 @@ def test_closing_ends_a_join_and_a_lease_at_once(cluster) -> None:
     thread.start()
     rendezvous.close()
     rendezvous.close()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert caught
 
 
@@ -280,7 +333,7 @@ def test_a_lease_at_a_rendezvous_that_is_away_ends_quickly() -> None:
         watch = Stopwatch()
         keeper.close()
         keeper.close()
-    assert watch.elapsed_s < 10
+    assert watch.elapsed_s < PATIENCE_S
     assert not told
 
 
@@ -297,7 +350,7 @@ def test_bytes_that_are_no_request(cluster, method: str, message: bytes) -> None
     with grpc.insecure_channel(target) as channel:
         call = channel.unary_unary(f"/shardwell.v1.GroupService/{method}")
         with pytest.raises(grpc.RpcError) as caught:
-            call(message, timeout=10)
+            call(message, timeout=PATIENCE_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert error_detail(caught.value).code == types_pb2.ERROR_CODE_INVALID_ARGUMENT
     assert join(target, new_member("h0"), 0, group_spec(1)).rank == 0
@@ -320,7 +373,7 @@ def test_requests_that_are_too_large(cluster) -> None:
         stub: Any = group_pb2_grpc.GroupServiceStub(channel)
         for attack in attacks:
             with pytest.raises(grpc.RpcError) as caught:
-                stub.JoinGroup(attack, timeout=10)
+                stub.JoinGroup(attack, timeout=PATIENCE_S)
             assert caught.value.code() in (
                 grpc.StatusCode.INVALID_ARGUMENT,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -11,8 +11,6 @@ import shardwell
 from harness.wire_worker import WireWorker, error_detail, spec
 from shardwell.v1 import types_pb2
 
-pytestmark = pytest.mark.timeout(30)
-
 SGD = shardwell.SGD(learning_rate=0.5)
 ORIGINAL = {"size": 100, "optimizer": SGD, "worker_count": 2, "codec": "fp16"}
 
@@ -131,6 +129,34 @@ def test_a_repeated_step_counts_once(cluster, connect) -> None:
     counted = sum(status.parameters[0].counted_chunk_count for status in client.status())
     repeated = sum(status.parameters[0].duplicate_chunk_count for status in client.status())
     assert (counted, repeated) == (4, 8)
+
+
+def test_a_step_that_was_made_long_ago_is_out_of_order(cluster, connect) -> None:
+    """What is left of a worker when another process has gone on under its name."""
+    client = connect(cluster(2, chunk_size_bytes=64), "w0")
+    model = client.parameter("model", size=100, optimizer=SGD)
+    model.init(np.zeros(100, np.float32))
+    for _ in range(3):
+        model.exchange(np.ones(100, np.float32))
+    model.next_step = 0
+    for _ in range(2):
+        with pytest.raises(shardwell.StepOrderError, match=r"version 3.*expected 1") as caught:
+            model.exchange(np.full(100, 7, np.float32))
+        assert (caught.value.worker_id, caught.value.parameter) == ("w0", "model")
+    np.testing.assert_array_equal(model.get_weights(), -1.5)
+    model.reopen()
+    np.testing.assert_array_equal(model.exchange(np.ones(100, np.float32)), -2)
+
+    table = client.table("rows", row_count=10, dim=1, optimizer=SGD, codec="fp32")
+    before = table.get_rows([1])
+    for _ in range(3):
+        table.exchange_rows([1], np.ones((1, 1), np.float32), [1])
+    table._view.next_step = 0
+    for _ in range(2):
+        with pytest.raises(shardwell.StepOrderError, match=r"version 3.*expected 1") as caught:
+            table.exchange_rows([1], np.full((1, 1), 7, np.float32), [1])
+        assert (caught.value.worker_id, caught.value.table) == ("w0", "rows")
+    np.testing.assert_array_equal(table.get_rows([1]), before - 1.5)
 
 
 def test_opened_again_it_goes_on_where_it_was(cluster, connect) -> None:

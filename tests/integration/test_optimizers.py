@@ -13,12 +13,11 @@ import pytest
 
 import shardwell
 from harness.model import ModelParameter
+from harness.polling import PATIENCE_S
 from harness.together import together
 from harness.wire_worker import WireWorker, spec
 from shardwell import SGD, Adagrad, Adam, AdamW, Average, RMSProp
 from shardwell.v1 import parameter_server_pb2 as pb
-
-pytestmark = pytest.mark.timeout(30)
 
 OPTIMIZERS = [
     Average(),
@@ -159,16 +158,16 @@ class TestLearningRate:
         """
         size = 40
         running = cluster(2, chunk_size_bytes=64)
-        model = connect(running, "w0").parameter(
-            "m", size=size, optimizer=SGD(learning_rate=1.0), codec="fp32"
-        )
+        client = connect(running, "w0")
+        model = client.parameter("m", size=size, optimizer=SGD(learning_rate=1.0), codec="fp32")
         model.init(np.zeros(size, np.float32))
         for _ in range(step):
             model.exchange(np.ones(size, np.float32))
-        with WireWorker(running.target, "w0") as worker:
+        with WireWorker(running.target, "w0", attends=False) as worker:
+            worker.session = client._shards.session.number  # as if the client had sent it
             half = worker.create(spec("m", size))
             messages = half.gradient_messages(pb.PutGradientRequest, shard_ahead, np.ones(size))
-            worker.stubs[shard_ahead].PutGradient(iter(messages), timeout=5)
+            worker.stubs[shard_ahead].PutGradient(iter(messages), timeout=PATIENCE_S)
         with contextlib.suppress(shardwell.StepOrderError):
             model.set_learning_rate(0.25)
         for _ in range(2):

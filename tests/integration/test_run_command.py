@@ -20,14 +20,9 @@ import pytest
 
 from harness.commands import Program, run_command
 from harness.leaks import is_running
-from harness.polling import Stopwatch, eventually
+from harness.polling import PATIENCE_S, Stopwatch, eventually
 from shardwell.group.launch_environment import LaunchEnvironment
 from shardwell.v1 import group_pb2 as pb
-
-pytestmark = pytest.mark.timeout(60)
-
-GRACE_MAX_S = 20.0
-"""Tests that are to end without it set a grace of 60 s and take less than this."""
 
 
 @pytest.fixture
@@ -124,7 +119,7 @@ def test_the_place_to_meet_is_served(script, pids) -> None:
                 request_serializer=pb.JoinGroupRequest.SerializeToString,
                 response_deserializer=pb.JoinGroupResponse.FromString,
             )
-            assert list(join(request, timeout=10).missing_ranks) == [1]
+            assert list(join(request, timeout=PATIENCE_S).missing_ranks) == [1]
         running.send(signal.SIGTERM)
         assert running.end() == 128 + signal.SIGTERM
 
@@ -177,7 +172,7 @@ def test_long_lines_and_bytes_that_are_no_text(script) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shardwell_server", "run", "-n3", sys.executable, program],
         capture_output=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, b"")
@@ -205,7 +200,7 @@ def test_when_one_fails_the_others_are_stopped(script, pids, end, code, words) -
     watch = Stopwatch()
     ended, output, log = _run(3, program, "--grace-s=60")
     assert ended == code
-    assert watch.elapsed_s < GRACE_MAX_S
+    assert watch.elapsed_s < PATIENCE_S
     assert output == "[1] last words"
     assert f"shardwell: {words}; the others are stopped" in log
     assert len(pids()) == 3
@@ -240,7 +235,7 @@ def test_what_workers_have_started_ends_with_them(script, pids, end, code) -> No
     )
     watch = Stopwatch()
     assert _run(2, program, "--grace-s=0.5")[0] == code
-    assert watch.elapsed_s < GRACE_MAX_S
+    assert watch.elapsed_s < PATIENCE_S
     assert len(pids()) == 6
 
 
@@ -281,7 +276,7 @@ def test_a_hangup_stops_workers_unless_it_is_ignored(script, pids) -> None:
         _all_told(pids, 1)
         for sent in dict.fromkeys((signal.SIGHUP, number)):  # a second one may come after its end
             running.send_signal(sent)
-        assert running.wait(GRACE_MAX_S) == 128 + number
+        assert running.wait(PATIENCE_S) == 128 + number
 
 
 def test_a_second_ctrl_c_kills_at_once(script, pids) -> None:
@@ -296,7 +291,7 @@ def test_a_second_ctrl_c_kills_at_once(script, pids) -> None:
         running.send(signal.SIGINT)
         assert {running.read_line(), running.read_line()} == {"[0] not yet", "[1] not yet"}
         running.send(signal.SIGINT)
-        assert running.end(GRACE_MAX_S) == 130
+        assert running.end(PATIENCE_S) == 130
 
 
 @pytest.mark.parametrize("ignores", [False, True])
@@ -343,7 +338,7 @@ def test_when_nobody_reads_the_output_workers_are_stopped(script, pids) -> None:
     os.close(writing_fd)
     assert os.read(reading_fd, 4)
     os.close(reading_fd)
-    assert reader.wait(GRACE_MAX_S) == 128 + signal.SIGPIPE
+    assert reader.wait(PATIENCE_S) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize(

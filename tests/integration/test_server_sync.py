@@ -11,12 +11,10 @@ import pytest
 
 import shardwell
 from harness.model import integer_gradient
-from harness.polling import Stopwatch
+from harness.polling import PATIENCE_S, Stopwatch
 from harness.softmax import WEIGHTS_SHAPE, accuracy, batches, gradient_of
 from harness.together import in_background, together
 from shardwell import DataParallelTrainer, GradientSync, ServerSync
-
-pytestmark = pytest.mark.timeout(60)
 
 AVERAGE = shardwell.Average()
 SGD = shardwell.SGD(learning_rate=0.5, momentum=0.9)
@@ -99,7 +97,7 @@ def test_a_worker_that_has_no_more_batches_is_missed(cluster, connect) -> None:
     # The step is still open: with both there it goes on, and counts once.
     late = in_background(lambda: shorter.step_share(given[0]))
     result = longer.step_share(given[2])
-    assert result.step == late.result(10).step == 2
+    assert result.step == late.result(PATIENCE_S).step == 2
     np.testing.assert_array_equal(longer.weights, shorter.weights)
 
 
@@ -116,12 +114,12 @@ def test_an_array_is_as_it_was_when_the_others_did_not_come(cluster, connect) ->
     watch = Stopwatch()
     with pytest.raises(shardwell.WorkersMissingError):
         sync.sync_gradients(array)
-    assert watch.elapsed_s < 10  # the client's own is 20
+    assert watch.elapsed_s < PATIENCE_S  # the client's own is 20
     np.testing.assert_array_equal(array, np.arange(9))
     other = np.ones(9, np.float32)
     waiting = in_background(lambda: ServerSync(parameters[1]).sync_gradients(other))
     sync.sync_gradients(array)
-    waiting.result(10)
+    waiting.result(PATIENCE_S)
     np.testing.assert_array_equal(array, (np.arange(9) + 1) / 2)
     np.testing.assert_array_equal(array, other)
 

@@ -18,15 +18,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import shardwell
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.row_model import OPTIMIZERS
 from harness.together import in_background, together
 from harness.wire_table import WireTable
 from harness.wire_worker import WireWorker
 from shardwell import table_snapshots
 from shardwell_server import Limits, LocalCluster
-
-pytestmark = pytest.mark.timeout(60)
 
 DIM = 3
 MOMENTUM = shardwell.SGD(learning_rate=1.0, momentum=0.5)
@@ -136,7 +134,7 @@ class Training:
     def stop(self) -> None:
         self._stop_at = max(self._steps) + 3
         for future in self._futures:
-            future.result(20)
+            future.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +150,7 @@ def test_training_goes_on_while_one_version_is_taken(
     tables = [open_table(client, worker_count=worker_count) for client in clients]
     saver = connect(running, "saver")
     training = Training(tables)
-    assert training.going.wait(20)
+    assert training.going.wait(PATIENCE_S)
     versions = []
     try:
         for number in range(6):
@@ -202,6 +200,53 @@ def test_a_restored_shard_keeps_what_it_was_given(cluster, connect, tmp_path, du
     np.testing.assert_array_equal(again.exchange_rows(np.arange(25), np.ones((25, DIM))), expected)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_restore_is_done_again_over_what_it_had_restored(
+    cluster, connect, tmp_path, mode
+) -> None:
+    """One that was cut off between two tables; and one that was done. Not over what has changed."""
+    saver = connect(cluster(2), "w0")
+    options = {"row_count": 100, "dim": 2, "optimizer": MOMENTUM, "mode": mode, "codec": "fp32"}
+    ids, ones = np.arange(40), np.ones((40, 2), np.float32)
+    for name in ("a", "b", "c"):
+        saver.table(name, **options).put_row_gradients(ids, ones)
+    saver.save_checkpoint(tmp_path / "saved")
+    running = cluster(3, data_dir=tmp_path / "data")
+    client = connect(running, "w0")
+    client.restore_checkpoint(tmp_path / "saved", tables=["a"])
+    for _ in range(2):
+        restored = client.restore_checkpoint(tmp_path / "saved")
+        assert [entry.name for entry in restored.tables] == ["a", "b", "c"]
+    tables = {name: client.table(name) for name in ("a", "b", "c")}
+    rows = saver.table("a").get_rows(ids)
+    for table in tables.values():
+        np.testing.assert_array_equal(table.get_rows(ids), rows)
+    changes = {
+        "a": lambda: tables["a"].put_row_gradients([5], ones[:1]),
+        "b": lambda: tables["b"].evict(older_than_step=1),
+        "c": lambda: tables["c"].set_learning_rate(0.125, now=True),
+    }
+    for name, change in changes.items():
+        client.restore_checkpoint(tmp_path / "saved", tables=[name])
+        change()
+        with pytest.raises(shardwell.ArgumentError, match=f"'{name}' has rows already"):
+            client.restore_checkpoint(tmp_path / "saved", tables=[name])
+
+
+def test_another_checkpoint_is_not_taken_for_what_was_restored(cluster, connect, tmp_path) -> None:
+    """Of the same version, with as many rows."""
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        saver = connect(cluster(2), "w0")
+        table = saver.table("a", row_count=9, dim=2, optimizer=MOMENTUM)
+        table.put_row_gradients([1], np.full((1, 2), value))
+        saver.save_checkpoint(tmp_path / name)
+    client = connect(cluster(2), "w0")
+    client.restore_checkpoint(tmp_path / "one")
+    with pytest.raises(shardwell.ArgumentError, match="'a' has rows already"):
+        client.restore_checkpoint(tmp_path / "two")
+    client.restore_checkpoint(tmp_path / "one")
+
+
 def test_a_choice_of_tables_and_what_exists(cluster, connect, tmp_path) -> None:
     client = connect(cluster(2), "w0")
     for name in ("a", "b"):
@@ -244,7 +289,8 @@ def test_synchronous_workers_go_on_after_a_restore(cluster, connect, tmp_path) -
     workers = batches(6, 1000, workers=2)
 
     def train(running: Any, suffix: str, steps: range) -> np.ndarray:
-        tables = [open_table(connect(running, f"{suffix}{i}"), worker_count=2) for i in range(2)]
+        clients = [connect(running, f"{suffix}{i}") for i in range(2)]
+        tables = [open_table(client, worker_count=2) for client in clients]
         assert [table.next_step for table in tables] == [steps.start] * 2
 
         def work(index: int) -> np.ndarray:
@@ -252,7 +298,10 @@ def test_synchronous_workers_go_on_after_a_restore(cluster, connect, tmp_path) -
                 tables[index].exchange_rows(*workers[index][step], np.arange(40))
             return tables[index].get_rows(np.arange(40), min_version=steps.stop)
 
-        return together([lambda i=i: work(i) for i in range(2)])[0]
+        rows = together([lambda i=i: work(i) for i in range(2)])[0]
+        for client in clients:
+            client.close()
+        return rows
 
     source = cluster(2)
     train(source, "w", range(3))
@@ -313,6 +362,69 @@ def test_a_step_that_is_stuck_half_way_names_who_is_missing(cluster, connect, tm
     assert entry.version == 1
 
 
+def test_state_that_is_not_finite_is_not_saved(cluster, connect, tmp_path) -> None:
+    running = cluster(1)
+    client = connect(running, "w0")
+    table = open_table(client, optimizer=shardwell.Adagrad(learning_rate=0.5))
+    table.put_row_gradients([7], np.ones((1, DIM)))
+    running.servers[0].shard.tables.table("rows").storage.slots[0][0] = np.inf
+    assert np.isfinite(table.get_rows([7])).all()
+    words = r"nothing was saved: .*column 0 of the optimizer's 'sum' of row id 7 is not finite"
+    with pytest.raises(shardwell.DivergedError, match=words):
+        client.save_checkpoint(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_gradient_that_state_can_not_take_is_told_to_who_sends_it(
+    cluster, connect, tmp_path, mode
+) -> None:
+    client = connect(cluster(2), "w0")
+    table = open_table(client, optimizer=shardwell.Adagrad(learning_rate=0.5), mode=mode)
+    gradients = np.ones((3, DIM), np.float32)
+    gradients[1, 2] = 1e20
+    with pytest.raises(shardwell.NonFiniteError, match=r"'sum' of row id 8, column 2") as caught:
+        table.put_row_gradients([3, 8, 5], gradients)
+    assert caught.value.element_index == DIM + 2
+    assert table.abandon_step() == 0
+    table.put_row_gradients([8], np.ones((1, DIM)))
+    assert table.get_rows([8])[0].tolist() == [-0.5] * DIM
+    client.save_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize("options", [{"mode": "sync"}, {"mode": "async"}, {"worker_count": 2}])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_weight_decay_that_state_can_not_take_is_told(
+    cluster, connect, tmp_path, options, is_new
+) -> None:
+    """Rows are so large that the square of what decay adds to a small gradient overflows."""
+    running = cluster(2)
+    client = connect(running, "w0")
+    large = shardwell.Uniform(low=1e30, high=1e30)
+    table = open_table(
+        client,
+        optimizer=shardwell.Adagrad(learning_rate=0.5, weight_decay=1.0),
+        initializer=large if is_new else shardwell.Zeros(),
+        **options,
+    )
+    ids, gradients = [3, 8, 5], np.ones((3, DIM), np.float32)
+    if not is_new:
+        tables = [table]
+        if "worker_count" in options:
+            other = connect(running, "w1").table("rows")
+            tables.append(other)
+        for each in tables:
+            each.put_row_gradients(ids, gradients)
+        for server in running.servers:
+            server.shard.tables.table("rows").storage.weights[:] = 1e30
+    words = r"weight decay .*because weights are.*'sum' of row id (3|8|5), column 0"
+    with pytest.raises(shardwell.NonFiniteError, match=words):
+        table.put_row_gradients(ids, gradients)
+    table.abandon_step()
+    if "worker_count" not in options:
+        client.save_checkpoint(tmp_path / "c")
+
+
 def test_a_row_that_is_not_finite_is_named_and_a_way_out(cluster, connect, tmp_path) -> None:
     client = connect(cluster(2), "w0")
     table = open_table(client, optimizer=shardwell.SGD(learning_rate=1.0))
@@ -321,7 +433,7 @@ def test_a_row_that_is_not_finite_is_named_and_a_way_out(cluster, connect, tmp_p
     for _ in range(2):  # twice the largest
         table.put_row_gradients([7], np.full((1, DIM), np.finfo(np.float32).max))
     words = r"nothing was saved: .*table 'rows': column 0 of row id 7 .*evict such rows.*tables="
-    with pytest.raises(shardwell.NonFiniteError, match=words) as caught:
+    with pytest.raises(shardwell.DivergedError, match=words) as caught:
         client.save_checkpoint(tmp_path / "c")
     assert (caught.value.table, caught.value.parameter) == ("rows", None)
     assert list(tmp_path.iterdir()) == []

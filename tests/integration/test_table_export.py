@@ -14,8 +14,6 @@ import shardwell
 from harness.commands import run_command
 from shardwell import table_export
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("row_count", [1000, None])

@@ -11,8 +11,6 @@ import shardwell
 from harness.row_model import OPTIMIZERS
 from shardwell_server.config import Limits
 
-pytestmark = pytest.mark.timeout(60)
-
 DIM = 3
 OPTIONS = {
     "row_count": 10,
@@ -39,8 +37,10 @@ def table(cluster, connect) -> shardwell.Table:
 BAD_IDS = [
     ([10], "row id 10 at place 0 is out of range; the table's ids are 0 to 9"),
     ([3, -1], "row id -1 at place 1"),
-    ([2**70], "ids must be integers; got object"),
-    (np.array([1.0]), "ids must be integers; got float64"),
+    ([2**70], f"ids must be integers of 64 bits; got {2**70} at place 0"),
+    ([[1], [-(2**63) - 1]], r"of 64 bits; got -9223372036854775809 at place \(1, 0\)"),
+    (np.array([1.0]), "ids must be integers; got float64 .* would give other ids"),
+    ([2**63, 1.5], "ids must be integers; got float64 .* would give other ids"),
     (np.array([True]), "got bool"),
     (["1"], "got <U1"),
     (None, "got object"),
@@ -195,3 +195,14 @@ def test_a_shard_without_room_refuses_and_the_step_can_be_ended(cluster, connect
     before = table.get_rows(ids)
     assert table.put_row_gradients(ids, _ones(6)) == 2
     np.testing.assert_array_equal(table.get_rows(ids), before - 0.5)
+
+
+def test_keys_of_both_signs_are_exact_in_lists_too(cluster, connect) -> None:
+    """NumPy has no dtype for them together, and makes floats of them, which round."""
+    table = _table(connect(cluster(2), "w0"), row_count=None)
+    keys = [2**63, -1, 2**64 - 2, 2**53 + 1]
+    table.put_row_gradients(keys, np.full((4, DIM), -2.0))
+    assert table.row_ids().tolist() == sorted([-(2**63), -1, -2, 2**53 + 1])
+    rows = table.get_rows([[2**63], [-1]])
+    assert rows[..., 0].tolist() == [[1.0], [1.0]]
+    assert table.get_rows(tuple(keys))[:, 0].tolist() == [1.0] * 4

@@ -16,8 +16,6 @@ from shardwell.v1 import parameter_server_pb2
 from shardwell.v1 import types_pb2 as types
 from shardwell_server import Limits
 
-pytestmark = pytest.mark.timeout(30)
-
 QUESTION = parameter_server_pb2.GetStatusRequest()
 
 
@@ -83,11 +81,14 @@ def test_stored_bytes_max(cluster, connect) -> None:
 def test_worker_count_max(cluster) -> None:
     running = cluster(1, limits=Limits(worker_count_max=2))
     spec = table_spec(mode=types.MODE_ASYNC)
-    for name in ("a", "b"):
+    for name in ("reader-1", "reader-2", "reader-3"):
         with WireWorker(running.target, name) as worker:
             WireTable(worker, spec)
+    for name in ("a", "b"):
+        with WireWorker(running.target, name) as worker:
+            WireTable(worker, spec, take_seat=True)
     with WireWorker(running.target, "c") as worker:
-        limited(lambda: WireTable(worker, spec), "worker_count_max=2")
+        limited(lambda: WireTable(worker, spec, take_seat=True), "worker_count_max=2")
 
 
 def test_stream_count_max(cluster) -> None:

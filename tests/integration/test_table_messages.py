@@ -12,14 +12,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fastcrc import crc32
 
+from harness import wire_crc
 from harness.wire_table import WireTable, owner, table_spec
 from harness.wire_worker import CALL_TIMEOUT_S, WireWorker, error_detail
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1 import types_pb2 as types
-
-pytestmark = pytest.mark.timeout(60)
 
 INVALID, LOST, STEP = (
     (types.ERROR_CODE_INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT),
@@ -39,12 +37,22 @@ def rows_of(message: pb.ExchangeRowsRequest) -> pb.Rows:
     return message.gradient.rows if message.HasField("gradient") else message.fetch.rows
 
 
+def sealed(message: pb.ExchangeRowsRequest) -> None:
+    """Its CRC fits it again."""
+    if message.HasField("fetch"):
+        wire_crc.seal(message, wire_crc.ROWS_FETCH, "t")
+    else:
+        wire_crc.seal(message, wire_crc.ROW_GRADIENTS, "t", "w0")
+
+
 def with_fields(**fields: Any) -> Spoil:
-    """Other values in Rows; the CRC as it was."""
+    """Other values in Rows; the CRC fits them, unless it is one of them."""
 
     def spoil(message: pb.ExchangeRowsRequest) -> None:
         for name, value in fields.items():
             setattr(rows_of(message), name, value)
+        if "crc32c" not in fields:
+            sealed(message)
 
     return spoil
 
@@ -55,6 +63,7 @@ def with_gradient(**fields: Any) -> Spoil:
     def spoil(message: pb.ExchangeRowsRequest) -> None:
         for name, value in fields.items():
             setattr(message.gradient, name, value)
+        sealed(message)
 
     return spoil
 
@@ -64,7 +73,7 @@ def with_payload(change: Callable[[bytes], bytes]) -> Spoil:
 
     def spoil(message: pb.ExchangeRowsRequest) -> None:
         message.payload = change(message.payload)
-        rows_of(message).crc32c = crc32.iscsi(message.payload)
+        sealed(message)
 
     return spoil
 
@@ -94,7 +103,7 @@ IDS = {
 }
 SPOILED: dict[str, tuple[Spoil, tuple[Any, Any], str]] = {
     **{name: (spoil, INVALID, text) for name, (spoil, text) in IDS.items()},
-    "CRC": (with_fields(crc32c=7), LOST, "CRC32C of 60 payload bytes"),
+    "CRC": (with_fields(crc32c=7), LOST, "CRC32C of their header, their 60 payload bytes"),
     "flipped bit": (lambda m: setattr(m, "payload", b"\1" + m.payload[1:]), LOST, "CRC32C"),
     "short": (with_payload(lambda payload: payload[:-1]), LOST, "the payload has 59 bytes"),
     "long": (with_payload(lambda payload: payload + b"0"), LOST, "the payload has 61 bytes"),
@@ -155,7 +164,7 @@ def assert_matches(text: str, message: str) -> None:
 
 FETCHES = {
     **{name: (spoil, INVALID, text) for name, (spoil, text) in IDS.items()},
-    "CRC": (with_fields(crc32c=7), LOST, "CRC32C of 24 payload bytes"),
+    "CRC": (with_fields(crc32c=7), LOST, "CRC32C of their header, their 24 payload bytes"),
     "short": (with_payload(lambda payload: payload[:-1]), LOST, "the payload has 23 bytes"),
     "with values": (with_payload(lambda payload: payload * 2), LOST, "the payload has 48 bytes"),
     "too many rows": (with_fields(row_count=2**20), INVALID, "at most 52428 rows"),
@@ -183,7 +192,7 @@ OPENINGS: dict[str, tuple[Spoil, tuple[Any, Any], str]] = {
     "unknown": (lambda m: setattr(m.open, "table", "u"), UNKNOWN, "no table 'u'; open it first"),
     "shard": (lambda m: setattr(m.open.shard, "shard_index", 1), WRONG_SHARD, "this is shard 0"),
     "cluster": (lambda m: setattr(m.open.shard, "cluster_id", "x"), WRONG_SHARD, "of cluster 'x'"),
-    "payload": (lambda m: setattr(m, "payload", b"1"), INVALID, "neither `gradient` nor `fetch`"),
+    "payload": (lambda m: setattr(m, "payload", b"1"), LOST, "neither `gradient` nor `fetch`"),
 }
 
 
@@ -212,8 +221,8 @@ def test_a_stream_goes_on_with_another_table_between_steps(cluster) -> None:
         again.open.CopyFrom(first.opening(0))
         counted, zeros, rows = first.stream(0, [put, ask, again])
         assert counted.counted.counted_part_count == 1
-        np.testing.assert_array_equal(second.read(zeros), 0)
-        np.testing.assert_array_equal(first.read(rows), -1)
+        np.testing.assert_array_equal(second.read(zeros, [1]), 0)
+        np.testing.assert_array_equal(first.read(rows, [2]), -1)
 
 
 def test_a_stream_keeps_its_table_during_a_step(cluster) -> None:
@@ -231,6 +240,7 @@ def test_samples_are_the_same_in_all_parts(cluster) -> None:
         table = WireTable(connection, table_spec())
         parts = table.parts([1, 2], np.ones((2, 3)), rows_per_part=1, sample_count=2)
         parts[1].gradient.sample_count = 3
+        table.seal(parts[1])
         found, details, _ = refused(table.stream(0, parts))
         assert found == INVALID
         assert "step 0 of 'w0' began with 2, part 1 has 3" in details

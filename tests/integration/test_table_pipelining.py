@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.proxy import Proxy
 from harness.table_batches import DIM, open_table
 from harness.together import in_background
 from shardwell.prefetches import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
-
-pytestmark = pytest.mark.timeout(60)
+from shardwell_server import LocalCluster
 
 
 def _table(client: shardwell.Client, **options: Any) -> shardwell.Table:
@@ -135,25 +135,14 @@ def test_results_that_are_too_old_are_let_go(cluster, connect) -> None:
 
 
 def test_a_prefetch_under_way_is_waited_for(cluster, connect) -> None:
-    client = connect(cluster(2), "w0")
-    table = _table(client)
-    release = _held(client)
-    table.prefetch_rows([1, 2])
-    waiting = in_background(lambda: table.get_rows([1, 2]))
-    eventually("it waits", lambda: not table._reading._prefetches._entries)
-    release()
+    running = cluster(2, processes=True)
+    table = _table(connect(running, "w0"))
+    with _stopped(running):
+        table.prefetch_rows([1, 2])
+        waiting = in_background(lambda: table.get_rows([1, 2]))
+        eventually("it waits", lambda: not table._reading._prefetches._entries)
+        assert not waiting.done()
     assert waiting.result(10)[:, 0].tolist() == [0, 0]
-
-
-def test_the_wait_for_a_prefetch_ends_at_the_deadline(cluster, connect) -> None:
-    """The shards may be well, and the client's threads busy: rows are asked for then."""
-    client = connect(cluster(2), "w0")
-    table = _table(client)
-    _put(table, [1, 2])
-    release = _held(client)
-    table.prefetch_rows([1, 2])
-    assert table.get_rows([1, 2], timeout_s=0.2)[:, 0].tolist() == [1, 1]
-    release()
 
 
 def test_a_shard_that_keeps_a_prefetch_waiting_is_named(cluster, connect) -> None:
@@ -172,12 +161,16 @@ def test_a_shard_that_keeps_a_prefetch_waiting_is_named(cluster, connect) -> Non
         os.kill(running.children[1].pid, signal.SIGCONT)
 
 
-def _held(client: shardwell.Client) -> Any:
-    """Keeps the client's threads busy until what it returns is called."""
-    ended = threading.Event()
-    for _ in range(8):
-        client._executor.submit(ended.wait, 30)
-    return ended.set
+@contextlib.contextmanager
+def _stopped(running: LocalCluster) -> Iterator[None]:
+    """Lets no shard answer while the block runs."""
+    for child in running.children:
+        os.kill(child.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for child in running.children:
+            os.kill(child.pid, signal.SIGCONT)
 
 
 def test_a_prefetch_that_failed_is_forgotten(cluster, connect) -> None:
@@ -190,19 +183,18 @@ def test_a_prefetch_that_failed_is_forgotten(cluster, connect) -> None:
         entry = table._reading._prefetches._entries[0]
         assert isinstance(entry.future.exception(10), shardwell.ShardUnavailableError)
         proxy.accept()
-        assert table.get_rows([1, 2], timeout_s=20)[:, 0].tolist() == [1, 1]
+        assert table.get_rows([1, 2], timeout_s=PATIENCE_S)[:, 0].tolist() == [1, 1]
 
 
 def test_close_ends_a_wait_for_a_prefetch(cluster, connect) -> None:
-    client = connect(cluster(2), "w0")
-    table = _table(client)
-    release = _held(client)
-    table.prefetch_rows([1, 2])
-    waiting = in_background(lambda: table.get_rows([1, 2]))
-    eventually("it waits", lambda: not table._reading._prefetches._entries)
-    table.close()
-    release()
-    assert isinstance(waiting.exception(10), shardwell.ClosedError)
+    running = cluster(2, processes=True)
+    table = _table(connect(running, "w0"))
+    with _stopped(running):
+        table.prefetch_rows([1, 2])
+        waiting = in_background(lambda: table.get_rows([1, 2]))
+        eventually("it waits", lambda: not table._reading._prefetches._entries)
+        table.close()
+        assert isinstance(waiting.exception(10), shardwell.ClosedError)
 
 
 def test_cached_rows_are_not_asked_for(cluster, connect) -> None:

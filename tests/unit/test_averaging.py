@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwell import SGD, Average, Optimizer
@@ -199,6 +199,26 @@ def test_a_mean_that_float32_holds_does_not_overflow_on_the_way(
     found = stepped(name, gradients, counts)
     np.testing.assert_allclose(found[0], value, rtol=2**-7)
     assert np.isfinite(found).all()
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    counts=st.lists(
+        st.sampled_from([0, 1, 2, 3, 5, 2**23, 2**24 - 1, 2**24]) | st.integers(0, 2**24),
+        min_size=2,
+        max_size=6,
+    ).filter(any)
+)
+@example(counts=[1, 2**24])
+@example(counts=[2**24, 1])
+@example(counts=[2**24, 2**24 - 1, 1])
+def test_the_mean_of_the_largest_values_is_finite(counts: list[int]) -> None:
+    """2^24 + 1, say, is no float32, and neither is a sum that is rounded up by a hair."""
+    largest = np.finfo(np.float32).max
+    gradients = [np.array([largest, -largest, 1.0], np.float32) for _ in counts]
+    found = stepped("fp32", gradients, counts)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, [largest, -largest, 1.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("counts", [(512, 511), (2**24, 2**24), (1, 2**24)])

@@ -158,3 +158,17 @@ def test_sums_are_float64_and_the_updates_stay() -> None:
 def test_updates_that_can_not_be_are_refused(gradient: Any, sample_count: int) -> None:
     with pytest.raises(ArgumentError, match="of an update"):
         merge_updates([Update(gradient=gradient, loss=0.0, sample_count=sample_count)])
+
+
+def test_what_was_merged_merges_again() -> None:
+    """Counts add up beyond those of any one step."""
+    one = Update(gradient=np.array([1.0, 3.0], np.float32), loss=2.0, sample_count=2**24)
+    merged = merge_updates([one, one])
+    again = merge_updates(
+        [merged, merged, Update(gradient=np.zeros(2, np.float32), loss=0.0, sample_count=0)]
+    )
+    assert (again.sample_count, again.loss) == (2**26, 2.0)
+    assert again.gradient.tolist() == [1.0, 3.0]
+    for _ in range(20):
+        again = merge_updates([again, again])
+    assert again.sample_count == 2**46

@@ -10,7 +10,7 @@ import lz4.block
 import numpy as np
 import pytest
 
-from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
+from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
 from shardwell.codec import CODECS, NonFiniteValueError, Scratch
 from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
@@ -23,6 +23,20 @@ from unit.codec_oracle import decoded
 
 NAMES = sorted(CODECS)
 WHERE = Slice(1000, 300)
+BEFORE = b"what the chunk is for"
+
+
+def crc_of(chunk: types_pb2.Chunk, payload: bytes) -> int:
+    """As types.proto has it."""
+    numbers = (
+        chunk.chunk_index,
+        chunk.element_offset,
+        chunk.element_count,
+        chunk.scale_exponent,
+        chunk.lz4,
+    )
+    packed = b"".join((number % 2**64).to_bytes(8, "little") for number in numbers)
+    return crc32c_bitwise(BEFORE + packed + payload)
 
 
 def crc32c_bitwise(payload: bytes) -> int:
@@ -32,6 +46,9 @@ def crc32c_bitwise(payload: bytes) -> int:
         for _ in range(8):
             register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
     return register ^ 0xFFFFFFFF
+
+
+START = crc32c_bitwise(BEFORE)
 
 
 def values_of(kind: str, count: int = WHERE.size) -> np.ndarray:
@@ -44,26 +61,27 @@ def values_of(kind: str, count: int = WHERE.size) -> np.ndarray:
 def written(chunks: ChunkCodec, values: np.ndarray) -> tuple[types_pb2.Chunk, bytes]:
     """The chunk and payload of a sealed message, read by protobuf."""
     header = pb.ExchangeResponse(version=9)
-    sealed = chunks.encode(header, header.chunk, WHERE, 7, values, Scratch())
+    sealed = chunks.encode(header, header.chunk, WHERE, 7, values, Scratch(), start=START)
     message = pb.ExchangeResponse.FromString(sealed)
     assert message.version == 9
     return message.chunk, message.payload
 
 
 def opened(chunks: ChunkCodec, chunk: types_pb2.Chunk, payload: bytes) -> np.ndarray:
-    return chunks.open(chunk, WHERE, np.frombuffer(payload, np.uint8))
+    return chunks.open(check_chunk(chunk, np.frombuffer(payload, np.uint8), START), WHERE)
 
 
 def spoiled(payload: bytes, **fields: int | bool) -> types_pb2.Chunk:
-    """A header that fits `payload`, but for `fields`."""
+    """A header with other `fields` than fit `payload`, and a CRC that fits both."""
     values = {
         "chunk_index": 7,
         "element_offset": WHERE.offset,
         "element_count": WHERE.size,
-        "crc32c": crc32c_bitwise(payload),
         **fields,
     }
-    return types_pb2.Chunk(**values)
+    chunk = types_pb2.Chunk(**values)
+    chunk.crc32c = crc_of(chunk, payload)
+    return chunk
 
 
 def test_the_crc_is_the_protos() -> None:
@@ -78,7 +96,7 @@ def test_a_chunk_comes_back(name: str, lz4_: bool, kind: str) -> None:
     values = values_of(kind)
     chunk, payload = written(chunks, values)
     assert (chunk.chunk_index, chunk.element_offset, chunk.element_count) == (7, 1000, 300)
-    assert chunk.crc32c == crc32c_bitwise(payload)
+    assert chunk.crc32c == crc_of(chunk, payload)
     size = WHERE.size * CODECS[name].item_size
     plain = lz4.block.decompress(payload, uncompressed_size=size) if chunk.lz4 else payload
     back = opened(chunks, chunk, payload)
@@ -114,7 +132,7 @@ def test_a_flipped_bit_is_found(bit: int) -> None:
     chunk, payload = written(chunks, values_of("random"))
     broken = bytearray(payload)
     broken[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(CorruptChunkError, match="chunk 7: CRC32C of 600 payload bytes"):
+    with pytest.raises(CorruptChunkError, match=r"chunk 7: CRC32C of .* 600 payload bytes"):
         opened(chunks, chunk, bytes(broken))
     chunk.crc32c ^= 1
     with pytest.raises(CorruptChunkError, match="CRC32C"):
@@ -220,6 +238,7 @@ def test_the_largest_chunk_fits_into_a_message(name: str) -> None:
             shard=types_pb2.ShardIdentity(cluster_id="c" * 128, shard_index=4095, shard_count=4096),
             parameter="p" * 128,
             worker_id="w" * 128,
+            session=2**64 - 1,
         ),
         gradient=types_pb2.GradientChunk(
             step=2**63, sample_count=2**24, wait_timeout_ms=2**32 - 1, end_of_step=True
@@ -228,7 +247,7 @@ def test_the_largest_chunk_fits_into_a_message(name: str) -> None:
     where = Slice(2**48 - count, count)
     values = np.full(count, 1e-30, np.float32)
     message = ChunkCodec(CODECS[name]).encode(
-        header, header.gradient.chunk, where, 2**32 - 1, values, Scratch()
+        header, header.gradient.chunk, where, 2**32 - 1, values, Scratch(), start=START
     )
     assert len(message) <= MESSAGE_SIZE_MAX_BYTES
     assert pb.ExchangeRequest.FromString(message).gradient.chunk.element_count == count

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fastcrc import crc32
 
 from shardwell.errors import ShardwellError
 from shardwell_server.config import ShardConfig
-from shardwell_server.store.data_dir import DataDir, DataDirError
+from shardwell_server.store.data_dir import DataDir, DataDirError, kept_cluster_id
 
 MINE = ShardConfig(shard_index=1, shard_count=3, cluster_id="mine")
 HOLD = """
-import fcntl, sys
-lock = open(sys.argv[1], "a")
-fcntl.flock(lock, fcntl.LOCK_EX)
+import fcntl, os, sys
+directory = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(directory, fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -37,8 +39,11 @@ def test_a_new_directory_is_made_and_marked(tmp_path: Path) -> None:
         "cluster_id": "mine",
         "shard_index": 1,
         "shard_count": 3,
+        "crc32c": crc32.iscsi(
+            b'{"format_version": 1, "cluster_id": "mine", "shard_index": 1, "shard_count": 3}'
+        ),
     }
-    assert sorted(entry.name for entry in path.iterdir()) == ["lock", "shard.json"]
+    assert sorted(entry.name for entry in path.iterdir()) == ["shard.json"]
 
 
 def test_its_own_shard_comes_back(tmp_path: Path) -> None:
@@ -75,9 +80,43 @@ def test_another_shards_directory_is_refused_and_left_alone(
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     DataDir(tmp_path, MINE).close()
     path = tmp_path / "shard.json"
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(DataDirError, match="format_version"):
+    found = json.loads(path.read_text()) | {"format_version": 2}
+    del found["crc32c"]
+    path.write_text(json.dumps(found | {"crc32c": crc32.iscsi(json.dumps(found).encode())}))
+    with pytest.raises(DataDirError, match=r"shard\.json.*format_version 2, expected 1"):
         DataDir(tmp_path, MINE)
+
+
+def test_every_bit_that_is_flipped_in_the_identity_is_found_or_means_the_same(
+    tmp_path: Path,
+) -> None:
+    """Also by whoever only asks which cluster it was: a wrong name is never believed."""
+    DataDir(tmp_path, MINE).close()
+    path = tmp_path / "shard.json"
+    good = path.read_bytes()
+    refused = 0
+    for bit in range(8 * len(good)):
+        spoilt = bytearray(good)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(spoilt)
+        assert kept_cluster_id(tmp_path) in ("mine", None)
+        if kept_cluster_id(tmp_path) is None:
+            refused += 1
+            with pytest.raises(DataDirError, match=re.escape(str(path))):
+                DataDir(tmp_path, MINE)
+        else:
+            DataDir(tmp_path, MINE).close()
+    assert refused > 7 * len(good)
+
+
+def test_whose_it_is_is_said_in_words(tmp_path: Path) -> None:
+    DataDir(tmp_path, MINE).close()
+    other = ShardConfig(shard_index=0, shard_count=1, cluster_id="yours")
+    with pytest.raises(DataDirError) as caught:
+        DataDir(tmp_path, other)
+    assert "expected shard 0 of 1 of cluster 'yours', found shard 1 of 3 of cluster 'mine'" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("contents", [b"", b"{", b"\xff\xfe", b"null", b"[]", b"7", b"{}"])
@@ -104,7 +143,7 @@ def test_a_directory_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> Non
 
 
 def test_a_directory_locked_by_another_process_is_free_when_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-S", "-c", HOLD, str(tmp_path / "lock")]
+    command = [sys.executable, "-S", "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout is not None
@@ -115,6 +154,24 @@ def test_a_directory_locked_by_another_process_is_free_when_that_is_killed(tmp_p
         finally:
             holder.kill()
     DataDir(tmp_path, MINE).close()
+
+
+def test_no_file_that_is_removed_lets_another_process_in(tmp_path: Path) -> None:
+    path, link = tmp_path / "shard", tmp_path / "link"
+    link.symlink_to(path)
+    with DataDir(path, MINE):
+        for entry in path.iterdir():
+            entry.unlink()
+        for name in (path, link):
+            with pytest.raises(DataDirError, match="in use by another process"):
+                DataDir(name, MINE)
+        assert not list(path.iterdir())
+
+
+def test_a_directory_is_new_once(tmp_path: Path) -> None:
+    for is_new in (True, False):
+        with DataDir(tmp_path / "shard", MINE) as data_dir:
+            assert data_dir.is_new is is_new
 
 
 def test_a_refusal_lets_go_of_the_lock(tmp_path: Path) -> None:

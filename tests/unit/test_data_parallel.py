@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.softmax import WEIGHTS_SHAPE, accuracy, batches, gradient_of
 from harness.thread_group import ThreadGroups
 from harness.together import in_background, together
 from shardwell import DataParallelTrainer, GradientSync, GroupSync, LocalSync, ThreadedSync
 from unit.update_oracle import OPTIMIZERS, Oracle
-
-pytestmark = pytest.mark.timeout(60)
 
 SGD = shardwell.SGD(learning_rate=0.5, momentum=0.9)
 ZEROS = np.zeros(WEIGHTS_SHAPE, np.float32)
@@ -108,7 +106,7 @@ def test_ranks_of_trainers_are_the_seats_of_their_threads() -> None:
         eventually("it waits", lambda: len(sync._under_way) == len(early))
     work(0)
     for future in early:
-        future.result(20)
+        future.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("share_counts", [(6, 6), (6, 2), (1, 5, 3), (0, 4), (0, 0)])

@@ -41,9 +41,12 @@ PROMISED = {
     "Client",
     "Parameter",
     "ParameterSpec",
+    "ParameterStatus",
+    "ShardStatus",
     "Table",
     "TableExport",
     "TableSpec",
+    "TableStatus",
     "Traffic",
     "Optimizer",
     "SGD",
@@ -71,7 +74,9 @@ RETRYABLE = {
     "CorruptChunkError",
     "DeadlineError",
     "WorkersMissingError",
+    "SessionUnknownError",
     "ShardUnavailableError",
+    "WorkerIdInUseError",
     "WorkerUnreachableError",
 }
 

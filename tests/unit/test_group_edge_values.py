@@ -30,9 +30,11 @@ each_operation = pytest.mark.parametrize("operation", Operation, ids=lambda each
 
 
 @strategies
-@pytest.mark.parametrize("counts", [(1, 2, 3), (3, 5, 7), (1, 0, 2**24), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "counts", [(1, 2, 3), (3, 5, 7), (1, 0, 2**24), (1, 1, 1), (2**24, 1)], ids=str
+)
 def test_a_mean_of_the_largest_values(strategy: Strategy, counts: tuple[int, ...]) -> None:
-    """It stays in range, but for a rounding away from infinity."""
+    """It is no larger than they are, whatever is rounded on the way."""
     for value in (FLOAT32_MAX, FLOAT32_MAX * (1 - 2.0**-20)):
         found = one_result(
             run(
@@ -44,7 +46,7 @@ def test_a_mean_of_the_largest_values(strategy: Strategy, counts: tuple[int, ...
             )
         )
         if value == FLOAT32_MAX:
-            assert np.all(np.isinf(found) | (found >= FLOAT32_MAX * (1 - 2.0**-20)))
+            assert np.all(np.isfinite(found) & (found >= FLOAT32_MAX * (1 - 2.0**-20)))
         else:
             np.testing.assert_allclose(found, value, rtol=1e-6)
 
@@ -134,7 +136,12 @@ def test_known_peaks_change_no_bit(strategy: Strategy, codec: str) -> None:
             chunk_element_count=10,
         )
         arithmetic = ChunkArithmetic(
-            array.copy(), call_index=0, codec_name=codec, reduction=Reduction.SUM, peaks=known
+            array.copy(),
+            call_index=0,
+            context=0,
+            codec_name=codec,
+            reduction=Reduction.SUM,
+            peaks=known,
         )
         collective = Collective(plan, arithmetic)
         sent = [collective.enter()[0].message for _ in range(2)]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwell import framing
+from shardwell import checksum, framing
 from shardwell.codec import Float32
 from shardwell.errors import CorruptChunkError
 from shardwell.group.chunk_arithmetic import ChunkArithmetic, Reduction
@@ -23,6 +23,7 @@ from shardwell.group.strategies import Centralized, Ring, Strategy, Tree
 from shardwell.v1 import peer_pb2 as pb
 
 SIZE, LENGTH, CHUNK = 4, 24, 3
+CONTEXT = 77
 Spoil = Callable[[Arrival], Arrival]
 
 
@@ -48,7 +49,7 @@ class Stage:
                 chunk_element_count=CHUNK,
             )
             arithmetic = ChunkArithmetic(
-                array, call_index=9, codec_name=codec, reduction=Reduction.SUM
+                array, call_index=9, context=CONTEXT, codec_name=codec, reduction=Reduction.SUM
             )
             self.ranks.append(Collective(plan, arithmetic))
 
@@ -87,6 +88,9 @@ def with_header(**fields: Any) -> Spoil:
                 header.stage = value
             else:
                 setattr(header.chunk, name, value)
+        if "crc32c" not in fields:  # meant so by its sender
+            start = checksum.peer_chunk(CONTEXT, header.stage)
+            header.chunk.crc32c = checksum.of_chunk(start, header.chunk, arrival.payload)
         return arrival._replace(header=header)
 
     return spoil
@@ -120,6 +124,14 @@ def from_stranger(arrival: Arrival) -> Arrival:
     return arrival._replace(rank=99)
 
 
+def of_another_call(arrival: Arrival) -> Arrival:
+    header = pb.ReceiveChunksResponse()
+    header.CopyFrom(arrival.header)
+    start = checksum.peer_chunk(CONTEXT + 1, header.stage)
+    header.chunk.crc32c = checksum.of_chunk(start, header.chunk, arrival.payload)
+    return arrival._replace(header=header)
+
+
 SPOILS: dict[str, tuple[Spoil, str]] = {
     "flipped bit": (flip_payload_bit, "CRC32C"),
     "short payload": (shorten_payload, "CRC32C"),
@@ -137,6 +149,7 @@ SPOILS: dict[str, tuple[Spoil, str]] = {
     "scale": (with_header(scale_exponent=2**31 - 1), "scale_exponent must be"),
     "negative scale": (with_header(scale_exponent=-(2**31)), "scale_exponent must be"),
     "compressed": (with_header(lz4=True), "compressed"),
+    "another call's": (of_another_call, "CRC32C"),
     "a stranger's": (from_stranger, "none is due from it"),
 }
 
@@ -168,6 +181,32 @@ def test_a_spoilt_message_changes_nothing(kind: str, codec: str, strategy: Strat
         stage.finish()
         message_count += 1 + message_count // 3
     assert message_count > 6
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16"])
+@pytest.mark.parametrize("message_count", [0, 7, 20])
+def test_a_flipped_bit_changes_nothing(codec: str, message_count: int) -> None:
+    """Every bit of a message: before the payload, and in it."""
+    stage = Stage(Ring(), codec)
+    before(stage, message_count)
+    target, arrival = stage.next()
+    arrays = [array.tobytes() for array in stage.arrays]
+    for bit in range(8 * len(arrival.message)):
+        damaged = bytearray(arrival.message)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            header, payload = framing.parse(pb.ReceiveChunksResponse, bytes(damaged))
+        except CorruptChunkError:
+            continue
+        is_same = header.chunk == arrival.header.chunk and header.stage == arrival.header.stage
+        if header.call_index != arrival.header.call_index:
+            continue  # another call gets it, whose context is another
+        if is_same and payload.tobytes() == arrival.payload.tobytes():
+            continue  # padding, or `last`, which is no more than that here
+        with pytest.raises(CorruptChunkError):
+            stage.ranks[target].receive(Arrival(arrival.rank, header, payload, bytes(damaged)))
+        assert [array.tobytes() for array in stage.arrays] == arrays
+    stage.finish()
 
 
 @pytest.mark.parametrize("strategy", [Ring(), Tree(2), Tree(3), Centralized()], ids=str)

@@ -60,7 +60,10 @@ class Symbols:
     def begin(self, where: Slice) -> list[int]:
         return [self.own]
 
-    def opened(self, chunk: Any, ranks: int, where: Slice) -> int:
+    def checked(self, header: Any, ranks: int) -> int:
+        return ranks
+
+    def opened(self, ranks: int, where: Slice) -> int:
         return ranks
 
     def combine(

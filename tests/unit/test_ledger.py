@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness.sessions import AllAlive, know, session_of, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.ledger import Decision, Seat, StepLedger
 from shardwell_server.store import ChunkRecord
@@ -17,6 +18,7 @@ def ledger(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int = 
         [ChunkRecord()] * chunk_count,
         worker_count=worker_count,
         worker_count_max=worker_count_max,
+        sessions=AllAlive(),
     )
 
 
@@ -27,7 +29,7 @@ def give(ledger: StepLedger, seat: Seat, step: int, chunk: int = 0, samples: int
 
 def test_a_step_closes_with_the_last_worker() -> None:
     steps = ledger()
-    first, second = steps.seat("w0"), steps.seat("w1")
+    first, second = take(steps, "w0"), take(steps, "w1")
     assert not steps.completes(0)
     give(steps, first, 0, samples=3)
     assert steps.completes(0)
@@ -38,7 +40,7 @@ def test_a_step_closes_with_the_last_worker() -> None:
 
 def test_a_repeated_gradient_counts_once_before_and_after_the_step_closed() -> None:
     steps = ledger()
-    first, second = steps.seat("w0"), steps.seat("w1")
+    first, second = take(steps, "w0"), take(steps, "w1")
     give(steps, first, 0)
     assert steps.decide(first, 0, 0) is Decision.DUPLICATE
     give(steps, second, 0)
@@ -48,7 +50,7 @@ def test_a_repeated_gradient_counts_once_before_and_after_the_step_closed() -> N
 
 def test_a_worker_one_ahead_waits() -> None:
     steps = ledger()
-    first, second = steps.seat("w0"), steps.seat("w1")
+    first, second = take(steps, "w0"), take(steps, "w1")
     give(steps, first, 0)
     assert steps.decide(first, 0, 1) is Decision.WAIT
     give(steps, second, 0)
@@ -58,7 +60,7 @@ def test_a_worker_one_ahead_waits() -> None:
 @pytest.mark.parametrize("step", [1, 2, 2**63, 2**64 - 1])
 def test_steps_are_not_skipped(step: int) -> None:
     steps = ledger()
-    seat = steps.seat("w0")
+    seat = take(steps, "w0")
     with pytest.raises(StepOrderError, match=f"step {step} of chunk 0, which was not its next"):
         steps.decide(seat, 0, step)
     assert steps.decide(seat, 0, 0) is Decision.COUNT
@@ -66,7 +68,7 @@ def test_steps_are_not_skipped(step: int) -> None:
 
 def test_a_worker_two_ahead_skips() -> None:
     steps = ledger()
-    seat = steps.seat("w0")
+    seat = take(steps, "w0")
     give(steps, seat, 0)
     with pytest.raises(StepOrderError, match="expected step 1"):
         steps.decide(seat, 0, 2)
@@ -75,7 +77,7 @@ def test_a_worker_two_ahead_skips() -> None:
 def test_asynchronous_workers_count_for_themselves() -> None:
     steps = ledger(worker_count=0)
     assert not steps.is_sync
-    first, second = steps.seat("w0"), steps.seat("w1")
+    first, second = take(steps, "w0"), take(steps, "w1")
     for step in range(3):
         assert steps.completes(0)
         give(steps, first, step)
@@ -90,33 +92,33 @@ def test_asynchronous_workers_count_for_themselves() -> None:
 def test_seats_are_kept_and_their_holders_named() -> None:
     steps = ledger(worker_count=10, worker_count_max=20)
     for index in range(10):
-        steps.seat(f"w{index}")
+        take(steps, f"w{index}")
     with pytest.raises(SeatsTakenError) as caught:
-        steps.seat("w10")
+        take(steps, "w10")
     message = str(caught.value)
     assert "worker_count=10" in message
     assert "'w0', 'w1'" in message
     assert "and 2 more" in message
     assert "'w10' would be one more" in message
-    assert steps.seat("w3") is steps.seat("w3")
+    assert take(steps, "w3") is take(steps, "w3")
 
 
-def test_known_workers_have_a_limit() -> None:
+def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> None:
     steps = ledger(worker_count=0, worker_count_max=2)
-    steps.remember("w0")
-    steps.seat("w1")
-    steps.remember("w0")
-    for turn_away in (steps.remember, steps.seat):
-        with pytest.raises(LimitError, match="worker_count_max=2: 'w2'"):
-            turn_away("w2")
-    assert steps.seat("w0").worker_id == "w0"
+    for number in range(5):
+        know(steps, f"reader-{number}")
+    for worker_id in ("w0", "w1"):
+        assert take(steps, worker_id).worker_id == worker_id
+    with pytest.raises(LimitError, match="worker_count_max=2: 'w2'"):
+        take(steps, "w2")
+    assert take(steps, "w0").worker_id == "w0"
 
 
 def test_a_step_that_closed_without_a_worker_is_refused() -> None:
     """Versions come back from files; a worker that comes later joins where they are."""
     steps = ledger(chunk_count=2)
     steps.records = [ChunkRecord(version=3), ChunkRecord(version=4)]
-    seat = steps.seat("w0")
+    seat = take(steps, "w0")
     for chunk, version in enumerate((3, 4)):
         for step in range(version):
             with pytest.raises(StepOrderError, match=f"closed without it: expected step {version}"):
@@ -127,7 +129,7 @@ def test_a_step_that_closed_without_a_worker_is_refused() -> None:
 
 def test_next_step_after_a_part_of_a_step_is_that_step() -> None:
     steps = ledger(chunk_count=3, worker_count=1)
-    seat = steps.seat("w0")
+    seat = take(steps, "w0")
     for step, chunks in ((0, (0, 1, 2)), (1, (0, 2))):
         for chunk in chunks:
             give(steps, seat, step, chunk)
@@ -143,11 +145,11 @@ def test_next_step_after_a_part_of_a_step_is_that_step() -> None:
 
 def test_a_newcomer_joins_the_oldest_open_step() -> None:
     steps = ledger(chunk_count=2, worker_count=2)
-    first = steps.seat("w0")
+    first = take(steps, "w0")
     give(steps, first, 0, 0)
     assert steps.next_step("w1") == 0
     assert steps.next_step("w0") == 0
-    second = steps.seat("w1")
+    second = take(steps, "w1")
     give(steps, second, 0, 0)
     assert (steps.version_min(), steps.version_max()) == (0, 1)
     assert steps.next_step("w1") == 0
@@ -156,33 +158,48 @@ def test_a_newcomer_joins_the_oldest_open_step() -> None:
 def test_missing_workers_are_named_or_counted() -> None:
     steps = ledger(chunk_count=2, worker_count=4)
     assert steps.missing(0) == ([], 4)
-    steps.remember("idle")
-    give(steps, steps.seat("w0"), 0, 0)
+    know(steps, "idle")
+    give(steps, take(steps, "w0"), 0, 0)
     assert steps.missing(0, 0) == (["idle"], 2)
-    assert steps.missing(0, 1) == (["idle", "w0"], 2)
-    assert steps.missing(0) == (["idle", "w0"], 2)
+    assert steps.missing(0, 1) == (["w0", "idle"], 2)
+    assert steps.missing(0) == (["w0", "idle"], 2)
     assert steps.contributed(0, 0) == ["w0"]
     assert steps.contributed(0) == []
 
 
 def test_a_worker_that_only_looks_on_is_not_missed_when_all_seats_are_taken() -> None:
     steps = ledger(worker_count=2)
-    steps.remember("onlooker")
-    give(steps, steps.seat("w0"), 0)
-    steps.seat("w1")
+    know(steps, "onlooker")
+    give(steps, take(steps, "w0"), 0)
+    take(steps, "w1")
     assert steps.missing(0) == (["w1"], 0)
 
 
 def test_an_empty_slice_has_a_ledger_too() -> None:
     steps = ledger(chunk_count=0, worker_count=2)
-    steps.remember("w0")
+    know(steps, "w0")
     assert (steps.version_min(), steps.version_max(), steps.next_step("w0")) == (0, 0, 0)
     assert steps.missing(0) == (["w0"], 1)
 
 
 def test_a_seat_in_an_empty_slice_has_contributed_all_that_there_is() -> None:
     steps = ledger(chunk_count=0, worker_count=2)
-    steps.seat("w0")
+    take(steps, "w0")
     assert steps.next_step("w0") == 0
     assert steps.contributed(0) == ["w0"]
     assert steps.missing(0) == ([], 1)
+
+
+def test_another_gradient_in_place_of_one_that_counted_is_refused() -> None:
+    steps = ledger(chunk_count=2, worker_count=1)
+    seat = take(steps, "w0")
+    for step in range(2):
+        steps.record(seat, 0, step, steps.following(0, 1), 10 + step)
+    assert steps.decide(seat, 0, 1, 11) is Decision.DUPLICATE
+    assert steps.decide(seat, 0, 0, 99) is Decision.DUPLICATE  # only the last one's is known
+    assert steps.decide(seat, 0, 1) is Decision.DUPLICATE
+    with pytest.raises(StepOrderError, match="step 1 of chunk 0 again, and its") as caught:
+        steps.decide(seat, 0, 1, 12)
+    assert "0x0000000c, counted 0x0000000b" in caught.value.message
+    seat.give_to(session_of("w0", life=1))
+    assert steps.decide(seat, 0, 1, 12) is Decision.DUPLICATE

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from harness.sessions import AllAlive, know, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.ledger import Decision, StepLedger
 from shardwell_server.store import ChunkRecord
@@ -36,10 +37,11 @@ class LedgerMachine(RuleBasedStateMachine):
             [ChunkRecord()] * chunk_count,
             worker_count=worker_count,
             worker_count_max=worker_count_max,
+            sessions=AllAlive(),
         )
         self.chunk_count, self.worker_count = chunk_count, worker_count
         self.worker_count_max = worker_count_max
-        self.known: list[str] = []
+        self.known: set[str] = set()
         self.seated: list[str] = []
         self.given: dict[tuple[str, int], set[int]] = defaultdict(set)
         self.samples: dict[tuple[int, int], dict[str, int]] = defaultdict(dict)
@@ -61,32 +63,26 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def remember(self, worker: str) -> None:
-        if worker not in self.known and len(self.known) == self.worker_count_max:
-            with pytest.raises(LimitError, match="worker_count_max") as caught:
-                self.ledger.remember(worker)
-            assert caught.value.worker_id == worker
-            return
-        self.ledger.remember(worker)
-        if worker not in self.known:
-            self.known.append(worker)
+        know(self.ledger, worker)
+        if len(self.known) < self.worker_count_max:
+            self.known.add(worker)
 
     def take_seat(self, worker: str) -> bool:
         if worker not in self.seated:
             if self.worker_count and len(self.seated) == self.worker_count:
                 with pytest.raises(SeatsTakenError) as caught:
-                    self.ledger.seat(worker)
+                    take(self.ledger, worker)
                 assert caught.value.worker_id == worker
                 assert all(repr(other) in str(caught.value) for other in self.seated)
                 return False
-            if worker not in self.known and len(self.known) == self.worker_count_max:
-                with pytest.raises(LimitError):
-                    self.ledger.seat(worker)
+            if len(self.seated) == self.worker_count_max:
+                with pytest.raises(LimitError, match="worker_count_max") as refused:
+                    take(self.ledger, worker)
+                assert refused.value.worker_id == worker
                 return False
             self.seated.append(worker)
-            if worker not in self.known:
-                self.known.append(worker)
-        seat = self.ledger.seat(worker)
-        assert seat is self.ledger.seat(worker)
+        seat = take(self.ledger, worker)
+        assert seat is take(self.ledger, worker)
         assert seat.worker_id == worker
         return True
 
@@ -113,7 +109,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.offer(worker, chunk, step, sample_count)
 
     def offer(self, worker: str, chunk: int, step: int, sample_count: int) -> None:
-        seat, want = self.ledger.seat(worker), self.verdict(worker, chunk, step)
+        seat, want = take(self.ledger, worker), self.verdict(worker, chunk, step)
         if want is None:
             with pytest.raises(StepOrderError, match=rf"step {step} of chunk {chunk}") as caught:
                 self.ledger.decide(seat, chunk, step)
@@ -188,7 +184,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert (missing, unknown) == ([], 0)
                 continue
             full = len(self.seated) == self.worker_count
-            awaited = self.seated if full else self.known
+            awaited = self.seated if full else {*self.seated, *self.known}
             assert sorted(missing) == sorted(set(awaited) - set(done))
             assert unknown == max(self.worker_count - len(done) - len(missing), 0)
 

@@ -5,12 +5,15 @@ Method: small scenarios, written from group.proto's comments, with time as an ar
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
 
 from harness.meeting_room import LEASE_S, Room, group_spec, lost_of
 from shardwell import errors
+from shardwell.group.group_service import GroupService
 from shardwell.group.requests import MeetingLimits
 from shardwell.v1 import group_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -53,13 +56,32 @@ def test_numbers_grow_over_groups_restarts_and_what_joiners_name() -> None:
     assert room.meetings.group_count == 0
     second = room.form("c", "d")
     assert second > first
-    room.restart(first_generation=1)
+    room.restart()
     room.spec.name = "other"
     assert room.form("e", "f") < second
     room.spec.name = "job"
     room.join("c", 0, previous_generation=second)
     formed = room.join("d", 1, previous_generation=second)
     assert formed.generation > second
+
+
+def test_clocks_that_jump_between_starts_order_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead, behind, and the very same millisecond."""
+    numbers = []
+    for now_s in (2e9, 2e9 + 25 * 3600, 1e9, 1e9, 0.0):
+        monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
+        service = GroupService()
+        request = Room(1).join_request("a", 0, previous_generation=max(numbers, default=0))
+        for _ in range(2):
+            answer = service.join_group(request, None)  # type: ignore[arg-type]
+            request.checked_generation = answer.generation
+        assert answer.ready
+        numbers.append(answer.generation)
+    assert numbers == sorted(set(numbers))
+    fresh = [GroupService() for _ in range(100)]
+    request = Room(1).join_request("a", 0)
+    firsts = [each.join_group(request, None).generation for each in fresh]  # type: ignore[arg-type]
+    assert len(set(firsts)) == 100
 
 
 def test_one_that_waits_and_leaves_or_dies_is_missed() -> None:
@@ -222,15 +244,16 @@ def test_the_earliest_of_those_who_want_a_dead_ones_rank_gets_it() -> None:
     [
         ({"size": 4}, "size 3, got 4"),
         ({"strategy": "tree(arity=2)"}, r"strategy 'ring', got 'tree\(arity=2\)'"),
-        ({"codec": types_pb2.CODEC_FP32}, "codec CODEC_FP16, got CODEC_FP32"),
+        ({"codec": types_pb2.CODEC_FP32}, "codec 'fp16', got 'fp32'"),
+        ({"allow_non_finite": True}, "allow_non_finite False, got True"),
         (
             {"size": 2, "codec": types_pb2.CODEC_BF16},
-            "size 3, got 2, codec CODEC_FP16, got CODEC_B",
+            "size 3, got 2, codec 'fp16', got 'bf16'",
         ),
     ],
 )
 @pytest.mark.parametrize("is_ready", [False, True], ids=["waiting", "member"])
-def test_another_spec_is_refused_while_somebody_is_there(
+def test_another_spec_is_refused_while_somebody_lives(
     other: dict[str, Any], difference: str, is_ready: bool
 ) -> None:
     room = Room(3)
@@ -239,10 +262,19 @@ def test_another_spec_is_refused_while_somebody_is_there(
         room.join("a", 0)
     wanted = group_spec(**{"size": 3, **other})
     for _ in range(2):
+        answer = room.join("x", 1, spec=wanted)
+        assert list(answer.missing_ranks) == list(range(wanted.size))
+        assert re.search(f"belongs to rank 0 .*{difference}.*; whether anybody", answer.refusals[0])
+        room.now_s += 0.1
+        if is_ready:
+            room.renew("a", 0, number)
+        else:
+            room.join("a", 0)
         with pytest.raises(errors.GroupMismatchError, match=difference) as caught:
             room.join("x", 1, spec=wanted)
         assert r"rank 0 (on a, at a:7000)" in str(caught.value)
         assert r"rank 1 (on x, at x:7000)" in str(caught.value)
+        assert caught.value.rank == 1
     if is_ready:
         for member_id in ("a", "b", "c"):
             room.leave(member_id)
@@ -252,13 +284,72 @@ def test_another_spec_is_refused_while_somebody_is_there(
         assert "on x" in refusals[0]
         room.leave("a")
     assert not number or room.meetings.group_count == 0
-    assert 0 in room.join("x", 1, spec=wanted).missing_ranks
+    assert list(room.join("x", 1, spec=wanted).missing_ranks) == [
+        rank for rank in range(wanted.size) if rank != 1
+    ]
+
+
+@pytest.mark.parametrize("is_ready", [False, True], ids=["waiting", "member"])
+@pytest.mark.parametrize("other", [{"size": 3}, {"strategy": "tree(arity=2)"}], ids=str)
+def test_a_job_that_died_frees_its_name_within_a_lease(
+    other: dict[str, Any], is_ready: bool
+) -> None:
+    """All its members; it is started again at once, with other settings."""
+    room = Room(2)
+    if is_ready:
+        room.form("a", "b")
+    else:
+        room.join("a", 0)
+    room.now_s += 1
+    began_s = room.now_s
+    wanted = group_spec(**{"size": 2, **other})
+    formed = 0
+    while not formed:
+        assert room.now_s - began_s <= LEASE_S
+        room.now_s += 0.1
+        for rank in range(wanted.size):
+            answer = room.join(f"x{rank}", rank, spec=wanted)
+        formed = answer.generation
+    room.spec = wanted
+    for rank in range(wanted.size):
+        ready = room.join(f"x{rank}", rank, checked_generation=formed)
+    assert (ready.ready, len(ready.members)) == (True, wanted.size)
+
+
+def test_attempts_now_and_then_do_not_keep_the_dead_alive() -> None:
+    """A supervisor that starts the job every 6 s, and gives up soon each time."""
+    room = Room(2)
+    room.form("a", "b")
+    wanted = group_spec(3)
+    for attempt in range(3):
+        room.now_s += LEASE_S + 1
+        for rank in range(3):
+            answer = room.join(f"x{attempt}{rank}", rank, spec=wanted)
+        if answer.generation:
+            break
+        for rank in range(3):
+            room.leave(f"x{attempt}{rank}")
+    assert (attempt, len(answer.members)) == (1, 3)
+
+
+def test_who_waits_for_the_name_does_not_hold_up_those_who_have_it() -> None:
+    room = Room(2)
+    room.join("a", 0)
+    room.join("x", 0, spec=group_spec(5))
+    formed = room.join("b", 1)
+    assert [member.member_id for member in formed.members] == ["a", "b"]
+    for rank, member_id in enumerate("ab"):
+        ready = room.join(member_id, rank, checked_generation=formed.generation)
+    assert ready.ready
 
 
 def test_refusals_are_bounded() -> None:
     room = Room(2, limits=MeetingLimits(refusal_count_max=3))
     room.join("a", 0)
     for n in range(9):
+        room.join(f"x{n}", 1, spec=group_spec(5))
+        room.now_s += 0.01
+        room.join("a", 0)
         with pytest.raises(errors.GroupMismatchError):
             room.join(f"x{n}", 1, spec=group_spec(5))
     refusals = room.join("a", 0).refusals

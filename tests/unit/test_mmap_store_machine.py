@@ -8,6 +8,8 @@ float64; values and rates are such that float32 is exact.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -21,15 +23,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from harness import story
 from harness.images import Image, image_of, restore
+from harness.sessions import applicant, session_of
 from harness.story import CONFIG, contribute, short_blocks
 from harness.telling import SameMachine
 from shardwell import SGD, ParameterSpec
-from shardwell.errors import SeatsTakenError, StepOrderError
+from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
+from shardwell_server.config import Limits
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store import MmapStore
 
 NAMES = ["first", "second"]
-WORKERS = ["w0", "w1", "w2"]
+WORKERS = ["w0", "w1", "w2", "w3"]
+PLACE_COUNT = 3
+"""There are no more workers at once."""
+SHARD_CONFIG = dataclasses.replace(CONFIG, limits=Limits(worker_count_max=PLACE_COUNT))
 CHUNK_ELEMENT_COUNT = 16
 RATES = [1.0, 0.5, 2.0]
 
@@ -49,6 +56,8 @@ class Model:
         self.versions = [0] * len(self.sizes)
         self.open_step: list[dict[str, float]] = [{} for _ in self.sizes]
         self.last: dict[str, list[int]] = {}
+        self.tenures: dict[str, int] = {}
+        self.ended: list[str] = []
         self.rates: dict[int, float] = {0: 1.0}
 
     def rate(self, version: int) -> float:
@@ -83,6 +92,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.open.callback(shutil.rmtree, self.path)
         self.models: dict[str, Model] = {}
         self.images: list[Image] | None = None
+        self.tenures = itertools.count(1)
+        self.over: list[tuple[str, str, int]] = []
+        """Parameter, worker and tenure of those that are over."""
         self.start()
 
     def teardown(self) -> None:
@@ -91,7 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self) -> None:
         """A new process: nothing is left of the old one but its files."""
         self.shard = Shard(
-            CONFIG, MmapStore(self.path, boot=SameMachine(self.path), reached=self.reached)
+            SHARD_CONFIG, MmapStore(self.path, boot=SameMachine(self.path), reached=self.reached)
         )
 
     def reached(self, point: str) -> None:
@@ -111,13 +123,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.start()
             make()
 
-    @initialize(worker_count=st.integers(0, 3), seats=st.integers(0, 3))
+    @initialize(worker_count=st.sampled_from([0, 0, 1, 2, 3]), seats=st.integers(0, 3))
     def begin(self, worker_count: int, seats: int) -> None:
         """One that contributions are taken for, so that few sequences come to nothing."""
         self.create(NAMES[0], 37, worker_count, None)
         self.set_first_weights(NAMES[0], 0, None)
         for worker in WORKERS[:seats]:
-            self.take_seat(NAMES[0], worker, None)
+            self.take_seat(NAMES[0], worker, False, None)
 
     kills = st.none() | st.floats(0, 1, exclude_max=True)
     names = st.sampled_from(NAMES)
@@ -157,23 +169,72 @@ class StoreMachine(RuleBasedStateMachine):
         model = self.models.get(name)
         return model if model is not None and model.is_standing else None
 
-    @rule(name=names, worker=workers, kill=kills)
-    def take_seat(self, name: str, worker: str, kill: float | None) -> None:
+    @rule(name=names, worker=workers, anew=st.booleans(), kill=kills)
+    def take_seat(self, name: str, worker: str, anew: bool, kill: float | None) -> None:
         model = self.standing(name)
         if model is None:
             return
 
+        tenure = next(self.tenures)
+        anew = anew and not model.worker_count
+
         def join() -> None:
-            self.shard.parameter(name).join(worker, take_seat=True)
+            asks = applicant(worker, 0, tenure, begins_anew=anew)
+            self.shard.parameter(name).join(worker, seat_for=asks)
 
         if worker not in model.seats:
             if model.worker_count and len(model.seats) == model.worker_count:
                 with pytest.raises(SeatsTakenError):
                     join()
                 return
-            model.seats.append(worker)
+            if len(model.seats) < PLACE_COUNT:
+                model.seats.append(worker)
+            elif model.ended:
+                model.seats[model.seats.index(model.ended[0])] = worker
+                self.over.append((name, model.ended[0], model.tenures.pop(model.ended.pop(0))))
+            else:
+                with pytest.raises(LimitError, match="worker_count_max"):
+                    join()
+                return
+        elif anew:
+            self.over.append((name, worker, model.tenures.pop(worker)))
+        if worker not in model.tenures:
             model.last[worker] = [-1] * len(model.sizes)
+            model.tenures[worker] = 0 if model.worker_count else tenure
+        if worker in model.ended:
+            model.ended.remove(worker)
         self.call(join, kill)
+
+    @rule(worker=workers, kill=kills)
+    def end_session(self, worker: str, kill: float | None) -> None:
+        """In order, for all parameters."""
+        self.call(lambda: self.shard.end_session(session_of(worker).number), kill)
+        for model in self.models.values():
+            if worker in model.seats and worker not in model.ended:
+                model.ended.append(worker)
+
+    @rule(name=names, leaver=workers, comer=workers, value=st.integers(-3, 3), kill=kills)
+    def pass_on(self, name: str, leaver: str, comer: str, value: int, kill: float | None) -> None:
+        """All places are taken, one is given to another worker, and everybody contributes."""
+        model = self.standing(name)
+        if model is not None and not model.worker_count:
+            for worker in WORKERS[:PLACE_COUNT]:
+                self.take_seat(name, worker, False, None)
+            self.end_session(leaver, None)
+            self.take_seat(name, comer, False, kill)
+            self.contribute_all(name, value, kill)
+            self.come_back()
+
+    @precondition(lambda self: self.over)
+    @rule(data=st.data(), chunk=st.integers(0, 2), step=st.integers(0, 3))
+    def come_late(self, data: st.DataObject, chunk: int, step: int) -> None:
+        """A gradient of a tenure that is over, counted or not, counts nothing."""
+        name, worker, tenure = data.draw(st.sampled_from(self.over))
+        model = self.models[name]
+        if chunk < len(model.sizes):
+            made, zeros = self.shard.parameter(name), np.zeros(model.sizes[chunk], np.float32)
+            with pytest.raises(StepOrderError, match="given to a newcomer"):
+                contribute(made, worker, chunk, step, zeros, tenure=tenure)
 
     @precondition(lambda self: any(model.seats for model in self.models.values()))
     @rule(data=st.data(), value=st.integers(-3, 3), kill=kills)
@@ -183,6 +244,7 @@ class StoreMachine(RuleBasedStateMachine):
             (name, worker, chunk)
             for name, model in self.models.items()
             for worker in model.seats
+            if worker not in model.ended
             for chunk in range(len(model.sizes))
             if model.takes(worker, chunk)
         ]
@@ -195,7 +257,7 @@ class StoreMachine(RuleBasedStateMachine):
         model = self.standing(name)
         for chunk in range(len(model.sizes) if model else 0):
             for worker in model.seats:
-                if model.takes(worker, chunk):
+                if worker not in model.ended and model.takes(worker, chunk):
                     is_last = chunk == len(model.sizes) - 1 and worker == model.seats[-1]
                     self.send(name, worker, chunk, value, kill if is_last else None)
 
@@ -206,7 +268,9 @@ class StoreMachine(RuleBasedStateMachine):
         gradient = np.full(model.sizes[chunk], 6 * value, np.float32)
 
         def make() -> bool:
-            return contribute(self.shard.parameter(name), worker, chunk, step, gradient)
+            made = self.shard.parameter(name)
+            tenure = model.tenures[worker]
+            return contribute(made, worker, chunk, step, gradient, tenure=tenure)
 
         self.call(make, kill)
         model.count(worker, chunk, 6 * value)
@@ -214,16 +278,27 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=names, worker=workers, chunk=st.integers(0, 2), back=st.integers(0, 3))
     def repeat(self, name: str, worker: str, chunk: int, back: int) -> None:
-        """What was answered once is a duplicate for ever; what was skipped is refused."""
+        """What was answered once is a duplicate for ever; what was skipped is refused.
+
+        So is the last gradient with other values, unless the shard was started again since.
+        """
         model = self.standing(name)
         if model is None or worker not in model.seats or chunk >= len(model.sizes):
             return
-        last = model.last[worker][chunk]
+        if worker in model.ended:
+            return
+        last, tenure = model.last[worker][chunk], model.tenures[worker]
         made, zeros = self.shard.parameter(name), np.zeros(model.sizes[chunk], np.float32)
         if last >= back:
-            assert not contribute(made, worker, chunk, last - back, zeros)
+            refused = ""
+            try:
+                assert not contribute(made, worker, chunk, last - back, zeros, tenure=tenure)
+            except StepOrderError as error:
+                refused = error.message
+            assert not refused or (not back and "another than was counted" in refused)
+        skipped = max(last + 1, model.versions[chunk]) + 2 + back
         with pytest.raises(StepOrderError):
-            contribute(made, worker, chunk, max(last + 1, model.versions[chunk]) + 2 + back, zeros)
+            contribute(made, worker, chunk, skipped, zeros, tenure=tenure)
 
     @rule(name=names, rate=st.sampled_from(RATES), ahead=st.integers(0, 3), kill=kills)
     def set_learning_rate(self, name: str, rate: float, ahead: int, kill: float | None) -> None:
@@ -247,7 +322,11 @@ class StoreMachine(RuleBasedStateMachine):
         for name, model in self.models.items():
             made = found[name]
             assert made._register.is_standing == model.is_standing
-            assert made._ledger.seated_worker_ids == model.seats
+            seats = made._ledger.seats
+            assert [(seat.worker_id, seat.tenure.number) for seat in seats] == [
+                (worker, model.tenures[worker]) for worker in model.seats
+            ]
+            assert set(made._ledger.done_worker_ids) == set(model.ended)
             for index in range(len(model.sizes)):
                 made.verify(index)
                 record, state = made._ledger.records[index], made._chunks[index].state

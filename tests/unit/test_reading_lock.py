@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.together import in_background, together
 from shardwell_server.shard.reading_lock import ReadingLock
 
@@ -58,7 +58,7 @@ def test_readers_share_it() -> None:
 
     def read() -> int:
         with lock.reading():
-            return both.wait(10)
+            return both.wait(PATIENCE_S)
 
     assert sorted(together([read, read])) == [0, 1]
 
@@ -79,8 +79,8 @@ def test_a_writer_goes_before_new_readers() -> None:
         eventually("the writer waits", lambda: lock._is_wanted)
         reader = in_background(read)
         order.append("old reader")
-    writer.result(10)
-    reader.result(10)
+    writer.result(PATIENCE_S)
+    reader.result(PATIENCE_S)
     assert order == ["old reader", "writer", "new reader"]
 
 

@@ -30,51 +30,39 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = RowCache(row_count, DIM, staleness)
         self.staleness = staleness
         self.step = 0
-        self.value = 0.0
-        self.model: dict[int, tuple[int, float]] = {}
-        self.fetching: list[tuple[np.ndarray, int, int, int, float]] = []
-        self.drop_count = 0
+        self.value = 0
+        self.model: dict[int, tuple[int, int]] = {}
         self.asked = 0
 
     @rule(count=st.integers(1, 3))
     def step_on(self, count) -> None:
         self.step += count
 
-    @rule(ids=IDS)
-    def fetch(self, ids) -> None:
-        self.value += 1
-        begun = self.cache.begin()
-        self.fetching.append((ids, self.step, begun, self.drop_count, self.value))
-
-    @rule(data=st.data())
-    def answer(self, data) -> None:
-        if not self.fetching:
-            return
-        index = data.draw(st.integers(0, len(self.fetching) - 1))
-        ids, step, begun, drop_count, value = self.fetching.pop(index)
-        self.cache.add(ids, np.full((ids.size, DIM), value, np.float32), step, begun)
-        if drop_count == self.drop_count:
-            self.model.update((key, (step, value)) for key in ids.tolist())
+    @rule(ids=IDS, age=st.integers(0, 3))
+    def add(self, ids, age) -> None:
+        self.value += 1  # its version, too
+        rows = np.full((ids.size, DIM), self.value, np.float32)
+        self.cache.add(ids, rows, self.step - age, self.value)
+        self.model.update((key, (self.step - age, self.value)) for key in ids.tolist())
 
     @rule(ids=IDS)
     def drop(self, ids) -> None:
         self.cache.drop(ids)
-        self.drop_count += 1
         for key in ids.tolist():
             self.model.pop(key, None)
 
     @rule()
     def clear(self) -> None:
         self.cache.clear()
-        self.drop_count += 1
         self.model.clear()
 
     @rule(ids=IDS)
     def find(self, ids) -> None:
         self.asked += ids.size
         rows = np.full((ids.size, DIM), np.nan, np.float32)
-        missing = self.cache.find(ids, self.step, rows)
+        missing, version = self.cache.find(ids, self.step, rows)
         assert missing.tolist() == sorted(set(missing.tolist()))
+        values = []
         for place, key in enumerate(ids.tolist()):
             if place in missing:
                 assert np.isnan(rows[place]).all()
@@ -82,6 +70,8 @@ class CacheMachine(RuleBasedStateMachine):
             step, value = self.model[key]
             assert self.step - step <= self.staleness
             assert rows[place].tolist() == [value] * DIM
+            values.append(value)
+        assert version == min(values, default=None)
 
     @invariant()
     def counts_add_up(self) -> None:
@@ -94,14 +84,12 @@ TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, de
 
 
 def _filled(cache: RowCache, ids: np.ndarray, step: int = 0) -> None:
-    cache.add(
-        ids, np.repeat(ids[:, np.newaxis], DIM, axis=1).astype(np.float32), step, cache.begin()
-    )
+    cache.add(ids, np.repeat(ids[:, np.newaxis], DIM, axis=1).astype(np.float32), step, 0)
 
 
 def _found(cache: RowCache, ids: np.ndarray, step: int = 0) -> list[int]:
     rows = np.empty((ids.size, DIM), np.float32)
-    missing = cache.find(ids, step, rows)
+    missing, _ = cache.find(ids, step, rows)
     kept = np.delete(np.arange(ids.size), missing)
     expected = np.repeat(ids[kept, np.newaxis], DIM, axis=1).astype(np.float32)
     np.testing.assert_array_equal(rows[kept], expected)

@@ -45,13 +45,17 @@ SPEC = TableSpec(
 )
 
 
+BEFORE = b"what the rows are for"
+START = crc32.iscsi(BEFORE)
+
+
 def spec_of(**fields: object) -> TableSpec:
     return dataclasses.replace(SPEC, **fields)
 
 
 def gradient_of(rows: RowCodec, ids: np.ndarray, values: np.ndarray) -> tuple[pb.Rows, bytes]:
     header = pb.ExchangeRowsRequest(gradient=pb.RowGradients(step=7))
-    sealed = rows.encode(header, header.gradient.rows, ids, values)
+    sealed = rows.encode(header, header.gradient.rows, ids, values, start=START)
     message = pb.ExchangeRowsRequest.FromString(sealed)
     assert message.gradient.step == 7
     return message.gradient.rows, message.payload
@@ -60,7 +64,9 @@ def gradient_of(rows: RowCodec, ids: np.ndarray, values: np.ndarray) -> tuple[pb
 def opened(
     rows: RowCodec, head: pb.Rows, payload: bytes, *, ids: bool = True, values: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    found = rows.open(head, np.frombuffer(payload, np.uint8), with_ids=ids, with_values=values)
+    found = rows.open(
+        head, np.frombuffer(payload, np.uint8), start=START, with_ids=ids, with_values=values
+    )
     into = np.full((head.row_count if values else 0, rows.dim), np.nan, np.float32)
     rows.decode(found, into)
     return found.ids, into
@@ -79,7 +85,7 @@ def test_the_payload_is_what_the_proto_says(codec, count, kind) -> None:
     ).astype(np.float32)
     head, payload = gradient_of(rows, ids, values)
     assert head.row_count == count
-    assert head.crc32c == crc32.iscsi(payload)
+    assert head.crc32c == crc_of(head, payload)
     assert not head.lz4 or codec.endswith("lz4")
     if count == 700:
         assert head.lz4 == (codec.endswith("lz4") and kind == "compressible")
@@ -96,12 +102,14 @@ def test_the_payload_is_what_the_proto_says(codec, count, kind) -> None:
     np.testing.assert_array_equal(found, expected)
 
     answer = pb.ExchangeRowsResponse(version=3)
-    message, body = parse(pb.ExchangeRowsResponse, rows.encode(answer, answer.rows, None, values))
+    sealed = rows.encode(answer, answer.rows, None, values, start=START)
+    message, body = parse(pb.ExchangeRowsResponse, sealed)
     found_ids, again = opened(rows, message.rows, body.tobytes(), ids=False)
     np.testing.assert_array_equal(again, expected)
     assert found_ids.size == 0
     fetch = pb.ExchangeRowsRequest()
-    message, body = parse(pb.ExchangeRowsRequest, rows.encode(fetch, fetch.fetch.rows, ids, None))
+    sealed = rows.encode(fetch, fetch.fetch.rows, ids, None, start=START)
+    message, body = parse(pb.ExchangeRowsRequest, sealed)
     assert body.tobytes() == ids.astype("<i8").tobytes()
     found_ids, none = opened(rows, message.fetch.rows, body.tobytes(), values=False)
     np.testing.assert_array_equal(found_ids, ids)
@@ -120,11 +128,13 @@ def test_the_largest_messages_fit(dim, codec, optimizer) -> None:
     assert count * size <= PAYLOAD_SIZE_MAX_BYTES < (count + 1) * size or count == 65536
     values = np.random.default_rng(0).standard_normal((count, dim)).astype(np.float32)
     header = pb.ExchangeRowsRequest(
-        open=pb.TableOpen(table="t" * 128, worker_id="w" * 128),
+        open=pb.TableOpen(table="t" * 128, worker_id="w" * 128, session=2**64 - 1),
         gradient=pb.RowGradients(step=2**62, part_index=65535, sample_count=2**32 - 1),
     )
     header.open.shard.cluster_id = "c" * 128
-    sealed = RowCodec.of(spec).encode(header, header.gradient.rows, np.arange(count), values)
+    sealed = RowCodec.of(spec).encode(
+        header, header.gradient.rows, np.arange(count), values, start=START
+    )
     assert len(sealed) <= MESSAGE_SIZE_MAX_BYTES
     scan = rows_per_scan_message_max(spec)
     state = 24 + 4 * dim * (1 + len(optimizer.slot_names))
@@ -133,8 +143,17 @@ def test_the_largest_messages_fit(dim, codec, optimizer) -> None:
 
 
 def head_of(payload: bytes, fields: dict[str, object]) -> pb.Rows:
-    """A header of two rows that fits `payload`, but for `fields`."""
-    return pb.Rows(**{"row_count": 2, "crc32c": crc32.iscsi(payload), **fields})
+    """A header of two rows with `fields`, whose CRC fits it and `payload`, unless it is given."""
+    rows = pb.Rows(**{"row_count": 2, **fields})
+    rows.crc32c = fields.get("crc32c", crc_of(rows, payload))
+    return rows
+
+
+def crc_of(rows: pb.Rows, payload: bytes) -> int:
+    """As types.proto has it."""
+    numbers = (rows.row_count, rows.scale_exponent, rows.lz4)
+    packed = b"".join((number % 2**64).to_bytes(8, "little") for number in numbers)
+    return crc32.iscsi(BEFORE + packed + payload)
 
 
 GOOD = np.arange(2).tobytes() + np.ones(12, np.float32).tobytes()
@@ -143,7 +162,7 @@ GOOD = np.arange(2).tobytes() + np.ones(12, np.float32).tobytes()
 @pytest.mark.parametrize(
     ("payload", "fields", "kind", "text"),
     [
-        (GOOD, {"crc32c": 1}, CorruptChunkError, "CRC32C of 64 payload bytes"),
+        (GOOD, {"crc32c": 1}, CorruptChunkError, "CRC32C of their header, their 64 payload bytes"),
         (GOOD[:-1], {}, CorruptChunkError, "the payload has 63 bytes"),
         (GOOD + b"0", {}, CorruptChunkError, "the payload has 65 bytes"),
         (b"", {}, CorruptChunkError, "the payload has 0 bytes"),
@@ -193,7 +212,9 @@ def test_values_that_are_not_finite(codec, bad) -> None:
     lenient = RowCodec.of(dataclasses.replace(spec, allow_non_finite=True))
     head, payload = gradient_of(lenient, np.arange(5), values)
     strict = RowCodec.of(spec)
-    found = strict.open(head, np.frombuffer(payload, np.uint8), with_ids=True, with_values=True)
+    found = strict.open(
+        head, np.frombuffer(payload, np.uint8), start=START, with_ids=True, with_values=True
+    )
     assert strict.first_non_finite(found) == 3 * 6 + 2
     assert lenient.first_non_finite(found) is None
     np.testing.assert_array_equal(opened(lenient, head, payload)[1], values)

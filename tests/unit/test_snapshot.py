@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwell import SGD, ParameterSpec
+from harness.sessions import AllAlive, contributor, enter
+from shardwell import SGD, ParameterSpec, checksum
 from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import Scratch
 from shardwell.errors import (
@@ -38,7 +39,7 @@ OPTIMIZER = SGD(learning_rate=1.0, momentum=0.5)
 
 
 def patience() -> Patience:
-    return Patience(0.0, is_active=lambda: True, is_stopping=lambda: False)
+    return Patience(0.0)
 
 
 def make(
@@ -68,6 +69,7 @@ def make(
         chunk_element_count=CHUNK,
         is_first_shard=True,
         limits=Limits(snapshot_count_max=2),
+        sessions=AllAlive(),
         spool_dir=spool_dir,
     )
     if initialized:
@@ -89,10 +91,14 @@ def train(into: ParameterSlice, step: int, *chunks: int) -> None:
             index,
             np.ones(where.size, np.float32),
             Scratch(),
+            start=checksum.gradient(
+                checksum.gradient_context(into.spec.name, "w0"), header.gradient
+            ),
         )
         message = pb.ExchangeRequest.FromString(sealed)
         payload = np.frombuffer(message.payload, np.uint8)
-        assert into.contribute("w0", message.gradient, payload, patience())
+        enter(into, "w0")
+        assert into.contribute(contributor("w0"), message.gradient, payload, patience())
 
 
 def state_at(version: int) -> tuple[float, float]:

@@ -144,6 +144,13 @@ def test_decays_are_below_1(kind: Any, field: str) -> None:
             kind(learning_rate=1.0, **{field: bad})
 
 
+@pytest.mark.parametrize("kind", [SGD, Adagrad, RMSProp, Adam, AdamW, FTRL, RowWiseAdagrad])
+def test_the_rate_comes_first_and_the_rest_by_name(kind: Any) -> None:
+    assert kind(0.25) == kind(learning_rate=0.25)
+    with pytest.raises(TypeError):
+        kind(0.25, 0.5)
+
+
 @pytest.mark.parametrize("kind", [Adagrad, RMSProp, Adam, AdamW])
 def test_epsilon_is_above_0(kind: Any) -> None:
     assert kind(learning_rate=1.0, epsilon=5e-324).epsilon > 0

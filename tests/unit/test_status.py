@@ -19,6 +19,7 @@ Code = grpc.StatusCode
 WIRE: dict[str, tuple[type[errors.ShardwellError], grpc.StatusCode]] = {
     "INVALID_ARGUMENT": (errors.ArgumentError, Code.INVALID_ARGUMENT),
     "NON_FINITE": (errors.NonFiniteError, Code.INVALID_ARGUMENT),
+    "DIVERGED": (errors.DivergedError, Code.FAILED_PRECONDITION),
     "CORRUPT_CHUNK": (errors.CorruptChunkError, Code.DATA_LOSS),
     "SPEC_MISMATCH": (errors.SpecMismatchError, Code.FAILED_PRECONDITION),
     "UNKNOWN_PARAMETER": (errors.UnknownParameterError, Code.NOT_FOUND),
@@ -27,6 +28,8 @@ WIRE: dict[str, tuple[type[errors.ShardwellError], grpc.StatusCode]] = {
     "INIT_SUPERSEDED": (errors.InitSupersededError, Code.ABORTED),
     "WRONG_SHARD": (errors.WrongShardError, Code.FAILED_PRECONDITION),
     "STEP_ORDER": (errors.StepOrderError, Code.FAILED_PRECONDITION),
+    "WORKER_ID_IN_USE": (errors.WorkerIdInUseError, Code.FAILED_PRECONDITION),
+    "SESSION_UNKNOWN": (errors.SessionUnknownError, Code.UNAVAILABLE),
     "SEATS_TAKEN": (errors.SeatsTakenError, Code.FAILED_PRECONDITION),
     "WORKERS_MISSING": (errors.WorkersMissingError, Code.DEADLINE_EXCEEDED),
     "LIMIT_EXCEEDED": (errors.LimitError, Code.RESOURCE_EXHAUSTED),
@@ -41,8 +44,10 @@ WIRE: dict[str, tuple[type[errors.ShardwellError], grpc.StatusCode]] = {
 }
 EXTRA: dict[str, dict[str, Any]] = {
     "NON_FINITE": {"element_index": 2**40},
+    "DIVERGED": {"element_index": 7},
     "WORKERS_MISSING": {"missing_worker_ids": ("w1", "w2"), "missing_ranks": (0, 3)},
     "WORKER_LOST": {"rank": 0},
+    "WORKER_ID_IN_USE": {"free_in_s": 1.5},
 }
 
 
@@ -109,6 +114,7 @@ def test_what_an_error_does_not_know_stays_none(name: str) -> None:
     assert (back.shard_index, back.worker_id, back.parameter, back.rank) == (0, None, None, None)
     assert getattr(back, "element_index", -1) == -1
     assert getattr(back, "missing_worker_ids", ()) == ()
+    assert getattr(back, "free_in_s", None) is None
 
 
 @pytest.mark.parametrize("kind", [errors.ShardwellError, errors.ClosedError, errors.DeadlineError])
@@ -126,7 +132,7 @@ def test_what_a_shard_never_raises_is_internal(kind: type[errors.ShardwellError]
         (Code.RESOURCE_EXHAUSTED, errors.LimitError),
         (Code.UNIMPLEMENTED, errors.WrongShardError),
         *(
-            (code, errors.InternalError)
+            (code, errors.ShardUnavailableError)
             for code in Code
             if code.name
             in {"UNKNOWN", "INTERNAL", "INVALID_ARGUMENT", "NOT_FOUND", "ABORTED", "DATA_LOSS"}
@@ -139,10 +145,9 @@ def test_what_a_shard_never_raises_is_internal(kind: type[errors.ShardwellError]
         (),
         None,
         ((ERROR_DETAIL_KEY, b"\xff\xff"),),
-        ((ERROR_DETAIL_KEY, types_pb2.ErrorDetail(code=99).SerializeToString()),),
         ((ERROR_DETAIL_KEY, b""),),
     ],
-    ids=["empty", "none", "garbage", "unknown code", "unspecified"],
+    ids=["empty", "none", "garbage", "unspecified"],
 )
 def test_a_status_that_is_not_a_shards_own(
     code: grpc.StatusCode, kind: type[errors.ShardwellError], metadata: Any
@@ -151,6 +156,20 @@ def test_a_status_that_is_not_a_shards_own(
     assert type(back) is kind
     assert (back.shard_index, back.parameter) == (5, "model")
     assert "shard 5 at host:70" in back.message
+
+
+def test_an_error_of_a_later_version_is_not_retried() -> None:
+    detail = types_pb2.ErrorDetail(code=99, shard_index=5)
+    metadata = ((ERROR_DETAIL_KEY, detail.SerializeToString()),)
+    back = received(FakeRpcError(Code.ABORTED, "reason", metadata))
+    assert type(back) is errors.InternalError
+    assert (back.shard_index, back.retryable, back.message) == (5, False, "reason")
+
+
+def test_a_damaged_length_is_a_broken_connection_and_no_limit() -> None:
+    details = "Stream removed (CLIENT: Received message larger than max (16777231 vs. 1049600))"
+    back = received(FakeRpcError(Code.RESOURCE_EXHAUSTED, details))
+    assert type(back) is errors.ShardUnavailableError
 
 
 @pytest.mark.parametrize("code", list(Code))

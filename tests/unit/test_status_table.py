@@ -7,22 +7,28 @@ import io
 import pytest
 from rich.console import Console
 
+import shardwell
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import table_pb2
-from shardwell_server.cli.status import _shard_table, _size, _Status, _taking_part, _uptime
+from shardwell_server.cli.status import _shard_table, _size, _taking_part, _uptime
 
 
-def _answer(index: int, count: int, uptime_s: float) -> tuple[str, _Status]:
-    shard = pb.GetStatusResponse(
+def _answer(index: int, count: int, uptime_s: float) -> tuple[str, shardwell.ShardStatus]:
+    address = f"127.0.0.1:{54321 + index}"
+    shard = shardwell.ShardStatus(
+        shard_index=index,
+        shard_count=count,
+        cluster_id="local-0123456789ab",
+        address=address,
+        software_version="0.1.0",
         uptime_s=uptime_s,
         stored_bytes=10_480_000_000,
         received_payload_bytes=99_940_000,
         sent_payload_bytes=123_456_789_000,
         open_stream_count=256,
+        parameters=(),
+        tables=(),
     )
-    shard.shard.cluster_id = "local-0123456789ab"
-    shard.shard.shard_index, shard.shard.shard_count = index, count
-    return f"127.0.0.1:{54321 + index}", _Status(shard, table_pb2.GetTableStatusResponse())
+    return address, shard
 
 
 @pytest.mark.parametrize("uptime_s", [1.0, 99.4, 123.0, 12_345.0, 1e6, 86400 * 999])
@@ -68,11 +74,27 @@ def test_sizes(count, words) -> None:
     assert _size(count) == words
 
 
+def test_workers_that_have_left_in_order_are_done() -> None:
+    spec = shardwell.ParameterSpec(
+        name="model", size=10, optimizer=shardwell.SGD(learning_rate=0.1), worker_count=3
+    )
+    message = pb.ParameterStatus(
+        spec=spec.to_proto(), missing_worker_ids=["c"], done_worker_ids=["b", "a"]
+    )
+    status = shardwell.ParameterStatus.from_proto(message)
+    assert _taking_part("7", status) == "7; [yellow]missing: c[/yellow]; done: a, b"
+
+
 def test_workers_are_named_in_the_order_of_their_numbers() -> None:
-    status = pb.ParameterStatus(
+    spec = shardwell.ParameterSpec(
+        name="model", size=10, optimizer=shardwell.SGD(learning_rate=0.1), worker_count=9
+    )
+    message = pb.ParameterStatus(
+        spec=spec.to_proto(),
         contributed_worker_ids=["w", "worker-10", "worker-9", "worker-2", "7"],
         missing_worker_ids=["b-2-x", "b-10", "a", "b-2"],
     )
-    assert _taking_part("3", "sync", status) == (
+    status = shardwell.ParameterStatus.from_proto(message)
+    assert _taking_part("3", status) == (
         "3; in: 7, w, worker-2, worker-9, worker-10; [yellow]missing: a, b-2, b-2-x, b-10[/yellow]"
     )

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from shardwell_server.store.accumulator.stripe_locks import Hold, StripeLocks
 
 STRIPE_COUNT = 10
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 
 
 def stripes(*numbers: int) -> np.ndarray:

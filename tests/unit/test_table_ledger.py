@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import pytest
 
+from harness.sessions import AllAlive, applicant, know, session_of, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.ledger import Decision
+from shardwell_server.shard.seats import Event, seat_event
 from shardwell_server.shard.table_ledger import Seat, TableLedger
 from shardwell_server.store.table_storage import Position
 
 
 def ledger(worker_count: int = 2, *, version: int = 0, worker_count_max: int = 9) -> TableLedger:
-    return TableLedger(version, worker_count=worker_count, worker_count_max=worker_count_max)
+    return TableLedger(
+        version,
+        worker_count=worker_count,
+        worker_count_max=worker_count_max,
+        sessions=AllAlive(),
+    )
 
 
 def give(steps: TableLedger, seat: Seat, step: int, part_count: int = 1) -> None:
@@ -25,13 +32,18 @@ def give(steps: TableLedger, seat: Seat, step: int, part_count: int = 1) -> None
         steps.record(seat, steps.following(seat, ends_step=part == part_count - 1))
 
 
+def restored(steps: TableLedger, worker_id: str, stored: Position) -> Seat:
+    """The seat of a worker that an earlier process has logged."""
+    return steps.restore_seat(seat_event(take(ledger(), worker_id)), stored)
+
+
 def give_part(steps: TableLedger, seat: Seat) -> None:
     steps.record(seat, steps.following(seat, ends_step=False))
 
 
 def test_a_step_is_complete_when_all_workers_have_ended_it() -> None:
     steps = ledger()
-    first, second = steps.seat("w0"), steps.seat("w1")
+    first, second = take(steps, "w0"), take(steps, "w1")
     give(steps, first, 0, part_count=3)
     assert not steps.is_complete
     give(steps, second, 0)
@@ -49,7 +61,7 @@ def test_a_step_is_complete_when_all_workers_have_ended_it() -> None:
 
 def test_parts_count_once_and_in_order() -> None:
     steps = ledger()
-    seat = steps.seat("w0")
+    seat = take(steps, "w0")
     give_part(steps, seat)
     give_part(steps, seat)
     assert steps.next_part("w0") == (0, 2)
@@ -68,7 +80,7 @@ def test_parts_count_once_and_in_order() -> None:
 def test_an_end_before_parts_that_were_counted_is_refused() -> None:
     """A worker that came back with fewer rows; acknowledged, the step would stay open."""
     steps = ledger()
-    seat = steps.seat("w0")
+    seat = take(steps, "w0")
     for _ in range(3):
         give_part(steps, seat)
     for part in range(3):
@@ -82,7 +94,7 @@ def test_an_end_before_parts_that_were_counted_is_refused() -> None:
 
 def test_a_worker_one_ahead_waits_with_its_first_part_and_its_end() -> None:
     steps = ledger()
-    first, second = steps.seat("w0"), steps.seat("w1")
+    first, second = take(steps, "w0"), take(steps, "w1")
     give(steps, first, 0)
     assert steps.decide(first, 1, 0, ends_step=False) is Decision.WAIT
     assert steps.decide_end(first, 1) is Decision.WAIT
@@ -98,7 +110,7 @@ def test_a_worker_one_ahead_waits_with_its_first_part_and_its_end() -> None:
 @pytest.mark.parametrize("step", [1, 2, 2**62])
 def test_steps_are_not_skipped(step: int) -> None:
     steps = ledger()
-    seat = steps.seat("w0")
+    seat = take(steps, "w0")
     for decide in (
         lambda: steps.decide(seat, step, 0, ends_step=False),
         lambda: steps.decide_end(seat, step),
@@ -110,7 +122,7 @@ def test_steps_are_not_skipped(step: int) -> None:
 
 def test_an_abandoned_step_ends_with_the_parts_that_were_counted() -> None:
     steps = ledger()
-    seat = steps.seat("w0")
+    seat = take(steps, "w0")
     give_part(steps, seat)
     assert steps.decide_end(seat, 0) is Decision.COUNT
     steps.record(seat, steps.following(seat, ends_step=True))
@@ -123,7 +135,7 @@ def test_an_abandoned_step_ends_with_the_parts_that_were_counted() -> None:
 def test_asynchronous_workers_count_for_themselves() -> None:
     steps = ledger(worker_count=0)
     assert not steps.is_sync
-    first, second = steps.seat("w0"), steps.seat("w1")
+    first, second = take(steps, "w0"), take(steps, "w1")
     for step in range(3):
         give(steps, first, step, part_count=2)
     give_part(steps, second)
@@ -139,7 +151,7 @@ def test_asynchronous_workers_count_for_themselves() -> None:
 def test_a_step_that_closed_without_a_worker_is_refused() -> None:
     """A restored table begins at a version; a worker joins it there."""
     steps = ledger(version=3)
-    seat = steps.restore_seat("w0", Position(0, 1, 2))
+    seat = restored(steps, "w0", Position(0, 1, 2))
     assert (
         steps.decide(seat, 0, 9, ends_step=False)
         is steps.decide(seat, 1, 1, ends_step=False)
@@ -158,9 +170,9 @@ def test_a_step_that_closed_without_a_worker_is_refused() -> None:
 
 def test_a_ledger_that_comes_back_goes_on() -> None:
     steps = ledger(version=5)
-    steps.restore_seat("w0", Position(0, 6))
-    second = steps.restore_seat("w1", Position(1, 5, 4))
-    assert steps.seated_worker_ids == steps.worker_ids == ["w0", "w1"]
+    restored(steps, "w0", Position(0, 6))
+    second = restored(steps, "w1", Position(1, 5, 4))
+    assert steps.seated_worker_ids == ["w0", "w1"]
     assert steps.next_part("w1") == (5, 4)
     steps.record(second, steps.following(second, ends_step=True))
     assert steps.is_complete
@@ -168,7 +180,7 @@ def test_a_ledger_that_comes_back_goes_on() -> None:
 
 def test_one_worker_completes_alone() -> None:
     steps = ledger(worker_count=1)
-    seat = steps.seat("w0")
+    seat = take(steps, "w0")
     for step in range(3):
         give(steps, seat, step)
         assert steps.is_complete
@@ -176,39 +188,61 @@ def test_one_worker_completes_alone() -> None:
     assert steps.version == 3
 
 
-def test_seats_and_known_workers_have_limits() -> None:
-    steps = ledger(worker_count=2, worker_count_max=3)
-    steps.remember("onlooker")
-    assert steps.seat("w0").index == 0
-    assert steps.seat("w1").index == 1
-    assert steps.seat("w0") is steps.seat("w0")
+def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> None:
+    steps = ledger(worker_count=2, worker_count_max=2)
+    for number in range(5):
+        know(steps, f"onlooker-{number}")
+    assert take(steps, "w0").index == 0
+    assert take(steps, "w1").index == 1
+    assert take(steps, "w0") is take(steps, "w0")
     with pytest.raises(SeatsTakenError, match="'w0', 'w1'; 'w2' would be one more"):
-        steps.seat("w2")
-    with pytest.raises(LimitError, match="worker_count_max=3: 'w2'"):
-        steps.remember("w2")
+        take(steps, "w2")
+    steps = ledger(worker_count=0, worker_count_max=2)
+    for worker_id in ("w0", "w1"):
+        take(steps, worker_id)
+    with pytest.raises(LimitError, match="worker_count_max=2: 'w2'"):
+        take(steps, "w2")
 
 
 def test_what_is_told_of_a_new_worker_comes_first() -> None:
     """What is logged before a worker is taken in may fail, and then it is not."""
     steps = ledger()
 
-    def fail() -> None:
+    def fail(event: Event) -> None:
         raise OSError("disk full")
 
-    for take_in in (steps.seat, steps.remember):
-        with pytest.raises(OSError, match="disk full"):
-            take_in("w0", fail)
-    assert steps.worker_ids == steps.seated_worker_ids == []
+    with pytest.raises(OSError, match="disk full"):
+        steps.seat(applicant("w0"), fail)
+    assert steps.seated_worker_ids == []
 
 
 def test_missing_workers_are_named_or_counted() -> None:
     steps = ledger(worker_count=4)
     assert steps.missing(0) == ([], 4)
-    steps.remember("idle")
-    give(steps, steps.seat("w0"), 0)
-    give_part(steps, steps.seat("w1"))
+    know(steps, "idle")
+    give(steps, take(steps, "w0"), 0)
+    give_part(steps, take(steps, "w1"))
     assert steps.contributed(0) == ["w0"]
-    assert steps.missing(0) == (["idle", "w1"], 1)
+    assert steps.missing(0) == (["w1", "idle"], 1)
     for worker_id in ("w2", "w3"):
-        steps.seat(worker_id)
+        take(steps, worker_id)
     assert steps.missing(0) == (["w1", "w2", "w3"], 0)
+
+
+def test_other_rows_in_place_of_those_that_counted_are_refused() -> None:
+    steps = ledger(worker_count=1)
+    seat = take(steps, "w0")
+    for crc32c in (10, 11):
+        steps.record(seat, steps.following(seat, ends_step=False), crc32c)
+    for part, crc32c in enumerate((10, 11)):
+        assert steps.decide(seat, 0, part, ends_step=False, crc32c=crc32c) is Decision.DUPLICATE
+        with pytest.raises(StepOrderError, match=f"part {part} of step 0 again with other rows"):
+            steps.decide(seat, 0, part, ends_step=False, crc32c=12)
+    steps.record(seat, steps.following(seat, ends_step=True), 13)
+    with pytest.raises(StepOrderError, match="part 2 of step 0 again"):
+        steps.decide(seat, 0, 2, ends_step=True, crc32c=14)
+    steps.close()
+    steps.record(seat, steps.following(seat, ends_step=True), 20)
+    assert steps.decide(seat, 0, 0, ends_step=False, crc32c=99) is Decision.DUPLICATE
+    seat.give_to(session_of("w0", life=1))
+    assert steps.decide(seat, 1, 0, ends_step=True, crc32c=99) is Decision.DUPLICATE

@@ -8,6 +8,7 @@ derived from those sets by the .proto's words.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,8 +21,10 @@ from hypothesis.stateful import (
     rule,
 )
 
+from harness.sessions import AllAlive, know, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.ledger import Decision
+from shardwell_server.shard.seats import seat_event
 from shardwell_server.shard.table_ledger import TableLedger
 
 WORKERS = ["w0", "w1", "w2", "w3"]
@@ -37,7 +40,11 @@ class TableLedgerMachine(RuleBasedStateMachine):
         version=st.sampled_from([0, 0, 7]),
     )
     def open(self, worker_count: int, worker_count_max: int, version: int) -> None:
-        self.limits = {"worker_count": worker_count, "worker_count_max": worker_count_max}
+        self.limits: dict[str, Any] = {
+            "worker_count": worker_count,
+            "worker_count_max": worker_count_max,
+            "sessions": AllAlive(),
+        }
         self.ledger = TableLedger(version, **self.limits)
         self.worker_count, self.worker_count_max = worker_count, worker_count_max
         self.first_version = version
@@ -81,28 +88,24 @@ class TableLedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def remember(self, worker: str) -> None:
-        if worker not in self.known and len(self.known) == self.worker_count_max:
-            with pytest.raises(LimitError, match="worker_count_max"):
-                self.ledger.remember(worker)
-            return
-        self.ledger.remember(worker)
-        if worker not in self.known:
+        know(self.ledger, worker)
+        if worker in self.known:
+            self.known.remove(worker)
+        if len(self.known) < self.worker_count_max:
             self.known.append(worker)
 
     def take_seat(self, worker: str) -> bool:
         if worker not in self.seated:
             if self.worker_count and len(self.seated) == self.worker_count:
                 with pytest.raises(SeatsTakenError):
-                    self.ledger.seat(worker)
+                    take(self.ledger, worker)
                 return False
-            if worker not in self.known and len(self.known) == self.worker_count_max:
-                with pytest.raises(LimitError):
-                    self.ledger.seat(worker)
+            if len(self.seated) == self.worker_count_max:
+                with pytest.raises(LimitError, match="worker_count_max"):
+                    take(self.ledger, worker)
                 return False
             self.seated.append(worker)
-            if worker not in self.known:
-                self.known.append(worker)
-        seat = self.ledger.seat(worker)
+        seat = take(self.ledger, worker)
         assert (seat.worker_id, seat.index) == (worker, self.seated.index(worker))
         return True
 
@@ -133,7 +136,10 @@ class TableLedgerMachine(RuleBasedStateMachine):
                 self.offer(worker, step, index, ends_step=index == part + part_count - 1)
 
     def offer(self, worker: str, step: int, part: int | None, *, ends_step: bool) -> None:
-        seat, want = self.ledger.seat(worker), self.verdict(worker, step, part, ends_step=ends_step)
+        seat, want = (
+            take(self.ledger, worker),
+            self.verdict(worker, step, part, ends_step=ends_step),
+        )
 
         def decide() -> Decision:
             if part is None:
@@ -165,14 +171,12 @@ class TableLedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """What is kept of a ledger is its version, and the position of each seat."""
+        """What is kept of a ledger is its version, the position of each seat, and its owner."""
         before = self.ledger
         self.ledger = TableLedger(before.version, **self.limits)
         for seat in before.seats:
-            self.ledger.restore_seat(seat.worker_id, seat.position)
-        for worker in before.worker_ids:
-            self.ledger.remember(worker)
-        self.known = self.ledger.worker_ids
+            self.ledger.restore_seat(seat_event(seat), seat.stored_position(seat.position))
+        self.known = []
         assert self.ledger.seated_worker_ids == self.seated
 
     @invariant()
@@ -206,7 +210,8 @@ class TableLedgerMachine(RuleBasedStateMachine):
             assert (missing, unknown) == ([], 0)
             return
         is_full = len(self.seated) == self.worker_count
-        assert missing == [w for w in (self.seated if is_full else self.known) if w not in done]
+        awaited = dict.fromkeys(self.seated if is_full else [*self.seated, *self.known])
+        assert missing == [worker for worker in awaited if worker not in done]
         assert unknown == max(self.worker_count - len(done) - len(missing), 0)
 
 

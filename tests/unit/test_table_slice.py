@@ -17,16 +17,24 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.sessions import AllAlive, contributor, enter, session_of
 from harness.table_messages import answered, asking, part
 from harness.telling import SameMachine
 from harness.together import together
-from shardwell.errors import LimitError, NonFiniteError, StorageError, WorkersMissingError
+from shardwell import checksum
+from shardwell.errors import (
+    DivergedError,
+    LimitError,
+    NonFiniteError,
+    StorageError,
+    WorkersMissingError,
+)
 from shardwell.row_codec import RowCodec
 from shardwell.row_placement import RowPlacement
 from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell_server.config import Limits
-from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.patience import NotYet, Patience
 from shardwell_server.shard.row_index import HashRowIndex
 from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.table_slice import TableSlice
@@ -51,7 +59,7 @@ SPEC = TableSpec(
 
 
 def patience() -> Patience:
-    return Patience(0.0, is_active=lambda: True, is_stopping=lambda: False)
+    return Patience(0.0)
 
 
 class Uncommitted:
@@ -121,6 +129,7 @@ def table_of(
         shard_index=0,
         limits=Limits(),
         stored_bytes=stored,
+        sessions=AllAlive(),
     )
     return made, storage, stored
 
@@ -128,16 +137,18 @@ def table_of(
 def give(
     table: TableSlice, step: int, gradients: dict[int, Any], worker: str = "w0", **options: Any
 ) -> bool:
-    message = part(step, options.pop("index", 0), gradients, **options)
+    message = part(step, options.pop("index", 0), gradients, worker=worker, **options)
+    enter(table, worker)
     return table.contribute(
-        worker, message.gradient, np.frombuffer(message.payload, np.uint8), patience()
+        contributor(worker), message.gradient, np.frombuffer(message.payload, np.uint8), patience()
     )
 
 
 def get(table: TableSlice, *ids: int, min_version: int = 0) -> list[list[float]]:
     message = asking(list(ids), min_version)
     payload = np.frombuffer(message.payload, np.uint8)
-    values, _ = answered(table.rows_message(message.fetch, payload, patience()), table.spec.dim)
+    answer = table.rows_message(message.fetch, payload, patience())
+    values, _ = answered(answer, table.spec.dim, list(ids))
     return values.tolist()
 
 
@@ -183,6 +194,7 @@ def test_no_reader_sees_half_a_row(tmp_path, on_files) -> None:
     table, _, _ = table_of(dim=dim, batch=row_count, path=tmp_path if on_files else None)
     ids = np.arange(row_count)
     codec = RowCodec.of(table.spec)
+    context = checksum.row_gradients_context(table.spec.name, "w0")
     is_done = threading.Event()
 
     def write() -> int:
@@ -192,10 +204,11 @@ def test_no_reader_sees_half_a_row(tmp_path, on_files) -> None:
                 header.gradient.step, header.gradient.sample_count = step, 1
                 header.gradient.end_of_step = True
                 ones = np.ones((row_count, dim), np.float32)
-                sealed = codec.encode(header, header.gradient.rows, ids, ones)
+                start = checksum.row_gradients(context, header.gradient)
+                sealed = codec.encode(header, header.gradient.rows, ids, ones, start=start)
                 message = pb.ExchangeRowsRequest.FromString(sealed)
                 payload = np.frombuffer(message.payload, np.uint8)
-                table.contribute("w0", message.gradient, payload, patience())
+                table.contribute(contributor("w0"), message.gradient, payload, patience())
         finally:
             is_done.set()
         return step_count
@@ -205,7 +218,7 @@ def test_no_reader_sees_half_a_row(tmp_path, on_files) -> None:
         payload = np.frombuffer(message.payload, np.uint8)
         while not is_done.is_set():
             answer = table.rows_message(message.fetch, payload, patience())
-            values, version = answered(answer, dim)
+            values, version = answered(answer, dim, ids.tolist())
             assert (values == -version).all()
             count += 1
         return count
@@ -249,6 +262,27 @@ def test_a_step_goes_on_closing_where_it_was_cut_off(batch_count) -> None:
     assert not give(table, 0, {7: [4, 8]}, "b", index=3)
     assert give(table, 1, {}, "a")
     assert [get(table, row_id) for row_id in ids] == [[[-4, -8]]] * 7
+
+
+def test_who_waits_is_told_that_a_step_can_not_be_closed() -> None:
+    """As whoever closed it was; once that can be done, it may be he who does."""
+    table, storage, _ = table_of(worker_count=2)
+    woken: list[str] = []
+    message = asking([1], 1)
+    question = message.fetch, np.frombuffer(message.payload, np.uint8)
+    waiting = Patience(60.0, wake=lambda: woken.append("b"))
+    give(table, 0, {1: [4, 8]}, "b")
+    with pytest.raises(NotYet):
+        table.rows_message(*question, waiting)
+    storage.changes_left = 1
+    with pytest.raises(StorageError, match="row 3 was damaged"):
+        give(table, 0, {1: [4, 8]}, "a")
+    assert woken == ["b"]
+    with pytest.raises(StorageError, match="row 3 was damaged"):
+        table.rows_message(*question, waiting)
+    storage.changes_left = None
+    values, _ = answered(table.rows_message(*question, waiting), table.spec.dim, [1])
+    assert values.tolist() == [[-4, -8]]
 
 
 def test_a_full_disk_changes_nothing() -> None:
@@ -339,14 +373,42 @@ def test_a_mean_that_float32_holds_does_not_overflow(worker_count, samples) -> N
     np.testing.assert_allclose(get(table, 1), [[-3e38, 3e38]], rtol=1e-6)
 
 
+LARGE = {"RowWiseAdagrad": "row_sum", "Adagrad": "sum", "Adam": "exp_avg_sq", "FTRL": "z"}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[1:], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("fields", [{"worker_count": 2}, {"mode": "async", "worker_count": 0}, {}])
+def test_a_gradient_that_state_can_not_take_is_refused(optimizer, fields) -> None:
+    """It would freeze its row: a step of 0 for ever after. The next one counts instead."""
+    table, storage, _ = table_of(optimizer=optimizer, **fields)
+    if fields.get("worker_count") == 2:
+        give(table, 0, {1: [1, 1], 5: [1, 1]}, "a")
+    name = LARGE[type(optimizer).__name__]
+    words = rf"gradient of 'b', table 't'.*'{name}' of row id 5, column"
+    with pytest.raises(NonFiniteError, match=words) as caught:
+        give(table, 0, {1: [1, 1], 5: [1, 1e20]}, "b")
+    assert caught.value.table == "t"
+    assert caught.value.element_index == (2 if name == "row_sum" else 3)
+    give(table, 0, {1: [1, 1], 5: [1, 1]}, "b")
+    assert all(np.isfinite(slot[: storage.record.row_used]).all() for slot in storage.slots)
+    np.testing.assert_array_equal(*get(table, 1, 5))
+
+
+def test_a_gradient_that_weighs_nothing_may_be_of_any_size() -> None:
+    table, _, _ = table_of(worker_count=2, optimizer=shardwell.Adagrad(learning_rate=0.5))
+    give(table, 0, {1: [1, 1]}, "a")
+    give(table, 0, {1: [1e38, 1e38]}, "b", samples=0)
+    assert get(table, 1) == [[-0.5, -0.5]]
+
+
 def test_weights_that_diverged_are_named() -> None:
     table, _, _ = table_of()
     for step in range(2):
         give(table, step, {1: [1, 1], 7: [1, 3e38]})
     assert get(table, 1) == [[-2, -2]]
-    with pytest.raises(NonFiniteError, match=r"version 2.*column 1 of row id 7") as caught:
+    with pytest.raises(DivergedError, match=r"version 2.*column 1 of row id 7") as caught:
         get(table, 1, 7)
-    assert caught.value.element_index == 3
+    assert caught.value.element_index == -1  # a place in a message says nothing to the caller
     assert caught.value.table == "t"
 
 
@@ -364,19 +426,22 @@ def test_all_codecs(codec) -> None:
     rows, ids = RowCodec.of(table.spec), np.arange(0, 60, 2)
     gradients = np.tile(np.float32([2.0**-10, 3.0]), (30, 32))
     header = pb.ExchangeRowsRequest(gradient=pb.RowGradients(end_of_step=True, sample_count=1))
+    context = checksum.row_gradients_context(table.spec.name, "w0")
+    start = checksum.row_gradients(context, header.gradient)
     message = pb.ExchangeRowsRequest.FromString(
-        rows.encode(header, header.gradient.rows, ids, gradients)
+        rows.encode(header, header.gradient.rows, ids, gradients, start=start)
     )
     assert message.gradient.rows.lz4 == codec.endswith("lz4")
     payload = np.frombuffer(message.payload, np.uint8)
-    assert table.contribute("w0", message.gradient, payload, patience())
+    assert table.contribute(contributor("w0"), message.gradient, payload, patience())
     fetch = asking(ids.tolist())
     payload = np.frombuffer(fetch.payload, np.uint8)
     answer = pb.ExchangeRowsResponse.FromString(
         table.rows_message(fetch.fetch, payload, patience())
     )
     payload = np.frombuffer(answer.payload, np.uint8)
-    opened = rows.open(answer.rows, payload, with_ids=False, with_values=True)
+    start = checksum.rows_answer(checksum.rows_answer_context(table.spec.name), ids, answer.version)
+    opened = rows.open(answer.rows, payload, start=start, with_ids=False, with_values=True)
     found = np.empty((30, 64), np.float32)
     rows.decode(opened, found)
     np.testing.assert_array_equal(found, -gradients)
@@ -385,6 +450,6 @@ def test_all_codecs(codec) -> None:
 def test_a_wait_ends_with_who_is_missing() -> None:
     table, _, _ = table_of(worker_count=3)
     give(table, 0, {1: [1, 1]}, "a")
-    table.join("b")
+    table.join("b", session_of("b").number)
     with pytest.raises(WorkersMissingError, match="missing of 3 workers: 'b' and 1 that never"):
         give(table, 1, {}, "a")

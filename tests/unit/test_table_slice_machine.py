@@ -23,7 +23,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import shardwell
+from harness import wire_crc
 from harness.images import Image, image_of, in_memory, restore
+from harness.sessions import contributor, enter
 from harness.table_messages import answered, asking, part
 from harness.table_model import ModelTable, adam, sgd
 from harness.telling import SameMachine
@@ -49,7 +51,7 @@ KEYS = [
     for key in [*range(12), -1, -7, 2**63 - 1, -(2**63), *(k << 40 for k in range(1, 12))]
     if owner(key, 0, SHARD_COUNT) == 1
 ]
-PATIENCE = Patience(0.0, is_active=lambda: True, is_stopping=lambda: False)
+PATIENCE = Patience(0.0)
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -188,8 +190,10 @@ class TableMachine(RuleBasedStateMachine):
                 self.send(worker, True, samples, data, kill if is_last else None)
 
     def give(self, worker: str, message: Any) -> bool:
+        wire_crc.seal(message, wire_crc.ROW_GRADIENTS, "t", worker)
         payload = np.frombuffer(message.payload, np.uint8)
-        return self.table.contribute(worker, message.gradient, payload, PATIENCE)
+        enter(self.table, worker)
+        return self.table.contribute(contributor(worker), message.gradient, payload, PATIENCE)
 
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
@@ -265,7 +269,8 @@ class TableMachine(RuleBasedStateMachine):
 
     def ask(self, message: Any) -> tuple[np.ndarray, int]:
         payload = np.frombuffer(message.payload, np.uint8)
-        return answered(self.table.rows_message(message.fetch, payload, PATIENCE), DIM)
+        ids = np.frombuffer(message.payload, "<i8").tolist()
+        return answered(self.table.rows_message(message.fetch, payload, PATIENCE), DIM, ids)
 
     @invariant()
     def stands_where_the_model_does(self) -> None:

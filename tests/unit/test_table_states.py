@@ -57,7 +57,7 @@ def test_rows_are_those_of_the_version(directory, worker_count) -> None:
     table.scan._batch = 4
     messages = scan(table, 4)
     first = pb.ScanRowsResponse.FromString(next(messages))
-    assert (first.version, first.learning_rate, first.HasField("rows")) == (4, 1.0, False)
+    assert (first.version, first.learning_rate, first.rows.row_count) == (4, 1.0, 0)
     got = [next(messages)]
     for number, ids in enumerate([range(0, 200, 7), range(60), range(0, 200, 2)]):
         for worker in workers:
@@ -171,7 +171,7 @@ def test_as_many_scans_as_the_limit_allows() -> None:
 def test_a_reader_that_is_late_costs_training_nothing() -> None:
     table = table_of()
     give(table, ones(1))
-    messages = row_states.state_messages(table, 1, patience(), lambda: False)
+    messages = row_states.state_messages(table, 1, patience(), lambda: False, lambda size: None)
     next(messages)
     give(table, ones(1))
     assert table.version == 2

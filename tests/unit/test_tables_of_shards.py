@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import shardwell
+from harness.sessions import AllAlive
 from harness.telling import SameMachine
 from shardwell.errors import LimitError, SpecMismatchError, StorageError, UnknownTableError
 from shardwell.table_spec import TableSpec
@@ -38,7 +39,7 @@ def tables_of(
     config: ShardConfig = CONFIG, store: Store | None = None, stored: StoredBytes | None = None
 ) -> Tables:
     limit = stored or StoredBytes(config.limits.stored_bytes_max)
-    return Tables(config, store or MemoryStore(), threading.Lock(), limit)
+    return Tables(config, store or MemoryStore(), threading.Lock(), limit, sessions=AllAlive())
 
 
 def opened(path: Path) -> MmapStore:

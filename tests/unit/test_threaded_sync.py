@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import Stopwatch, eventually
+from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.together import in_background, together
 from shardwell import ThreadedSync
 from shardwell.codec import BLOCK_ELEMENT_COUNT
 from shardwell.reduction import REDUCTIONS
-
-pytestmark = pytest.mark.timeout(60)
 
 LENGTHS = [*range(101), 1000, 4097, BLOCK_ELEMENT_COUNT - 1, 3 * BLOCK_ELEMENT_COUNT + 17]
 
@@ -124,7 +122,7 @@ def test_sums_are_taken_in_order_of_rank_whoever_comes_first() -> None:
         eventually("two gather", lambda: len(sync._under_way) == 2)
         sync.all_reduce(given[late], rank=late)
         for future in early:
-            future.result(10)
+            future.result(PATIENCE_S)
         np.testing.assert_array_equal(given, 1.0)
 
 
@@ -246,7 +244,7 @@ def test_a_thread_that_does_not_come_is_named_and_reset_mends_it() -> None:
     given = [np.full(5, rank, np.float32) for rank in range(4)]
     watch = Stopwatch()
     errors = sync_all(sync, given[:2])
-    assert watch.elapsed_s < 10
+    assert watch.elapsed_s < PATIENCE_S
     assert {type(error) for error in errors} == {shardwell.WorkersMissingError}
     assert [error.missing_ranks for error in errors] == [(2, 3)] * 2
     for rank in (2, 1):  # the late one, and one of the others again
@@ -304,7 +302,7 @@ def test_two_threads_with_one_rank() -> None:
     with pytest.raises(shardwell.ArgumentError, match="rank 0 is used by two threads at once"):
         sync.sync_gradients(given[1], rank=0)
     sync.sync_gradients(given[2], rank=1)
-    first.result(10)
+    first.result(PATIENCE_S)
     np.testing.assert_array_equal(given[0], given[2])
 
 
@@ -313,16 +311,16 @@ def test_seats_are_kept_given_up_and_freed_by_their_threads_end() -> None:
     sync.take_seat(1)
     sync.take_seat(1)
     assert sync.rank == 1
-    assert in_background(lambda: sync.rank).result(10) == 0
-    in_background(lambda: sync.take_seat(0)).result(10)
+    assert in_background(lambda: sync.rank).result(PATIENCE_S) == 0
+    in_background(lambda: sync.take_seat(0)).result(PATIENCE_S)
     eventually("its thread has ended", lambda: not sync._seats[0].is_alive())
     sync.take_seat(0)
     assert sync.rank == 0
     with pytest.raises(shardwell.ArgumentError, match="rank 0 is the seat of thread 'MainThread'"):
-        in_background(lambda: sync.take_seat(0)).result(10)
+        in_background(lambda: sync.take_seat(0)).result(PATIENCE_S)
     sync.leave_seat()
     sync.leave_seat()
-    in_background(lambda: sync.take_seat(0)).result(10)
+    in_background(lambda: sync.take_seat(0)).result(PATIENCE_S)
     for rank in (2, -1, "0", True):
         with pytest.raises(shardwell.ArgumentError, match="rank must be an integer from 0 to 1"):
             sync.take_seat(rank)
@@ -336,7 +334,7 @@ def test_threads_without_seats_take_the_lowest_and_one_too_many_is_refused() -> 
     def work(array: np.ndarray) -> None:
         sync.sync_gradients(array)
         ranks.append(sync.rank)
-        done.wait(20)
+        done.wait(PATIENCE_S)
 
     futures = [in_background(lambda array=array: work(array)) for array in given]
     eventually("all are through", lambda: len(ranks) == 3)
@@ -344,7 +342,7 @@ def test_threads_without_seats_take_the_lowest_and_one_too_many_is_refused() -> 
         sync.sync_gradients(np.ones(4, np.float32))
     done.set()
     for future in futures:
-        future.result(10)
+        future.result(PATIENCE_S)
     assert sorted(ranks) == [0, 1, 2]
     np.testing.assert_array_equal(given, 3.0)
 
@@ -360,7 +358,7 @@ def test_threads_of_later_rounds_sit_where_those_that_ended_sat() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
         np.testing.assert_array_equal(given, 3.0)
 
 

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from shardwell.errors import ArgumentError, NonFiniteError
-from shardwell.values import as_flat, as_output, finite_peak
+from shardwell.row_batches import as_ids
+from shardwell.row_sums import as_gradients
+from shardwell.values import (
+    as_flat,
+    as_output,
+    as_writable,
+    finite_peak,
+    wait_milliseconds,
+    wait_within,
+)
 
 LARGE = 2**19 + 5
 """Elements: more than are looked at in one go."""
@@ -51,6 +60,60 @@ def test_what_offers_an_array_is_taken() -> None:
     values = np.arange(6, dtype=np.float32)
     assert np.shares_memory(as_flat("gradient", Tensor(values), 6), values)
     assert as_flat("gradient", np.ma.masked_array(values), 6).tolist() == values.tolist()
+
+
+class OtherTensor:
+    """What offers an array and fails, as torch's does on a GPU, of bfloat16, with requires_grad.
+
+    As torch's, it has a method `size`, where arrays have a number.
+    """
+
+    dtype = "torch.bfloat16"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def size(self) -> tuple[int, ...]:
+        return (3,)
+
+    def detach(self) -> OtherTensor:
+        return self
+
+
+@pytest.mark.parametrize("size", [3, None])
+def test_a_tensor_that_gives_no_array_is_refused_with_its_reason(size: int | None) -> None:
+    expected = r"got OtherTensor of torch.bfloat16, .*ScalarType BFloat16; pass tensor.detach\(\)"
+    with pytest.raises(ArgumentError, match=expected):
+        as_flat("gradient", OtherTensor(), size)
+    with pytest.raises(ArgumentError, match=expected):
+        as_gradients(OtherTensor(), (3,), 1, "users")
+    with pytest.raises(ArgumentError, match=r"ids must be an array of integers; .*BFloat16"):
+        as_ids(OtherTensor(), None)
+
+
+@pytest.mark.parametrize("tensor", [OtherTensor(), Tensor(np.zeros(3, np.float32))])
+def test_a_tensor_is_no_array_to_write_in_place(tensor: Any) -> None:
+    kind = type(tensor).__name__
+    for refuse in (
+        lambda: as_writable("array", tensor),
+        lambda: as_output(tensor, 3),
+    ):
+        with pytest.raises(ArgumentError, match=f"float32 NumPy array.*; got {kind}") as caught:
+            refuse()
+        assert "method" not in str(caught.value)
+        assert ("pass tensor.detach().numpy()" in str(caught.value)) == hasattr(tensor, "detach")
+
+
+def test_real_tensors_are_taken_or_refused() -> None:
+    torch = pytest.importorskip("torch")
+    values = torch.arange(3, dtype=torch.float32)
+    assert np.shares_memory(as_flat("gradient", values, 3), values.numpy())
+    assert as_writable("array", values.numpy()).tolist() == [0, 1, 2]
+    for refused in (values.bfloat16(), values.clone().requires_grad_()):
+        with pytest.raises(ArgumentError, match="got Tensor of torch"):
+            as_flat("gradient", refused, 3)
+        with pytest.raises(ArgumentError, match="got Tensor of torch"):
+            as_writable("array", refused)
 
 
 @pytest.mark.parametrize("values", [None, 1.0, [1.0, 2.0], (1.0,), "ab", b"ab", {1: 2}, range(3)])
@@ -129,7 +192,7 @@ def read_only() -> np.ndarray:
 )
 def test_other_outputs_are_refused(out: Any) -> None:
     with pytest.raises(
-        ArgumentError, match="out must be a writable C-contiguous float32 array of 6"
+        ArgumentError, match="out must be a writable C-contiguous float32 NumPy array of 6"
     ):
         as_output(out, 6)
 
@@ -170,3 +233,11 @@ def test_a_float64_must_be_finite_as_float32() -> None:
         with pytest.raises(NonFiniteError, match=r"element 1 is .*float32") as caught:
             finite_peak("gradient", np.array([1.0, value]), "m")
         assert caught.value.element_index == 1
+
+
+@pytest.mark.parametrize("timeout_s", [1e-4, 0.02, 0.6, 1.0, 3.9, 4.0, 120.0, 30 * 86400.0])
+def test_others_are_waited_for_a_little_less_than_the_caller_waits(timeout_s: float) -> None:
+    """The answer that names them has a second to come in, or a quarter of a short timeout."""
+    assert 0.75 * timeout_s <= wait_within(timeout_s) < timeout_s
+    assert timeout_s - wait_within(timeout_s) == pytest.approx(min(1.0, timeout_s / 4))
+    assert 1 <= wait_milliseconds(timeout_s) <= max(1000 * timeout_s, 1)

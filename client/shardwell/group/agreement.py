@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 import grpc
@@ -20,9 +20,6 @@ from shardwell.group.peers import Peer
 from shardwell.group.roll_call import RollCall, Verdicts
 from shardwell.status import from_detail, to_detail
 from shardwell.v1 import peer_pb2 as pb
-
-_PARTING_S = 10.0
-"""How long one end of a stream may take to read what the other says last."""
 
 
 class Ending(Protocol):
@@ -44,8 +41,13 @@ class Agreement(Protocol):
     def leave(self) -> None:
         """Tells that this rank leaves after the calls that it has made."""
 
-    def close(self) -> None:
-        """Ends streams and threads."""
+    def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
+        """Ends streams and threads; blocks.
+
+        Args:
+            parting_s: How long the others may take to read what this rank says last.
+            gone_ranks: Ranks that are known to be gone, and are not waited for.
+        """
 
 
 def failure_of(error: ShardwellError) -> pb.Failure:
@@ -66,6 +68,13 @@ def lost(rank: int, what: str) -> pb.Failure:
             rank=rank,
         )
     )
+
+
+def expired(rank: int, reason: str) -> pb.Failure:
+    """The failure of a generation in which the lease of `rank` ended."""
+    failure = lost(rank, f"is gone: {reason}")
+    failure.expired = True
+    return failure
 
 
 def rebuilding(rank: int) -> pb.Failure:
@@ -89,7 +98,7 @@ class RollCallHost:
         ]
         self._left: set[int] = set()
         self._streaming: set[int] = set()
-        self._readers: list[tuple[threading.Thread, grpc.ServicerContext]] = []
+        self._readers: list[tuple[int, threading.Thread, grpc.ServicerContext]] = []
         self._over = False
         self._timer = threading.Thread(target=self._expire, name="shardwell-roll-call", daemon=True)
         self._timer.start()
@@ -119,7 +128,7 @@ class RollCallHost:
                 answers.put(pb.AgreeResponse(leaving=pb.LeavingRank()))
                 answers.put(None)
 
-    def close(self) -> None:
+    def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
         """See Agreement."""
         with self._changed:
             self._over = True
@@ -128,9 +137,10 @@ class RollCallHost:
         for answers in self._answers:
             answers.put(None)
         self._timer.join()
-        deadline_s = time.monotonic() + _PARTING_S
-        for thread, context in readers:
-            thread.join(max(deadline_s - time.monotonic(), 0.0))
+        deadline_s = time.monotonic() + parting_s
+        for rank, thread, context in readers:
+            if rank not in gone_ranks:
+                thread.join(max(deadline_s - time.monotonic(), 0.0))
             if thread.is_alive():  # its rank has vanished, or stands still
                 context.cancel()
                 thread.join()
@@ -154,7 +164,7 @@ class RollCallHost:
             target=self._read, args=(rank, requests), name="shardwell-roll-call", daemon=True
         )
         with self._changed:  # so that `close` finds none that has not begun
-            self._readers.append((reader, context))
+            self._readers.append((rank, reader, context))
             reader.start()
         while (answer := answers.get()) is not None:
             yield answer
@@ -236,11 +246,12 @@ class RollCallLink:
         self._requests.put(pb.AgreeRequest(leaving=pb.LeavingRank()))
         self._requests.put(None)
 
-    def close(self) -> None:
+    def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
         """See Agreement."""
         self._closed = True
         self._requests.put(None)
-        self._reader.join(_PARTING_S)
+        if 0 not in gone_ranks:
+            self._reader.join(parting_s)
         self._call.cancel()
         self._reader.join()
 

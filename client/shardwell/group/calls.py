@@ -27,7 +27,13 @@ from shardwell.group.strategies import Strategy
 from shardwell.reduction import REDUCTIONS, ReductionName
 from shardwell.specs import SAMPLE_COUNT_MAX, WIRE_CODECS
 from shardwell.v1 import peer_pb2 as pb
-from shardwell.values import as_writable, check_integer, check_timeout, finite_peak
+from shardwell.values import (
+    as_writable,
+    check_integer,
+    check_timeout,
+    finite_peak,
+    wait_milliseconds,
+)
 
 WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
@@ -116,7 +122,7 @@ class CallMaker:
         timeout_s = check_timeout(timeout_s)
         return Call(
             announcement=pb.CollectiveCall(
-                operation=kind, wait_timeout_ms=max(int(timeout_s * 1000), 1)
+                operation=kind, wait_timeout_ms=wait_milliseconds(timeout_s)
             ),
             operation=operation,
             array=_NOTHING,
@@ -156,17 +162,3 @@ def _checked(what: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ArgumentError(f"{what} must be one of {', '.join(allowed)}; got {value!r:.80}")
     return str(value)
-
-
-def checked_wait(wait_s: Any) -> float:
-    """How long `Group.rebuild` waits for replacements.
-
-    Raises:
-        ArgumentError: it is no number, or too large.
-    """
-    good = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
-    if not good or not 0 <= wait_s <= REPLACEMENT_WAIT_S_MAX:
-        raise ArgumentError(
-            f"replacement_wait_s must be from 0 to {REPLACEMENT_WAIT_S_MAX:g}; got {wait_s!r:.80}"
-        )
-    return float(wait_s)

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardwell import framing
-from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
+from shardwell import checksum, framing
+from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, IntactChunk, check_chunk
 from shardwell.codec import CODECS, Bytes, Float32, blocks
+from shardwell.mean import divide
 from shardwell.partition import Slice
 from shardwell.scratch import thread_scratch
 from shardwell.v1 import peer_pb2 as pb
-from shardwell.v1 import types_pb2
 
 _SCALED_PEAK_MIN = 2.0**-90
 """Above it, fp16's scale has room for the factors of a mean, which are 2^-32 at the least."""
@@ -44,6 +44,7 @@ class ChunkArithmetic:
     Args:
         array: (n,) float32, contiguous; read, and written where results belong.
         call_index: The call's, for headers.
+        context: Of the call: see checksum.py.
         codec_name: How chunks travel.
         reduction: How elements are combined.
         factor: What this rank's values are multiplied with before they are added.
@@ -56,6 +57,7 @@ class ChunkArithmetic:
         array: Float32,
         *,
         call_index: int,
+        context: int,
         codec_name: str,
         reduction: Reduction,
         factor: float = 1.0,
@@ -64,6 +66,7 @@ class ChunkArithmetic:
     ) -> None:
         self._array = array
         self._call_index = call_index
+        self._context = context
         # What was finite when the call began may overflow as a sum, which is then infinite.
         self._codec = ChunkCodec(CODECS[codec_name], allow_non_finite=True)
         self._reduction = reduction
@@ -91,13 +94,21 @@ class ChunkArithmetic:
             total.fill(0.0)  # whatever is there, NaN included
         return total
 
-    def opened(self, chunk: types_pb2.Chunk, payload: Bytes, where: Slice) -> Bytes:
+    def checked(self, header: pb.ReceiveChunksResponse, payload: Bytes) -> IntactChunk:
+        """Refuses what was damaged, or is not of this call.
+
+        Raises:
+            CorruptChunkError: the CRC32C does not fit.
+        """
+        return check_chunk(header.chunk, payload, checksum.peer_chunk(self._context, header.stage))
+
+    def opened(self, intact: IntactChunk, where: Slice) -> Bytes:
         """Checks what came for a range; returns the codec's bytes: a view.
 
         Raises:
             CorruptChunkError, ArgumentError: see `ChunkCodec.open`.
         """
-        return self._codec.open(chunk, where, payload)
+        return self._codec.open(intact, where)
 
     def combine(
         self, exponent: int, stored: Bytes, where: Slice, total: Float32 | None = None
@@ -149,12 +160,11 @@ class ChunkArithmetic:
         if total is None:
             total = into if self._factor == 1.0 else self.begin(where, self._total)
         if self._divisor != 1.0:
-            out = self._total[: where.size] if total is into else total
+            out = self._total[: where.size] if total is into else into
             if math.frexp(self._divisor)[0] == 0.5:  # a power of two: as exact, and faster
                 np.multiply(total, np.float32(1.0 / self._divisor), out=out)
             else:
-                with np.errstate(over="ignore"):  # a divisor below 1, and a total at the very edge
-                    np.divide(total, np.float32(self._divisor), out=out)
+                divide(total, self._divisor, out)
             total, peak = out, None
         message = self._message(pb.STAGE_FINAL, index, where, total, peak) if spreads else b""
         if message and self._codec.codec.name != "fp32":
@@ -192,6 +202,7 @@ class ChunkArithmetic:
             index,
             values,
             thread_scratch(),
+            start=checksum.peer_chunk(self._context, stage),
             peak=peak,
             exponent_offset=exponent_offset,
         )

@@ -129,6 +129,10 @@ class Collective:
         """
         header = arrival.header
         index, stage = header.chunk.chunk_index, header.stage
+        try:
+            intact = self._arithmetic.checked(header, arrival.payload)
+        except CorruptChunkError as error:
+            raise self._refused(arrival, error.message) from None
         if index >= len(self._plan.chunks):
             raise self._refused(arrival, f"the array has {len(self._plan.chunks)} chunks")
         where, role = self._chunk(index)
@@ -146,7 +150,7 @@ class Collective:
         ):
             raise self._refused(arrival, "it is final before all have contributed")
         try:
-            stored = self._arithmetic.opened(header.chunk, arrival.payload, where)
+            stored = self._arithmetic.opened(intact, where)
         except ShardwellError as error:
             raise self._refused(arrival, error.message) from None
         self._seen.add(key)

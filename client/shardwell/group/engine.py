@@ -31,9 +31,13 @@ from shardwell.group.strategies import Strategy
 from shardwell.mean import Weights
 from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
+from shardwell.values import wait_within
 
-VERDICT_MARGIN_S = 2.0
-"""How much longer than its deadline a rank waits for rank 0 to say who is late."""
+_VERDICT_S_MIN = 1.0
+"""Calls with a shorter deadline have rank 0's verdict so late at the latest: without one, all would
+lose the generation, for a moment of a busy machine."""
+_ENDING_S = 2.0
+"""How long rank 0 may take to tell all why the generation is over; not beyond the deadline."""
 
 
 @dataclass(kw_only=True)
@@ -78,6 +82,15 @@ class Links(Protocol):
         """Cuts them all; whatever waits fails with this."""
 
 
+class ContextOf(Protocol):
+    """What the CRC32C of a call's chunks begins with: see `checksum.peer_context`."""
+
+    def __call__(
+        self, call: pb.CollectiveCall, ranks: Sequence[int], sample_counts: Sequence[int]
+    ) -> int:
+        """Of a call, those that take part, and their sample counts."""
+
+
 class Engine:
     """Makes calls in the order in which they come. Any thread may submit them."""
 
@@ -90,7 +103,10 @@ class Engine:
         agreement: Agreement,
         links: Links,
         traffic: Traffic,
+        *,
+        context_of: ContextOf,
     ) -> None:
+        self._context_of = context_of
         self._rank = rank
         self._size = size
         self._strategy = strategy
@@ -130,14 +146,15 @@ class Engine:
 
     def _made(self, call: Call) -> int:
         index = None if call.is_join else call.announcement.call_index
-        verdict = self._mailbox.await_verdict(index, call.timeout_s + VERDICT_MARGIN_S)
+        verdict = self._mailbox.await_verdict(index, max(call.timeout_s, _VERDICT_S_MIN))
         if verdict is None:
             raise self._given_up(
                 DeadlineError(
                     f"rank 0 did not say within {call.timeout_s:.3g} s whether all ranks call "
                     f"{_name(call)}; see whether it is stuck",
                     rank=0,
-                )
+                ),
+                0.0,
             )
         if verdict.HasField("failure"):
             raise error_of(verdict.failure)
@@ -145,22 +162,25 @@ class Engine:
             self.next_call_index = verdict.call_index
             return verdict.last_rank
         if call.operation is not None and call.array.size:
+            deadline_s = time.monotonic() + call.timeout_s
             try:
                 self._moved(call, call.operation, verdict)
             except ShardwellError as error:
                 if self._mailbox.ended is None:
-                    raise self._given_up(error) from None
+                    raise self._given_up(error, deadline_s) from None
                 ended = self._mailbox.await_end(0.0)
                 raise error if ended is None else ended() from None
             except Exception as error:
                 told = f"rank {self._rank} failed in {_name(call)}: {error!r:.300}"
-                raise self._given_up(InternalError(told, rank=self._rank)) from error
+                failed = InternalError(told, rank=self._rank)
+                raise self._given_up(failed, deadline_s) from error
         return 0
 
-    def _given_up(self, error: ShardwellError) -> ShardwellError:
+    def _given_up(self, error: ShardwellError, deadline_s: float) -> ShardwellError:
         """Ends the generation for all because of an error of this rank; what all are told."""
         self._agreement.give_up(failure_of(error))
-        ended = self._mailbox.await_end(VERDICT_MARGIN_S)
+        rest_s = max(deadline_s - time.monotonic(), 0.0)
+        ended = self._mailbox.await_end(min(rest_s, _ENDING_S))
         if ended is None:  # rank 0 is silent; calls that were agreed on can't go on either
             self._links.end(failure_of(error))
         return error if ended is None else ended()
@@ -169,13 +189,17 @@ class Engine:
         """Moves the chunks of a call that all ranks agree on."""
         ranks = list(verdict.active_ranks)
         place = ranks.index(self._rank)
+        sample_counts = list(verdict.sample_counts)
+        # Its own count as this rank knows it: where rank 0 had another, no two ranks' chunks fit.
+        sample_counts[place] = call.announcement.sample_count
         call.place = (place, len(ranks))
         plan = plan_of(call, operation, self._strategy, self._rank, ranks)
         is_mean = call.reduction is Reduction.MEAN
-        weights = Weights(list(verdict.sample_counts))
+        weights = Weights(sample_counts)
         arithmetic = ChunkArithmetic(
             call.array,
             call_index=verdict.call_index,
+            context=self._context_of(call.announcement, ranks, sample_counts),
             codec_name=call.codec_name,
             reduction=call.reduction,
             factor=weights.factor(place) if is_mean else 1.0,
@@ -183,7 +207,7 @@ class Engine:
             peaks=call.peaks if len(ranks) == self._size else None,
         )
         collective = Collective(plan, arithmetic)
-        deadline_s = time.monotonic() + call.timeout_s
+        deadline_s = time.monotonic() + wait_within(call.timeout_s)
         targets = {place: self._links.outgoing(ranks[place]) for place in plan.targets}
         for source in plan.sources:
             self._links.listen_to(ranks[source])

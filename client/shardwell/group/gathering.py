@@ -1,9 +1,11 @@
 """One group as the rendezvous knows it: who asks for a place, and the generation that lives. Pure.
 
-Invariants: at most one generation lives or forms; its number is larger than any before; a rank has
-one member; a member that lives is never replaced. Whoever wants the rank of another, the holder,
-contends for it: it is refused when the holder is heard of after it asked, and has the rank when the
-holder's lease ends.
+Invariants: at most one generation lives or forms; its number is no other's, and larger than any
+that was known here; a rank has one member; a member that lives is never replaced. Whoever wants the
+rank of another, the holder, contends for it: it is refused when the holder is heard of after it
+asked, and has the rank when the holder's lease ends. In the same way whoever wants the name with
+another spec contends with all who agree on the one that it has. A generation can be followed by its
+members while it lives; whoever comes later is told to join again.
 
 Nothing happens by itself: each request says what time it is, and first brings the gathering there.
 """
@@ -16,6 +18,8 @@ from shardwell.errors import (
     ArgumentError,
     GroupMismatchError,
     RankTakenError,
+    ShardwellError,
+    WorkerLostError,
     WorkerUnreachableError,
 )
 from shardwell.group.places import (
@@ -25,18 +29,17 @@ from shardwell.group.places import (
     GenerationNumbers,
     Seat,
     described,
+    incarnation_of,
     listed,
 )
 from shardwell.group.refusals import (
     Refusals,
     Verdict,
-    differences,
+    left_behind_text,
     lost_error,
     mismatch_text,
-    overridden_text,
     stranger_error,
     taken_text,
-    unknown_generation_error,
     unreachable_text,
 )
 from shardwell.group.requests import MeetingLimits
@@ -52,11 +55,9 @@ class Gathering:
     def __init__(
         self, spec: pb.GroupSpec, numbers: GenerationNumbers, limits: MeetingLimits, now_s: float
     ) -> None:
-        self.seating = Seating()
+        self.seating = Seating(spec)
         self.heard_s = now_s
         """When anybody was heard of last."""
-        self._spec = spec
-        self._begun_by = ""
         self._numbers = numbers
         self._ended_number = 0
         """Of the last generation that lived before the one that does."""
@@ -69,18 +70,16 @@ class Gathering:
         self._advance(now_s)
         member_id = request.member.member_id
         self._refusals.raise_any(member_id, request.checked_generation)
-        if not self._is_spec_kept():
-            self._spec, self._begun_by = request.spec, described(request.rank, request.member)
-        if request.previous_generation:
-            self._adopt_previous(request, now_s)
-        self._check_spec(request)
-        generation = self.seating.generation
-        seat = None if generation is None else self._seat_of(generation, request)
+        generation, seat = self._place_of(request)
+        previous = request.previous_generation
+        if previous and (generation is None or seat is None or generation.number < previous):
+            self._find_previous(request, now_s)
+            generation, seat = self._place_of(request)
         if generation is not None and seat is not None:
-            if request.previous_generation == generation.number:
+            if previous == generation.number:
                 self._come_back(generation, seat, request, now_s)
             elif seat.lost_reason:
-                raise lost_error(self._spec.name, seat)
+                raise lost_error(self.seating.spec.name, seat)
             else:  # it has not been told yet that all have checked
                 seat.lease.renew(request.lease_ms / 1000, now_s)
                 self.seating.remove(member_id)
@@ -90,7 +89,7 @@ class Gathering:
         self._note_check(request, now_s)
         self._settle(now_s)
         self._refusals.raise_any(member_id)
-        return self.seating.join_answer(member_id, self._spec.size, self._refusals.texts, now_s)
+        return self.seating.join_answer(member_id, self._refusals.texts, now_s)
 
     def renew(self, request: pb.RenewLeaseRequest, now_s: float) -> pb.RenewLeaseResponse:
         """See GroupService.RenewLease."""
@@ -102,7 +101,7 @@ class Gathering:
                 applicant.lease.renew(lease_s, now_s)
             return pb.RenewLeaseResponse()
         if self.seating.generation is None or self.seating.generation.number != number:
-            self._check_adoptable(request)
+            self._check_adoptable(request, number)
             self._adopt(request, number, request.member_count, now_s)
         generation = self.seating.generation
         assert generation is not None
@@ -153,6 +152,7 @@ class Gathering:
             seat.lease.spare(silence_s, now_s)
             if seat.lease.end_s <= now_s:
                 seat.lost_reason = f"its lease of {seat.lease.duration_s:g} s ended"
+                seat.is_expired = True
         self._refusals.expire(now_s)
         self._settle(now_s)
 
@@ -160,6 +160,8 @@ class Gathering:
         """Draws the conclusions from what has changed."""
         if not self.seating.living():
             self._ended_number, self.seating.generation = self._known_number(), None
+        self.seating.drop_those_left_behind()
+        self.seating.pass_on()
         self._refuse_contenders(now_s)
         if self.seating.forming is None:
             self._form(now_s)
@@ -167,23 +169,32 @@ class Gathering:
             self._begin_generation(self.seating.forming)
 
     def _refuse_contenders(self, now_s: float) -> None:
-        """Those who want the rank of somebody that was heard of after they asked first."""
-        forming = self.seating.forming
-        if forming is not None and len(forming.applicants) < self._spec.size:
-            return  # ranks are about to change
-        placed = self.seating.placed()
-        for applicant in list(self.seating.applicants.values()):
-            if placed.get(applicant.rank) is applicant:
+        """Those who want the rank, or the name, of somebody heard of after they asked first."""
+        seating, forming = self.seating, self.seating.forming
+        closes_up = forming is not None and len(forming.applicants) < seating.spec.size
+        placed = seating.placed()
+        for applicant in list(seating.applicants.values()):
+            agrees = applicant.spec == seating.spec
+            if agrees and (closes_up or placed.get(applicant.rank) is applicant):
+                continue  # it has a place, or ranks are about to change
+            holder = seating.holder(applicant, placed)
+            if holder.lease.heard_s is None or holder.lease.heard_s <= applicant.asked_s:
                 continue
-            lease, holder = self.seating.holder(applicant.rank, placed)
-            if lease.heard_s is None or lease.heard_s <= applicant.asked_s:
-                continue
-            free = self.seating.free_ranks(self._spec.size)
-            if self._has_closed_up() and free and not applicant.previous_generation:
-                applicant.rank = free[0]
-                continue
-            message = taken_text(self._spec.name, applicant, holder, self._free_ranks())
-            verdict = Verdict(kind=RankTakenError, message=message, rank=applicant.rank)
+            if not agrees:
+                kind: type[ShardwellError] = GroupMismatchError
+                message = mismatch_text(
+                    seating.spec, described(holder.rank, holder.member), applicant
+                )
+            else:
+                free = seating.free_ranks()
+                if self._has_closed_up() and free and not applicant.previous_generation:
+                    applicant.rank = free[0]
+                    continue
+                kind = RankTakenError
+                message = taken_text(
+                    seating.spec.name, applicant, holder.member, self._free_ranks()
+                )
+            verdict = Verdict(kind=kind, message=message, rank=applicant.rank)
             self._refuse(applicant, verdict, now_s)
 
     def _has_closed_up(self) -> bool:
@@ -192,7 +203,7 @@ class Gathering:
         Who comes to replace a worker can't know then what has become of the ranks.
         """
         generation = self.seating.generation
-        return generation is not None and len(generation.seats) < self._spec.size
+        return generation is not None and len(generation.seats) < self.seating.spec.size
 
     def _form(self, now_s: float) -> None:
         """Begins to form a generation when those who can be waited for are there."""
@@ -200,9 +211,9 @@ class Gathering:
         living = self.seating.living()
         if not placed or not all(self.seating.is_back(seat) for seat in living):
             return
-        if len(placed) < len(self.seating.applicants):
+        if len(placed) < len(self.seating.agreeing()):
             return  # somebody contends: whether the holder lives is known within its lease
-        if len(placed) < self._spec.size:
+        if len(placed) < self.seating.spec.size:
             number = self._known_number()
             back = [one for one in placed.values() if one.previous_generation == number]
             if not number or not back:
@@ -247,8 +258,10 @@ class Gathering:
                 f"{described(seat.rank, seat.member)} of generation {generation.number} can't come "
                 f"back from rank {request.rank}"
             )
+        if seat.is_expired:
+            raise lost_error(self.seating.spec.name, seat)
         if seat.lost_reason:
-            return  # it may still replace itself
+            return  # others say so, and may be wrong: it may replace itself
         seat.lease.renew(request.lease_ms / 1000, now_s)
         for rank in request.lost_ranks:
             lost = generation.living_at(rank)
@@ -271,7 +284,7 @@ class Gathering:
             raise ArgumentError(
                 f"unreachable.rank must be 0 to {len(forming.applicants) - 1}; got {missed.rank}"
             )
-        message = unreachable_text(self._spec.name, rank, forming.applicants, missed)
+        message = unreachable_text(self.seating.spec.name, rank, forming.applicants, missed)
         verdict = Verdict(kind=WorkerUnreachableError, message=message, rank=missed.rank)
         self._refusals.fail(forming.number, verdict, now_s)
         for applicant in forming.applicants:
@@ -279,40 +292,62 @@ class Gathering:
 
     # Generations that were formed before this server was started.
 
-    def _adopt_previous(self, request: pb.JoinGroupRequest, now_s: float) -> None:
-        """Takes over the generation that the caller was a member of, if it is not known."""
+    def _find_previous(self, request: pb.JoinGroupRequest, now_s: float) -> None:
+        """Takes over the generation that the caller was a member of, if it is not known.
+
+        Raises:
+            WorkerLostError: it has been followed by another, or is over.
+        """
         number = request.previous_generation
-        generation, forming = self.seating.generation, self.seating.forming
-        is_unknown = number > self._known_number() and (forming is None or forming.number != number)
-        if is_unknown and (generation is None or generation.is_adopted):
+        if self._known_number() != number or self.seating.generation is None:
+            self._check_adoptable(request, number)
             self._adopt(request, number, request.previous_member_count or request.spec.size, now_s)
         generation = self.seating.generation
-        if generation is not None and generation.number == number:
-            seat = generation.living_at(request.rank)
-            is_known = generation.seat_of(request.member.member_id) is not None
-            if seat is not None and seat.member is None and not is_known:
-                seat.member = request.member
+        assert generation is not None
+        seat = generation.living_at(request.rank)
+        is_known = generation.seat_of(request.member.member_id) is not None
+        if seat is not None and seat.member is None and not is_known:
+            seat.member = request.member
 
-    def _seat_of(self, generation: Generation, request: pb.JoinGroupRequest) -> Seat | None:
-        """The caller's, who may not have been told yet that all have checked its generation."""
+    def _place_of(self, request: pb.JoinGroupRequest) -> tuple[Generation | None, Seat | None]:
+        """The generation that lives, and the caller's seat there.
+
+        It may not have been told yet that all have checked its generation.
+        """
+        generation = self.seating.generation
+        if generation is None:
+            return None, None
         seat = generation.seat_of(request.member.member_id)
         if (
             seat is None
             and generation.is_adopted
             and request.checked_generation == generation.number
-            and len(generation.seats) == self._spec.size  # where nobody's rank has changed
+            and len(generation.seats) == self.seating.spec.size  # where nobody's rank has changed
         ):
             free = generation.living_at(request.rank)
             if free is not None and free.member is None:
                 free.member, seat = request.member, free
-        return seat
+        return generation, seat
 
-    def _check_adoptable(self, request: pb.RenewLeaseRequest) -> None:
-        """Returns if an unknown generation may be taken over."""
-        generation = self.seating.generation
-        is_old = request.generation <= self._known_number()
-        if is_old or (generation is not None and not generation.is_adopted):
-            raise unknown_generation_error(request, generation, is_old=is_old)
+    def _check_adoptable(self, request: RequestT, number: int) -> None:
+        """Returns if an unknown generation may be taken over.
+
+        Which of two generations is newer is known of those of one life of a server: the next may
+        not have heard of the one before. So of those of two lives, both before this one, the one
+        stays that more than half of its members follow.
+
+        Raises:
+            WorkerLostError: it was known here, or another lives.
+        """
+        generation, known = self.seating.generation, self._known_number()
+        is_same_life = incarnation_of(number) == incarnation_of(known)
+        is_old = self._numbers.is_own(number) or (is_same_life and number <= known)
+        stays = generation is not None and (
+            not generation.is_adopted or (generation.is_followed() and not is_same_life)
+        )
+        if is_old or stays:
+            where = (request.spec.name, number, request.rank, request.member)
+            raise WorkerLostError(left_behind_text(*where, generation), rank=request.rank)
 
     def _known_number(self) -> int:
         """Of the generation that lives, or else the last one that did."""
@@ -323,12 +358,7 @@ class Gathering:
         """Takes a generation over: it lives, so all who wait for its ranks go on waiting."""
         self._numbers.note(number)
         self.seating.forming, self._ended_number = None, self._known_number()
-        if differences(self._spec, request.spec):
-            for applicant in list(self.seating.applicants.values()):
-                message = overridden_text(self._spec, request.spec, number)
-                verdict = Verdict(kind=GroupMismatchError, message=message, rank=applicant.rank)
-                self._refuse(applicant, verdict, now_s)
-        self._spec, self._begun_by = request.spec, described(request.rank, request.member)
+        self.seating.spec = request.spec
         self.seating.generation = Generation.adopted(
             number, member_count, request.lease_ms / 1000, now_s
         )
@@ -338,12 +368,12 @@ class Gathering:
         """The living seat that the request is about."""
         own = generation.seat_of(request.member.member_id)
         if own is not None and own.lost_reason:
-            raise lost_error(self._spec.name, own)
+            raise lost_error(self.seating.spec.name, own)
         if request.member_count == len(generation.seats):
             seat = generation.seats[request.rank]
             if seat.member is None and own is None:
                 if seat.lost_reason:
-                    raise lost_error(self._spec.name, seat)
+                    raise lost_error(self.seating.spec.name, seat)
                 seat.member = request.member
             if seat.member is not None and seat.member.member_id == request.member.member_id:
                 return seat
@@ -351,24 +381,12 @@ class Gathering:
 
     # Refusals.
 
-    def _is_spec_kept(self) -> bool:
-        """Whether somebody is there who made the group what it is."""
-        return bool(self.seating.applicants) or self.seating.generation is not None
-
-    def _check_spec(self, request: pb.JoinGroupRequest) -> None:
-        if not differences(self._spec, request.spec):
-            return
-        message = mismatch_text(self._spec, self._begun_by, request)
-        self.seating.remove(request.member.member_id)
-        self._refusals.note(message)
-        raise GroupMismatchError(message, rank=request.rank)
-
     def _free_ranks(self) -> str:
         """Which ranks nobody has, where that is of use: a generation that lives with fewer."""
         living_count = len(self.seating.living())
-        if not 0 < living_count < self._spec.size:
+        if not 0 < living_count < self.seating.spec.size:
             return ""
-        return f" (ranks that are free: {listed(self.seating.free_ranks(self._spec.size))})"
+        return f" (ranks that are free: {listed(self.seating.free_ranks())})"
 
     def _refuse(self, applicant: Applicant, verdict: Verdict, now_s: float) -> None:
         """Takes an applicant out; it is told why when it asks again."""

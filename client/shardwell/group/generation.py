@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 import grpc
 
-from shardwell import framing
+from shardwell import checksum, framing
 from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerLostError
 from shardwell.group.agreement import (
     Agreement,
@@ -35,7 +36,9 @@ from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
 
-_TELLING_S = 2.0
+_PARTING_S = 10.0
+"""How long others may take to read that this rank leaves."""
+TELLING_S = 2.0
 """How long rank 0 may take to tell all why the generation is over."""
 
 
@@ -66,6 +69,8 @@ class Generation:
         self._closing = False
         self._joining: Future[int] | None = None
         self._mailbox = Mailbox(self.size)
+        self.confirm: Callable[[], None] = lambda: None
+        """Learns whether this rank itself was declared lost, before another is called lost here."""
         self._agreement: Agreement
         if rank == 0:
             self._host: RollCallHost | None = RollCallHost(self.size, self._mailbox, self.end)
@@ -75,7 +80,14 @@ class Generation:
             peer = self._peer(0)
             self._agreement = RollCallLink(peer, self._opening(0), self._mailbox, self.end)
         self.engine = Engine(
-            rank, self.size, strategy, self._mailbox, self._agreement, self, traffic
+            rank,
+            self.size,
+            strategy,
+            self._mailbox,
+            self._agreement,
+            self,
+            traffic,
+            context_of=partial(checksum.peer_context, group, number),
         )
         self._announcing = threading.Lock()
 
@@ -122,7 +134,18 @@ class Generation:
             self.engine.submit(call)
 
     def end(self, failure: pb.Failure) -> None:
-        """The generation is over: all calls fail with this. From any thread; the first stands."""
+        """The generation is over: all calls fail with this. From any thread; the first counts."""
+        if self._mailbox.ended is None:
+            self.confirm()
+        if failure.expired and failure.detail.rank == self.rank:
+            failure = failure_of(
+                WorkerLostError(
+                    f"rank {self.rank} of group {self._group!r}, this worker, was silent for "
+                    "longer than its lease, and the others go on without it; close the group, and "
+                    "join it again",
+                    rank=self.rank,
+                )
+            )
         self._mailbox.end(lambda: error_of(failure))
         with self._lock:
             self._over = True
@@ -163,23 +186,24 @@ class Generation:
             is_over, self._over = self._over, True
         if not is_over:
             self._agreement.leave()
-        self._release()
+        self._release(_PARTING_S)
 
-    def abort(self, failure: pb.Failure) -> None:
-        """Ends the generation for all members, and leaves."""
+    def abort(self, failure: pb.Failure, telling_s: float = TELLING_S) -> None:
+        """Ends the generation for all members, which may take so long to tell, and leaves."""
         with self._announcing:
             self._closing = True
+        deadline_s = time.monotonic() + telling_s
         self._agreement.give_up(failure)
         # Until rank 0 has told all: else they would find this rank's streams at their end, and
         # take it for dead.
-        self._mailbox.await_end(_TELLING_S)
+        self._mailbox.await_end(telling_s)
         self.end(failure)
         self.engine.close()
-        self._release()
+        self._release(max(deadline_s - time.monotonic(), 0.0))
 
-    def _release(self) -> None:
+    def _release(self, parting_s: float) -> None:
         self._mailbox.end(lambda: ClosedError("the group was closed; join it again"))
-        self._agreement.close()
+        self._agreement.close(parting_s, self.lost_ranks)
         for incoming in self._incoming.values():
             incoming.close()
         for peer in self._peers.values():
@@ -278,7 +302,11 @@ class Generation:
 
 
 class Membership(Protocol):
-    """How a group comes to its generations, and keeps its place: see `joining.py`."""
+    """How a group comes to its generations, and keeps its place."""
+
+    @property
+    def generation(self) -> Generation:
+        """The newest that it is in."""
 
     def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
         """The generation that follows; blocks until it is ready."""
@@ -286,6 +314,9 @@ class Membership(Protocol):
     @property
     def waiting_count(self) -> int:
         """Workers that wait for the next generation."""
+
+    def leave(self) -> None:
+        """Ends the generation when the calls that were made are done, and then `close`."""
 
     def close(self) -> None:
         """Gives up the place, and ends the server."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
+import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from shardwell.calls import CallThreads, cancelled_by
 from shardwell.codec import Float32
 from shardwell.errors import ClosedError, WorkerLostError
 from shardwell.group.agreement import failure_of
-from shardwell.group.calls import CallMaker, WireName, checked_wait
+from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker, WireName
 from shardwell.group.engine import Call
 from shardwell.group.generation import Generation, Membership
 from shardwell.group.plan import Operation
@@ -23,9 +26,20 @@ from shardwell.group.under_way import CallsUnderWay
 from shardwell.partition import slice_of
 from shardwell.reduction import ReductionName
 from shardwell.traffic import Traffic
-from shardwell.values import check_timeout
+from shardwell.values import check_duration, check_timeout
 
 _NOTHING: Float32 = np.empty(0, np.float32)
+_ENGINE_S = 1e8
+"""The bound of what the engine ends within its own deadlines, however much is to come before."""
+
+ResultT = TypeVar("ResultT")
+
+
+def _close_at_exit(of: weakref.ReferenceType[Group]) -> None:
+    """Leaves a group, if it is still there."""
+    group = of()
+    if group is not None:
+        group.close()
 
 
 class Group:
@@ -35,7 +49,9 @@ class Group:
     takes a message to rank 0 and back; if the ranks differ, every one of them gets the same error
     and no array is written. Arrays are float32 of any shape, C-contiguous and writable, and are
     reduced in place; no one else may use an array until its call is done. After an error in the
-    middle of a call (WorkerLostError, a deadline) each element is what it was, or final.
+    middle of a call (WorkerLostError, a deadline) each element is what it was, or final. Ctrl-C
+    ends the wait for a call, which this rank makes all the same: the array is the group's until it
+    is done, and the next call comes after it.
 
     Every rank ends with the same bits, whatever the codec, and a run that is repeated has them
     again.
@@ -44,8 +60,8 @@ class Group:
     def __init__(
         self,
         name: str,
-        generation: Generation,
         membership: Membership,
+        threads: CallThreads,
         *,
         strategy: Strategy,
         codec: WireName,
@@ -59,8 +75,8 @@ class Group:
         """How it reduces."""
         self.traffic = traffic
         """Bytes moved so far."""
-        self._generation = generation
         self._membership = membership
+        self._threads = threads
         self._timeout_s = timeout_s
         self._calls = CallMaker(
             strategy, codec, timeout_s=timeout_s, allow_non_finite=allow_non_finite
@@ -68,9 +84,16 @@ class Group:
         self._under_way = CallsUnderWay(name)
         self._closed = False
         self._rebuilding = threading.Lock()
-        self._process_id = os.getpid()
         # A program that ends without `close` leaves all the same, once its calls are done.
-        atexit.register(self._close_at_exit)
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
+        # One that is forgotten leaves as well.
+        self._forgotten = weakref.finalize(self, threads.close, membership.leave)
+        self._forgotten.atexit = False
+
+    @property
+    def _generation(self) -> Generation:
+        return self._membership.generation
 
     @property
     def rank(self) -> int:
@@ -122,7 +145,7 @@ class Group:
             WorkerLostError: a rank is gone; `rebuild`, or leave.
             ClosedError: the group was closed.
         """
-        self._wait(self._all_reduce(array, op, sample_count, codec, timeout_s))
+        self._ended(partial(self._all_reduce, array, op, sample_count, codec, timeout_s))
 
     def all_reduce_async(
         self,
@@ -153,7 +176,9 @@ class Group:
             else:
                 result.set_exception(error)
 
-        call = self._all_reduce(array, op, sample_count, codec, timeout_s, waits=False)
+        begin = partial(self._all_reduce, array, op, sample_count, codec, timeout_s, waits=False)
+        is_callback = self._generation.engine.is_current_thread
+        call = begin() if is_callback else self._run(begin, _ENGINE_S)
         call.result.add_done_callback(done)
         return result
 
@@ -171,8 +196,9 @@ class Group:
 
         See `all_reduce`.
         """
-        self._wait(
-            self._start(
+        self._ended(
+            partial(
+                self._start,
                 Operation.REDUCE,
                 array,
                 op=op,
@@ -196,8 +222,15 @@ class Group:
         With a codec that rounds, the root's own array is rounded too, so that all are the same;
         pass codec="fp32" for first weights. See `all_reduce`.
         """
-        self._wait(
-            self._start(Operation.BROADCAST, array, root=root, codec=codec, timeout_s=timeout_s)
+        self._ended(
+            partial(
+                self._start,
+                Operation.BROADCAST,
+                array,
+                root=root,
+                codec=codec,
+                timeout_s=timeout_s,
+            )
         )
 
     def reduce_scatter(
@@ -215,15 +248,17 @@ class Group:
             This rank's segment, a view: `segment(array)`, but that it is cut among those that take
             part while others are in `join`. The rest of the array stays as it is. See `all_reduce`.
         """
-        call = self._start(
-            Operation.REDUCE_SCATTER,
-            array,
-            op=op,
-            sample_count=sample_count,
-            codec=codec,
-            timeout_s=timeout_s,
+        call = self._ended(
+            partial(
+                self._start,
+                Operation.REDUCE_SCATTER,
+                array,
+                op=op,
+                sample_count=sample_count,
+                codec=codec,
+                timeout_s=timeout_s,
+            )
         )
-        self._wait(call)
         where = slice_of(call.array.size, *call.place)
         return call.array[where.offset : where.stop]
 
@@ -236,11 +271,13 @@ class Group:
         While ranks are in `join` it fails for all: nobody has their segments.
         With a codec that rounds, a rank's own segment is rounded too. See `all_reduce`.
         """
-        self._wait(self._start(Operation.ALL_GATHER, array, codec=codec, timeout_s=timeout_s))
+        self._ended(
+            partial(self._start, Operation.ALL_GATHER, array, codec=codec, timeout_s=timeout_s)
+        )
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Blocks until all ranks have called it."""
-        self._wait(self._start(None, _NOTHING, timeout_s=timeout_s))
+        self._ended(partial(self._start, None, _NOTHING, timeout_s=timeout_s))
 
     def join(self, *, timeout_s: float | None = None) -> int:
         """Takes part in no further calls until all ranks have called `join`. Blocks.
@@ -262,7 +299,7 @@ class Group:
             WorkerLostError, ClosedError: see `all_reduce`.
         """
         call = self._calls.join(timeout_s)
-        return self._wait(self._submitted(call))
+        return self._ended(partial(self._submitted, call)).result.result()
 
     def segment(self, array: Float32) -> Float32:
         """This rank's part of an array, as `reduce_scatter` and `all_gather` cut it: a view.
@@ -294,14 +331,16 @@ class Group:
                 for dead; join again.
         """
         timeout_s = check_timeout(self._timeout_s if timeout_s is None else timeout_s)
-        wait_s = checked_wait(replacement_wait_s)
+        wait_s = check_duration("replacement_wait_s", replacement_wait_s, 0, REPLACEMENT_WAIT_S_MAX)
+        self._run(partial(self._rebuild, timeout_s, wait_s), timeout_s + wait_s)
+
+    def _rebuild(self, timeout_s: float, wait_s: float) -> None:
         previous = self._generation
         with self._rebuilding:
             self._check_open()
             if self._generation is not previous:
                 return  # another thread has done it meanwhile
             generation = self._membership.rejoin(previous, timeout_s, wait_s)
-            self._generation = generation
             if self._closed:  # meanwhile, by another thread, which knew of the previous one alone
                 generation.close()
                 self._check_open()
@@ -309,34 +348,45 @@ class Group:
     def close(self) -> None:
         """Leaves the group, when the calls that were made are done. Safe to repeat. Blocks.
 
-        A program that ends without it leaves in the same way.
+        A program that ends without it leaves in the same way. A process that was forked is no
+        member, and does nothing.
         """
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._close_at_exit)
-        self._generation.close()
-        self._membership.close()
+        self._leave(self._membership.leave)
 
     def _abort(self, error: BaseException) -> None:
         """Leaves at once, and tells the others why."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._close_at_exit)
         told = WorkerLostError(
             f"rank {self.rank} left in the middle, because of {error!r:.200}", rank=self.rank
         )
-        self._generation.abort(failure_of(told))
-        self._membership.close()
+
+        def leave() -> None:
+            self._generation.abort(failure_of(told))
+            self._membership.close()
+
+        self._leave(leave)
+
+    def _leave(self, leave: Callable[[], None]) -> None:
+        if self._closed or not self._threads.owner.is_here:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._forgotten.detach()
+        begun: list[bool] = []
+
+        def leave_once() -> None:
+            if not begun:
+                begun.append(True)
+                leave()
+
+        try:
+            self._threads.run(leave_once, _ENGINE_S)
+        finally:  # where Ctrl-C came before it had begun, it is done all the same
+            self._threads.close(leave_once)
 
     def _check_open(self) -> None:
+        self._threads.owner.check()
         if self._closed:
             raise ClosedError(f"group {self.name!r} was closed; join it again")
-
-    def _close_at_exit(self) -> None:
-        if os.getpid() == self._process_id:  # a child that was forked is no member
-            self.close()
 
     def __enter__(self) -> Group:
         return self
@@ -391,7 +441,24 @@ class Group:
         self._under_way.submit(call, generation, waits=waits)
         return call
 
-    @staticmethod
-    def _wait(call: Call) -> int:
-        """The result; the engine ends every call within its deadlines."""
-        return call.result.result()
+    def _ended(self, begin: Callable[[], Call]) -> Call:
+        """A call that `begin` submits, when it has succeeded; the engine keeps its deadlines."""
+        if self._generation.engine.is_current_thread:
+            return begin()  # which refuses it: a callback can't wait
+
+        def made() -> Call:
+            call = begin()
+            ended = threading.Event()
+            call.result.add_done_callback(lambda _: ended.set())
+            with cancelled_by(ended.set):
+                ended.wait()
+            if call.result.done():
+                call.result.result()
+            return call
+
+        return self._run(made, _ENGINE_S)
+
+    def _run(self, body: Callable[[], ResultT], timeout_s: float) -> ResultT:
+        """What `body` returns, on a thread that no signal reaches."""
+        self._check_open()
+        return self._threads.run(body, timeout_s)

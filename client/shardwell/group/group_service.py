@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import grpc
 
 from shardwell.answering import Answering
 from shardwell.errors import WrongShardError
 from shardwell.group.meeting import Meetings
+from shardwell.group.places import INCARNATION_BITS
 from shardwell.group.requests import MeetingLimits
 from shardwell.v1 import group_pb2 as pb
 
-_LOG = logging.getLogger("shardwell")
+_LOG = logging.getLogger("shardwell.group")
 _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"]
 GROUP_SERVICE_NAME = _SERVICE.full_name
+MakeUnary: TypeAlias = Callable[[Callable[[Any, Any], Any], Any], Any]
 
 
 class GroupService:
@@ -30,12 +35,16 @@ class GroupService:
     def __init__(self, *, shard_index: int = 0, limits: MeetingLimits | None = None) -> None:
         self._shard_index = shard_index
         self._lock = threading.Lock()
-        self._meetings = Meetings(limits, first_generation=int(time.time() * 1000))
+        self._meetings = Meetings(limits, incarnation=secrets.randbits(INCARNATION_BITS))
         self._answering = Answering(_LOG, shard_index=shard_index, place="rendezvous")
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """All methods, for grpc.Server."""
-        unary = self._answering.unary
+    def handler(self, unary: MakeUnary | None = None) -> grpc.GenericRpcHandler:
+        """All methods, for a server.
+
+        Args:
+            unary: Makes gRPC's handler of ours and the type of its request; None: for grpc.Server.
+        """
+        unary = unary or self._answering.unary
         handlers = {
             "JoinGroup": unary(self.join_group, pb.JoinGroupRequest),
             "RenewLease": unary(self.renew_lease, pb.RenewLeaseRequest),
@@ -44,25 +53,19 @@ class GroupService:
         assert set(handlers) == {method.name for method in _SERVICE.methods}
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
-    def join_group(
-        self, request: pb.JoinGroupRequest, context: grpc.ServicerContext
-    ) -> pb.JoinGroupResponse:
+    def join_group(self, request: pb.JoinGroupRequest, context: Any) -> pb.JoinGroupResponse:
         """See the .proto."""
         self._check_shard()
         with self._lock:
             return self._meetings.join(request, time.monotonic())
 
-    def renew_lease(
-        self, request: pb.RenewLeaseRequest, context: grpc.ServicerContext
-    ) -> pb.RenewLeaseResponse:
+    def renew_lease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
         """See the .proto."""
         self._check_shard()
         with self._lock:
             return self._meetings.renew(request, time.monotonic())
 
-    def leave_group(
-        self, request: pb.LeaveGroupRequest, context: grpc.ServicerContext
-    ) -> pb.LeaveGroupResponse:
+    def leave_group(self, request: pb.LeaveGroupRequest, context: Any) -> pb.LeaveGroupResponse:
         """See the .proto."""
         self._check_shard()
         with self._lock:

@@ -6,23 +6,29 @@ import contextlib
 import ipaddress
 import os
 import socket
+import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from shardwell.calls import CallThreads
 from shardwell.channel import parse_target
 from shardwell.codec import CODECS
-from shardwell.errors import ArgumentError, ShardUnavailableError, ShardwellError
-from shardwell.group.agreement import lost, rebuilding
+from shardwell.errors import (
+    ArgumentError,
+    ShardUnavailableError,
+    ShardwellError,
+    WorkerLostError,
+)
+from shardwell.group.agreement import expired, failure_of, lost, rebuilding
 from shardwell.group.calls import WireName
-from shardwell.group.generation import Generation
+from shardwell.group.generation import TELLING_S, Generation
+from shardwell.group.greeting import Greeting
 from shardwell.group.group import Group
 from shardwell.group.group_service import GroupService
 from shardwell.group.launch_environment import GROUP_VARIABLE, LaunchEnvironment
 from shardwell.group.lease import LeaseKeeper
 from shardwell.group.peer_server import PeerServer
-from shardwell.group.peers import Peer
 from shardwell.group.rendezvous import Formed, Rendezvous
 from shardwell.group.strategies import Ring, Strategy
 from shardwell.malloc import tune_malloc
@@ -30,12 +36,12 @@ from shardwell.names import check_name
 from shardwell.specs import WIRE_CODECS
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
-from shardwell.values import check_integer, check_timeout
+from shardwell.values import check_duration, check_integer, check_timeout
 
 GROUP_SIZE_MAX = 256
 LEASE_S_DEFAULT = 5.0
-_GREET_TIMEOUT_S = 5.0
-_GREET_THREAD_COUNT = 16
+_REST_S_MIN = 0.05
+"""The meeting place is asked for so long at least, whatever it took to end a generation."""
 
 
 def join_group(
@@ -77,14 +83,15 @@ def join_group(
         listen: HOST:PORT for the other workers. Default: a free port of the interface that leads
             to the meeting place.
         advertise: HOST:PORT where the others reach it, if that differs from `listen`.
-        allow_non_finite: Let NaN and infinity through instead of refusing them.
+        allow_non_finite: Let NaN and infinity through instead of refusing them; the same on all
+            ranks.
         keep_freed_memory: See `shardwell.connect`.
 
     Raises:
         ArgumentError: an argument, or what a launcher says, can't be used.
         WorkersMissingError: not all came in time; those that are missing are named, and so is who
             was refused, and why.
-        GroupMismatchError: the group has another size, strategy or codec.
+        GroupMismatchError: the group has another size, strategy, codec or allow_non_finite.
         RankTakenError: another worker has the rank, and lives.
         WorkerUnreachableError: a worker can't be reached by another at the address that it gave.
         ShardUnavailableError: nobody answers at the meeting place.
@@ -95,33 +102,50 @@ def join_group(
         raise ArgumentError(f"strategy must be Ring(), Tree() or Centralized(); got {strategy!r}")
     if codec not in CODECS:
         raise ArgumentError(f"codec must be one of {', '.join(CODECS)}; got {codec!r}")
-    if not 0.1 <= lease_s <= 600:
-        raise ArgumentError(f"lease_s must be from 0.1 to 600; got {lease_s!r}")
-    timeout_s, join_timeout_s = check_timeout(timeout_s), check_timeout(join_timeout_s)
+    lease_s = check_duration("lease_s", lease_s, 0.1, 600)
+    timeout_s = check_timeout(timeout_s)
+    join_timeout_s = check_timeout(join_timeout_s, "join_timeout_s")
     if advertise is not None:
         parse_target(advertise)
     if keep_freed_memory:
         tune_malloc()
     spec = group_pb2.GroupSpec(
-        name=place.name, size=place.size, strategy=str(strategy), codec=WIRE_CODECS[codec]
+        name=place.name,
+        size=place.size,
+        strategy=str(strategy),
+        codec=WIRE_CODECS[codec],
+        allow_non_finite=bool(allow_non_finite),
     )
     traffic = Traffic()
-    membership = _Membership(spec, place, strategy, traffic, lease_s=lease_s, advertise=advertise)
+
+    threads = CallThreads("group")
+
+    def joined() -> Group:
+        membership = _Membership(
+            spec, place, strategy, traffic, lease_s=lease_s, advertise=advertise
+        )
+        try:
+            membership.join(join_timeout_s)
+            # Made here, so that one which comes to nobody, after Ctrl-C, leaves by itself.
+            return Group(
+                place.name,
+                membership,
+                threads,
+                strategy=strategy,
+                codec=codec,
+                timeout_s=timeout_s,
+                allow_non_finite=allow_non_finite,
+                traffic=traffic,
+            )
+        except BaseException:
+            membership.close()
+            raise
+
     try:
-        generation = membership.join(join_timeout_s)
-    except BaseException:
-        membership.close()
+        return threads.run(joined, join_timeout_s)
+    except Exception:  # after Ctrl-C a group may have come, which ends them when it has left
+        threads.close()
         raise
-    return Group(
-        place.name,
-        generation,
-        membership,
-        strategy=strategy,
-        codec=codec,
-        timeout_s=timeout_s,
-        allow_non_finite=allow_non_finite,
-        traffic=traffic,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +263,9 @@ class _Membership:
         self._traffic = traffic
         self._lease_ms = int(1000 * lease_s)
         self._lease: LeaseKeeper | None = None
+        self.generation: Generation
+        """See `Membership` in generation.py; once `join` has come to one."""
+        self._has_joined = False
         member_id = uuid.uuid4().hex
         self._server = PeerServer(
             place.listen,
@@ -254,22 +281,23 @@ class _Membership:
         )
         self._rendezvous = Rendezvous(place.rendezvous)
 
-    def join(self, timeout_s: float) -> Generation:
-        """The first generation; blocks until it is ready."""
+    def join(self, timeout_s: float) -> None:
+        """Comes to the first generation; blocks until it is ready."""
         formed = self._rendezvous.join(
             self._spec,
             self._member,
             self._place.rank,
             lease_ms=self._lease_ms,
             timeout_s=timeout_s,
-            greet=self._unreachable,
+            greet=self._greet,
         )
-        return self._begun(formed)
+        self._begun(formed)
 
     def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
         """See `Membership` in generation.py."""
+        deadline_s = time.monotonic() + timeout_s
         lost_ranks = previous.lost_ranks
-        previous.abort(rebuilding(previous.rank))
+        previous.abort(rebuilding(previous.rank), min(TELLING_S, timeout_s / 4))
         self._end_lease()
         followed = Formed(generation=previous.number, rank=previous.rank, members=previous.members)
         try:
@@ -278,8 +306,8 @@ class _Membership:
                 self._member,
                 previous.rank,
                 lease_ms=self._lease_ms,
-                timeout_s=timeout_s,
-                greet=self._unreachable,
+                timeout_s=max(deadline_s - time.monotonic(), _REST_S_MIN),
+                greet=self._greet,
                 previous=followed,
                 lost_ranks=lost_ranks,
                 replacement_wait_ms=int(1000 * wait_s),
@@ -294,11 +322,17 @@ class _Membership:
         """See `Membership` in generation.py."""
         return 0 if self._lease is None else self._lease.waiting_count
 
+    def leave(self) -> None:
+        """See `Membership` in generation.py."""
+        self.generation.close()
+        self.close()
+
     def close(self) -> None:
         """See `Membership` in generation.py."""
         self._end_lease()
-        with contextlib.suppress(ShardwellError):  # where nobody answers, nobody need be told
-            self._rendezvous.leave(self._spec.name, self._member.member_id)
+        if self._has_joined:  # a join that fails has left
+            with contextlib.suppress(ShardwellError):  # where nobody answers, nobody need be told
+                self._rendezvous.leave(self._spec.name, self._member.member_id)
         self._rendezvous.close()
         self._server.close()
 
@@ -312,14 +346,21 @@ class _Membership:
             traffic=self._traffic,
         )
         self._server.begin(generation)
+        self.generation = generation
+        self._has_joined = True
         self._keep_lease(formed, generation)
         return generation
 
     def _keep_lease(self, formed: Formed, generation: Generation) -> None:
         def on_lost(members: Sequence[group_pb2.LostMember]) -> None:
             for member in members:
-                if member.rebuilds:
+                if member.rank == formed.rank:  # the others learn of it without this one
+                    error = WorkerLostError(member.reason, rank=member.rank)
+                    generation.end(failure_of(error))
+                elif member.rebuilds:
                     generation.end_for_all(rebuilding(member.rank))
+                elif member.expired:
+                    generation.end_for_all(expired(member.rank, member.reason))
                 elif not member.left:  # who left has told rank 0, in order with its calls
                     generation.end_for_all(lost(member.rank, f"is gone: {member.reason}"))
 
@@ -332,6 +373,7 @@ class _Membership:
             lease_ms=self._lease_ms,
         )
         self._lease = LeaseKeeper(self._rendezvous, renewal, on_lost)
+        generation.confirm = self._lease.confirm
 
     def _end_lease(self) -> None:
         lease, self._lease = self._lease, None
@@ -347,25 +389,5 @@ class _Membership:
             host = _host_towards(self._place.rendezvous)
         return f"{host}:{port}"
 
-    def _unreachable(
-        self, members: Sequence[group_pb2.Member]
-    ) -> list[group_pb2.UnreachableMember]:
-        """Greets all other members; those that do not answer."""
-
-        def greet(member: group_pb2.Member) -> str | None:
-            if member.member_id == self._member.member_id:
-                return None
-            peer = Peer(member)
-            try:
-                timeout_s = min(_GREET_TIMEOUT_S, self._lease_ms / 2000)
-                return peer.greet(self._spec.name, timeout_s)
-            finally:
-                peer.close()
-
-        with ThreadPoolExecutor(_GREET_THREAD_COUNT) as threads:
-            found = list(threads.map(greet, members))
-        return [
-            group_pb2.UnreachableMember(rank=rank, reason=reason)
-            for rank, reason in enumerate(found)
-            if reason is not None
-        ]
+    def _greet(self, members: Sequence[group_pb2.Member], deadline_s: float) -> Greeting:
+        return Greeting(self._spec.name, self._member.member_id, members, deadline_s)

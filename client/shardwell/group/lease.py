@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +14,10 @@ from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerL
 from shardwell.group.rendezvous import Rendezvous
 from shardwell.v1 import group_pb2 as pb
 
-_LOG = logging.getLogger("shardwell")
+_LOG = logging.getLogger("shardwell.group")
 _RENEWALS_A_LEASE = 4
+_CONFIRMING_S = 1.0
+"""How long a member that stood still waits for the rendezvous to say whether it is still one."""
 _ANSWER_PART_OF_LEASE = 0.4
 """A renewal is given up before half of the lease has passed, so that another can still be made."""
 
@@ -49,6 +52,9 @@ class LeaseKeeper(Closing):
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._call: Any = None
+        self._changed = threading.Condition()
+        self._known_until_s = time.monotonic() + self._lease_s
+        """Until then the lease can't have ended without this member's knowing."""
         self._thread = threading.Thread(target=self._run, name="shardwell-lease", daemon=True)
         self._thread.start()
 
@@ -60,10 +66,30 @@ class LeaseKeeper(Closing):
                 self._call.cancel()
         self._thread.join()
 
+    def confirm(self) -> None:
+        """Returns at once, unless this member was silent for so long that its lease may have ended.
+
+        Then it waits for the rendezvous, at most a second, and `on_lost` has been called if the
+        lease has ended.
+        """
+        if threading.current_thread() is not self._thread:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed.is_set() or time.monotonic() < self._known_until_s,
+                    _CONFIRMING_S,
+                )
+
     def _run(self) -> None:
+        try:
+            self._renew_always()
+        finally:
+            self._note_known(math.inf)
+
+    def _renew_always(self) -> None:
         due_s = time.monotonic()
         while not self._closed.wait(max(due_s - time.monotonic(), 0.0)):
-            due_s = max(due_s + self._lease_s / _RENEWALS_A_LEASE, time.monotonic())
+            began_s = time.monotonic()
+            due_s = max(due_s + self._lease_s / _RENEWALS_A_LEASE, began_s)
             try:
                 lost = self._renew()
             except ClosedError:
@@ -75,6 +101,12 @@ class LeaseKeeper(Closing):
                 _LOG.debug("a lease was not renewed", extra={"reason": error.message})
                 continue
             self._tell(lost)
+            self._note_known(began_s + self._lease_s)
+
+    def _note_known(self, until_s: float) -> None:
+        with self._changed:
+            self._known_until_s = until_s
+            self._changed.notify_all()
 
     def _renew(self) -> list[pb.LostMember]:
         with self._lock:

@@ -22,13 +22,13 @@ class Meetings:
 
     Args:
         limits: Bounds of what is held.
-        first_generation: The first generation's number. Numbers must grow across restarts of the
-            server, which keeps nothing: give it a clock's milliseconds.
+        incarnation: Of the server, INCARNATION_BITS drawn for this life: it keeps nothing, and yet
+            no generation may have the number of one that another life formed.
     """
 
-    def __init__(self, limits: MeetingLimits | None = None, *, first_generation: int = 1) -> None:
+    def __init__(self, limits: MeetingLimits | None = None, *, incarnation: int = 0) -> None:
         self._limits = limits or MeetingLimits()
-        self._numbers = GenerationNumbers(first_generation)
+        self._numbers = GenerationNumbers(incarnation)
         self._gatherings: dict[str, Gathering] = {}
         self._sweep_due_s = -math.inf
 
@@ -43,12 +43,12 @@ class Meetings:
         Raises:
             ArgumentError: the request can't be believed.
             LimitError: a limit of the rendezvous, by name.
-            GroupMismatchError: size, strategy or codec differ from those of who came first.
+            GroupMismatchError: somebody lives who has the name with another spec.
             RankTakenError: a member that lives has the rank.
             WorkerLostError: the caller was declared lost.
             WorkerUnreachableError: a member can't reach another.
         """
-        check_join(request, self._limits, self._numbers.last)
+        check_join(request, self._limits, self._numbers.largest)
         gathering = self._gathering(request.spec, now_s)
         try:
             if not gathering.seating.knows(request.member.member_id):
@@ -65,7 +65,7 @@ class Meetings:
             LimitError: a limit of the rendezvous, by name.
             WorkerLostError: the caller was declared lost, or its generation was succeeded.
         """
-        check_renew(request, self._limits, self._numbers.last)
+        check_renew(request, self._limits, self._numbers.largest)
         try:
             return self._gathering(request.spec, now_s).renew(request, now_s)
         finally:

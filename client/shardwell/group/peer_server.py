@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardwell.answering import Answering, parsed
-from shardwell.connection import SERVER_OPTIONS
+from shardwell.connection import listen_on, server_options
 from shardwell.errors import (
     ArgumentError,
     LimitError,
@@ -27,7 +27,7 @@ from shardwell.group.peers import SERVICE_NAME
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.watchdog import Watchdog
 
-_LOG = logging.getLogger("shardwell")
+_LOG = logging.getLogger("shardwell.group")
 _GENERATION_WAIT_S = 30.0
 """How long a stream of a generation that this member does not know yet may wait until it does."""
 _GRACE_S = 0.5
@@ -76,17 +76,19 @@ class PeerServer:
         self._threads = DaemonThreads(thread_count, "shardwell-peer")
         pool: Any = self._threads  # any executor will do, whatever gRPC's types say
         self._server = grpc.server(
-            pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=thread_count + _WAITING_COUNT_MAX
+            pool,
+            options=server_options(),
+            maximum_concurrent_rpcs=thread_count + _WAITING_COUNT_MAX,
         )
         self._server.add_generic_rpc_handlers((self._handler(), *more))
         host = listen.rpartition(":")[0]
         try:
-            port = self._server.add_insecure_port(listen)
-        except RuntimeError as error:
+            port = listen_on(self._server, listen)
+        except OSError as error:
             self._threads.shutdown()
             raise ShardUnavailableError(
-                f"can't listen on {listen} for the other workers of group {group!r}: {error}; is "
-                "the port taken, or the address another machine's? Pass listen="
+                f"can't listen on {listen} for the other workers of group {group!r}: "
+                f"{error.strerror}; pass listen= with a free port, or 0, of this machine"
             ) from None
         self.address = f"{host}:{port}"
         """Where it listens; the port is the one that was taken when 0 was asked for."""
@@ -187,7 +189,7 @@ class PeerServer:
                 self._changed.wait(rest_s)
         raise WorkerLostError(
             f"generation {opening.generation} of group {opening.group!r:.80} is not, or no more, "
-            f"what member {self._member_id} of group {self._group!r} is in; join again"
+            f"what member {self._member_id} of group {self._group!r} is in"
         )
 
 

@@ -11,7 +11,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardwell.connection import CHANNEL_OPTIONS, unary_stub
-from shardwell.errors import ArgumentError, ShardwellError
+from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, ShardwellError
+from shardwell.status import from_rpc_error
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2, peer_pb2
 from shardwell.v1 import peer_pb2 as pb
@@ -44,16 +45,26 @@ class Peer:
             request_serializer=pb.ReceiveChunksRequest.SerializeToString,
         )
 
-    def greet(self, group: str, timeout_s: float) -> str | None:
-        """Asks who is there; None if it is this member, else what is wrong. Blocks."""
+    def greet(self, group: str, timeout_s: float) -> None:
+        """Asks who is there, and returns if it is this member. Blocks.
+
+        Raises:
+            WorkerUnreachableError: somebody else is.
+            ShardUnavailableError: nobody can be reached there, or the connection broke.
+            DeadlineError: there was no answer in time.
+            ClosedError: the connection was closed.
+        """
         greet = unary_stub(self._channel, f"/{SERVICE_NAME}/Greet", pb.GreetResponse)
+        request = pb.GreetRequest(group=group, member_id=self.member.member_id)
         try:
-            greet(pb.GreetRequest(group=group, member_id=self.member.member_id), timeout=timeout_s)
+            if greet(request, timeout=timeout_s) is None:
+                raise ShardUnavailableError("its answer was lost on its way")
         except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                return f"no answer within {timeout_s:.3g} s"
-            return str(error.details() or error.code().name)[:200]
-        return None
+            raise from_rpc_error(
+                error, shard_index=None, address=self.member.address, role="worker"
+            ) from None
+        except ValueError as error:  # what gRPC raises for a closed channel
+            raise ClosedError(f"the connection was closed ({error})") from None
 
     def close(self) -> None:
         """Ends the connection and every call on it."""

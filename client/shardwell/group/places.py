@@ -8,31 +8,37 @@ from dataclasses import dataclass, field
 from shardwell.group.requests import clipped
 from shardwell.v1 import group_pb2 as pb
 
+INCARNATION_BITS = 32
+"""Of a generation's number, below its count."""
 _DESCRIPTION_SIZE_MAX_BYTES = 200
 
 
 class Lease:
     """How long somebody counts as alive without a word of it."""
 
-    __slots__ = ("duration_s", "end_s", "heard_s")
+    __slots__ = ("_is_spared", "duration_s", "end_s", "heard_s")
 
     def __init__(self, duration_s: float, now_s: float, *, heard: bool = True) -> None:
         self.duration_s = duration_s
         self.end_s = now_s + duration_s
         self.heard_s = now_s if heard else None
         """When there was a word of it last; None: never."""
+        self._is_spared = False
 
     def renew(self, duration_s: float, now_s: float) -> None:
         """There was a word of it."""
         self.duration_s, self.end_s, self.heard_s = duration_s, now_s + duration_s, now_s
+        self._is_spared = False
 
     def spare(self, silence_s: float, now_s: float) -> None:
         """Nobody at all was heard of for a while, which may be the fault of the way here.
 
-        Who lives renews about four times a lease, and so gets the time to be heard again.
+        Who lives renews about four times a lease, and so gets the time to be heard again. Once
+        for each word of it: else whoever asks now and then would keep the dead alive.
         """
-        if silence_s > self.duration_s / 2:
+        if silence_s > self.duration_s / 2 and not self._is_spared:
             self.end_s = max(self.end_s, now_s + self.duration_s / 2)
+            self._is_spared = True
 
 
 class Applicant:
@@ -46,10 +52,13 @@ class Applicant:
         "previous_generation",
         "rank",
         "replacement_wait_s",
+        "spec",
     )
 
     def __init__(self, request: pb.JoinGroupRequest, now_s: float) -> None:
         self.member = request.member
+        self.spec = request.spec
+        """What it expects of the group."""
         self.rank = self.asked_rank = request.rank
         """The one it wants, or had in the generation that it was a member of; another, where ranks
         have closed up since and that one is taken."""
@@ -63,6 +72,7 @@ class Applicant:
         """Whether `request` is another of the calls that this applicant makes again and again."""
         return (
             self.member == request.member
+            and self.spec == request.spec
             and self.asked_rank == request.rank
             and self.previous_generation == request.previous_generation
         )
@@ -80,6 +90,8 @@ class Seat:
     """Why it is gone; empty while it lives."""
     has_left: bool = False
     """It is gone because it left in order."""
+    is_expired: bool = False
+    """It is gone because its lease ended."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +131,10 @@ class Generation:
             rank=rank,
             ready=True,
         )
+
+    def is_followed(self) -> bool:
+        """Whether this server has heard of more than half of its members."""
+        return 2 * sum(seat.member is not None for seat in self.seats) > len(self.seats)
 
     def living(self) -> list[Seat]:
         """Those that are not lost, by rank."""
@@ -168,20 +184,41 @@ class Forming:
 
 
 class GenerationNumbers:
-    """Numbers of generations, of all groups, each larger than any before."""
+    """Numbers of generations, of all groups: a count, and below it the server's incarnation.
 
-    def __init__(self, first: int) -> None:
-        self.last = first - 1
-        """The largest so far."""
+    The count makes each larger than any that this server has given or been told of. The incarnation
+    makes those of two lives of a server differ, though a life knows nothing of those before it.
+
+    Args:
+        incarnation: Of the server, INCARNATION_BITS drawn for this life.
+    """
+
+    def __init__(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self._count = 0
+
+    @property
+    def largest(self) -> int:
+        """No number that was given or noted is larger."""
+        return (self._count + 1 << INCARNATION_BITS) - 1
+
+    def is_own(self, number: int) -> bool:
+        """Whether the generation was formed here: what is no longer known of it is over."""
+        return incarnation_of(number) == self._incarnation
 
     def take(self) -> int:
         """The next one."""
-        self.last += 1
-        return self.last
+        self._count += 1
+        return self._count << INCARNATION_BITS | self._incarnation
 
     def note(self, number: int) -> None:
         """There has been this one, so that later ones are larger."""
-        self.last = max(self.last, number)
+        self._count = max(self._count, number >> INCARNATION_BITS)
+
+
+def incarnation_of(number: int) -> int:
+    """Which life of a server formed a generation."""
+    return number & (1 << INCARNATION_BITS) - 1
 
 
 def described(rank: int, member: pb.Member | None) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
 from shardwell.group.places import Applicant, Generation, Seat, described
 from shardwell.group.requests import clipped
+from shardwell.specs import codec_words
 from shardwell.v1 import group_pb2 as pb
-from shardwell.v1 import types_pb2
 
 _VERDICT_COUNT_MAX = 1024
 _KEPT_S_MAX = 60.0
@@ -92,11 +92,11 @@ class Refusals:
 
 def differences(kept: pb.GroupSpec, got: pb.GroupSpec) -> str:
     """What two specs of one name differ in, expected against got; empty where in nothing."""
-    codec_name = types_pb2.Codec.Name
     pairs = (
         ("size", str(kept.size), str(got.size)),
         ("strategy", repr(kept.strategy), repr(got.strategy)),
-        ("codec", codec_name(kept.codec), codec_name(got.codec)),
+        ("codec", repr(codec_words(kept.codec)), repr(codec_words(got.codec))),
+        ("allow_non_finite", str(kept.allow_non_finite), str(got.allow_non_finite)),
     )
     return ", ".join(f"{what} {one}, got {other}" for what, one, other in pairs if one != other)
 
@@ -113,20 +113,13 @@ def unreachable_text(
     )
 
 
-def mismatch_text(kept: pb.GroupSpec, begun_by: str, request: pb.JoinGroupRequest) -> str:
-    """A worker asks for another group of the same name."""
+def mismatch_text(kept: pb.GroupSpec, holder: str, applicant: Applicant) -> str:
+    """A worker asks for another group of the same name as that of one that lives."""
     return (
-        f"group {kept.name!r} was begun by {begun_by} with other settings than "
-        f"{described(request.rank, request.member)} asks for: {differences(kept, request.spec)}; "
-        "give all workers the same"
-    )
-
-
-def overridden_text(waiting: pb.GroupSpec, living: pb.GroupSpec, number: int) -> str:
-    """Workers wait for a group of a name, and it turns out that another of that name lives."""
-    return (
-        f"generation {number} of group {living.name!r} lives, with other settings than those who "
-        f"wait ask for: {differences(living, waiting)}; end it, or give this group another name"
+        f"group {kept.name!r} belongs to {holder}, which lives, with other settings than "
+        f"{described(applicant.rank, applicant.member)} asks for: "
+        f"{differences(kept, applicant.spec)}; give all workers the same, or this group another "
+        "name"
     )
 
 
@@ -152,24 +145,29 @@ def stranger_error(request: pb.RenewLeaseRequest, member_count: int) -> Argument
 
 def lost_error(group: str, seat: Seat) -> WorkerLostError:
     """A member that was declared lost is back."""
+    advice = (
+        "the others go on without it; close the group, and join it again"
+        if seat.is_expired
+        else "rebuild the group, or join it again"
+    )
     return WorkerLostError(
         f"{described(seat.rank, seat.member)} of group {group!r} was declared lost: "
-        f"{seat.lost_reason}; rebuild the group, or join again",
+        f"{seat.lost_reason}; {advice}",
         rank=seat.rank,
     )
 
 
-def unknown_generation_error(
-    request: pb.RenewLeaseRequest, generation: Generation | None, *, is_old: bool
-) -> WorkerLostError:
-    """A worker is a member of a generation that is over, or that can't be."""
-    what = "is not known, and another lives"
-    if is_old and generation is not None:
-        what = f"has been succeeded by generation {generation.number}"
-    elif is_old:
+def left_behind_text(
+    group: str, number: int, rank: int, member: pb.Member, generation: Generation | None
+) -> str:
+    """A worker is a member of a generation that is over, or that can't be; another may live."""
+    if generation is None:
         what = "is over: all its members were lost or left"
-    return WorkerLostError(
-        f"generation {request.generation} of group {request.spec.name!r} {what}; "
-        f"{described(request.rank, request.member)} is in none; join again",
-        rank=request.rank,
+    elif number < generation.number:
+        what = f"has been succeeded by generation {generation.number}"
+    else:
+        what = "is not known, and another lives"
+    return (
+        f"generation {number} of group {group!r} {what}; {described(rank, member)} is in none; "
+        "close the group, and join it again"
     )

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
 
+from shardwell.calls import cancelled_by, current_call
 from shardwell.channel import parse_target
 from shardwell.closing import Closing
 from shardwell.connection import CHANNEL_OPTIONS, unary_stub
@@ -37,11 +38,32 @@ _ANSWER_S_MAX = 5.0
 """How long one answer is waited for: it never takes long, so a later question finds another way."""
 _LEAVE_S_MAX = 1.0
 """Leaving is a courtesy: without it the place is free when the lease ends."""
+_LEAVE_UNHEARD_S = 0.2
+"""The same at the end of a join that had no answer last: its caller waits already."""
 _SILENCE_S = 2.0
 """How long without an answer is worth telling."""
 _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"].full_name
 
-Greet = Callable[[Sequence[pb.Member]], list[pb.UnreachableMember]]
+_TELLING_S_MAX = 1.0
+"""How long before a join's deadline members that could not be reached are told to all; at most a
+quarter of it."""
+
+
+class Greeted(Protocol):
+    """Members that are being greeted: see `greeting.py`."""
+
+    @property
+    def unreachable(self) -> list[pb.UnreachableMember] | None:
+        """Members that can't be reached; None while it is not known."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until `unreachable` is known, at most so long."""
+
+    def close(self) -> None:
+        """Gives up."""
+
+
+Greet = Callable[[Sequence[pb.Member], float], Greeted]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +71,7 @@ class Formed:
     """A generation whose members have all reached one another."""
 
     generation: int
-    """Its number; larger than all earlier ones of the group."""
+    """Its number; larger than all earlier ones of the group that its members were in."""
     rank: int
     """The caller's place in `members`."""
     members: tuple[pb.Member, ...]
@@ -96,9 +118,9 @@ class Rendezvous(Closing):
             rank: Its place, 0 to size - 1; with `previous`, its place there.
             lease_ms: How long it counts as alive without a word of it.
             timeout_s: How long to wait, for the rendezvous and for the other workers together.
-            greet: Tries to reach all members; returns those that it could not. It is called in the
-                caller's thread, once for each generation that is formed; what it takes counts
-                towards the timeout. It must return within `lease_ms`.
+            greet: Begins to greet all members, until a time by `time.monotonic` that is a little
+                before the timeout; called once for each generation that is formed. The rendezvous
+                is asked on meanwhile, so that the place is kept.
             previous: The generation to follow with another.
             lost_ranks: Ranks there that are known to be lost.
             replacement_wait_ms: How long the others wait for replacements of those.
@@ -106,7 +128,8 @@ class Rendezvous(Closing):
         Raises:
             WorkersMissingError: the timeout has passed; names the missing ranks.
             ShardUnavailableError: the rendezvous did not answer at all.
-            GroupMismatchError: another size, strategy or codec than those of who came first.
+            GroupMismatchError: another size, strategy, codec or allow_non_finite than those have
+                who hold the name, and live.
             RankTakenError: a worker that lives has the rank.
             WorkerUnreachableError: a member can't reach another. With `previous`, that is tried
                 again until the timeout: a member may have died just now.
@@ -121,12 +144,15 @@ class Rendezvous(Closing):
             request.previous_member_count = len(previous.members)
             request.lost_ranks.extend(lost_ranks)
             request.replacement_wait_ms = replacement_wait_ms
+        waiting = _Waiting(self.address, request, timeout_s)
         try:
-            return self._join(request, timeout_s, greet)
+            with contextlib.ExitStack() as greetings:
+                return self._formed(request, waiting, greet, greetings)
         except BaseException:
             if previous is None:
+                leave_s = _LEAVE_S_MAX if waiting.is_heard else _LEAVE_UNHEARD_S
                 with contextlib.suppress(Exception):
-                    self.leave(spec.name, member.member_id)
+                    self.leave(spec.name, member.member_id, timeout_s=leave_s)
             raise
 
     def begin_renewal(self, request: pb.RenewLeaseRequest, *, timeout_s: float) -> Any:
@@ -167,13 +193,22 @@ class Rendezvous(Closing):
         self._closed.set()
         self._channel.close()
 
-    def _join(self, request: pb.JoinGroupRequest, timeout_s: float, greet: Greet) -> Formed:
-        waiting = _Waiting(self.address, request, timeout_s)
+    def _formed(
+        self,
+        request: pb.JoinGroupRequest,
+        waiting: _Waiting,
+        greet: Greet,
+        greetings: contextlib.ExitStack,
+    ) -> Formed:
+        """Asks until the generation is ready; closing `greetings` ends what it has begun."""
+        greeting: Greeted | None = None
+        greeted_generation = 0
         while (remaining_s := waiting.remaining_s) > 0:
             answer_s = min(remaining_s, _ANSWER_S_MAX)
             try:
                 call = self._begin("JoinGroup", request, pb.JoinGroupResponse, answer_s)
-                response: pb.JoinGroupResponse = self._finish(call)
+                with cancelled_by(call.cancel):
+                    response: pb.JoinGroupResponse = self._finish(call)
             except ShardUnavailableError as error:
                 waiting.failed(error)
             except DeadlineError as error:
@@ -194,15 +229,26 @@ class Rendezvous(Closing):
                         rank=response.rank,
                         members=tuple(response.members),
                     )
-                if response.members and request.checked_generation != response.generation:
-                    unreachable = greet(tuple(response.members))
-                    request.checked_generation = response.generation
+                if response.members and greeted_generation != response.generation:
+                    greetings.close()
+                    greeted_generation = response.generation
+                    greeting = greet(tuple(response.members), waiting.greeting_deadline_s)
+                    greetings.callback(greeting.close)
+                elif greeted_generation != response.generation:
+                    greeting = None  # that generation will not be
+            pause_s = random.uniform(POLL_INTERVAL_S_MIN, waiting.poll_interval_s)
+            pause_s = min(pause_s, max(waiting.remaining_s, 0.0))
+            if greeting is None:
+                self._closed.wait(pause_s)
+            else:
+                greeting.wait(pause_s)
+                if (unreachable := greeting.unreachable) is not None:
+                    request.checked_generation = greeted_generation
                     del request.unreachable[:]
                     request.unreachable.extend(unreachable)
-                    continue
-            pause_s = random.uniform(POLL_INTERVAL_S_MIN, waiting.poll_interval_s)
-            if self._closed.wait(min(pause_s, max(waiting.remaining_s, 0.0))):
-                raise ClosedError("the rendezvous was closed")
+                    greeting = None
+            if self._closed.is_set() or _is_given_up():
+                raise ClosedError("the rendezvous was closed, or the call given up")
         raise waiting.given_up()
 
     def _begin(
@@ -218,8 +264,14 @@ class Rendezvous(Closing):
 
     def _finish(self, call: Any) -> Any:
         try:
-            return call.result()
+            if (response := call.result()) is None:
+                raise ShardUnavailableError(f"the answer of {self.address} was lost on its way")
+            return response
         except grpc.FutureCancelledError:
+            if _is_expired():
+                raise DeadlineError(
+                    f"the rendezvous at {self.address} did not answer in time"
+                ) from None
             raise ClosedError("the call of the rendezvous was cancelled") from None
         except grpc.RpcError as error:
             if self._closed.is_set():
@@ -227,8 +279,18 @@ class Rendezvous(Closing):
             raise from_rpc_error(
                 error, shard_index=None, address=self.address, role="rendezvous"
             ) from None
-        finally:
-            call.cancel()  # after Ctrl-C, nobody waits for it
+
+
+def _is_given_up() -> bool:
+    """Whether the call that this thread runs was cancelled before its time was over."""
+    call = current_call()
+    return call is not None and call.cancelled.is_set() and not call.is_expired
+
+
+def _is_expired() -> bool:
+    """Whether the call that this thread runs was cancelled because its time was over."""
+    call = current_call()
+    return call is not None and call.is_expired
 
 
 class _Waiting:
@@ -245,9 +307,19 @@ class _Waiting:
         self._error: Exception | None = None
 
     @property
+    def greeting_deadline_s(self) -> float:
+        """Until when members are greeted, so that all can still be told who was not reached."""
+        return self._began_s + self._timeout_s - min(_TELLING_S_MAX, self._timeout_s / 4)
+
+    @property
     def remaining_s(self) -> float:
         """Until the deadline."""
         return self._began_s + self._timeout_s - time.monotonic()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the rendezvous answered the last question."""
+        return self._error is None
 
     def answered(self, response: pb.JoinGroupResponse) -> None:
         """The rendezvous is there."""

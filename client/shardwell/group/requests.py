@@ -18,8 +18,8 @@ DESCRIPTION_LENGTH_MAX = 200
 STRATEGY_LENGTH_MAX = 64
 REASON_LENGTH_MAX = 2_000
 GENERATION_MAX = 2**62
-"""The largest that others are believed, so that there always is a larger one. Numbers begin with a
-clock's milliseconds, which are below 2^41."""
+"""The largest that others are believed, so that there always is a larger one: a count of 2^30, and
+32 drawn bits."""
 _STRATEGY = re.compile(r"[a-z][a-z0-9_]*(\([a-z0-9_=., -]*\))?")
 
 
@@ -43,8 +43,8 @@ class MeetingLimits:
                 raise ArgumentError(f"limit {entry.name} must be above 0; got {value!r}")
 
 
-def check_join(request: pb.JoinGroupRequest, limits: MeetingLimits, last_number: int) -> None:
-    """Returns if the request can be believed; `last_number` is the largest generation's here.
+def check_join(request: pb.JoinGroupRequest, limits: MeetingLimits, largest: int) -> None:
+    """Returns if the request can be believed; no generation here has a number above `largest`.
 
     Raises:
         ArgumentError: a field is out of its range; names it.
@@ -57,7 +57,7 @@ def check_join(request: pb.JoinGroupRequest, limits: MeetingLimits, last_number:
     _check_range("previous_member_count", request.previous_member_count, 0, size)
     _check_range("rank", request.rank, 0, size - 1)
     _check_range("lease_ms", request.lease_ms, LEASE_MS_MIN, LEASE_MS_MAX)
-    number_max = max(GENERATION_MAX, last_number)
+    number_max = max(GENERATION_MAX, largest)
     _check_range("previous_generation", request.previous_generation, 0, number_max)
     _check_range("checked_generation", request.checked_generation, 0, number_max)
     _check_range("replacement_wait_ms", request.replacement_wait_ms, 0, REPLACEMENT_WAIT_MS_MAX)
@@ -72,11 +72,11 @@ def check_join(request: pb.JoinGroupRequest, limits: MeetingLimits, last_number:
         _check_range("length of unreachable.reason", len(unreachable.reason), 0, REASON_LENGTH_MAX)
 
 
-def check_renew(request: pb.RenewLeaseRequest, limits: MeetingLimits, last_number: int) -> None:
+def check_renew(request: pb.RenewLeaseRequest, limits: MeetingLimits, largest: int) -> None:
     """The same for a renewal."""
     _check_spec(request.spec, limits)
     _check_member(request.member)
-    _check_range("generation", request.generation, 1, max(GENERATION_MAX, last_number))
+    _check_range("generation", request.generation, 1, max(GENERATION_MAX, largest))
     _check_range("member_count", request.member_count, 1, request.spec.size)
     _check_range("rank", request.rank, 0, request.member_count - 1)
     _check_range("lease_ms", request.lease_ms, LEASE_MS_MIN, LEASE_MS_MAX)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
 from shardwell.rank_words import RANKS_NAMED_MAX, in_words
-from shardwell.specs import SAMPLE_COUNT_MAX, WIRE_CODECS
+from shardwell.specs import SAMPLE_COUNT_MAX, WIRE_CODECS, codec_words
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 
@@ -331,8 +331,8 @@ def _described(call: pb.CollectiveCall) -> str:
         parts.append(f"{call.element_count} elements")
         if call.reduction in pb.Reduction.values() and call.reduction:
             parts.append(f"op {pb.Reduction.Name(call.reduction)[len('REDUCTION_') :].lower()}")
-        if call.codec in types_pb2.Codec.values():
-            parts.append(f"codec {types_pb2.Codec.Name(call.codec)[len('CODEC_') :].lower()}")
+        if call.codec:
+            parts.append(f"codec {codec_words(call.codec)}")
     if call.operation in (pb.OPERATION_REDUCE, pb.OPERATION_BROADCAST):
         parts.append(f"root {call.root}")
     return f"{_name(call)}({', '.join(parts)})"

@@ -8,16 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GroupSpec(_message.Message):
-    __slots__ = ("name", "size", "strategy", "codec")
+    __slots__ = ("name", "size", "strategy", "codec", "allow_non_finite")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     name: str
     size: int
     strategy: str
     codec: _types_pb2.Codec
-    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., strategy: _Optional[str] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ...) -> None: ...
+    allow_non_finite: bool
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., strategy: _Optional[str] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., allow_non_finite: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("member_id", "address", "description")
@@ -38,16 +40,18 @@ class UnreachableMember(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class LostMember(_message.Message):
-    __slots__ = ("rank", "reason", "left", "rebuilds")
+    __slots__ = ("rank", "reason", "left", "rebuilds", "expired")
     RANK_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     REBUILDS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     reason: str
     left: bool
     rebuilds: bool
-    def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: bool = ..., rebuilds: bool = ...) -> None: ...
+    expired: bool
+    def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: bool = ..., rebuilds: bool = ..., expired: bool = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
     __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable", "previous_member_count")

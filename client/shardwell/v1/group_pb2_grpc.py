@@ -61,12 +61,15 @@ class GroupServiceServicer(object):
 
         Idempotency key: (group, member_id). Each call also renews the caller's lease. A generation is
         formed when all ranks are there; with previous_generation, when all its members that live are
-        there, and `size` is reached or replacement_wait_ms have passed. Errors: FAILED_PRECONDITION
-        with ERROR_CODE_GROUP_MISMATCH (size, strategy or codec differ from those of who came first),
-        ERROR_CODE_RANK_TAKEN (a member that lives has it: it renewed its lease after this caller asked
-        first), ERROR_CODE_WORKER_LOST (this member was declared lost in its generation, and does not
-        name that as previous_generation), UNAVAILABLE with ERROR_CODE_WORKER_UNREACHABLE (a member
-        can't reach another), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (a limit, by name).
+        there, and `size` is reached or replacement_wait_ms have passed. Who asks for a rank that
+        another has, or for the name with another spec, waits until one of those that have it is heard
+        of, and is then refused, or until all their leases have ended, and then has it. Errors:
+        FAILED_PRECONDITION with ERROR_CODE_GROUP_MISMATCH (the name has another spec, and somebody who
+        has it was heard of after this caller asked first), ERROR_CODE_RANK_TAKEN (the same of a rank),
+        ERROR_CODE_WORKER_LOST (this member's lease ended, others followed its generation without it,
+        or the generation is over: join anew, with another member_id), UNAVAILABLE with
+        ERROR_CODE_WORKER_UNREACHABLE (a member can't reach another), INVALID_ARGUMENT,
+        RESOURCE_EXHAUSTED (a limit, by name).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,19 +8,31 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CreateParameterRequest(_message.Message):
-    __slots__ = ("shard", "worker_id", "spec", "take_seat")
+    __slots__ = ("shard", "worker_id", "spec", "take_seat", "incarnation", "must_exist", "session", "tenure", "begins_anew", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TAKE_SEAT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MUST_EXIST_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_ANEW_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     worker_id: str
     spec: _types_pb2.ParameterSpec
     take_seat: bool
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., take_seat: bool = ...) -> None: ...
+    incarnation: int
+    must_exist: bool
+    session: int
+    tenure: int
+    begins_anew: bool
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class CreateParameterResponse(_message.Message):
-    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch")
+    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch", "incarnation", "begun", "took_over", "tenure")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +41,10 @@ class CreateParameterResponse(_message.Message):
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     INIT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    TOOK_OVER_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
     created: bool
     slice_offset: int
     slice_size: int
@@ -37,19 +53,27 @@ class CreateParameterResponse(_message.Message):
     next_step: int
     initialized: bool
     init_epoch: int
-    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ...) -> None: ...
+    incarnation: int
+    begun: bool
+    took_over: bool
+    tenure: int
+    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ...) -> None: ...
 
 class ClaimInitRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "worker_id", "wait_timeout_ms")
+    __slots__ = ("shard", "parameter", "worker_id", "wait_timeout_ms", "above_epoch", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    ABOVE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
     worker_id: str
     wait_timeout_ms: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., wait_timeout_ms: _Optional[int] = ...) -> None: ...
+    above_epoch: int
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., wait_timeout_ms: _Optional[int] = ..., above_epoch: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ClaimInitResponse(_message.Message):
     __slots__ = ("initialized", "granted", "epoch", "version")
@@ -64,13 +88,14 @@ class ClaimInitResponse(_message.Message):
     def __init__(self, initialized: bool = ..., granted: bool = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class InitWeightsRequest(_message.Message):
-    __slots__ = ("open", "epoch", "chunk", "version", "array_index", "learning_rate", "padding", "payload")
+    __slots__ = ("open", "epoch", "chunk", "version", "array_index", "learning_rate", "load_id", "padding", "payload")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARRAY_INDEX_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ID_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     open: _types_pb2.StreamOpen
@@ -79,9 +104,10 @@ class InitWeightsRequest(_message.Message):
     version: int
     array_index: int
     learning_rate: float
+    load_id: int
     padding: bytes
     payload: bytes
-    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., epoch: _Optional[int] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., learning_rate: _Optional[float] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., epoch: _Optional[int] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., learning_rate: _Optional[float] = ..., load_id: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class InitWeightsResponse(_message.Message):
     __slots__ = ("version",)
@@ -90,14 +116,16 @@ class InitWeightsResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class ConfirmInitRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "epoch")
+    __slots__ = ("shard", "parameter", "epoch", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
     epoch: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., epoch: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ConfirmInitResponse(_message.Message):
     __slots__ = ("version",)
@@ -206,16 +234,18 @@ class SnapshotResponse(_message.Message):
     def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., array_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class SetLearningRateRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "learning_rate", "from_step")
+    __slots__ = ("shard", "parameter", "learning_rate", "from_step", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     FROM_STEP_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
     learning_rate: float
     from_step: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., learning_rate: _Optional[float] = ..., from_step: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., learning_rate: _Optional[float] = ..., from_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SetLearningRateResponse(_message.Message):
     __slots__ = ()
@@ -250,7 +280,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ...) -> None: ...
 
 class ParameterStatus(_message.Message):
-    __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count")
+    __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count", "done_worker_ids", "load_id")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +295,8 @@ class ParameterStatus(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTED_WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     MISSING_WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DONE_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ID_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.ParameterSpec
     slice_offset: int
     slice_size: int
@@ -279,4 +311,6 @@ class ParameterStatus(_message.Message):
     learning_rate: float
     contributed_worker_count: int
     missing_worker_count: int
-    def __init__(self, spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., initialized: bool = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., contributed_worker_count: _Optional[int] = ..., missing_worker_count: _Optional[int] = ...) -> None: ...
+    done_worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    load_id: int
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., initialized: bool = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., contributed_worker_count: _Optional[int] = ..., missing_worker_count: _Optional[int] = ..., done_worker_ids: _Optional[_Iterable[str]] = ..., load_id: _Optional[int] = ...) -> None: ...

@@ -119,14 +119,15 @@ class ParameterServerServiceServicer(object):
         """Sets the first weights of this shard's slice, in CODEC_FP32, whatever the spec's codec; with
         optimizer state, a version and a learning rate, which is how a checkpoint is restored.
 
-        The first message has `open` and `epoch`; every message has a range of at most 262144
-        elements; the ranges follow one another from the start of the slice to its end (an empty slice
-        sends `open` alone). With optimizer state, the ranges of each of its arrays follow those of the
+        The first message has `open` and `epoch`; every message (the first one, if it likes) has a range
+        of at most 262144 elements; the ranges follow one another from the start of the slice to its end
+        (an empty slice has one range of 0 elements, whose CRC covers the first message). With optimizer state, the ranges of each of its arrays follow those of the
         weights, array by array; all of it is needed where `version` is not 0. Without, the state is
         what the optimizer begins with. Shard 0 must be the last to be sent: its success decides whose weights
         stand; the others use theirs after ConfirmInit. What stands is never written again; a repeat
-        of its epoch is acknowledged. Errors: ABORTED (a higher epoch came), FAILED_PRECONDITION (the
-        epoch was not granted, or other weights stand), DATA_LOSS (CRC), INVALID_ARGUMENT.
+        of its epoch is acknowledged. Errors: ABORTED (a higher epoch came: claim one above the
+        ErrorDetail's init_epoch), FAILED_PRECONDITION (the epoch was not granted, or other weights
+        stand), DATA_LOSS (CRC), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,7 +148,8 @@ class ParameterServerServiceServicer(object):
         The first message has `open`; it may have a chunk too. Idempotency key: see GradientChunk.
         Chunks may come in any order. A failed stream leaves the chunks before it counted: send all
         again, with the same step. Errors: FAILED_PRECONDITION (not initialized, step order, seats),
-        DATA_LOSS (CRC), INVALID_ARGUMENT, DEADLINE_EXCEEDED (an earlier step did not close).
+        DATA_LOSS (CRC), INVALID_ARGUMENT (also values so large that by themselves they would make
+        optimizer state infinite), DEADLINE_EXCEEDED (an earlier step did not close).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,7 +167,9 @@ class ParameterServerServiceServicer(object):
     def Exchange(self, request_iterator, context):
         """PutGradient and GetWeights at once: for each gradient chunk, one weights chunk, after the
         step of that chunk has closed (MODE_SYNC) or the gradient is applied (MODE_ASYNC); in the
-        order in which the gradient chunks came. One stream may carry any number of steps.
+        order in which the gradient chunks came. One stream may carry any number of steps, and of
+        parameters: `open` may come again between two steps. A stream without work may be ended by the
+        shard, with CANCELLED, when others need its place: open another.
 
         Read while you write: the shard stops reading while answers are not taken. Idempotency key and
         errors as for PutGradient.
@@ -190,7 +194,8 @@ class ParameterServerServiceServicer(object):
         training, if it goes on; if it does not, V itself is. Safe to repeat. Errors:
         FAILED_PRECONDITION (a chunk is past the version, not initialized, no room for copies),
         DEADLINE_EXCEEDED (names who is missing from a step before the version), RESOURCE_EXHAUSTED
-        (too many snapshots of the parameter at once), INVALID_ARGUMENT (weights that are not finite).
+        (too many snapshots of the parameter at once), FAILED_PRECONDITION with ERROR_CODE_DIVERGED
+        (weights or optimizer state that are not finite).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -98,14 +98,16 @@ class CollectiveCall(_message.Message):
     def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., element_count: _Optional[int] = ..., root: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., problem: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("detail", "message", "rebuilding")
+    __slots__ = ("detail", "message", "rebuilding", "expired")
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     REBUILDING_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
     detail: _types_pb2.ErrorDetail
     message: str
     rebuilding: bool
-    def __init__(self, detail: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., message: _Optional[str] = ..., rebuilding: bool = ...) -> None: ...
+    expired: bool
+    def __init__(self, detail: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., message: _Optional[str] = ..., rebuilding: bool = ..., expired: bool = ...) -> None: ...
 
 class LeavingRank(_message.Message):
     __slots__ = ()

@@ -67,23 +67,31 @@ class TableSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., row_count: _Optional[int] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[_types_pb2.Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., compression: _Optional[_Union[_types_pb2.Compression, str]] = ..., mode: _Optional[_Union[_types_pb2.Mode, str]] = ..., worker_count: _Optional[int] = ..., allow_non_finite: bool = ...) -> None: ...
 
 class OpenTableRequest(_message.Message):
-    __slots__ = ("shard", "worker_id", "spec", "take_seat", "incarnation", "must_exist")
+    __slots__ = ("shard", "worker_id", "spec", "take_seat", "incarnation", "must_exist", "session", "tenure", "begins_anew", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TAKE_SEAT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MUST_EXIST_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_ANEW_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     worker_id: str
     spec: TableSpec
     take_seat: bool
     incarnation: int
     must_exist: bool
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ...) -> None: ...
+    session: int
+    tenure: int
+    begins_anew: bool
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class OpenTableResponse(_message.Message):
-    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun")
+    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun", "took_over", "tenure")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     ROWS_PER_MESSAGE_MAX_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +100,8 @@ class OpenTableResponse(_message.Message):
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    TOOK_OVER_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
     created: bool
     rows_per_message_max: int
     version: int
@@ -100,19 +110,25 @@ class OpenTableResponse(_message.Message):
     row_count: int
     incarnation: int
     begun: bool
-    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ...) -> None: ...
+    took_over: bool
+    tenure: int
+    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ...) -> None: ...
 
 class TableOpen(_message.Message):
-    __slots__ = ("shard", "table", "worker_id", "incarnation")
+    __slots__ = ("shard", "table", "worker_id", "incarnation", "session", "tenure")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
     worker_id: str
     incarnation: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    session: int
+    tenure: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("row_count", "scale_exponent", "crc32c", "lz4")
@@ -257,14 +273,16 @@ class LoadRowsResponse(_message.Message):
     def __init__(self, row_count: _Optional[int] = ...) -> None: ...
 
 class EvictRowsRequest(_message.Message):
-    __slots__ = ("shard", "table", "older_than_step")
+    __slots__ = ("shard", "table", "older_than_step", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     OLDER_THAN_STEP_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
     older_than_step: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., older_than_step: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., older_than_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class EvictRowsResponse(_message.Message):
     __slots__ = ("evicted_row_count",)
@@ -273,16 +291,18 @@ class EvictRowsResponse(_message.Message):
     def __init__(self, evicted_row_count: _Optional[int] = ...) -> None: ...
 
 class SetTableLearningRateRequest(_message.Message):
-    __slots__ = ("shard", "table", "learning_rate", "from_step")
+    __slots__ = ("shard", "table", "learning_rate", "from_step", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     FROM_STEP_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
     learning_rate: float
     from_step: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., learning_rate: _Optional[float] = ..., from_step: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., learning_rate: _Optional[float] = ..., from_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SetTableLearningRateResponse(_message.Message):
     __slots__ = ()
@@ -303,7 +323,7 @@ class GetTableStatusResponse(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate", "loading", "load_id", "incarnation")
+    __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate", "loading", "load_id", "incarnation", "done_worker_ids")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     ROW_CAPACITY_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +338,7 @@ class TableStatus(_message.Message):
     LOADING_FIELD_NUMBER: _ClassVar[int]
     LOAD_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DONE_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
     spec: TableSpec
     row_count: int
     row_capacity: int
@@ -332,4 +353,5 @@ class TableStatus(_message.Message):
     loading: bool
     load_id: int
     incarnation: int
-    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., row_capacity: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., version: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_row_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., loading: bool = ..., load_id: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    done_worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., row_capacity: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., version: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_row_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., loading: bool = ..., load_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., done_worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...

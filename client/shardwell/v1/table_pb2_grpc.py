@@ -97,9 +97,11 @@ class TableServiceServicer(object):
         applied). Answers come in the order of what they answer. Read while you write: the shard stops
         reading while answers are not taken.
 
-        Idempotency key: (table, worker_id, step, part_index). Errors: INVALID_ARGUMENT (ids, counts,
-        values), DATA_LOSS (CRC, length), FAILED_PRECONDITION (step order, seats, a full disk: nothing
-        of the message is counted), RESOURCE_EXHAUSTED (a limit of rows or bytes, by name),
+        Idempotency key: (table, worker_id, step, part_index); MODE_ASYNC: and the tenure. A part of a session's last step that comes
+        again with another crc32c is FAILED_PRECONDITION, as with GradientChunk. Errors: INVALID_ARGUMENT
+        (ids, counts, values, also such as by themselves would make optimizer state infinite), DATA_LOSS
+        (CRC, length), FAILED_PRECONDITION (step order, seats, a full disk: nothing of the message is
+        counted), RESOURCE_EXHAUSTED (a limit of rows or bytes, by name),
         DEADLINE_EXCEEDED (names who is missing from a step that is waited for).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -110,10 +112,11 @@ class TableServiceServicer(object):
         """Streams the rows that exist on this shard, in no order: their ids, or with values and state.
 
         With `state`, MODE_SYNC: all rows as they were at one version, while training goes on; the
-        first message, which has no rows, says that the shard has begun, as with Snapshot of
+        first message, which has 0 rows, says that the shard has begun, as with Snapshot of
         ParameterServerService, and the same procedure brings all shards to one version. MODE_ASYNC, and
         without `state`: each row as it is when its turn comes. Errors: FAILED_PRECONDITION (past the
-        version), DEADLINE_EXCEEDED (names who is missing), RESOURCE_EXHAUSTED (too many at once).
+        version), DEADLINE_EXCEEDED (names who is missing), RESOURCE_EXHAUSTED (too many at once),
+        INVALID_ARGUMENT (weights or state that are not finite).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

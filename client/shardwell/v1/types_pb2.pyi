@@ -50,6 +50,9 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_WORKER_UNREACHABLE: _ClassVar[ErrorCode]
     ERROR_CODE_COLLECTIVE_MISMATCH: _ClassVar[ErrorCode]
     ERROR_CODE_UNKNOWN_TABLE: _ClassVar[ErrorCode]
+    ERROR_CODE_DIVERGED: _ClassVar[ErrorCode]
+    ERROR_CODE_WORKER_ID_IN_USE: _ClassVar[ErrorCode]
+    ERROR_CODE_SESSION_UNKNOWN: _ClassVar[ErrorCode]
 CODEC_UNSPECIFIED: Codec
 CODEC_FP32: Codec
 CODEC_FP16: Codec
@@ -82,6 +85,9 @@ ERROR_CODE_WORKER_LOST: ErrorCode
 ERROR_CODE_WORKER_UNREACHABLE: ErrorCode
 ERROR_CODE_COLLECTIVE_MISMATCH: ErrorCode
 ERROR_CODE_UNKNOWN_TABLE: ErrorCode
+ERROR_CODE_DIVERGED: ErrorCode
+ERROR_CODE_WORKER_ID_IN_USE: ErrorCode
+ERROR_CODE_SESSION_UNKNOWN: ErrorCode
 
 class ShardIdentity(_message.Message):
     __slots__ = ("cluster_id", "shard_index", "shard_count")
@@ -248,14 +254,18 @@ class Chunk(_message.Message):
     def __init__(self, chunk_index: _Optional[int] = ..., element_offset: _Optional[int] = ..., element_count: _Optional[int] = ..., scale_exponent: _Optional[int] = ..., crc32c: _Optional[int] = ..., lz4: bool = ...) -> None: ...
 
 class StreamOpen(_message.Message):
-    __slots__ = ("shard", "parameter", "worker_id")
+    __slots__ = ("shard", "parameter", "worker_id", "session", "tenure")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
     shard: ShardIdentity
     parameter: str
     worker_id: str
-    def __init__(self, shard: _Optional[_Union[ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+    session: int
+    tenure: int
+    def __init__(self, shard: _Optional[_Union[ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ...) -> None: ...
 
 class GradientChunk(_message.Message):
     __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step")
@@ -272,7 +282,7 @@ class GradientChunk(_message.Message):
     def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index", "rank", "missing_ranks", "table")
+    __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index", "rank", "missing_ranks", "table", "init_epoch", "free_in_ms")
     CODE_FIELD_NUMBER: _ClassVar[int]
     SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +292,8 @@ class ErrorDetail(_message.Message):
     RANK_FIELD_NUMBER: _ClassVar[int]
     MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    INIT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FREE_IN_MS_FIELD_NUMBER: _ClassVar[int]
     code: ErrorCode
     shard_index: int
     parameter: str
@@ -291,4 +303,6 @@ class ErrorDetail(_message.Message):
     rank: int
     missing_ranks: _containers.RepeatedScalarFieldContainer[int]
     table: str
-    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., shard_index: _Optional[int] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., element_index: _Optional[int] = ..., rank: _Optional[int] = ..., missing_ranks: _Optional[_Iterable[int]] = ..., table: _Optional[str] = ...) -> None: ...
+    init_epoch: int
+    free_in_ms: int
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., shard_index: _Optional[int] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., element_index: _Optional[int] = ..., rank: _Optional[int] = ..., missing_ranks: _Optional[_Iterable[int]] = ..., table: _Optional[str] = ..., init_epoch: _Optional[int] = ..., free_in_ms: _Optional[int] = ...) -> None: ...

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import NoReturn
 
 import click
+
+from shardwell_server import signals, terminal
 
 _COMMANDS = {
     "checkpoint": ("checkpoint", "checkpoint"),
@@ -21,6 +24,8 @@ _COMMANDS = {
     "train-digits": ("train_digits", "train_digits"),
 }
 """Name, and the module here and attribute where its code is."""
+_HOLDING_SIGNALS = ("cluster", "demo", "run", "serve")
+"""Commands that ask for signals where they can stop; the others are broken off."""
 
 
 class _LazyGroup(click.Group):
@@ -42,18 +47,32 @@ class _LazyGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="shardwell", prog_name="shardwell")
-def commands() -> None:
+@click.pass_context
+def commands(context: click.Context) -> None:
     """A sharded parameter server for training on commodity machines."""
+    # Here the command's module has been imported.
+    if context.invoked_subcommand not in _HOLDING_SIGNALS:
+        signals.break_off()
 
 
-def main() -> None:
-    """Entry point; errors that a user can act on are one line and exit code 1."""
+def main() -> NoReturn:
+    """Runs the command; errors that a user can act on are one line and exit code 1."""
+    signals.hold()
+    outputs = terminal.Outputs()
+    color = False if terminal.is_plain() else None
     try:
-        commands()
+        code = commands.main(standalone_mode=False, color=color) or 0
+    except signals.StoppedError as stopped:
+        click.echo(f"Stopped by {stopped.cause}.", err=True)
+        code = stopped.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
     except Exception as error:
         from shardwell.errors import ShardwellError
 
         if not isinstance(error, ShardwellError):
             raise
-        click.secho(f"shardwell: {error.message}", fg="red", err=True)
-        sys.exit(1)
+        click.secho(f"shardwell: {error.message}", fg="red", err=True, color=color)
+        code = 1
+    sys.exit(outputs.final_code(code))

@@ -10,7 +10,10 @@ import click
 
 import shardwell
 from shardwell_server.cli.connecting import connected
-from shardwell_server.cli.tables import console, table
+from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.options import GivenPath, shards_option
+from shardwell_server.cli.tables import table
+from shardwell_server.terminal import console
 
 
 @click.group()
@@ -22,7 +25,7 @@ def _cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What commands that need a cluster share."""
     for option in (
         click.option(
-            "--timeout-s", type=float, default=600.0, show_default=True, help="For all of it."
+            "--timeout-s", type=Duration(), default=600.0, show_default=True, help="For all of it."
         ),
         click.option(
             "--parameter",
@@ -38,20 +41,13 @@ def _cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME",
             help="Only this table; may be given several times. Default: all, if no --parameter.",
         ),
-        click.option(
-            "--shards",
-            "target",
-            envvar="SHARDWELL_SHARDS",
-            required=True,
-            metavar="HOST:PORT[,...]",
-            help="The cluster; default: $SHARDWELL_SHARDS.",
-        ),
+        shards_option,
     ):
         command = option(command)
     return command
 
 
-_DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
+_DIRECTORY = click.argument("directory", type=GivenPath())
 
 
 @checkpoint.command()

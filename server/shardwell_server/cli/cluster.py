@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import click
 
-from shardwell_server.cli.stopping import stop_requested
+from shardwell_server import signals
+from shardwell_server.cli.options import GivenPath, shard_count_option, usage_errors
+from shardwell_server.config import Durability
 from shardwell_server.local_cluster import NOT_READY, START_TIMEOUT_S, LocalCluster, not_started
 
-_LOOK_INTERVAL_S = 0.2
+_LOOK_INTERVAL_S = 0.1
 _DEATH_COUNT_MAX = 1000
 """Deaths of one shard after which something else must be wrong."""
 _FAILED_START_COUNT_MAX = 3
@@ -22,18 +25,10 @@ _CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal
 
 
 @click.command()
-@click.option(
-    "--shards",
-    "shard_count",
-    type=int,
-    default=2,
-    show_default=True,
-    envvar="SHARDWELL_SHARD_COUNT",
-    help="Number of shards, each a process on a free port.",
-)
+@shard_count_option("Number of shards, each a process on a free port.")
 @click.option(
     "--data-dir",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=GivenPath(file_okay=False),
     envvar="SHARDWELL_DATA_DIR",
     help="Each shard gets a directory shard-I in it, goes on from it, and is started again when it "
     "dies.",
@@ -59,19 +54,30 @@ def cluster(*, shard_count: int, data_dir: Path | None, durability: str, log_lev
 
     Prints the line that workers need in their environment.
     """
-    stop = stop_requested()
-    with LocalCluster(
-        shard_count, data_dir, processes=True, durability=durability, log_level=log_level
-    ) as running:
+    signals.hold()
+    with usage_errors():
+        Durability(durability).check_files(data_dir is not None)
+    with contextlib.ExitStack() as stack:
+        with signals.breaking_off():
+            running = stack.enter_context(
+                LocalCluster(
+                    shard_count,
+                    data_dir,
+                    processes=True,
+                    durability=durability,
+                    log_level=log_level,
+                )
+            )
         click.echo(f"export SHARDWELL_SHARDS={running.target}")
         click.echo(
             f"# cluster {running.cluster_id}: {shard_count} shards are serving; Ctrl-C stops them",
             err=True,
         )
         watched = [_WatchedShard(running, index, data_dir) for index in range(shard_count)]
-        while not stop.wait(_LOOK_INTERVAL_S):
+        while not signals.is_asked_to_stop():
             for shard in watched:
                 shard.look()
+            time.sleep(_LOOK_INTERVAL_S)
 
 
 class _WatchedShard:

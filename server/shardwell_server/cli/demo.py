@@ -6,8 +6,8 @@ from typing import Any, Literal, NoReturn, get_args
 
 import click
 
-from shardwell.errors import ArgumentError
 from shardwell.specs import ModeName
+from shardwell_server import signals
 from shardwell_server.cli.digits_options import (
     codec_option,
     exit_by_accuracy,
@@ -16,6 +16,7 @@ from shardwell_server.cli.digits_options import (
     steps_option,
     sync_option,
 )
+from shardwell_server.cli.options import running_shards_option, shard_count_option, usage_errors
 from shardwell_server.demo.digits.run import DemoConfig, run_demo
 from shardwell_server.demo.digits.screen import Screen as DigitsScreen
 from shardwell_server.demo.digits.worker import STEP_COUNT, SyncName
@@ -29,7 +30,7 @@ from shardwell_server.demo.embeddings.run import (
 from shardwell_server.demo.embeddings.screen import Screen as EmbeddingsScreen
 from shardwell_server.demo.embeddings.worker import BATCH_COUNT, DATA_SET
 from shardwell_server.demo.progress import Progress
-from shardwell_server.demo.stop import StoppedError, StopRequest
+from shardwell_server.signals import StoppedError
 
 TaskName = Literal["digits", "embeddings"]
 
@@ -42,15 +43,7 @@ TaskName = Literal["digits", "embeddings"]
     show_default=True,
     help="digits: a classifier, one dense parameter. embeddings: a knowledge graph, two tables.",
 )
-@click.option(
-    "--shards",
-    "shard_count",
-    type=click.IntRange(1, 64),
-    default=2,
-    show_default=True,
-    envvar="SHARDWELL_SHARD_COUNT",
-    help="Shards to start, each a process.",
-)
+@shard_count_option("Shards to start, each a process.")
 @click.option(
     "--workers",
     "worker_count",
@@ -68,11 +61,7 @@ TaskName = Literal["digits", "embeddings"]
 @mode_option(None, "Default: sync for digits; embeddings are async.")
 @sync_option
 @codec_option
-@click.option(
-    "--target",
-    metavar="HOST:PORT,...",
-    help="Train on a cluster that runs already instead of starting one.",
-)
+@running_shards_option
 def demo(
     *,
     task: TaskName,
@@ -94,43 +83,45 @@ def demo(
 
     130 after Ctrl-C. No process is left behind.
     """
+    signals.hold()
     if task == "embeddings":
         if mode == "sync" or sync != "server":
-            raise ArgumentError(
+            raise click.UsageError(
                 "embeddings are trained asynchronously on shards; leave out --mode and --sync"
             )
-        _demo_embeddings(EmbeddingsConfig(step_count=step_count, **fields))
+        with usage_errors():
+            embeddings = EmbeddingsConfig(step_count=step_count, **fields)
+        _demo_embeddings(embeddings)
     else:
-        config = DemoConfig(
-            step_count=step_count or STEP_COUNT, mode=mode or "sync", sync=sync, **fields
-        )
-        _demo_digits(config)
+        with usage_errors():
+            digits = DemoConfig(
+                step_count=step_count or STEP_COUNT, mode=mode or "sync", sync=sync, **fields
+            )
+        _demo_digits(digits)
 
 
 def _demo_digits(config: DemoConfig) -> NoReturn:
-    stop = StopRequest()
     progress = Progress()
     screen = DigitsScreen(config, progress)
     try:
         with progress:
-            result = run_demo(config, screen, stop)
+            result = run_demo(config, screen)
         screen.conclude(result)
-    except StoppedError:
-        exit_stopped(stop, "shards and workers have ended")
+    except StoppedError as stopped:
+        exit_stopped(stopped, "shards and workers have ended")
     exit_by_accuracy(result.accuracy)
 
 
 def _demo_embeddings(config: EmbeddingsConfig) -> NoReturn:
     find_data(DATA_SET)  # where there is none, no bar is begun
-    stop = StopRequest()
     progress = Progress()
     screen = EmbeddingsScreen(config, progress)
     try:
         with progress:
-            result = run_embeddings(config, screen, stop)
+            result = run_embeddings(config, screen)
         screen.conclude(result)
-    except StoppedError:
-        exit_stopped(stop, "shards and workers have ended")
+    except StoppedError as stopped:
+        exit_stopped(stopped, "shards and workers have ended")
     _exit_by_ratio(result)
 
 

@@ -9,6 +9,8 @@ import click
 
 from shardwell.errors import ShardwellError
 from shardwell.specs import CodecName
+from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.options import running_shards_option
 from shardwell_server.demo.embeddings.knowledge_graph import find_data, read_graph
 from shardwell_server.demo.embeddings.worker import DATA_SET, WORKER_COMMAND, Task, run_worker
 from shardwell_server.demo.reports import error_line
@@ -20,15 +22,15 @@ _MEASURE_INTERVAL_S = 0.5
 
 
 @click.command(WORKER_COMMAND, hidden=True)
-@click.option("--target", metavar="HOST:PORT,...")
+@running_shards_option
 @click.option("--worker-id", required=True)
 @click.option("--worker-index", type=int, required=True)
 @click.option("--worker-count", type=int, required=True)
 @click.option("--steps", "step_count", type=int, required=True)
 @click.option("--tables", required=True)
 @click.option("--codec", type=click.Choice(get_args(CodecName)), required=True)
-@click.option("--timeout-s", type=float, required=True)
-@click.option("--connect-timeout-s", type=float, required=True)
+@click.option("--timeout-s", type=Duration(), required=True)
+@click.option("--connect-timeout-s", type=Duration(), required=True)
 @click.option("--exit-with-parent", is_flag=True)
 def demo_embeddings_worker(*, exit_with_parent: bool, **fields: Any) -> None:
     """Be one worker of the demo's embeddings; reports go to standard output."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias, get_args
+from typing import Any, NoReturn, get_args
 
 import click
 
 from shardwell.specs import CodecName, ModeName
+from shardwell_server.cli.options import Decorator
 from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName
-from shardwell_server.demo.stop import StopRequest
-
-Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+from shardwell_server.signals import StoppedError
 
 
 def steps_option(default: int | None, told: str) -> Decorator:
@@ -81,8 +79,7 @@ def exit_by_accuracy(accuracy: float) -> NoReturn:
     raise click.exceptions.Exit(1)
 
 
-def exit_stopped(stop: StopRequest, rest: str) -> NoReturn:
+def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
     """Ends a command that a signal has stopped; `rest` says what there is to know now."""
-    cause = "Ctrl-C" if stop.signal_number == signal.SIGINT else "SIGTERM"
-    click.echo(f"Stopped by {cause}; {rest}.", err=True)
-    raise click.exceptions.Exit(stop.exit_code)
+    click.echo(f"Stopped by {stopped.cause}; {rest}.", err=True)
+    raise click.exceptions.Exit(stopped.exit_code) from None

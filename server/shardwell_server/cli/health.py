@@ -6,19 +6,36 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from shardwell_server.cli.duration import Duration
+
 
 @click.command()
-@click.argument("address", envvar="SHARDWELL_LISTEN", metavar="HOST:PORT")
-@click.option("--timeout-s", type=float, default=3.0, show_default=True, help="For the answer.")
-def health(*, address: str, timeout_s: float) -> None:
-    """Ask a shard's grpc.health.v1 service; exit code 0 if it is SERVING, else 1."""
+@click.argument("address", required=False, envvar="SHARDWELL_LISTEN", metavar="[HOST:PORT]")
+@click.option(
+    "--timeout-s", type=Duration(), default=3.0, show_default=True, help="For the answer."
+)
+def health(*, address: str | None, timeout_s: float) -> None:
+    """Ask a shard's grpc.health.v1 service; exit code 0 if it is SERVING, else 1.
+
+    Without HOST:PORT: $SHARDWELL_LISTEN.
+    """
+    if not address:
+        raise click.UsageError("no address was given: add HOST:PORT, or set $SHARDWELL_LISTEN")
     with grpc.insecure_channel(address) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout_s
             )
         except grpc.RpcError as error:
-            raise click.ClickException(f"{address} does not answer: {error.code().name}") from None
+            # Not above: a shard that is well is asked often, and this needs all of the SDK.
+            from shardwell.names import is_address
+
+            if not is_address(address):
+                raise click.UsageError(f"a shard's address is HOST:PORT; got {address!r}") from None
+            raise click.ClickException(
+                f"{address} does not answer: {error.code().name}; check that the shard runs and "
+                "can be reached from here"
+            ) from None
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     click.echo(f"{address} is {name}")
     if response.status != health_pb2.HealthCheckResponse.SERVING:

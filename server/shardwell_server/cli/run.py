@@ -18,6 +18,7 @@ from shardwell.group.group_service import GroupService
 from shardwell.group.launch_environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
 from shardwell.group.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
 from shardwell.names import check_name
+from shardwell_server.cli.duration import Duration
 from shardwell_server.launch.announced import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE
 from shardwell_server.launch.local_run import LocalRun
 
@@ -50,7 +51,7 @@ _LOCALHOST = "127.0.0.1"
 )
 @click.option(
     "--grace-s",
-    type=click.FloatRange(min=0, max=3600),
+    type=Duration(0.0, 3600.0),
     default=5.0,
     show_default=True,
     help="How long workers that are asked to stop may take before they are killed.",

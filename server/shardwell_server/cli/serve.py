@@ -12,12 +12,15 @@ from typing import Any
 import click
 
 from shardwell.malloc import tune_malloc
+from shardwell_server import signals
 from shardwell_server.app import ShardServer
+from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.last_resort import end_when_a_thread_dies, raise_file_limit
-from shardwell_server.cli.stopping import stop_requested
+from shardwell_server.cli.options import GivenPath, usage_errors
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.local_cluster import SERVING_LINE
 from shardwell_server.logs import configure_logs
+from shardwell_server.processes import stop_when_parent_ends
 from shardwell_server.store.data_dir import DataDir
 
 _ARENA_COUNT_MAX = 2
@@ -27,8 +30,10 @@ _LIMITS = {
     "table_count_max": "Tables on this shard.",
     "table_row_count_max": "Rows of one table on this shard; a table keeps what it was made with.",
     "stored_bytes_max": "Bytes of weights, sums and optimizer state of all parameters and tables.",
-    "worker_count_max": "Workers that one parameter or table remembers by name.",
-    "stream_count_max": "Streams open at once; a worker keeps one a parameter, up to 4 for tables.",
+    "worker_count_max": "Workers that have a place in one parameter or table.",
+    "session_count_max": "Clients connected at once.",
+    "stream_count_max": "Streams open at once, one for each call of a worker. Idle ones give way.",
+    "answer_bytes_max": "Bytes of answers that wait for clients to read them.",
     "encoded_chunk_count_max": "Encoded chunks of weights kept a parameter for workers in step.",
     "wait_max_s": "Longest wait of a call for other workers, whatever timeout it asks for.",
     "init_claim_s": "Seconds to send first weights, before another client may take over.",
@@ -46,7 +51,7 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
         default = getattr(defaults, field.name)
         command = click.option(
             f"--{field.name.replace('_', '-')}",
-            type=type(default),
+            type=Duration() if field.name.endswith("_s") else int,
             default=default,
             show_default=True,
             envvar=f"SHARDWELL_{field.name.upper()}",
@@ -101,7 +106,7 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option(
     "--data-dir",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=GivenPath(file_okay=False),
     envvar="SHARDWELL_DATA_DIR",
     help="Directory of this shard alone, which it goes on from. Without: all is in memory.",
 )
@@ -130,11 +135,19 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option(
     "--grace-s",
-    type=float,
+    type=Duration(0.0),
     default=5.0,
     show_default=True,
     envvar="SHARDWELL_GRACE_S",
     help="Seconds that open streams get after SIGTERM.",
+)
+@click.option(
+    "--session-lease-s",
+    type=Duration(1.0, 86400.0),
+    default=30.0,
+    show_default=True,
+    envvar="SHARDWELL_SESSION_LEASE_S",
+    help="Seconds until a client whose machine vanished counts as gone.",
 )
 @click.option(
     "--reflection/--no-reflection",
@@ -158,6 +171,7 @@ def serve(
     cluster_id: str,
     chunk_size_bytes: int,
     grace_s: float,
+    session_lease_s: float,
     reflection: bool,
     **limits: Any,
 ) -> None:
@@ -165,28 +179,38 @@ def serve(
 
     Prints "serving on HOST:PORT" when it is ready; logs go to stderr.
     """
+    signals.hold()
     configure_logs(log_level, log_format, shard_index=shard_index)
-    config = ShardConfig(
-        shard_index=shard_index,
-        shard_count=shard_count,
-        cluster_id=cluster_id,
-        listen=listen,
-        chunk_size_bytes=chunk_size_bytes,
-        grace_s=grace_s,
-        reflection=reflection,
-        durability=Durability(durability),
-        limits=Limits(**limits),
-    )
+    with usage_errors():
+        config = ShardConfig(
+            shard_index=shard_index,
+            shard_count=shard_count,
+            cluster_id=cluster_id,
+            listen=listen,
+            chunk_size_bytes=chunk_size_bytes,
+            grace_s=grace_s,
+            session_lease_s=session_lease_s,
+            reflection=reflection,
+            durability=Durability(durability),
+            limits=Limits(**limits),
+        )
+        config.durability.check_files(data_dir is not None)
     tune_malloc(arena_count_max=_ARENA_COUNT_MAX)
     raise_file_limit()
     end_when_a_thread_dies()
-    stop = stop_requested(exit_with_parent=exit_with_parent)
+    if exit_with_parent:
+        stop_when_parent_ends(signals.ask_to_stop)
     with contextlib.ExitStack() as stack:
         claimed = None if data_dir is None else stack.enter_context(DataDir(data_dir, config))
         if claimed is None:
             _LOG.info(
                 "no data directory was given: weights are in memory and end with this process"
             )
+        elif claimed.is_new:
+            _LOG.warning(
+                "the data directory was empty: this shard begins anew, with no parameter or table",
+                extra={"data_dir": str(claimed.path)},
+            )
         server = stack.enter_context(ShardServer(config, claimed))
         click.echo(f"{SERVING_LINE}{server.address}")
-        stop.wait()
+        signals.wait()

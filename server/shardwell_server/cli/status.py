@@ -2,124 +2,128 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any
 
 import click
-from google.protobuf import json_format
 from rich.table import Table
 
 from shardwell.channel import ShardChannel, parse_target
-from shardwell.errors import ShardwellError
-from shardwell.optimizers import Average
-from shardwell.specs import ParameterSpec
-from shardwell.table_spec import TableSpec
-from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import table_pb2
-from shardwell_server.cli.tables import console, table
+from shardwell.errors import DeadlineError, ShardUnavailableError, ShardwellError
+from shardwell.initializers import Initializer
+from shardwell.optimizers import Average, Optimizer
+from shardwell.shard_status import ParameterStatus, ShardStatus, TableStatus, ask_status
+from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.options import shards_option
+from shardwell_server.cli.tables import table
+from shardwell_server.terminal import console
 
-
-class _Status(NamedTuple):
-    """What a shard told of itself."""
-
-    shard: pb.GetStatusResponse
-    tables: table_pb2.GetTableStatusResponse
-
-
-_Answer = tuple[str, _Status | ShardwellError]
+_Answer = tuple[str, ShardStatus | ShardwellError]
 """An address, and what came from there."""
 
 
 @click.command()
-@click.argument("target", envvar="SHARDWELL_SHARDS")
+@shards_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a shard and line.")
 @click.option(
-    "--timeout-s", type=float, default=5.0, show_default=True, help="For each shard's answer."
+    "--timeout-s", type=Duration(), default=5.0, show_default=True, help="For each shard's answer."
 )
 def status(*, target: str, as_json: bool, timeout_s: float) -> None:
     """Show shards, parameters, tables, versions, and who is missing from the open step.
 
-    TARGET is HOST:PORT[,HOST:PORT...]; default: $SHARDWELL_SHARDS. Exit code 1 if a shard does not
-    answer.
+    Exit code 1 if a shard does not answer, or is not the one that its place in the list says.
     """
     answers: list[_Answer] = []
     for index, address in enumerate(parse_target(target)):
         channel = ShardChannel(index, address)
         try:
-            answers.append((address, _ask(channel, timeout_s)))
+            answers.append((address, ask_status(channel, timeout_s)))
         except ShardwellError as error:
             answers.append((address, error))
         finally:
             channel.close()
-    failed = [answer.message for _, answer in answers if isinstance(answer, ShardwellError)]
+    faults = [_verdict(index, answers)[1] for index in range(len(answers))]
     if as_json:
-        for address, answer in answers:
-            _print_json(address, answer)
+        for (address, answer), fault in zip(answers, faults, strict=True):
+            _print_json(address, answer, fault)
     else:
         screen = console()
         screen.print(_shard_table(answers))
-        screen.print(_parameter_table(answers))
-        if any(status.tables.tables for _, status in _given(answers)):
+        if _given(answers):
+            screen.print(_parameter_table(answers))
+        if any(status.tables for _, status in _given(answers)):
             screen.print(_tables_table(answers))
-        for message in failed:
-            screen.print(message, style="red", markup=False, highlight=False)
-    if failed:
+        for fault in filter(None, faults):
+            screen.print(fault, style="red", markup=False, soft_wrap=True)
+    if any(faults):
         raise click.exceptions.Exit(1)
 
 
-def _ask(channel: ShardChannel, timeout_s: float) -> _Status:
-    """Two questions; blocks up to `timeout_s` for each answer."""
-    shard = channel.call(
-        "GetStatus", pb.GetStatusRequest(), pb.GetStatusResponse, timeout_s=timeout_s
-    )
-    tables = channel.call(
-        "GetTableStatus",
-        table_pb2.GetTableStatusRequest(shard=shard.shard),
-        table_pb2.GetTableStatusResponse,
-        timeout_s=timeout_s,
-        table="",
-    )
-    return _Status(shard, tables)
-
-
-def _given(answers: list[_Answer]) -> list[tuple[str, _Status]]:
+def _given(answers: list[_Answer]) -> list[tuple[str, ShardStatus]]:
     """Those of shards that answered."""
     return [(a, status) for a, status in answers if not isinstance(status, ShardwellError)]
 
 
-def _print_json(address: str, answer: _Status | ShardwellError) -> None:
-    entry: dict[str, object] = {"address": address}
+def _verdict(index: int, answers: list[_Answer]) -> tuple[str, str]:
+    """How the shard at a place is, as its cell says it, and what is wrong; "": nothing."""
+    address, answer = answers[index]
+    if isinstance(answer, (DeadlineError, ShardUnavailableError)):
+        return "no answer", answer.message
     if isinstance(answer, ShardwellError):
-        entry["error"] = answer.message
-    else:
-        for message in answer:
-            entry |= json_format.MessageToDict(
-                message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-            )
+        return "failing", f"{address}: {answer.message}"
+    expected_id = _given(answers)[0][1].cluster_id
+    is_in_place = (answer.shard_index, answer.shard_count) == (index, len(answers))
+    if is_in_place and answer.cluster_id == expected_id:
+        return "serving", ""
+    return "wrong place" if not is_in_place else "other cluster", (
+        f"{address} should be shard {index} of {len(answers)} of cluster {expected_id!r}; it is "
+        f"shard {answer.shard_index} of {answer.shard_count} of cluster {answer.cluster_id!r}; "
+        "give all addresses, in the order of the shards"
+    )
+
+
+def _print_json(address: str, answer: ShardStatus | ShardwellError, fault: str) -> None:
+    entry: dict[str, object] = {"address": address}
+    if fault:
+        entry["error"] = fault
+    if not isinstance(answer, ShardwellError):
+        entry |= _as_json(answer)
     click.echo(json.dumps(entry))
 
 
+def _as_json(value: Any) -> Any:
+    """Fields by name; of what comes in kinds, such as optimizers, the kind's name too."""
+    if isinstance(value, tuple):
+        return [_as_json(one) for one in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    kind = {"kind": type(value).__name__} if isinstance(value, (Optimizer, Initializer)) else {}
+    names = [field.name for field in dataclasses.fields(value)]
+    return kind | {name: _as_json(getattr(value, name)) for name in names}
+
+
 def _shard_table(answers: list[_Answer]) -> Table:
-    names = {status.shard.shard.cluster_id for _, status in _given(answers)}
-    title = f"cluster {', '.join(sorted(names))}" if names else "no shard answers"
+    names = {status.cluster_id for _, status in _given(answers)}
+    title = f"cluster {', '.join(sorted(names))}" if names else "no shard of a cluster"
     shards = table(title, "shard", "address", "state", ">up", ">stored", ">in", ">out", ">streams")
     for index, (address, answer) in enumerate(answers):
+        state, fault = _verdict(index, answers)
+        state = f"[red]{state}[/red]" if fault else f"[green]{state}[/green]"
         if isinstance(answer, ShardwellError):
-            shards.add_row(str(index), address, "[red]no answer[/red]")
+            shards.add_row(str(index), address, state)
             continue
-        status, shard = answer.shard, answer.shard.shard
-        right = shard.shard_index == index and shard.shard_count == len(answers)
         shards.add_row(
-            f"{shard.shard_index} of {shard.shard_count}",
+            f"{answer.shard_index} of {answer.shard_count}",
             address,
-            "[green]serving[/green]" if right else "[red]wrong place[/red]",
-            _uptime(status.uptime_s),
-            _size(status.stored_bytes),
-            _size(status.received_payload_bytes),
-            _size(status.sent_payload_bytes),
-            str(status.open_stream_count),
+            state,
+            _uptime(answer.uptime_s),
+            _size(answer.stored_bytes),
+            _size(answer.received_payload_bytes),
+            _size(answer.sent_payload_bytes),
+            str(answer.open_stream_count),
         )
     return shards
 
@@ -129,12 +133,15 @@ def _parameter_table(answers: list[_Answer]) -> Table:
         "parameters", "name", ">shard", "elements", "optimizer", "codec", "open step"
     )
     rows = sorted(
-        (parameter.spec.name, status.shard.shard.shard_index, parameter)
-        for _, status in _given(answers)
-        for parameter in status.shard.parameters
+        (
+            (parameter.spec.name, status.shard_index, parameter)
+            for _, status in _given(answers)
+            for parameter in status.parameters
+        ),
+        key=lambda row: row[:2],
     )
     for name, shard_index, parameter in rows:
-        spec = ParameterSpec.from_proto(parameter.spec)
+        spec = parameter.spec
         last = parameter.slice_offset + parameter.slice_size - 1
         rate = "" if isinstance(spec.optimizer, Average) else f" {parameter.learning_rate:g}"
         parameters.add_row(
@@ -143,7 +150,7 @@ def _parameter_table(answers: list[_Answer]) -> Table:
             f"{parameter.slice_offset} to {last}" if parameter.slice_size else "none",
             f"{type(spec.optimizer).__name__}{rate}",
             spec.codec,
-            _open_step(spec, parameter),
+            _open_step(parameter),
         )
     if not rows:
         parameters.add_row("none")
@@ -154,14 +161,14 @@ def _tables_table(answers: list[_Answer]) -> Table:
     tables = table("tables", "name", ">shard", ">rows", ">dim", "optimizer", "codec", "open step")
     rows = sorted(
         (
-            (found.spec.name, status.shard.shard.shard_index, found)
+            (found.spec.name, status.shard_index, found)
             for _, status in _given(answers)
-            for found in status.tables.tables
+            for found in status.tables
         ),
         key=lambda row: row[:2],
     )
     for name, shard_index, found in rows:
-        spec = TableSpec.from_proto(found.spec)
+        spec = found.spec
         tables.add_row(
             name,
             str(shard_index),
@@ -171,23 +178,23 @@ def _tables_table(answers: list[_Answer]) -> Table:
             spec.codec,
             "[yellow]being restored[/yellow]"
             if found.loading
-            else _taking_part(str(found.version), spec.mode, found),
+            else _taking_part(str(found.version), found),
         )
     return tables
 
 
-def _open_step(spec: ParameterSpec, parameter: pb.ParameterStatus) -> str:
+def _open_step(parameter: ParameterStatus) -> str:
     """The step that is open (the version of the oldest chunk), and who is in it."""
     if not parameter.initialized:
         return "[yellow]not initialized[/yellow]"
     low, high = parameter.version_min, parameter.version_max
     step = str(low) if low == high else f"{low} (newest chunk: {high})"
-    return _taking_part(step, spec.mode, parameter)
+    return _taking_part(step, parameter)
 
 
-def _taking_part(step: str, mode: str, status: pb.ParameterStatus | table_pb2.TableStatus) -> str:
+def _taking_part(step: str, status: ParameterStatus | TableStatus) -> str:
     """A step, and who is in it."""
-    if mode == "async":
+    if status.spec.mode == "async":
         return f"{step}, asynchronous"
     missing = _in_order(status.missing_worker_ids)
     if status.unknown_worker_count:
@@ -197,6 +204,8 @@ def _taking_part(step: str, mode: str, status: pb.ParameterStatus | table_pb2.Ta
         parts.append(f"in: {', '.join(_in_order(status.contributed_worker_ids))}")
     if missing:
         parts.append(f"[yellow]missing: {', '.join(missing)}[/yellow]")
+    if status.done_worker_ids:
+        parts.append(f"done: {', '.join(_in_order(status.done_worker_ids))}")
     return "; ".join(parts)
 
 

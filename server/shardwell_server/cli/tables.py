@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-_PIPE_WIDTH = 200
-"""Columns where there is no terminal: nothing is cut off or wrapped."""
 _WHOLE = ("address", "state")
 """Columns that are copied or looked for as one word: a narrow terminal folds others first."""
 
@@ -36,8 +31,3 @@ def table(title: str, *columns: str) -> Table:
             no_wrap=column in _WHOLE,
         )
     return made
-
-
-def console() -> Console:
-    """Where they go."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)

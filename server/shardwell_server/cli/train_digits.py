@@ -12,12 +12,14 @@ import click
 
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell_server.cli.digits_options import exit_by_accuracy, exit_stopped, training_options
+from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.options import shards_option
 from shardwell_server.demo.digits.group_worker import train_by_sync
 from shardwell_server.demo.digits.samples import Samples, load_digits
 from shardwell_server.demo.digits.worker import MODEL, WORKER_COMMAND, Task
 from shardwell_server.demo.reports import Report, error_line
-from shardwell_server.demo.stop import StoppedError, StopRequest
 from shardwell_server.processes import stop_when_parent_ends
+from shardwell_server.signals import StoppedError
 
 _REPORT_INTERVAL_S = 0.1
 _LINE_INTERVAL_S = 2.0
@@ -50,7 +52,7 @@ def _worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--exit-with-parent", is_flag=True, hidden=True),
         click.option(
             "--connect-timeout-s",
-            type=float,
+            type=Duration(),
             default=60.0,
             show_default=True,
             envvar="SHARDWELL_CONNECT_TIMEOUT_S",
@@ -58,7 +60,7 @@ def _worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--timeout-s",
-            type=float,
+            type=Duration(),
             default=60.0,
             show_default=True,
             envvar="SHARDWELL_TIMEOUT_S",
@@ -93,13 +95,7 @@ def _worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
             envvar="SHARDWELL_WORKER_ID",
             help="Unique in the cluster, and the same after a restart.",
         ),
-        click.option(
-            "--target",
-            required=True,
-            envvar="SHARDWELL_SHARDS",
-            metavar="HOST:PORT,...",
-            help="The shards in order; those that are still starting are waited for.",
-        ),
+        shards_option,
     ):
         with_options = option(with_options)
     return with_options
@@ -114,7 +110,6 @@ def train_digits(*, task: Task, exit_with_parent: bool) -> None:
     again goes on where it was. Each ends by measuring the held-out accuracy: exit code 0 if it is
     at least 0.95, else 1.
     """
-    stop = StopRequest()
     if exit_with_parent:
         stop_when_parent_ends(lambda: os._exit(1))
 
@@ -128,11 +123,10 @@ def train_digits(*, task: Task, exit_with_parent: bool) -> None:
             click.echo(f"step {report.step}/{task.step_count}  loss {report.loss:.4f}")
 
     try:
-        with stop.at_once():
-            digits = load_digits()
-            weights = train_by_sync(task, digits, say, report_interval_s=_LINE_INTERVAL_S)
-    except StoppedError:
-        exit_stopped(stop, "start it again to go on")
+        digits = load_digits()
+        weights = train_by_sync(task, digits, say, report_interval_s=_LINE_INTERVAL_S)
+    except StoppedError as stopped:
+        exit_stopped(stopped, "start it again to go on")
     exit_by_accuracy(_accuracy(weights, digits.held_out))
 
 

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from shardwell_server import terminal
+
 _LINE_INTERVAL_S = 2.0
 
 
@@ -21,7 +23,7 @@ class Progress:
     """Bars, or lines in their place. A context manager: bars stand still when it ends."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or terminal.console()
         """Where it is shown."""
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
         """Whether there is a bar."""

@@ -18,20 +18,18 @@ from types import FrameType
 
 import click
 
+from shardwell_server import signals
 from shardwell_server.launch import keeper
 from shardwell_server.launch.output import RankOutput
 from shardwell_server.launch.rank_process import RankProcess, adopt_orphans
 from shardwell_server.processes import describe_exit
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_INTERVAL_S = 0.05
 """How often groups are looked at whose leader has ended: nothing wakes us for them."""
 _LAST_WORDS_S = 1.0
 """How long output is waited for that a process holds open which has left its group."""
 _LAST_READ_COUNT_MAX = 16
 """Reads of what one stream of an ended worker still holds: a whole pipe."""
-SIGNAL_CODE = 128
-"""Exit codes of shells: 128 and the signal's number."""
 
 
 class LocalRun:
@@ -81,12 +79,13 @@ class LocalRun:
                     if self._signal is None:
                         self._start(rank, environment, keeper_fd)
                 self._watch(keeper_fd)
-            except BrokenPipeError:
-                self._failed_code = SIGNAL_CODE + signal.SIGPIPE
+            except BrokenPipeError as error:
+                _say(f"{error}; the workers are stopped")
+                self._failed_code = signals.EXIT_CODE_BASE + signal.SIGPIPE
             finally:
                 self._end_all(keeper_fd)
         if self._signal is not None:
-            return SIGNAL_CODE + self._signal
+            return signals.EXIT_CODE_BASE + self._signal
         return self._failed_code or 0
 
     @contextlib.contextmanager
@@ -101,20 +100,17 @@ class LocalRun:
                 os.read(reading_fd, 4096)
 
         self._selector.register(reading_fd, selectors.EVENT_READ, clear)
-        handlers = {
-            number: signal.signal(number, self._handle)
-            for number in _STOP_SIGNALS
-            # Under nohup it is ignored, and is to stay so.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-        }
-        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in signals.stop_signals():
+            signal.signal(number, self._handle)
+        earlier_handler = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         earlier_fd = signal.set_wakeup_fd(writing_fd, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.stop_signals())
         try:
             yield
         finally:
+            signals.hold()
             signal.set_wakeup_fd(earlier_fd)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            signal.signal(signal.SIGCHLD, earlier_handler)
             os.close(reading_fd)
             os.close(writing_fd)
 
@@ -194,7 +190,7 @@ class LocalRun:
         failed.sort(key=lambda rank: ((rank.exit_code or 0) > 0, rank.rank))
         first = failed[0].exit_code
         assert first is not None
-        self._failed_code = first if first > 0 else SIGNAL_CODE - first
+        self._failed_code = first if first > 0 else signals.EXIT_CODE_BASE - first
         for rank in failed:
             _say(
                 f"rank {rank.rank} has ended with {describe_exit(rank.exit_code)}"

@@ -11,6 +11,7 @@ from typing import IO
 import click
 
 from shardwell_server.launch.lines import LineCutter
+from shardwell_server.terminal import is_plain
 
 _READ_SIZE_BYTES = 64 * 1024
 _COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
@@ -80,11 +81,11 @@ class RankOutput:
             except BlockingIOError:  # another program has set our terminal to not block
                 select.select([], [self._sink_fd], [])
             except OSError as error:  # such as EIO, of a terminal that is gone
-                raise BrokenPipeError("nobody reads the output any more") from error
+                raise BrokenPipeError(f"can't write the output: {error.strerror}") from error
 
 
 def shows_colors(sink_fd: int) -> bool:
     """Whether it is a terminal, whose user has not said no."""
     with contextlib.suppress(OSError):
-        return os.isatty(sink_fd) and not os.environ.get("NO_COLOR")
+        return os.isatty(sink_fd) and not is_plain()
     return False

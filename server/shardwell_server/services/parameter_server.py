@@ -1,43 +1,44 @@
 """ParameterServerService: the wire contract of protos/, over one Shard.
 
-Messages with payloads are read and written as bytes (see shardwell.framing); gRPC's own threads run
-each handler, so a stream's bytes are decoded on the stream's thread, without the GIL.
+Messages with payloads are read and written as bytes (see shardwell.framing), and decoded where the
+handlers run (see calls.py), without the GIL.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
 
 import shardwell
 from shardwell import framing
-from shardwell.answering import Answering, parsed
 from shardwell.codec import Bytes
-from shardwell.errors import ArgumentError, WrongShardError
+from shardwell.errors import ArgumentError, CorruptChunkError, WrongShardError
 from shardwell.names import check_name
 from shardwell.optimizers import check_learning_rate
 from shardwell.specs import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
+from shardwell_server.services.calls import Call, Calls, Handling, Read
 from shardwell_server.services.first_weights import receive_first_weights
+from shardwell_server.services.newcomers import admit_newcomer
 from shardwell_server.services.snapshots import snapshot_messages
 from shardwell_server.services.streams import OpenStreams
 from shardwell_server.services.waiting import patience_of, wanted
+from shardwell_server.shard.ledger import Seat
 from shardwell_server.shard.parameter_slice import ParameterSlice
-from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.patience import Patience, until
+from shardwell_server.shard.seats import Contributor
 from shardwell_server.shard.shard import Shard
 
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
-_CLAIM_WAIT_COUNT_MAX = 16
-"""Calls of ClaimInit that may wait at once; further ones are answered at once, and ask again."""
+_SHORT_ELEMENT_COUNT = 4096
+"""Of a slice that is counted and encoded in less time than a thread takes to be woken."""
 STATUS_NAME_COUNT_MAX = 1500
 """Worker ids of each kind in one answer, so that it stays below the limit of a message."""
 
@@ -45,37 +46,25 @@ STATUS_NAME_COUNT_MAX = 1500
 class ParameterServerService:
     """Handlers, one method an RPC."""
 
-    def __init__(self, shard: Shard, streams: OpenStreams) -> None:
+    def __init__(self, shard: Shard, calls: Calls, streams: OpenStreams) -> None:
         self._shard = shard
+        self._calls = calls
         self._streams = streams
-        self._limits = shard.config.limits
-        self._answering = Answering(_LOG, shard_index=shard.config.shard_index, place="shard")
-        self._claim_waits = threading.BoundedSemaphore(_CLAIM_WAIT_COUNT_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All methods, for grpc.Server."""
-        stream, answers = grpc.stream_unary_rpc_method_handler, self._answering
+        """All methods, for grpc.aio.Server."""
+        calls = self._calls
         handlers = {
-            "CreateParameter": answers.unary(self.create_parameter, pb.CreateParameterRequest),
-            "ClaimInit": answers.unary(self.claim_init, pb.ClaimInitRequest),
-            "ConfirmInit": answers.unary(self.confirm_init, pb.ConfirmInitRequest),
-            "SetLearningRate": answers.unary(self.set_learning_rate, pb.SetLearningRateRequest),
-            "GetStatus": answers.unary(self.get_status, pb.GetStatusRequest),
-            "InitWeights": stream(
-                answers.answering(self.init_weights),
-                response_serializer=pb.InitWeightsResponse.SerializeToString,
-            ),
-            "PutGradient": stream(
-                answers.answering(self.put_gradient),
-                response_serializer=pb.PutGradientResponse.SerializeToString,
-            ),
-            "GetWeights": grpc.unary_stream_rpc_method_handler(
-                answers.streaming(parsed(self.get_weights, pb.GetWeightsRequest))
-            ),
-            "Snapshot": grpc.unary_stream_rpc_method_handler(
-                answers.streaming(parsed(self.snapshot, pb.SnapshotRequest))
-            ),
-            "Exchange": grpc.stream_stream_rpc_method_handler(answers.streaming(self.exchange)),
+            "CreateParameter": calls.unary(self.create_parameter, pb.CreateParameterRequest),
+            "ClaimInit": calls.unary(self.claim_init, pb.ClaimInitRequest),
+            "ConfirmInit": calls.unary(self.confirm_init, pb.ConfirmInitRequest),
+            "SetLearningRate": calls.unary(self.set_learning_rate, pb.SetLearningRateRequest),
+            "GetStatus": calls.unary(self.get_status, pb.GetStatusRequest),
+            "InitWeights": calls.messages(self.init_weights),
+            "PutGradient": calls.messages(self.put_gradient),
+            "GetWeights": calls.answers(self.get_weights, pb.GetWeightsRequest),
+            "Snapshot": calls.answers(self.snapshot, pb.SnapshotRequest),
+            "Exchange": calls.both(self.exchange),
         }
         assert set(handlers) == {method.name for method in _SERVICE.methods}
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
@@ -83,143 +72,140 @@ class ParameterServerService:
     # RPCs.
 
     def create_parameter(
-        self, request: pb.CreateParameterRequest, context: grpc.ServicerContext
+        self, request: pb.CreateParameterRequest, call: Call
     ) -> pb.CreateParameterResponse:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         named = request.worker_id or request.take_seat
         worker_id = check_name("worker_id", request.worker_id) if named else ""
         spec = ParameterSpec.from_proto(request.spec)
+        if request.must_exist and not self._shard.has_parameter(spec.name):
+            raise self._shard.lost_memory("parameter", spec.name)
         if request.take_seat:
             self._shard.parameter(spec.name)  # whoever takes a seat has opened it before
+        seat_for = None
+        if request.take_seat:
+            seat_for = Contributor[Seat](
+                worker_id,
+                self._shard.sessions.check(request.session, worker_id),
+                request.tenure,
+                asks=True,
+                begins_anew=request.begins_anew,
+            )
         parameter, created = self._shard.create(spec)
-        response = parameter.join(worker_id, take_seat=request.take_seat)
+        response = parameter.join(
+            worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
+        )
         response.created = created
         if created:
             _LOG.info("parameter created", extra={"parameter": spec.name, "size": spec.size})
         return response
 
-    def claim_init(
-        self, request: pb.ClaimInitRequest, context: grpc.ServicerContext
-    ) -> pb.ClaimInitResponse:
+    def claim_init(self, request: pb.ClaimInitRequest, call: Call) -> Handling:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         if request.shard.shard_index != 0:
             raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
         worker_id = check_name("worker_id", request.worker_id)
         parameter = self._shard.parameter(request.parameter)
-        # Those who wait here must never take the threads that first weights come in on.
-        waits = bool(request.wait_timeout_ms) and self._claim_waits.acquire(blocking=False)
-        try:
-            timeout_s = request.wait_timeout_ms / 1000 if waits else _NO_WAIT_S
-            return parameter.claim_init(worker_id, self._patience(context, timeout_s))
-        finally:
-            if waits:
-                self._claim_waits.release()
+        patience = self._patience(call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
+        return (yield from until(parameter.claim_init, worker_id, patience, request.above_epoch))
 
-    def init_weights(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext
-    ) -> pb.InitWeightsResponse:
+    def init_weights(self, call: Call) -> Handling:
         """See the .proto."""
-        with self._streams.opened():
-            version = receive_first_weights(
-                messages, self._opened, lambda size: self._shard.traffic.add(received=size)
-            )
-            return pb.InitWeightsResponse(version=version)
+        version = yield from receive_first_weights(
+            self._opened, lambda size: self._shard.traffic.add(received=size)
+        )
+        return pb.InitWeightsResponse(version=version)
 
-    def confirm_init(
-        self, request: pb.ConfirmInitRequest, context: grpc.ServicerContext
-    ) -> pb.ConfirmInitResponse:
+    def confirm_init(self, request: pb.ConfirmInitRequest, call: Call) -> pb.ConfirmInitResponse:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         version = self._shard.parameter(request.parameter).confirm_init(request.epoch)
         return pb.ConfirmInitResponse(version=version)
 
-    def put_gradient(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext
-    ) -> pb.PutGradientResponse:
+    def put_gradient(self, call: Call) -> Handling:
         """See the .proto."""
         response = pb.PutGradientResponse()
-        with self._streams.opened():
-            source: _GradientSource | None = None
-            for message in messages:
-                request, payload = framing.parse(pb.PutGradientRequest, message)
-                source = source or self._source(request)
-                if request.HasField("gradient"):
-                    self._shard.traffic.add(received=payload.size)
-                    timeout_s = request.gradient.wait_timeout_ms / 1000
-                    patience = self._patience(context, timeout_s)
-                    if source.contribute(request.gradient, payload, patience):
-                        response.counted_chunk_count += 1
-                    else:
-                        response.duplicate_chunk_count += 1
-            if source is not None:
-                source.parameter.make_durable()
+        source: _GradientSource | None = None
+        message = yield Read.NEXT_STEP
+        while message is not None:
+            request, payload = framing.parse(pb.PutGradientRequest, message)
+            source = source or self._source(request)
+            if _has_gradient(request, payload):
+                self._shard.traffic.add(received=payload.size)
+                patience = self._patience(call, request.gradient.wait_timeout_ms / 1000)
+                if (yield from until(source.contribute, request.gradient, payload, patience)):
+                    response.counted_chunk_count += 1
+                else:
+                    response.duplicate_chunk_count += 1
+            del message, request, payload  # not to be held while there is no other
+            message = yield Read.NEXT
+        if source is not None:
+            source.parameter.make_durable()
         return response
 
-    def get_weights(
-        self, request: pb.GetWeightsRequest, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def get_weights(self, request: pb.GetWeightsRequest, call: Call) -> Handling:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         parameter = self._shard.parameter(request.parameter)
-        patience = self._patience(context, request.wait_timeout_ms / 1000)
-        with self._streams.opened():
-            for index in range(parameter.chunk_count):
-                message = parameter.weights_message(index, request.min_version, patience)
-                parameter.make_durable()  # nobody goes on from what could still be lost
-                self._shard.traffic.add(sent=len(message))
-                yield message
+        patience = self._patience(call, request.wait_timeout_ms / 1000)
+        for index in range(parameter.chunk_count):
+            message = yield from until(
+                parameter.weights_message, index, request.min_version, patience
+            )
+            parameter.make_durable()  # nobody goes on from what could still be lost
+            self._shard.traffic.add(sent=len(message))
+            yield message
 
-    def snapshot(
-        self, request: pb.SnapshotRequest, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
         """See the .proto."""
         self._shard.check_identity(request.shard)
-        parameter = self._shard.parameter(request.parameter)
-        with self._streams.opened():
-            for message in snapshot_messages(
-                parameter,
-                request.version,
-                self._patience(context, request.wait_timeout_ms / 1000),
-                wanted(self._shard, context),
-            ):
-                self._shard.traffic.add(sent=len(message))
-                yield message
+        yield from snapshot_messages(
+            self._shard.parameter(request.parameter),
+            request.version,
+            self._patience(call, request.wait_timeout_ms / 1000),
+            wanted(self._shard, call),
+            lambda size: self._shard.traffic.add(sent=size),
+        )
 
-    def exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def exchange(self, call: Call) -> Handling:
         """See the .proto."""
         pending: deque[tuple[int, int, Patience]] = deque()
-        with self._streams.opened():
-            source: _GradientSource | None = None
-            try:
-                for message in messages:
-                    self._streams.busy(context)
-                    request, payload = framing.parse(pb.ExchangeRequest, message)
-                    source = source or self._source(request)
-                    if not request.HasField("gradient"):
-                        continue
-                    gradient = request.gradient
-                    self._shard.traffic.add(received=payload.size)
-                    patience = self._patience(context, gradient.wait_timeout_ms / 1000)
-                    source.contribute(gradient, payload, patience)
-                    version = gradient.step + 1 if source.parameter.spec.mode == "sync" else 0
-                    pending.append((gradient.chunk.chunk_index, version, patience))
-                    if len(pending) > 2 * source.parameter.chunk_count:
-                        raise ArgumentError(
-                            f"{len(pending)} chunks were sent without end_of_step, of "
-                            f"{source.parameter.chunk_count}; read the answers first"
-                        )
-                    yield from self._answers(source.parameter, pending, all_=gradient.end_of_step)
-                    if gradient.end_of_step:
-                        self._streams.idle(context)
-                if source is not None:
-                    yield from self._answers(source.parameter, pending, all_=True)
-            finally:
-                self._streams.busy(context)
+        source: _GradientSource | None = None
+        is_between_steps = True
+        while True:
+            message = yield Read.NEXT_STEP if is_between_steps else Read.NEXT
+            if message is None:
+                break
+            request, payload = framing.parse(pb.ExchangeRequest, message)
+            if source is None or request.HasField("open"):
+                if not is_between_steps:
+                    raise ArgumentError("`open` came in the middle of a step; end it first")
+                source = self._source(request)
+                is_small = source.parameter.where.size <= _SHORT_ELEMENT_COUNT
+                call.is_short = is_small and self._shard.config.durability.is_process
+            if not _has_gradient(request, payload):
+                continue
+            gradient, parameter = request.gradient, source.parameter
+            self._shard.traffic.add(received=payload.size)
+            patience = self._patience(call, gradient.wait_timeout_ms / 1000)
+            yield from until(source.contribute, gradient, payload, patience)
+            version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
+            pending.append((gradient.chunk.chunk_index, version, patience))
+            is_between_steps = gradient.end_of_step
+            if len(pending) > 2 * parameter.chunk_count:
+                raise ArgumentError(
+                    f"{len(pending)} chunks were sent without end_of_step, of "
+                    f"{parameter.chunk_count}; read the answers first"
+                )
+            del message, request, payload, gradient  # not to be held while answers wait
+            yield from self._answers(parameter, pending, all_=is_between_steps)
+        if source is not None:
+            yield from self._answers(source.parameter, pending, all_=True)
 
     def set_learning_rate(
-        self, request: pb.SetLearningRateRequest, context: grpc.ServicerContext
+        self, request: pb.SetLearningRateRequest, call: Call
     ) -> pb.SetLearningRateResponse:
         """See the .proto."""
         self._shard.check_identity(request.shard)
@@ -232,11 +218,11 @@ class ParameterServerService:
         )
         return pb.SetLearningRateResponse()
 
-    def get_status(
-        self, request: pb.GetStatusRequest, context: grpc.ServicerContext
-    ) -> pb.GetStatusResponse:
+    def get_status(self, request: pb.GetStatusRequest, call: Call) -> pb.GetStatusResponse:
         """See the .proto."""
         shard, config = self._shard, self._shard.config
+        if request.identity_only:  # what a client asks first
+            admit_newcomer()
         parameters = [] if request.identity_only else shard.parameters()
         if request.parameter:
             parameters = [p for p in parameters if p.spec.name == request.parameter]
@@ -267,7 +253,9 @@ class ParameterServerService:
         return self._shard.parameter(request.open.parameter)
 
     def _source(self, request: Any) -> _GradientSource:
-        return _GradientSource(self._opened(request), request.open.worker_id)
+        parameter, worker_id = self._opened(request), request.open.worker_id
+        session = self._shard.sessions.check(request.open.session, worker_id)
+        return _GradientSource(parameter, Contributor(worker_id, session, request.open.tenure))
 
     def _answers(
         self,
@@ -275,31 +263,39 @@ class ParameterServerService:
         pending: deque[tuple[int, int, Patience]],
         *,
         all_: bool,
-    ) -> Iterator[bytes]:
+    ) -> Handling:
         """The weights that are due, in order: those that are ready, or all."""
         while pending:
             index, version, patience = pending[0]
             if not all_ and not parameter.is_ready(index, version):
                 return
-            message = parameter.weights_message(index, version, patience)
+            message = yield from until(parameter.weights_message, index, version, patience)
             parameter.make_durable()  # it acknowledges a gradient
             pending.popleft()
             self._shard.traffic.add(sent=len(message))
             yield message
 
-    def _patience(self, context: grpc.ServicerContext, timeout_s: float) -> Patience:
-        return patience_of(self._shard, context, timeout_s)
+    def _patience(self, call: Call, timeout_s: float) -> Patience:
+        return patience_of(self._shard, call, timeout_s)
+
+
+def _has_gradient(request: Any, payload: Bytes) -> bool:
+    """Whether a message has a chunk of a gradient; one that only opens a stream has none."""
+    has_gradient: bool = request.HasField("gradient")
+    if payload.size and not has_gradient:
+        raise CorruptChunkError("a message has a payload and no `gradient`; send it again")
+    return has_gradient
 
 
 class _GradientSource:
     """Whose gradients a stream carries, and where they go."""
 
-    def __init__(self, parameter: ParameterSlice, worker_id: str) -> None:
+    def __init__(self, parameter: ParameterSlice, contributor: Contributor[Seat]) -> None:
         self.parameter = parameter
-        self._worker_id = worker_id
+        self._contributor = contributor
 
     def contribute(
         self, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
     ) -> bool:
         """See ParameterSlice.contribute."""
-        return self.parameter.contribute(self._worker_id, gradient, payload, patience)
+        return self.parameter.contribute(self._contributor, gradient, payload, patience)

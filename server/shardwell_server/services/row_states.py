@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from shardwell import framing
+from shardwell import checksum, framing
 from shardwell.codec import Bytes
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, CorruptChunkError, DivergedError, NonFiniteError
 from shardwell.optimizers import check_learning_rate
-from shardwell.row_state import RowStateCodec
+from shardwell.row_state import RowState, RowStateCodec, empty_state
 from shardwell.specs import STEP_MAX
 from shardwell.v1 import table_pb2 as pb
-from shardwell_server.shard.patience import Patience
+from shardwell_server.services.calls import Handling, Read
+from shardwell_server.shard.patience import Patience, until
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table_slice import TableSlice
 
 
 def state_messages(
-    table: TableSlice, version: int, patience: Patience, is_wanted: Callable[[], bool]
-) -> Iterator[bytes]:
+    table: TableSlice,
+    version: int,
+    patience: Patience,
+    is_wanted: Callable[[], bool],
+    count: Callable[[int], None],
+) -> Handling:
     """A first message when the rows are sure to be had, then all rows.
 
     Args:
@@ -26,34 +31,49 @@ def state_messages(
         version: Of every row; asynchronous mode has no use for it.
         patience: Bounds the wait for it.
         is_wanted: Whether the stream is still read; any thread calls it.
+        count: Told of the bytes of each message.
 
     Raises:
-        NonFiniteError: training diverged; weights are not finite.
-        ShardwellError: see `TableScan.under_way` and `TableScan.states`.
+        DivergedError: training diverged; weights are not finite.
+        ShardwellError: see `TableScan.under_way`, `check_begun` and `states`.
     """
     table.loading.check_standing()
     codec = RowStateCodec(table.spec)
+    context = checksum.rows_scan_context(table.spec.name, pb.ScanRowsRequest.CONTENT_STATE)
+
+    def message(state: RowState, version: int, learning_rate: float) -> bytes:
+        header = pb.ScanRowsResponse(version=version, learning_rate=learning_rate)
+        start = checksum.rows_scan(context, header)
+        return codec.encode(header, header.rows, state, start=start)
+
     with table.scan.under_way(version, is_wanted) as snapshot:
-        yield pb.ScanRowsResponse(
-            version=table.version if snapshot is None else version,
-            learning_rate=table.learning_rate,
-        ).SerializeToString()
-        for state, found, rate in table.scan.states(snapshot, patience):
+        yield message(
+            empty_state(table.spec, 0),
+            table.version if snapshot is None else version,
+            table.learning_rate,
+        )
+        yield from until(table.scan.check_begun, snapshot, patience)
+        for state, found, rate in table.scan.states(snapshot):
             if state.ids.size:
-                codec.check(state)
+                try:
+                    codec.check(state)
+                except NonFiniteError as error:
+                    raise DivergedError(error.message, table=table.spec.name) from None
                 table.make_durable()  # nobody goes on from what could still be lost
-                header = pb.ScanRowsResponse(version=found, learning_rate=rate)
-                yield codec.encode(header, header.rows, state)
+                answer = message(state, found, rate)
+                count(len(answer))
+                yield answer
 
 
-def load(shard: Shard, messages: Iterator[bytes]) -> pb.LoadRowsResponse:
+def load(shard: Shard) -> Handling:
     """Takes the rows of one stream; see LoadRows.
 
     Raises:
         ShardwellError: they are refused, and the table is as it was when the load began.
     """
     loading: _Load | None = None
-    for message in messages:
+    message = yield Read.NEXT_STEP
+    while message is not None:
         request, payload = framing.parse(pb.LoadRowsRequest, message)
         shard.traffic.add(received=payload.size)
         if loading is None:
@@ -66,6 +86,7 @@ def load(shard: Shard, messages: Iterator[bytes]) -> pb.LoadRowsResponse:
         elif loading.is_finished:
             raise ArgumentError("a message came after the one with `finish`")
         loading.take(request, payload)
+        message = yield Read.NEXT
     if loading is None:
         raise ArgumentError("the stream has no message")
     loading.end()
@@ -76,17 +97,13 @@ class _Load:
     """One stream's rows on their way into a table."""
 
     def __init__(self, table: TableSlice, opening: pb.LoadRowsRequest) -> None:
-        if opening.version > STEP_MAX:
-            raise ArgumentError(f"version must be at most {STEP_MAX}; got {opening.version}")
-        self._rate = (
-            check_learning_rate("learning_rate", opening.learning_rate)
-            if opening.HasField("learning_rate")
-            else None
-        )
-        self._version = opening.version
         self._table = table
         self._codec = RowStateCodec(table.spec)
-        self._number = table.loading.begin(opening.load_id, opening.open.incarnation)
+        self._opening = opening
+        self._context = checksum.rows_load_context(opening)
+        self._number = 0
+        """Of the load; 0: it has not begun."""
+        self._rate: float | None = None
         self.row_count = 0
         """Rows that stand."""
         self.is_finished = False
@@ -95,13 +112,25 @@ class _Load:
     def take(self, request: pb.LoadRowsRequest, payload: Bytes) -> None:
         """Does what a message says."""
         loading = self._table.loading
-        if request.HasField("rows"):
-            loading.add(self._number, self._codec.open(request.rows, payload))
-        elif payload.size:
-            raise ArgumentError("a message has a payload, but no `rows`")
+        if not request.HasField("rows"):  # what their CRC32C covers can't be believed without them
+            raise CorruptChunkError("a message of LoadRows has no `rows`; send it again")
+        start = checksum.rows_load(self._context, finish=request.finish)
+        state = self._codec.open(request.rows, payload, start=start)
+        if not self._number:
+            self._begin()
+        if state.ids.size:
+            loading.add(self._number, state)
         if request.finish:
-            self.row_count = loading.finish(self._number, self._version, self._rate)
+            self.row_count = loading.finish(self._number, self._opening.version, self._rate)
             self.is_finished = True
+
+    def _begin(self) -> None:
+        opening = self._opening
+        if opening.version > STEP_MAX:
+            raise ArgumentError(f"version must be at most {STEP_MAX}; got {opening.version}")
+        if opening.HasField("learning_rate"):
+            self._rate = check_learning_rate("learning_rate", opening.learning_rate)
+        self._number = self._table.loading.begin(opening.load_id, opening.open.incarnation)
 
     def end(self) -> None:
         """Returns when what was done may be acknowledged."""

@@ -6,23 +6,27 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from shardwell import checksum
 from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
 from shardwell.codec import CODECS, Float32, NonFiniteValueError
 from shardwell.partition import Slice
 from shardwell.scratch import thread_scratch
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell_server.services.calls import Handling
 from shardwell_server.shard.parameter_slice import ParameterSlice
-from shardwell_server.shard.patience import Patience
-from shardwell_server.shard.refusals import non_finite
+from shardwell_server.shard.patience import Patience, until
+from shardwell_server.shard.refusals import diverged
 
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
-# Optimizer state may be infinite where no weight is: squares overflow.
-_AS_IT_IS = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
 
 def snapshot_messages(
-    parameter: ParameterSlice, version: int, patience: Patience, is_wanted: Callable[[], bool]
-) -> Iterator[bytes]:
+    parameter: ParameterSlice,
+    version: int,
+    patience: Patience,
+    is_wanted: Callable[[], bool],
+    count: Callable[[int], None],
+) -> Handling:
     """A first message when every chunk is sure to be had, then all chunks in order.
 
     Holds one chunk's arrays at a time.
@@ -32,12 +36,15 @@ def snapshot_messages(
         version: Of every chunk; asynchronous mode has no use for it.
         patience: Bounds the waits for other workers.
         is_wanted: Whether the stream is still read; any thread calls it.
+        count: Told of the bytes of each message.
 
     Raises:
-        NonFiniteError: training diverged; the weights are not finite.
+        DivergedError: training diverged; weights or optimizer state are not finite.
         ShardwellError: see `Snapshots.under_way` and `Snapshots.capture`.
     """
+    context = checksum.snapshot_context(parameter.spec.name)
     codec = ChunkCodec(CODECS["fp32"], allow_non_finite=parameter.spec.allow_non_finite)
+    names = ("weights", *(f"optimizer's {n!r}" for n in parameter.spec.optimizer.slot_names))
     element_count = min(parameter.chunk_element_count, parameter.where.size)
     buffers = [np.empty(element_count, np.float32) for _ in range(parameter.array_count)]
     with parameter.snapshots.under_way(version, is_wanted) as snapshot:
@@ -47,31 +54,41 @@ def snapshot_messages(
         for index in range(parameter.chunk_count):
             where = parameter.where.chunk(index, parameter.chunk_element_count)
             arrays = [buffer[: where.size] for buffer in buffers]
-            found, rate = parameter.snapshots.capture(index, snapshot, patience, arrays)
+            found, rate = yield from until(
+                parameter.snapshots.capture, index, snapshot, patience, arrays
+            )
             parameter.make_durable()
             for array_index, array in enumerate(arrays):
                 header = pb.SnapshotResponse(
                     version=found, array_index=array_index, learning_rate=rate
                 )
+                start = checksum.snapshot(context, header)
                 try:
-                    yield from _ranges(
-                        _AS_IT_IS if array_index else codec, header, where, index, array
-                    )
+                    for message in _ranges(codec, header, where, index, array, start):
+                        count(len(message))
+                        yield message
                 except NonFiniteValueError as error:
-                    raise non_finite(
-                        parameter.spec, where.offset + error.index, f"weights at version {found}"
+                    raise diverged(
+                        parameter.spec, where.offset + error.index, found, names[array_index]
                     ) from None
 
 
 def _ranges(
-    codec: ChunkCodec, header: pb.SnapshotResponse, where: Slice, index: int, array: Float32
+    codec: ChunkCodec,
+    header: pb.SnapshotResponse,
+    where: Slice,
+    index: int,
+    array: Float32,
+    start: int,
 ) -> Iterator[bytes]:
     """The messages of one array of a chunk."""
     for number in range(where.chunk_count(_RANGE_ELEMENT_COUNT)):
         part = where.chunk(number, _RANGE_ELEMENT_COUNT)
-        start = part.offset - where.offset
-        values = array[start : start + part.size]
+        first = part.offset - where.offset
+        values = array[first : first + part.size]
         try:
-            yield codec.encode(header, header.chunk, part, index, values, thread_scratch())
+            yield codec.encode(
+                header, header.chunk, part, index, values, thread_scratch(), start=start
+            )
         except NonFiniteValueError as error:
-            raise NonFiniteValueError(start + error.index, error.value) from None
+            raise NonFiniteValueError(first + error.index, error.value) from None

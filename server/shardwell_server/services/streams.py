@@ -1,75 +1,96 @@
-"""Streams that are open on this server: how many, and which may be ended at once when it stops."""
+"""Streams that are open on this server: how many, and which wait for nothing but their client.
+
+Those are ended at once when the server stops; and the one that has waited longest gives way when
+there are as many streams as the limit allows and one more comes. Its client, if it is still there,
+opens another with its next call. So who is silent, or was forgotten, shuts nobody out.
+"""
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Protocol
 
-import grpc
+from shardwell.errors import LimitError, ShardUnavailableError, ShardwellError
 
-from shardwell.errors import LimitError, ShardUnavailableError
+LAST_READS_S = 0.25
+"""What a client is given to read the last answers, before a stream without work is ended."""
+_ENTER_S_MAX = 10.0
+"""How long one stream more may wait for another to give way, beside others that do, too."""
+
+
+class Endable(Protocol):
+    """A stream."""
+
+    def end(self, error: ShardwellError) -> None:
+        """Ends it with that error, when what it does has ended."""
 
 
 class OpenStreams:
-    """Counts streams against their limit; knows those that wait for nothing but their client."""
+    """Counts streams against their limit; knows those that are idle. For the loop's thread."""
 
     def __init__(self, stream_count_max: int) -> None:
         self._stream_count_max = stream_count_max
-        self._lock = threading.Lock()
-        self._count = 0
-        self._idle: dict[grpc.ServicerContext, float] = {}
-        """Since when."""
+        self._open: set[Endable] = set()
+        """Those that count, which one that gave way does no more."""
+        self._idle: dict[Endable, float] = {}
+        """Since when, the longest first."""
         self._stopping = False
 
     @property
     def count(self) -> int:
-        """Streams open now."""
-        return self._count
+        """Streams open now; any thread may ask."""
+        return len(self._open)
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Counts one stream while it lasts.
+    async def enter(self, stream: Endable) -> None:
+        """Counts a stream until it leaves; waits for a moment where another is about to give way.
 
         Raises:
-            LimitError: there are as many as the limit allows.
+            LimitError: there are as many as the limit allows, and none of them is idle.
         """
-        with self._lock:
-            if self._count >= self._stream_count_max:
+        until_s = time.monotonic() + _ENTER_S_MAX
+        while len(self._open) >= self._stream_count_max:
+            idlest, since_s = next(iter(self._idle.items()), (None, 0.0))
+            if idlest is None or self._stopping or time.monotonic() >= until_s:
                 raise LimitError(
-                    f"limit stream_count_max={self._stream_count_max}: as many streams are open; "
-                    "raise it on the shards, or use fewer workers or parameters"
+                    f"limit stream_count_max={self._stream_count_max}: as many streams are at "
+                    "work; raise it on the shards, or use fewer workers"
                 )
-            self._count += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._count -= 1
+            wait_s = since_s + LAST_READS_S - time.monotonic()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)  # then it may have work again, and others may be idle
+                continue
+            self.leave(idlest)
+            idlest.end(ShardUnavailableError("the stream was idle and gave way; open another"))
+        self._open.add(stream)
 
-    def idle(self, context: grpc.ServicerContext) -> None:
+    def leave(self, stream: Endable) -> None:
+        """Does not count it any more. Safe to repeat."""
+        self._open.discard(stream)
+        self._idle.pop(stream, None)
+
+    def note_idle(self, stream: Endable) -> None:
         """Notes that a stream has answered everything.
 
         Raises:
-            ShardUnavailableError: the server stops. A stream that ends so brings all answers; if it
-                were cancelled, those that its client has not read yet would be dropped.
+            ShardUnavailableError: the server stops.
         """
-        with self._lock:
-            if self._stopping:
-                raise ShardUnavailableError("the shard is stopping; wait until it is back")
-            self._idle[context] = time.monotonic()
+        if self._stopping:
+            raise _stopping()
+        if stream in self._open:
+            self._idle[stream] = time.monotonic()
 
-    def busy(self, context: grpc.ServicerContext) -> None:
-        """Notes that a stream has work again, or has ended."""
-        with self._lock:
-            self._idle.pop(context, None)
+    def note_busy(self, stream: Endable) -> None:
+        """Notes that a stream has work again."""
+        self._idle.pop(stream, None)
 
     def end_idle(self, idle_s: float) -> None:
         """Ends streams that have been idle for so long; others end themselves once they are."""
-        with self._lock:
-            self._stopping = True
-            since_s = time.monotonic() - idle_s
-            idle = [context for context, idle_since in self._idle.items() if idle_since <= since_s]
-        for context in idle:
-            context.cancel()
+        self._stopping = True
+        since_s = time.monotonic() - idle_s
+        for stream in [each for each, idle_since in self._idle.items() if idle_since <= since_s]:
+            stream.end(_stopping())
+
+
+def _stopping() -> ShardUnavailableError:
+    return ShardUnavailableError("the shard is stopping; wait until it is back")

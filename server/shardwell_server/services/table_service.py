@@ -1,31 +1,30 @@
 """TableService: the wire contract of table.proto, over the tables of one Shard.
 
-As parameter_server.py: messages with payloads are read and written as bytes, and decoded on their
-stream's thread.
+As parameter_server.py: messages with payloads are read and written as bytes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import grpc
 
-from shardwell import framing
-from shardwell.answering import Answering, parsed
+from shardwell import checksum, framing
 from shardwell.codec import Bytes
-from shardwell.errors import ArgumentError, StepOrderError, UnknownTableError
+from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.names import check_name
 from shardwell.optimizers import check_learning_rate
 from shardwell.row_codec import RowCodec
 from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell_server.services import row_states
+from shardwell_server.services.calls import Call, Calls, Handling, Read
 from shardwell_server.services.parameter_server import STATUS_NAME_COUNT_MAX
-from shardwell_server.services.streams import OpenStreams
 from shardwell_server.services.waiting import patience_of, wanted
-from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.patience import Patience, until
+from shardwell_server.shard.seats import Contributor
 from shardwell_server.shard.shard import Shard
+from shardwell_server.shard.table_ledger import Seat
 from shardwell_server.shard.table_slice import TableSlice
 
 _LOG = logging.getLogger("shardwell_server")
@@ -37,40 +36,30 @@ _CONTENTS = (_CONTENT.CONTENT_IDS, _CONTENT.CONTENT_VALUES, _CONTENT.CONTENT_STA
 class TableService:
     """Handlers, one method an RPC."""
 
-    def __init__(self, shard: Shard, streams: OpenStreams) -> None:
+    def __init__(self, shard: Shard, calls: Calls) -> None:
         self._shard = shard
-        self._streams = streams
-        self._answering = Answering(_LOG, shard_index=shard.config.shard_index, place="shard")
+        self._calls = calls
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All methods, for grpc.Server."""
-        answers = self._answering
+        """All methods, for grpc.aio.Server."""
+        calls = self._calls
         handlers = {
-            "OpenTable": answers.unary(self.open_table, pb.OpenTableRequest),
-            "EvictRows": answers.unary(self.evict_rows, pb.EvictRowsRequest),
-            "SetTableLearningRate": answers.unary(
+            "OpenTable": calls.unary(self.open_table, pb.OpenTableRequest),
+            "EvictRows": calls.unary(self.evict_rows, pb.EvictRowsRequest),
+            "SetTableLearningRate": calls.unary(
                 self.set_table_learning_rate, pb.SetTableLearningRateRequest
             ),
-            "GetTableStatus": answers.unary(self.get_table_status, pb.GetTableStatusRequest),
-            "ExchangeRows": grpc.stream_stream_rpc_method_handler(
-                answers.streaming(self.exchange_rows)
-            ),
-            "ScanRows": grpc.unary_stream_rpc_method_handler(
-                answers.streaming(parsed(self.scan_rows, pb.ScanRowsRequest))
-            ),
-            "LoadRows": grpc.stream_unary_rpc_method_handler(
-                answers.answering(self.load_rows),
-                response_serializer=pb.LoadRowsResponse.SerializeToString,
-            ),
+            "GetTableStatus": calls.unary(self.get_table_status, pb.GetTableStatusRequest),
+            "ExchangeRows": calls.both(self.exchange_rows),
+            "ScanRows": calls.answers(self.scan_rows, pb.ScanRowsRequest),
+            "LoadRows": calls.messages(self.load_rows),
         }
         assert set(handlers) == {method.name for method in _SERVICE.methods}
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
     # RPCs.
 
-    def open_table(
-        self, request: pb.OpenTableRequest, context: grpc.ServicerContext
-    ) -> pb.OpenTableResponse:
+    def open_table(self, request: pb.OpenTableRequest, call: Call) -> pb.OpenTableResponse:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         named = request.worker_id or request.take_seat
@@ -78,41 +67,42 @@ class TableService:
         spec = TableSpec.from_proto(request.spec)
         if request.take_seat:
             self._shard.tables.table(spec.name)  # whoever takes a seat has opened it before
-        if request.must_exist:
-            self._check_kept(spec.name)
+        if request.must_exist and not self._shard.tables.has(spec.name):
+            raise self._shard.lost_memory("table", spec.name)
+        seat_for = None
+        if request.take_seat:
+            seat_for = Contributor[Seat](
+                worker_id,
+                self._shard.sessions.check(request.session, worker_id),
+                request.tenure,
+                asks=True,
+                begins_anew=request.begins_anew,
+            )
         table, created = self._shard.tables.open(spec)
         response = table.join(
-            worker_id, take_seat=request.take_seat, incarnation=request.incarnation
+            worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
         )
         response.created = created
         if created:
             _LOG.info("table created", extra={"table": spec.name, "dim": spec.dim})
         return response
 
-    def exchange_rows(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def exchange_rows(self, call: Call) -> Handling:
         """See the .proto."""
-        with self._streams.opened():
-            exchange: _RowExchange | None = None
-            try:
-                for message in messages:
-                    self._streams.busy(context)
-                    request, payload = framing.parse(pb.ExchangeRowsRequest, message)
-                    if exchange is None or request.HasField("open"):
-                        if exchange is not None and not exchange.is_between_steps:
-                            raise ArgumentError("`open` came in the middle of a step; end it first")
-                        exchange = self._opened(request)
-                    self._shard.traffic.add(received=payload.size)
-                    yield from exchange.answers(request, payload, self._waiting(request, context))
-                    if exchange.is_between_steps:
-                        self._streams.idle(context)
-            finally:
-                self._streams.busy(context)
+        exchange: _RowExchange | None = None
+        message = yield Read.NEXT_STEP
+        while message is not None:
+            request, payload = framing.parse(pb.ExchangeRowsRequest, message)
+            if exchange is None or request.HasField("open"):
+                if exchange is not None and not exchange.is_between_steps:
+                    raise ArgumentError("`open` came in the middle of a step; end it first")
+                exchange = self._opened(request)
+            self._shard.traffic.add(received=payload.size)
+            yield from exchange.answers(request, payload, self._waiting(request, call))
+            del message, request, payload  # not to be held while there is no other
+            message = yield Read.NEXT_STEP if exchange.is_between_steps else Read.NEXT
 
-    def scan_rows(
-        self, request: pb.ScanRowsRequest, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def scan_rows(self, request: pb.ScanRowsRequest, call: Call) -> Handling:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         table = self._shard.tables.table(request.table)
@@ -121,45 +111,38 @@ class TableService:
                 f"content must be CONTENT_IDS, CONTENT_VALUES or CONTENT_STATE; got "
                 f"{request.content}"
             )
-        with self._streams.opened():
-            if request.content == _CONTENT.CONTENT_STATE:
-                patience = patience_of(self._shard, context, request.wait_timeout_ms / 1000)
-                for message in row_states.state_messages(
-                    table, request.version, patience, wanted(self._shard, context)
-                ):
-                    self._shard.traffic.add(sent=len(message))
-                    yield message
-                return
-            table.loading.check_standing()
-            codec = RowCodec.of_scans(table.spec)
-            yield pb.ScanRowsResponse(
-                version=table.version,
-                learning_rate=table.learning_rate,
-            ).SerializeToString()
-            for ids, values in table.scan.values(
-                with_values=request.content == _CONTENT.CONTENT_VALUES
-            ):
-                header = pb.ScanRowsResponse(version=table.version)
-                message = codec.encode(header, header.rows, ids, values)
-                table.make_durable()  # nobody goes on from what could still be lost
-                self._shard.traffic.add(sent=len(message))
-                yield message
+        if request.content == _CONTENT.CONTENT_STATE:
+            yield from row_states.state_messages(
+                table,
+                request.version,
+                patience_of(self._shard, call, request.wait_timeout_ms / 1000),
+                wanted(self._shard, call),
+                lambda size: self._shard.traffic.add(sent=size),
+            )
+            return
+        table.loading.check_standing()
+        codec = RowCodec.of_scans(table.spec)
+        scanned = checksum.rows_scan_context(table.spec.name, request.content)
+        header = pb.ScanRowsResponse(version=table.version, learning_rate=table.learning_rate)
+        start = checksum.rows_scan(scanned, header)
+        yield codec.encode(header, header.rows, None, None, start=start)
+        for ids, values in table.scan.values(
+            with_values=request.content == _CONTENT.CONTENT_VALUES
+        ):
+            header = pb.ScanRowsResponse(version=table.version)
+            start = checksum.rows_scan(scanned, header)
+            message = codec.encode(header, header.rows, ids, values, start=start)
+            table.make_durable()  # nobody goes on from what could still be lost
+            self._shard.traffic.add(sent=len(message))
+            yield message
 
-    def load_rows(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext
-    ) -> pb.LoadRowsResponse:
+    def load_rows(self, call: Call) -> Handling:
         """See the .proto."""
-        with self._streams.opened():
-            try:
-                response = row_states.load(self._shard, self._one_by_one(messages, context))
-            finally:
-                self._streams.busy(context)
+        response = yield from row_states.load(self._shard)
         _LOG.info("rows loaded", extra={"rows": response.row_count})
         return response
 
-    def evict_rows(
-        self, request: pb.EvictRowsRequest, context: grpc.ServicerContext
-    ) -> pb.EvictRowsResponse:
+    def evict_rows(self, request: pb.EvictRowsRequest, call: Call) -> pb.EvictRowsResponse:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         count = self._shard.tables.table(request.table).evict(request.older_than_step)
@@ -174,7 +157,7 @@ class TableService:
         return pb.EvictRowsResponse(evicted_row_count=count)
 
     def set_table_learning_rate(
-        self, request: pb.SetTableLearningRateRequest, context: grpc.ServicerContext
+        self, request: pb.SetTableLearningRateRequest, call: Call
     ) -> pb.SetTableLearningRateResponse:
         """See the .proto."""
         self._shard.check_identity(request.shard)
@@ -186,7 +169,7 @@ class TableService:
         return pb.SetTableLearningRateResponse()
 
     def get_table_status(
-        self, request: pb.GetTableStatusRequest, context: grpc.ServicerContext
+        self, request: pb.GetTableStatusRequest, call: Call
     ) -> pb.GetTableStatusResponse:
         """See the .proto."""
         self._shard.check_identity(request.shard)
@@ -200,63 +183,42 @@ class TableService:
 
     # What they share.
 
-    def _one_by_one(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
-        """The same; while the next one is waited for, the server may stop."""
-        self._streams.idle(context)
-        for message in messages:
-            self._streams.busy(context)
-            yield message
-            self._streams.idle(context)
-
-    def _check_kept(self, name: str) -> None:
-        """Refuses to make a table that has begun on another shard."""
-        try:
-            self._shard.tables.table(name)
-        except UnknownTableError:
-            raise StepOrderError(
-                f"table {name!r} has begun on other shards, and shard "
-                f"{self._shard.config.shard_index} does not have it: it lost its memory; restore a "
-                "checkpoint into an empty cluster, or start the training again under another name",
-                table=name,
-            ) from None
-
     def _opened(self, request: pb.ExchangeRowsRequest) -> _RowExchange:
         """The table and worker that a stream's first message names."""
         if not request.HasField("open"):
             raise ArgumentError("a stream's first message must have `open`; it is missing")
         self._shard.check_identity(request.open.shard)
-        worker_id = check_name("worker_id", request.open.worker_id)
+        check_name("worker_id", request.open.worker_id)
         table = self._shard.tables.table(request.open.table)
         table.register.check_incarnation(request.open.incarnation)
-        return _RowExchange(self._shard, table, worker_id)
+        return _RowExchange(self._shard, table, request.open)
 
-    def _waiting(self, request: pb.ExchangeRowsRequest, context: grpc.ServicerContext) -> Patience:
+    def _waiting(self, request: pb.ExchangeRowsRequest, call: Call) -> Patience:
         asked = request.gradient if request.HasField("gradient") else request.fetch
-        return patience_of(self._shard, context, asked.wait_timeout_ms / 1000)
+        return patience_of(self._shard, call, asked.wait_timeout_ms / 1000)
 
 
 class _RowExchange:
     """One worker's stream: its messages, in order, to the table and back."""
 
-    def __init__(self, shard: Shard, table: TableSlice, worker_id: str) -> None:
+    def __init__(self, shard: Shard, table: TableSlice, opening: pb.TableOpen) -> None:
         self._shard = shard
         self._table = table
-        self._worker_id = worker_id
+        self._opening = opening
+        self._contributor: Contributor[Seat] | None = None
         self._counted = pb.RowsCounted()
         self.is_between_steps = True
         """Whether nothing of a step has come, or all of it."""
 
     def answers(
         self, request: pb.ExchangeRowsRequest, payload: Bytes, patience: Patience
-    ) -> Iterator[bytes]:
+    ) -> Handling:
         """Does what a message asks for; what is to be answered now."""
         table = self._table
         if request.HasField("gradient") and request.HasField("fetch"):
             raise ArgumentError("a message has `gradient` or `fetch`, not both; send two")
         if request.HasField("gradient"):
-            self._take(request.gradient, payload, patience)
+            yield from self._take(request.gradient, payload, patience)
             if not request.gradient.end_of_step:
                 return
             table.make_durable()
@@ -264,21 +226,29 @@ class _RowExchange:
             message = response.SerializeToString()
             self._counted = pb.RowsCounted()
         elif request.HasField("fetch"):
-            message = table.rows_message(request.fetch, payload, patience)
+            message = yield from until(table.rows_message, request.fetch, payload, patience)
             table.make_durable()  # nobody goes on from what could still be lost
         elif payload.size:
-            raise ArgumentError("a message has a payload, but neither `gradient` nor `fetch`")
+            raise CorruptChunkError(
+                "a message has a payload and neither `gradient` nor `fetch`; send it again"
+            )
         else:
             return
         self._shard.traffic.add(sent=len(message))
         yield message
 
-    def _take(self, gradient: pb.RowGradients, payload: Bytes, patience: Patience) -> None:
+    def _take(self, gradient: pb.RowGradients, payload: Bytes, patience: Patience) -> Handling:
         counted = self._counted
         if counted.step != gradient.step or self.is_between_steps:
             counted = self._counted = pb.RowsCounted(step=gradient.step)
         self.is_between_steps = False
-        if self._table.contribute(self._worker_id, gradient, payload, patience):
+        if self._contributor is None:  # whoever only fetches needs no session
+            opening = self._opening
+            session = self._shard.sessions.check(opening.session, opening.worker_id)
+            self._contributor = Contributor(opening.worker_id, session, opening.tenure)
+        if (
+            yield from until(self._table.contribute, self._contributor, gradient, payload, patience)
+        ):
             counted.counted_part_count += 1
         else:
             counted.duplicate_part_count += 1

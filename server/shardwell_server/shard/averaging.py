@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwell.codec import Bytes, Codec, Float32, Scratch, blocks
+from shardwell.mean import divide
 from shardwell.update_rules import Slots, UpdateRule
 from shardwell_server.store import ChunkChange
 
@@ -93,6 +94,55 @@ def add_to_sum(
     return factor if is_plain else 1.0
 
 
+def state_overflow(
+    contribution: Contribution,
+    codec: Codec,
+    chunk: ChunkState,
+    rule: UpdateRule,
+    scratch: Scratch,
+    *,
+    update_count: int,
+    learning_rate: float,
+) -> tuple[int, int] | None:
+    """The first value of optimizer state that a gradient would make infinite or NaN by itself.
+
+    On copies; nothing changes.
+
+    Args:
+        contribution: The gradient.
+        codec: How it is written.
+        chunk: Weights and state.
+        rule: The optimizer.
+        scratch: This thread's.
+        update_count: 1 at the first update.
+        learning_rate: The rate of that update.
+
+    Returns:
+        Which array, and the element; None: there is none.
+    """
+    for start in blocks(chunk.weights.size):
+        weights = chunk.weights[start : start + scratch.gradient.size].copy()
+        stop = start + weights.size
+        gradient = scratch.gradient[: weights.size]
+        codec.decode_block(
+            contribution.payload, start, math.ldexp(1.0, contribution.exponent), gradient
+        )
+        slots = tuple(slot[start:stop].copy() for slot in chunk.slots)
+        rule.apply(
+            weights,
+            gradient,
+            slots,
+            scratch.values[: weights.size],
+            update_count=update_count,
+            learning_rate=learning_rate,
+        )
+        for index, slot in enumerate(slots):
+            is_finite = np.isfinite(slot)
+            if not is_finite.all():
+                return index, start + int(np.argmin(is_finite))
+    return None
+
+
 def close_step(
     contribution: Contribution,
     codec: Codec,
@@ -140,13 +190,15 @@ def close_step(
         else:
             total = chunk.gradient_sum[start : start + weights.size]
             codec.decode_add(payload, factor, total, total_factor, mean, scratch, start)
+        unused = scratch.values[: weights.size]
         if divisor != 1.0:
-            np.divide(mean, np.float32(divisor), out=mean)
+            divide(mean, divisor, unused)
+            mean, unused = unused, mean
         rule.apply(
             weights,
             mean,
             tuple(slot[start:stop] for slot in chunk.slots),
-            scratch.values[: weights.size],
+            unused,
             update_count=update_count,
             learning_rate=learning_rate,
         )

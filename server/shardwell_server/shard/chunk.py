@@ -1,12 +1,11 @@
-"""A chunk of a slice in memory: its place, its arrays and the condition that guards them."""
+"""A chunk of a slice in memory: its place, its arrays and the lock that guards them."""
 
 from __future__ import annotations
-
-import threading
 
 from shardwell.codec import Float32
 from shardwell.partition import Slice
 from shardwell_server.shard.averaging import ChunkState
+from shardwell_server.shard.patience import Changes
 from shardwell_server.store import ParameterStorage
 
 
@@ -18,7 +17,7 @@ class Chunk:
         self._storage = storage
         part = slice(start, start + where.size)
         self.where = where
-        self.changed = threading.Condition()
+        self.changed = Changes()
         self.is_verified = False
         """Whether what an earlier process left of it was checked."""
         self.counted_count = 0

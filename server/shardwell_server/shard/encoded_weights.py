@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
+from shardwell import checksum
 from shardwell.chunk_codec import ChunkCodec
 from shardwell.codec import NonFiniteValueError
 from shardwell.scratch import thread_scratch
 from shardwell.specs import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.shard.chunk import Chunk
-from shardwell_server.shard.refusals import non_finite
+from shardwell_server.shard.refusals import diverged
 
 
 class EncodedWeights:
@@ -20,6 +21,7 @@ class EncodedWeights:
     def __init__(self, spec: ParameterSpec, *, count_max: int) -> None:
         self._spec = spec
         self._codec = ChunkCodec.of(spec)
+        self._context = checksum.weights_context(spec.name)
         self._count_max = count_max
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
@@ -34,7 +36,7 @@ class EncodedWeights:
         """A chunk's message, kept for the next; the chunk's lock is held.
 
         Raises:
-            NonFiniteError: training diverged; the weights are not finite.
+            DivergedError: training diverged; the weights are not finite.
         """
         message = self._encode(chunk, chunk_index, version)
         with self._lock:
@@ -59,8 +61,7 @@ class EncodedWeights:
                 chunk_index,
                 chunk.state.weights,
                 thread_scratch(),
+                start=checksum.weights(self._context, version),
             )
         except NonFiniteValueError as error:
-            raise non_finite(
-                self._spec, chunk.where.offset + error.index, f"weights at version {version}"
-            ) from None
+            raise diverged(self._spec, chunk.where.offset + error.index, version) from None

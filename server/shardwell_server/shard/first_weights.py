@@ -8,17 +8,24 @@ Invariants:
   - `epoch` never decreases; what stands is never written again.
   - A shard other than shard 0 stands only with complete values of the epoch that is confirmed.
 
-Clocks are passed in. The caller holds the slice's lock.
+An epoch is a count and, below it, 32 bits that were drawn: no clock orders epochs, and no two are
+the same, even where shard 0 has forgotten what it granted. It may then grant one that is lower than
+what another shard has seen; that shard refuses it and says by which, and the next claim is above.
+
+Time and randomness are passed in. The caller holds the slice's lock.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardwell.errors import InitSupersededError, StepOrderError
+from shardwell.errors import ArgumentError, InitSupersededError, StepOrderError
 
-_EPOCH_AHEAD_MS_MAX = 24 * 3600 * 1000
-"""Clocks may differ by so much; a higher epoch would shut out those that shard 0 will grant."""
+_DRAWN_BITS = 32
+EPOCH_END = 2**63
+"""Epochs are below it."""
+_AHEAD_COUNT_MAX = 2**20
+"""Claims that a shard may have missed; one that is further ahead was not granted by shard 0."""
 
 
 class FirstWeightsState:
@@ -31,6 +38,8 @@ class FirstWeightsState:
         """The newest that was granted or seen; when standing, that of the weights."""
         self.learning_rate: float | None = None
         """The rate that came with the values that are staged; it is theirs when they stand."""
+        self.load_id = 0
+        """The one that came with the values that are staged or stand; 0: none."""
         self._parameter = parameter
         self._is_first_shard = is_first_shard
         self._claim_s = claim_s
@@ -49,6 +58,7 @@ class FirstWeightsState:
             "staged_epoch": self._staged_epoch,
             "standing": self.standing,
             "learning_rate": self.learning_rate,
+            "load_id": self.load_id,
         }
 
     def restore(
@@ -58,28 +68,42 @@ class FirstWeightsState:
         staged_epoch: int,
         standing: bool,
         learning_rate: float | None = None,
+        load_id: int = 0,
     ) -> None:
         """Goes on from facts."""
         self.epoch, self._staged_epoch, self.standing = epoch, staged_epoch, standing
-        self.learning_rate = learning_rate
+        self.learning_rate, self.load_id = learning_rate, load_id
 
     def stand_without(self) -> None:
         """Makes a parameter ready that needs no first weights."""
         self.standing = True
 
-    def claim(self, worker_id: str, *, now_s: float, wall_ms: int) -> int | None:
+    def claim(self, worker_id: str, *, now_s: float, drawn: int, above: int = 0) -> int | None:
         """Grants the right to set them: the epoch, or None while another worker has it.
 
-        Epochs grow with the wall clock, so that a shard 0 that lost its memory never grants one
-        that another shard may still have.
+        Args:
+            worker_id: The worker that asks.
+            now_s: A clock that never goes back, of this process alone.
+            drawn: A random number from 0 to 2^32 - 1.
+            above: The newest epoch that another shard has seen, if the caller knows.
+
+        Raises:
+            ArgumentError: no epoch is above `above`.
         """
+        count = (max(self.epoch, above) >> _DRAWN_BITS) + 1
+        epoch = count << _DRAWN_BITS | drawn
+        if epoch >= EPOCH_END:
+            raise ArgumentError(
+                f"first weights of {self._parameter!r}: no epoch is above {above}, and shards see "
+                f"none from {EPOCH_END} on"
+            )
         if self._claim is not None and self._claim[0] != worker_id and self._claim[1] > now_s:
             return None
         self._claim = (worker_id, now_s + self._claim_s)
-        self.epoch = max(self.epoch + 1, wall_ms)
-        return self.epoch
+        self.epoch = epoch
+        return epoch
 
-    def take(self, epoch: int, *, wall_ms: int) -> bool:
+    def take(self, epoch: int) -> bool:
         """Whether values of an epoch are to be written; a repeat of what stands is not.
 
         Raises:
@@ -90,9 +114,11 @@ class FirstWeightsState:
             raise InitSupersededError(
                 f"first weights of {self._parameter!r}: epoch {epoch} came after epoch "
                 f"{self.epoch}; call ClaimInit again",
+                init_epoch=self.epoch,
                 parameter=self._parameter,
             )
-        if epoch > wall_ms + _EPOCH_AHEAD_MS_MAX:
+        ahead = (epoch >> _DRAWN_BITS) - (self.epoch >> _DRAWN_BITS)
+        if ahead > _AHEAD_COUNT_MAX or epoch >= EPOCH_END:
             raise self._refused(epoch, "which is no epoch that shard 0 grants")
         if self.standing and epoch == self.epoch:
             return False
@@ -102,10 +128,10 @@ class FirstWeightsState:
         self._staged_epoch = 0
         return True
 
-    def finish(self, epoch: int, learning_rate: float | None) -> None:
+    def finish(self, epoch: int, learning_rate: float | None, load_id: int = 0) -> None:
         """All values of an epoch are here, `take` having said that they are to be written."""
         self._staged_epoch = epoch
-        self.learning_rate = learning_rate
+        self.learning_rate, self.load_id = learning_rate, load_id
         self.standing = self._is_first_shard
 
     def confirm(self, epoch: int) -> None:

@@ -4,6 +4,7 @@ States of a chunk for one worker, where v is the chunk's version (updates applie
 also the number of its open step) and `last` the last step that the worker contributed there:
 
     step <= last               DUPLICATE   acknowledge, do not count
+    the same, step = last, with another CRC than the seat's owner had counted: StepOrderError
     sync:  step == v           COUNT
            step == v + 1       WAIT        if last == v: the worker is one ahead of the others
            step < v            StepOrderError: closed without this worker
@@ -24,10 +25,13 @@ The caller holds the chunk's lock around `decide` and `record`, and the paramete
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
 
 from shardwell.errors import StepOrderError
-from shardwell_server.shard.seats import Seats
+from shardwell.session import Session
+from shardwell_server.shard import seats
+from shardwell_server.shard.seats import Event, Liveness, Seats, Tenure, owner_of, tenure_of
 from shardwell_server.store import ChunkRecord
 
 
@@ -39,41 +43,92 @@ class Decision(enum.Enum):
     WAIT = enum.auto()
 
 
-class Seat:
-    """One worker's marks: the last step that it contributed, per chunk; -1 before the first."""
+class Seat(seats.Seat):
+    """One worker's marks: the last step that it contributed, per chunk; -1 before the first.
 
-    def __init__(self, worker_id: str, index: int, last_step: list[int]) -> None:
-        self.worker_id = worker_id
-        self.index = index
-        """0-based, in the order in which seats were taken."""
-        self.last_step = last_step
+    Args:
+        worker_id: Who.
+        index: Of the seat.
+        stored_steps: The last step per chunk in the storage, whoever's; -1: none.
+        owner: See `seats.Seat`.
+        tenure: The same.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        index: int,
+        stored_steps: list[int],
+        owner: Session | None,
+        tenure: Tenure,
+    ) -> None:
+        super().__init__(worker_id, index, owner, tenure)
+        self.last_step = [max(step - tenure.first_step, -1) for step in stored_steps]
+        self.forget_checksums()
+
+    @property
+    def unused_step(self) -> int:
+        """See `seats.Seat`."""
+        # One contribution to a chunk may be under way: its lock is not held here.
+        return max(self.last_step, default=-1) + 2
+
+    def forget_checksums(self) -> None:
+        """See `seats.Seat`."""
+        self.last_crc32c = array("q", [-1]) * len(self.last_step)
+        """CRC of the payload that `last_step` was counted with, per chunk; -1: not known."""
 
 
 class StepLedger(Seats[Seat]):
     """The contributions to one parameter's slice. `worker_count` 0 means asynchronous."""
 
     def __init__(
-        self, records: Sequence[ChunkRecord], *, worker_count: int, worker_count_max: int
+        self,
+        records: Sequence[ChunkRecord],
+        *,
+        worker_count: int,
+        worker_count_max: int,
+        sessions: Liveness,
     ) -> None:
-        super().__init__(worker_count=worker_count, worker_count_max=worker_count_max)
+        super().__init__(
+            worker_count=worker_count, worker_count_max=worker_count_max, sessions=sessions
+        )
         self.records = list(records)
         """Where each chunk stands."""
 
-    def _fresh_seat(self, worker_id: str, index: int) -> Seat:
-        return Seat(worker_id, index, [-1] * len(self.records))
+    def _fresh_seat(self, worker_id: str, index: int, owner: Session, tenure: Tenure) -> Seat:
+        return Seat(worker_id, index, [-1] * len(self.records), owner, tenure)
 
-    def restore_seat(self, worker_id: str, last_step: list[int]) -> Seat:
-        """Gives a worker the next seat, with the marks that it has already."""
-        return self._sit(Seat(worker_id, len(self._seats), last_step))
+    def _seat_after(
+        self, seat: Seat, worker_id: str, owner: Session | None, tenure: Tenure
+    ) -> Seat:
+        stored = [seat.stored(step) for step in seat.last_step]
+        return Seat(worker_id, seat.index, stored, owner, tenure)
 
-    def decide(self, seat: Seat, chunk_index: int, step: int) -> Decision:
-        """What to do with `seat`'s gradient of `step` for a chunk.
+    def restore_seat(self, event: Event, stored_steps: list[int]) -> Seat:
+        """Gives a worker the next seat, as was logged, with the marks that the storage has."""
+        index, owner, tenure = len(self._seats), owner_of(event), tenure_of(event)
+        return self._sit(Seat(event["worker_id"], index, stored_steps, owner, tenure))
+
+    def decide(
+        self, seat: Seat, chunk_index: int, step: int, crc32c: int | None = None
+    ) -> Decision:
+        """What to do with `seat`'s gradient of `step` for a chunk; `crc32c` is its payload's.
 
         Raises:
             StepOrderError: see the table above.
         """
         last, version = seat.last_step[chunk_index], self.records[chunk_index].version
         if step <= last:
+            counted = seat.last_crc32c[chunk_index]
+            if step == last and crc32c is not None and counted not in (-1, crc32c):
+                raise StepOrderError(
+                    f"worker {seat.worker_id!r} sent step {step} of chunk {chunk_index} again, and "
+                    f"its gradient is another than was counted (crc32c {crc32c:#010x}, counted "
+                    f"{counted:#010x}); send the same gradient again, or open the parameter again "
+                    "and go on at its next_step, or, to give up what was counted of the step in "
+                    "part, connect anew",
+                    worker_id=seat.worker_id,
+                )
             return Decision.DUPLICATE
         expected = max(last + 1, version) if self.is_sync else last + 1
         if step != expected:
@@ -104,9 +159,17 @@ class StepLedger(Seats[Seat]):
             shift,
         )
 
-    def record(self, seat: Seat, chunk_index: int, step: int, following: ChunkRecord) -> None:
-        """Counts a contribution for which `decide` said COUNT."""
-        seat.last_step[chunk_index] = step
+    def record(
+        self,
+        seat: Seat,
+        chunk_index: int,
+        step: int,
+        following: ChunkRecord,
+        crc32c: int | None = None,
+    ) -> None:
+        """Counts a contribution for which `decide` said COUNT, or of an earlier tenure: below 0."""
+        seat.last_step[chunk_index] = max(step, -1)
+        seat.last_crc32c[chunk_index] = -1 if crc32c is None else crc32c
         self.records[chunk_index] = following
 
     def next_step(self, worker_id: str) -> int:
@@ -121,6 +184,13 @@ class StepLedger(Seats[Seat]):
         return min(
             max(last + 1, record.version)
             for last, record in zip(seat.last_step, self.records, strict=True)
+        )
+
+    @property
+    def has_counted(self) -> bool:
+        """Whether any gradient was counted."""
+        return any(record.version or record.contribution_count for record in self.records) or any(
+            last >= 0 for seat in self.seats for last in seat.last_step
         )
 
     def version_min(self) -> int:
@@ -139,6 +209,10 @@ class StepLedger(Seats[Seat]):
             for seat in self.seats
             if all(last >= step for last in seat.last_step[chunks])
         ]
+
+    def has_begun(self, step: int) -> bool:
+        """Whether any worker has contributed `step` to any chunk."""
+        return any(last >= step for seat in self.seats for last in seat.last_step)
 
     def missing(self, step: int, chunk_index: int | None = None) -> tuple[list[str], int]:
         """Known workers that have not contributed `step`, and how many more were never seen."""

@@ -1,7 +1,7 @@
 """One parameter's slice on this shard: chunks under their locks, steps that close, weights out.
 
 The ledger decides, averaging.py moves bytes, the storage keeps them; here threads meet. Locks: a
-chunk's condition guards its arrays and its entries of the ledger; the register's lock guards what
+chunk's lock guards its arrays and its entries of the ledger; the register's lock guards what
 changes rarely. Order: the register's lock is never taken while a chunk's is held.
 """
 
@@ -27,12 +27,17 @@ from shardwell_server.config import Limits
 from shardwell_server.shard.chunk import Chunk
 from shardwell_server.shard.contributions import Contributions
 from shardwell_server.shard.encoded_weights import EncodedWeights
-from shardwell_server.shard.ledger import StepLedger
-from shardwell_server.shard.patience import CallerGoneError, Patience
+from shardwell_server.shard.ledger import Seat, StepLedger
+from shardwell_server.shard.patience import Patience
 from shardwell_server.shard.refusals import workers_missing
 from shardwell_server.shard.register import Register
+from shardwell_server.shard.seats import Contributor, Liveness
 from shardwell_server.shard.snapshot import Snapshots
 from shardwell_server.store import ChunkRecord, ParameterStorage
+
+
+class _BrokenOffError(Exception):
+    """An image is not wanted any more."""
 
 
 class ParameterSlice:
@@ -48,6 +53,7 @@ class ParameterSlice:
         chunk_element_count: int,
         is_first_shard: bool,
         limits: Limits,
+        sessions: Liveness,
         spool_dir: Path | None = None,
     ) -> None:
         self.spec = spec
@@ -67,6 +73,7 @@ class ParameterSlice:
             storage.records(),
             worker_count=spec.worker_count,
             worker_count_max=limits.worker_count_max,
+            sessions=sessions,
         )
         self._register = Register(
             spec,
@@ -97,19 +104,37 @@ class ParameterSlice:
 
     # Opening and initializing.
 
-    def join(self, worker_id: str, *, take_seat: bool = False) -> pb.CreateParameterResponse:
+    def join(
+        self,
+        worker_id: str,
+        session_number: int = 0,
+        *,
+        seat_for: Contributor[Seat] | None = None,
+        incarnation: int = 0,
+    ) -> pb.CreateParameterResponse:
         """Notes that a worker opened the parameter, if it has a name; tells it where it stands.
 
+        Args:
+            worker_id: Who; empty: somebody who will not contribute.
+            session_number: Of the worker's session, by which it is known while that is alive; 0: it
+                has none.
+            seat_for: The worker as it asks for its seat, if it does.
+            incarnation: Shard 0's, which is this shard's too if nothing has begun here; 0: not
+                given.
+
         Raises:
-            NotInitializedError, SeatsTakenError: it asked for a seat and can't have one.
-            LimitError: too many workers.
+            StepOrderError: the parameter has begun with another incarnation.
+            NotInitializedError, SeatsTakenError, WorkerIdInUseError, LimitError: it asked for a
+                seat and can't have one.
             StorageError: it can't be noted.
         """
+        took_over = False
         with self._register.lock:
-            if take_seat:
-                self._register.seat(worker_id)
-            if worker_id:
-                self._register.remember(worker_id)
+            incarnation = self._register.meet_incarnation(incarnation)
+            if seat_for is not None:
+                took_over = self._contributions.seat(seat_for).was_taken_over
+            elif worker_id and session_number:
+                self._ledger.remember(worker_id, session_number)
             standing = self._register.is_standing  # what is only staged may have any version
             response = pb.CreateParameterResponse(
                 slice_offset=self.where.offset,
@@ -119,13 +144,32 @@ class ParameterSlice:
                 next_step=self._ledger.next_step(worker_id) if standing else 0,
                 initialized=standing,
                 init_epoch=self._register.standing_epoch,
+                incarnation=incarnation,
+                begun=self._register.has_begun,
+                took_over=took_over,
+                tenure=self._ledger.tenure_of(worker_id),
             )
         self.make_durable()  # next_step tells that the steps before it were counted
         return response
 
-    def claim_init(self, worker_id: str, patience: Patience) -> pb.ClaimInitResponse:
-        """Grants the right to set the first weights, or waits until another has set them."""
-        return self._register.claim(worker_id, patience)
+    def end_session(self, number: int) -> None:
+        """Notes that a session, by its number, has ended in order.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        with self._register.lock:
+            self._register.end_session(number)
+
+    def claim_init(
+        self, worker_id: str, patience: Patience, above_epoch: int = 0
+    ) -> pb.ClaimInitResponse:
+        """Grants the right to set the first weights, or waits until another has set them.
+
+        Raises:
+            ArgumentError: no epoch is above `above_epoch`.
+        """
+        return self._register.claim(worker_id, patience, above_epoch=above_epoch)
 
     @property
     def array_count(self) -> int:
@@ -161,6 +205,7 @@ class ParameterSlice:
         *,
         version: int = 0,
         learning_rate: float | None = None,
+        load_id: int = 0,
         with_slots: bool = False,
     ) -> int:
         """Notes that all first weights of an epoch are here; on shard 0 they stand now.
@@ -169,6 +214,7 @@ class ParameterSlice:
             epoch: Of the claim.
             version: Updates that they have seen.
             learning_rate: From that version on; None: the spec's.
+            load_id: See InitWeightsRequest.
             with_slots: Whether optimizer state came too; else it begins anew.
 
         Returns:
@@ -197,7 +243,7 @@ class ParameterSlice:
                     chunk.is_verified = True
                 self._write_image(lambda: False)  # before anybody is told that they are here
                 self._encoded.forget()
-                self._register.finish_first(epoch, learning_rate)
+                self._register.finish_first(epoch, learning_rate, load_id)
             return self._ledger.version_min()
 
     def _begin_slots(self, chunk: Chunk) -> None:
@@ -247,14 +293,14 @@ class ParameterSlice:
             StorageError: the disk failed, or is full.
         """
         if self.storage.wants_image and self._register.is_standing:
-            with contextlib.suppress(CallerGoneError):
+            with contextlib.suppress(_BrokenOffError):
                 self._write_image(is_stopping)
 
     def _write_image(self, is_stopping: Callable[[], bool]) -> None:
         with self._image_lock, self.storage.imaging() as add:
             for index, chunk in enumerate(self._chunks):
                 if is_stopping():
-                    raise CallerGoneError
+                    raise _BrokenOffError
                 with chunk.changed:
                     chunk.verify()
                     add(index)
@@ -273,7 +319,11 @@ class ParameterSlice:
     # Gradients in.
 
     def contribute(
-        self, worker_id: str, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
+        self,
+        contributor: Contributor[Seat],
+        gradient: types_pb2.GradientChunk,
+        payload: Bytes,
+        patience: Patience,
     ) -> bool:
         """Counts a gradient chunk, once; blocks while an earlier step is open.
 
@@ -284,11 +334,12 @@ class ParameterSlice:
 
         Raises:
             ArgumentError, CorruptChunkError, NonFiniteError: the chunk is refused.
-            NotInitializedError, SeatsTakenError, LimitError: see `StepLedger.seat`.
+            NotInitializedError, SeatsTakenError, LimitError: see `Seats.seat`.
+            WorkerIdInUseError, SessionUnknownError: the seat is another session's, or nobody's.
             StepOrderError: see the ledger.
             WorkersMissingError: the earlier step did not close in time.
         """
-        return self._contributions.take(worker_id, gradient, payload, patience)
+        return self._contributions.take(contributor, gradient, payload, patience)
 
     # Weights out.
 
@@ -308,17 +359,15 @@ class ParameterSlice:
 
         Raises:
             NotInitializedError, WorkersMissingError.
-            NonFiniteError: training diverged; the weights are not finite.
+            DivergedError: training diverged; the weights are not finite.
             StorageError: an earlier process left a damaged chunk.
         """
         self._register.check_initialized()
         chunk = self._chunks[chunk_index]
         with chunk.changed:
-            while not self.is_ready(chunk_index, min_version):
-                if not patience.wait(chunk.changed):
-                    raise workers_missing(
-                        self.spec, self._ledger, chunk_index, min_version, patience
-                    )
+            if not self.is_ready(chunk_index, min_version):
+                patience.wait(chunk.changed)
+                raise workers_missing(self.spec, self._ledger, chunk_index, min_version, patience)
             version = self._ledger.records[chunk_index].version
             message = self._encoded.get(chunk_index, version)
             if message is None:
@@ -339,6 +388,9 @@ class ParameterSlice:
             standing = self._register.is_standing
             oldest = ledger.version_min() if standing else 0
             missing, unknown = ledger.missing(oldest)
+            done = ledger.done_worker_ids
+            if not ledger.has_begun(oldest):
+                missing = [worker_id for worker_id in missing if worker_id not in done]
             contributed = ledger.contributed(oldest) if ledger.is_sync else []
             return pb.ParameterStatus(
                 spec=self.spec.to_proto(),
@@ -355,4 +407,6 @@ class ParameterSlice:
                 counted_chunk_count=sum(chunk.counted_count for chunk in self._chunks),
                 duplicate_chunk_count=sum(chunk.duplicate_count for chunk in self._chunks),
                 learning_rate=self._register.learning_rate(oldest),
+                done_worker_ids=done[:name_count_max],
+                load_id=self._register.standing_load_id,
             )

@@ -1,57 +1,136 @@
-"""How long a request may wait for other workers, and what ends the wait early."""
+"""How a request waits for other workers: it is told that it is too early, and when to come again.
+
+No thread waits. What a request asks for is looked at under the lock of what it depends on; where it
+is too early, the request leaves its address there and ends with `NotYet`. It is made anew once
+something has changed, until its time is over.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any, Protocol, TypeVar
 
 from shardwell.errors import ShardUnavailableError
 
-_LOOK_INTERVAL_S = 0.2
-"""How often a waiting request looks whether its caller has gone or the shard is stopping."""
+ResultT = TypeVar("ResultT")
 
 
-class CallerGoneError(Exception):
-    """The caller cancelled or disconnected; there is nobody to answer."""
+class Lock(Protocol):
+    """As threading has them."""
+
+    def acquire(self) -> bool:
+        """Blocks until this thread holds it."""
+
+    def release(self) -> None:
+        """This thread does not hold it any more."""
+
+
+class Changes:
+    """A lock, and the requests that wait for a change of what it guards. A context manager.
+
+    Args:
+        lock: What is to be held; default: one of its own, which a thread may take twice.
+    """
+
+    def __init__(self, lock: Lock | None = None) -> None:
+        self._lock: Lock = lock or threading.RLock()
+        self._waiting: dict[Callable[[], None], None] = {}
+
+    def notify_all(self) -> None:
+        """Wakes all requests that wait; the lock is held."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            for wake in waiting:
+                wake()
+
+    def wake_next(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` at the next change, from whatever thread makes it; the lock is held."""
+        self._waiting[wake] = None
+
+    def forget(self, wake: Callable[[], None]) -> None:
+        """Does not call it any more, as far as that has not begun. Any thread."""
+        self._waiting.pop(wake, None)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *reason: object) -> None:
+        self._lock.release()
+
+
+class NotYet(Exception):  # noqa: N818 - it is no error: the request is to be made again
+    """What is asked for is not there yet. `wake` is called when it may be.
+
+    Args:
+        changes: Where it was found to be missing.
+        wake: What was left there.
+        deadline_s: When it is to be made again anyway, on time.monotonic's clock.
+    """
+
+    def __init__(self, changes: Changes, wake: Callable[[], None], deadline_s: float) -> None:
+        super().__init__()
+        self._changes = changes
+        self._wake = wake
+        self.deadline_s = deadline_s
+
+    def forget(self) -> None:
+        """There is no need to be woken."""
+        self._changes.forget(self._wake)
+
+
+def until(attempt: Callable[..., ResultT], *arguments: Any) -> Generator[NotYet, None, ResultT]:
+    """The result of a call that may be too early, and is made again each time this goes on."""
+    while True:
+        try:
+            return attempt(*arguments)
+        except NotYet as found:
+            too_early = found.with_traceback(None)  # which has all that the call had at hand
+        yield too_early
 
 
 class Patience:
-    """The deadline of one request. Not shared among threads."""
+    """The deadline of one request.
+
+    Args:
+        timeout_s: How long it may wait from now on.
+        wake: Called when it is to be made again, from any thread and with locks held.
+        is_stopping: Whether the shard ends all waits.
+    """
 
     def __init__(
-        self, timeout_s: float, *, is_active: Callable[[], bool], is_stopping: Callable[[], bool]
+        self,
+        timeout_s: float,
+        *,
+        wake: Callable[[], None] = lambda: None,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.timeout_s = timeout_s
+        """What it was given, for messages."""
         self._deadline_s = time.monotonic() + timeout_s
-        self._timeout_s = timeout_s
-        self._look_s = time.monotonic() + _LOOK_INTERVAL_S
-        self._is_active = is_active
+        self._wake = wake
         self._is_stopping = is_stopping
 
-    @property
-    def timeout_s(self) -> float:
-        """What it was given, for messages."""
-        return self._timeout_s
+    def wait(self, changes: Changes, *, look_s: float = math.inf) -> None:
+        """To be called where it is too early, with the lock held; returns when time is over.
 
-    def wait(self, condition: threading.Condition) -> bool:
-        """Waits on a held condition, a while; False when the time is over.
+        Args:
+            changes: After the next of them it is to be made again.
+            look_s: Or after so long, where time alone may bring what is asked for.
 
         Raises:
-            CallerGoneError: nobody waits for the answer any more.
+            NotYet: it is not; the request is to be made again after the next change.
             ShardUnavailableError: the shard is stopping.
         """
-        remaining_s = self._deadline_s - time.monotonic()
-        if remaining_s <= 0:
-            return False
-        condition.wait(min(remaining_s, _LOOK_INTERVAL_S))
         now_s = time.monotonic()
-        if now_s >= self._look_s:
-            self._look_s = now_s + _LOOK_INTERVAL_S
-            if not self._is_active():
-                raise CallerGoneError
-            if self._is_stopping():
-                raise ShardUnavailableError(
-                    "the shard is stopping and other workers have not contributed yet; "
-                    "call again when it is back"
-                )
-        return True
+        if now_s >= self._deadline_s:
+            return
+        if self._is_stopping():
+            raise ShardUnavailableError(
+                "the shard is stopping and other workers have not contributed yet; "
+                "call again when it is back"
+            )
+        changes.wake_next(self._wake)
+        raise NotYet(changes, self._wake, min(self._deadline_s, now_s + look_s))

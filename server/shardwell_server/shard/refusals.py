@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shardwell.errors import NonFiniteError, WorkersMissingError
+from typing import Any
+
+from shardwell.errors import DivergedError, NonFiniteError, WorkersMissingError
 from shardwell.row_placement import Ids
 from shardwell.specs import ParameterSpec
 from shardwell.table_spec import TableSpec
@@ -19,6 +21,50 @@ def non_finite(spec: ParameterSpec, element_index: int, what: str) -> NonFiniteE
         element_index=element_index,
         parameter=spec.name,
     )
+
+
+def state_overflow(
+    what: str,
+    place: str,
+    whose: str,
+    slot_name: str,
+    *,
+    too_large: str,
+    element_index: int,
+    **where: Any,
+) -> NonFiniteError:
+    """The error for a gradient that optimizer state can't take.
+
+    Args:
+        what: The parameter or table.
+        place: Where in it.
+        whose: The gradient.
+        slot_name: The array of state.
+        too_large: "gradient", or "weight decay" where it is what that adds.
+        element_index: The place as errors carry it.
+        where: The parameter or table as errors carry it.
+    """
+    cause, advice = {
+        "gradient": ("it is so large", "clip gradients (clip_value=)"),
+        "weight decay": (
+            "what weight decay adds to it is so large, because weights are,",
+            "restore a checkpoint and lower the learning rate",
+        ),
+    }[too_large]
+    return NonFiniteError(
+        f"{whose}, {what}: {cause} that the optimizer's {slot_name!r} of {place} would be "
+        f"infinite for good; it is not counted; {advice}, or open with allow_non_finite=True",
+        element_index=element_index,
+        **where,
+    )
+
+
+def diverged(
+    spec: ParameterSpec, element_index: int, version: int, what: str = "weights"
+) -> DivergedError:
+    """The error for a weight, or what else `what` says, that is not finite any more."""
+    told = non_finite(spec, element_index, f"{what} at version {version}")
+    return DivergedError(told.message, element_index=element_index, parameter=spec.name)
 
 
 def workers_missing(
@@ -47,6 +93,12 @@ def non_finite_row(spec: TableSpec, ids: Ids, place: int, what: str) -> NonFinit
         element_index=place,
         table=spec.name,
     )
+
+
+def diverged_row(spec: TableSpec, ids: Ids, place: int, version: int) -> DivergedError:
+    """The same as `diverged`; `place` is row * dim + column among `ids`."""
+    told = non_finite_row(spec, ids, place, f"weights at version {version}")
+    return DivergedError(told.message, table=spec.name)
 
 
 def table_workers_missing(

@@ -3,17 +3,24 @@
 Every change is logged in the storage before it takes effect, so that a shard that comes back goes
 on with it. Events, as JSON objects:
 
-    {"kind": "worker", "worker_id": W}                       W opened the parameter
-    {"kind": "seat", "worker_id": W}                         W takes the next seat
+    {"kind": "seat", "worker_id": W, "session": [N, host, pid] or null, "tenure": [T, F]}
+                                                 W takes the next seat, in tenure T, from step F on;
+                                                 null: its session has ended in order since
+    {"kind": "tenure", "seat_index": I, "worker_id": W, "session": ..., "tenure": [T, F]}
+                                                 seat I, which was another's or W's, in a new tenure
+    {"kind": "owner", "worker_id": W, "session": ...}       its seat's owner from now on
     {"kind": "first_weights", "epoch": E, "staged_epoch": S, "standing": B,
-     "learning_rate": R or null}         and "from_step": N when R is the rate from step N on
+     "learning_rate": R or null,         and "from_step": N when R is the rate from step N on
+     "load_id": N}                       what the values are of; 0: nothing to tell
     {"kind": "learning_rate", "from_step": N, "learning_rate": R}
+    {"kind": "incarnation", "incarnation": N}                what tells it from others of its name
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -32,12 +39,12 @@ from shardwell_server.config import Limits
 from shardwell_server.shard.first_weights import FirstWeightsState
 from shardwell_server.shard.learning_rates import LearningRates
 from shardwell_server.shard.ledger import Seat, StepLedger
-from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.patience import Changes, Patience
+from shardwell_server.shard.seats import Contributor, owner_event, owner_of
 from shardwell_server.store import Event, ParameterStorage
 
-
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000
+_CLAIM_LOOK_S = 0.2
+"""How soon a client that waits for first weights sees that their sender has had his time."""
 
 
 class Register:
@@ -61,7 +68,10 @@ class Register:
         self._limits = limits
         self._has_rate = learning_rate is not None
         self._rates = LearningRates(learning_rate or 0.0)
-        self._init_changed = threading.Condition(self.lock)
+        self._init_changed = Changes(self.lock)
+        self._is_first_shard = is_first_shard
+        self.incarnation = 0
+        """See CreateParameterResponse; 0: none yet."""
         self._first = FirstWeightsState(
             spec.name, is_first_shard=is_first_shard, claim_s=limits.init_claim_s
         )
@@ -71,30 +81,67 @@ class Register:
 
     # Taking part.
 
-    def remember(self, worker_id: str) -> None:
-        """Notes that a worker opened the parameter; the lock is held.
+    def seat(self, contributor: Contributor[Seat]) -> Seat:
+        """The worker's seat, which is the session's from now on; the lock is held.
 
         Raises:
-            LimitError: too many workers.
-        """
-        self._ledger.remember(
-            worker_id, lambda: self._log({"kind": "worker", "worker_id": worker_id})
-        )
-
-    def seat(self, worker_id: str) -> Seat:
-        """The worker's seat, taken now if it has none; the lock is held.
-
-        Raises:
-            NotInitializedError, SeatsTakenError, LimitError: see `StepLedger.seat`.
+            NotInitializedError: there are no first weights.
+            SeatsTakenError, WorkerIdInUseError, LimitError, StepOrderError: see `Seats.seat`.
             StorageError: there is no room for it.
         """
-
-        def make_room() -> None:
-            self._storage.add_seat()
-            self._log({"kind": "seat", "worker_id": worker_id})
-
         self.check_initialized()
-        return self._ledger.seat(worker_id, make_room)
+        return self._ledger.seat(contributor, self._note_seat)
+
+    def _note_seat(self, event: Event) -> None:
+        if event["kind"] == "seat":
+            self._storage.add_seat()
+        self._storage.compact(self._events())
+        self._log(event)
+
+    def end_session(self, number: int) -> None:
+        """Notes that a session, by its number, has ended in order; the lock is held.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        for worker_id in self._ledger.owned_by(number):
+            self._log(owner_event(worker_id, None))
+            self._ledger.set_owner(worker_id, None)
+
+    # Which parameter of its name it is.
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether first weights stand, or a gradient was counted where none are needed."""
+        if isinstance(self._spec.optimizer, Average):
+            return self._ledger.has_counted
+        return self._first.standing
+
+    def meet_incarnation(self, incarnation: int) -> int:
+        """Takes over an incarnation before anything has begun; returns the parameter's own.
+
+        The lock is held. Shard 0 draws it at the first call.
+
+        Args:
+            incarnation: That of shard 0; 0: nobody knows.
+
+        Raises:
+            StepOrderError: it has begun with another one.
+            StorageError: it can't be noted.
+        """
+        if self._is_first_shard and not self.incarnation:
+            incarnation = incarnation or secrets.randbits(63) + 1
+        if incarnation and incarnation != self.incarnation:
+            if self.incarnation and self.has_begun:
+                raise StepOrderError(
+                    f"parameter {self._spec.name!r} was made anew on shard 0, and this shard has "
+                    "what was trained before: shard 0 lost its memory; stop it and start it with "
+                    "its files, or start the training again under another name",
+                    parameter=self._spec.name,
+                )
+            self._log({"kind": "incarnation", "incarnation": incarnation})
+            self.incarnation = incarnation
+        return self.incarnation
 
     # First weights.
 
@@ -108,6 +155,11 @@ class Register:
         """See FirstWeightsState."""
         return self._first.standing_epoch
 
+    @property
+    def standing_load_id(self) -> int:
+        """The load_id of the first weights that stand; 0 if they have none, or none stand."""
+        return self._first.load_id if self._first.standing else 0
+
     def check_initialized(self) -> None:
         """Refuses to go on without first weights.
 
@@ -120,16 +172,26 @@ class Register:
                 parameter=self._spec.name,
             )
 
-    def claim(self, worker_id: str, patience: Patience) -> pb.ClaimInitResponse:
-        """Grants the right to set the first weights, or waits until another has set them."""
+    def claim(
+        self, worker_id: str, patience: Patience, *, above_epoch: int = 0
+    ) -> pb.ClaimInitResponse:
+        """Grants the right to set the first weights, or waits until another has set them.
+
+        Raises:
+            ArgumentError: no epoch is above `above_epoch`.
+        """
         with self.lock:
-            while not self._first.standing:
+            if not self._first.standing:
                 with self._changing_first() as first:
-                    epoch = first.claim(worker_id, now_s=time.monotonic(), wall_ms=_wall_ms())
+                    epoch = first.claim(
+                        worker_id,
+                        now_s=time.monotonic(),
+                        drawn=secrets.randbits(32),
+                        above=above_epoch,
+                    )
                 if epoch is not None:
                     return pb.ClaimInitResponse(granted=True, epoch=epoch)
-                if not patience.wait(self._init_changed):
-                    break
+                patience.wait(self._init_changed, look_s=_CLAIM_LOOK_S)
             return pb.ClaimInitResponse(
                 initialized=self._first.standing,
                 epoch=self._first.standing_epoch,
@@ -143,12 +205,12 @@ class Register:
             InitSupersededError, StepOrderError: see FirstWeightsState.take.
         """
         with self._changing_first() as first:
-            return first.take(epoch, wall_ms=_wall_ms())
+            return first.take(epoch)
 
-    def finish_first(self, epoch: int, learning_rate: float | None) -> None:
+    def finish_first(self, epoch: int, learning_rate: float | None, load_id: int = 0) -> None:
         """All of them are written, and the ledger has their version; the lock is held."""
         with self._changing_first() as first:
-            first.finish(epoch, learning_rate)
+            first.finish(epoch, learning_rate, load_id)
         self._init_changed.notify_all()
 
     def confirm_first(self, epoch: int) -> None:
@@ -225,13 +287,9 @@ class Register:
 
     def _events(self) -> list[Event]:
         """The fewest events that lead to where the register stands; the lock is held."""
-        seated = self._ledger.seated_worker_ids
-        events: list[Event] = [{"kind": "seat", "worker_id": worker_id} for worker_id in seated]
-        events += [
-            {"kind": "worker", "worker_id": worker_id}
-            for worker_id in self._ledger.worker_ids
-            if worker_id not in set(seated)
-        ]
+        events = self._ledger.events()
+        if self.incarnation:
+            events.append({"kind": "incarnation", "incarnation": self.incarnation})
         events.append({"kind": "first_weights", **self._first.facts()})
         events += [
             {"kind": "learning_rate", "from_step": from_step, "learning_rate": rate}
@@ -245,21 +303,25 @@ class Register:
         for event in self._storage.events():
             try:
                 match event["kind"]:
-                    case "worker":
-                        self._ledger.remember(event["worker_id"])
                     case "seat":
-                        self._ledger.restore_seat(event["worker_id"], next(marks))
+                        self._ledger.restore_seat(event, next(marks))
+                    case "owner":
+                        self._ledger.set_owner(event["worker_id"], owner_of(event))
+                    case "tenure":
+                        self._ledger.restore_tenure(event)
                     case "first_weights":
                         facts = {key: value for key, value in event.items() if key != "kind"}
                         from_step = facts.pop("from_step", None)
                         self._first.restore(**facts)
                         if from_step is not None:
                             self._rates.change(from_step, facts["learning_rate"])
+                    case "incarnation":
+                        self.incarnation = event["incarnation"]
                     case "learning_rate":
                         self._rates.change(event["from_step"], event["learning_rate"])
                     case kind:
                         raise KeyError(kind)
-            except (KeyError, TypeError, StopIteration) as error:
+            except (IndexError, KeyError, TypeError, StopIteration) as error:
                 raise StorageError(
                     f"parameter {self._spec.name!r}: its events hold {event!r}, which this version "
                     f"can't read ({error!r}); run the version that wrote it, or restore a copy",

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
@@ -15,6 +16,7 @@ from shardwell.errors import (
     LimitError,
     ShardwellError,
     SpecMismatchError,
+    StepOrderError,
     StorageError,
     UnknownParameterError,
     WrongShardError,
@@ -25,6 +27,7 @@ from shardwell.update_rules import UpdateRule
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.parameter_slice import ParameterSlice
+from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
 from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.tables import Tables
 from shardwell_server.store import Layout, ParameterStorage, Store
@@ -54,13 +57,22 @@ class Shard:
         config: Its place and limits.
         store: Where it keeps everything.
         spool_dir: Where snapshots keep copies meanwhile; None: the system's temporary directory.
+        origin: What it began with, for whoever finds that it lacks something.
 
     Raises:
         StorageError: what it kept can't be believed.
     """
 
-    def __init__(self, config: ShardConfig, store: Store, spool_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: ShardConfig,
+        store: Store,
+        spool_dir: Path | None = None,
+        *,
+        origin: str = "it keeps everything in memory",
+    ) -> None:
         self.config = config
+        self._origin = origin
         self._spool_dir = spool_dir
         self.traffic = Traffic()
         self.started_s = time.monotonic()
@@ -69,9 +81,22 @@ class Shard:
         self._parameters: dict[str, ParameterSlice] = {}
         self._stored_bytes = StoredBytes(config.limits.stored_bytes_max)
         self._stopping = threading.Event()
+        self.sessions = Sessions(
+            count_max=config.limits.session_count_max,
+            lease_s=config.session_lease_s,
+            return_s=min(config.session_lease_s, RETURN_S_MAX),
+        )
+        """Clients that are connected."""
         for layout, storage in store.recover():
             self._recover(layout, storage)
-        self.tables = Tables(config, store, self._lock, self._stored_bytes, spool_dir)
+        self.tables = Tables(
+            config,
+            store,
+            self._lock,
+            self._stored_bytes,
+            sessions=self.sessions,
+            spool_dir=spool_dir,
+        )
         """Those of this shard."""
         store.recovered()
         self.tables.go_on()
@@ -82,7 +107,9 @@ class Shard:
 
         Raises:
             WrongShardError: index, count or cluster differ.
+            StorageError: its files are gone, and it serves nobody any more.
         """
+        self._store.check_present()
         config = self.config
         asked = (meant.cluster_id, meant.shard_index, meant.shard_count)
         here = (config.cluster_id, config.shard_index, config.shard_count)
@@ -173,6 +200,7 @@ class Shard:
             chunk_element_count=layout.chunk_element_count,
             is_first_shard=config.shard_index == 0,
             limits=config.limits,
+            sessions=self.sessions,
             spool_dir=self._spool_dir,
         )
 
@@ -213,6 +241,21 @@ class Shard:
             )
         return found
 
+    def has_parameter(self, name: str) -> bool:
+        """Whether a parameter of that name was created."""
+        return name in self._parameters
+
+    def lost_memory(self, kind: str, name: str) -> StepOrderError:
+        """The error for a "parameter" or "table" that others have trained and this shard lacks."""
+        where: dict[str, Any] = {kind: name}
+        return StepOrderError(
+            f"{kind} {name!r} has begun on other shards, and shard {self.config.shard_index} does "
+            f"not have it: it lost its memory ({self._origin}); stop it and start it with its "
+            "files, or restore a checkpoint into an empty cluster, or start the training again "
+            "under another name",
+            **where,
+        )
+
     def parameters(self) -> list[ParameterSlice]:
         """All of them, by name."""
         with self._lock:
@@ -234,6 +277,14 @@ class Shard:
         for table in self.tables.all():
             yield from table.checks()
 
+    def look_at_files(self) -> None:
+        """Looks whether the files are still there; nothing is acknowledged any more if not.
+
+        Raises:
+            StorageError: they were removed, moved or replaced.
+        """
+        self._store.look()
+
     def sync(self) -> None:
         """Writes to disk what is not there yet.
 
@@ -253,9 +304,32 @@ class Shard:
         makers = [*(each.make_image for each in parameters), *(each.make_image for each in tables)]
         _do_all([functools.partial(make, self.is_stopping) for make in makers])
 
+    def end_session(self, number: int) -> None:
+        """Notes that a session, by its number, has ended in order: its places are free.
+
+        Raises:
+            StorageError: it can't be noted for one, the others notwithstanding.
+        """
+        self.sessions.end(number)
+        parameters, tables = self.parameters(), self.tables.all()
+        enders = [
+            *(each.end_session for each in parameters),
+            *(each.end_session for each in tables),
+        ]
+        _do_all([functools.partial(end, number) for end in enders])
+
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""
         return self._stopping.is_set()
+
+    def ends_waits(self) -> bool:
+        """Whether nobody is to wait for other workers any more: `stop` was called.
+
+        Raises:
+            StorageError: the files are gone, so that they would wait in vain.
+        """
+        self._store.check_present()
+        return self.is_stopping()
 
     def wait_for_stop(self, timeout_s: float) -> bool:
         """Waits for `stop`; False if it was not called in that time."""

@@ -199,11 +199,10 @@ class Snapshots:
         """
         chunk, records = self._chunks[chunk_index], self._ledger.records
         with chunk.changed:
-            while snapshot is not None and not snapshot.is_kept(chunk_index):
+            if snapshot is not None and not snapshot.is_kept(chunk_index):
                 self._check_reachable(snapshot, chunk_index)
-                if records[chunk_index].version == snapshot.version:
-                    break
-                if not patience.wait(chunk.changed):
+                if records[chunk_index].version != snapshot.version:
+                    patience.wait(chunk.changed)
                     raise workers_missing(
                         self._spec, self._ledger, chunk_index, snapshot.version, patience
                     )

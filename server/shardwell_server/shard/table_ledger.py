@@ -8,6 +8,7 @@ was restored since, goes on at the open step: where o < v, its position counts a
     part (s, k) of a worker at (o, c)
     s < o, or s = o and k < c    DUPLICATE   acknowledge, do not count
     the latter, ending the step  StepOrderError: more parts were counted, of other rows
+    either, of the last step of the seat's owner, with another CRC: StepOrderError
     sync: s < v                  StepOrderError: closed without it
     s = o and k = c              COUNT; sync, o = v + 1: WAIT until v closes
     otherwise                    StepOrderError: parts or steps were skipped
@@ -30,22 +31,45 @@ The caller holds the table's lock around all of it.
 from __future__ import annotations
 
 from shardwell.errors import StepOrderError
+from shardwell.session import Session
+from shardwell_server.shard import seats
 from shardwell_server.shard.ledger import Decision
-from shardwell_server.shard.seats import Seats
+from shardwell_server.shard.seats import Event, Liveness, Seats, Tenure, owner_of, tenure_of
 from shardwell_server.store.table_storage import Position
 
 
-class Seat:
-    """One worker, and where it stands."""
+class Seat(seats.Seat):
+    """One worker, and where it stands.
 
-    def __init__(self, worker_id: str, position: Position) -> None:
-        self.worker_id = worker_id
-        self.position = position
+    Args:
+        worker_id: Who.
+        stored: The seat's position in the storage, whoever's.
+        owner: See `seats.Seat`.
+        tenure: The same.
+    """
+
+    def __init__(
+        self, worker_id: str, stored: Position, owner: Session | None, tenure: Tenure
+    ) -> None:
+        super().__init__(worker_id, stored.seat_index, owner, tenure)
+        step = stored.step - tenure.first_step
+        self.position = stored._replace(step=step) if step >= 0 else Position(self.index)
+        self.forget_checksums()
+
+    def stored_position(self, position: Position) -> Position:
+        """What a position of the worker is in the storage."""
+        return position._replace(step=self.stored(position.step))
 
     @property
-    def index(self) -> int:
-        """0-based, in the order in which seats were taken."""
-        return self.position.seat_index
+    def unused_step(self) -> int:
+        """See `seats.Seat`."""
+        return self.position.step + 1  # some parts of the open one may be counted
+
+    def forget_checksums(self) -> None:
+        """See `seats.Seat`."""
+        self.last_step = -1
+        self.part_crc32cs: dict[int, int] = {}
+        """CRCs of the payloads of `last_step`'s parts that were counted, as far as known."""
 
 
 class TableLedger(Seats[Seat]):
@@ -54,25 +78,45 @@ class TableLedger(Seats[Seat]):
     Args:
         version: Where the table stands.
         worker_count: Workers that make a synchronous step.
-        worker_count_max: Workers that may be known.
+        worker_count_max: Workers that may have a seat.
+        sessions: Which are alive.
     """
 
-    def __init__(self, version: int, *, worker_count: int, worker_count_max: int) -> None:
-        super().__init__(worker_count=worker_count, worker_count_max=worker_count_max)
+    def __init__(
+        self, version: int, *, worker_count: int, worker_count_max: int, sessions: Liveness
+    ) -> None:
+        super().__init__(
+            worker_count=worker_count, worker_count_max=worker_count_max, sessions=sessions
+        )
         self.version = version
         """Steps that have closed, which is also the number of the open one; asynchronous: steps
         that were ended. Set by the caller when a checkpoint is restored."""
 
-    def _fresh_seat(self, worker_id: str, index: int) -> Seat:
-        return Seat(worker_id, Position(index))
+    def _fresh_seat(self, worker_id: str, index: int, owner: Session, tenure: Tenure) -> Seat:
+        return Seat(worker_id, Position(index), owner, tenure)
 
-    def restore_seat(self, worker_id: str, position: Position) -> Seat:
-        """Gives a worker the next seat, with the position that it has already."""
-        assert position.seat_index == len(self._seats)
-        return self._sit(Seat(worker_id, position))
+    def _seat_after(
+        self, seat: Seat, worker_id: str, owner: Session | None, tenure: Tenure
+    ) -> Seat:
+        return Seat(worker_id, seat.stored_position(seat.position), owner, tenure)
 
-    def decide(self, seat: Seat, step: int, part_index: int, *, ends_step: bool) -> Decision:
+    def restore_seat(self, event: Event, stored: Position) -> Seat:
+        """Gives a worker the next seat, as was logged, with the position that the storage has."""
+        assert stored.seat_index == len(self._seats)
+        return self._sit(Seat(event["worker_id"], stored, owner_of(event), tenure_of(event)))
+
+    def decide(
+        self,
+        seat: Seat,
+        step: int,
+        part_index: int,
+        *,
+        ends_step: bool,
+        crc32c: int | None = None,
+    ) -> Decision:
         """What to do with a part of `seat`'s step, which may be its last.
+
+        `crc32c` is its payload's; None: it is not compared.
 
         Raises:
             StepOrderError: see the table above.
@@ -84,6 +128,15 @@ class TableLedger(Seats[Seat]):
                     f"worker {seat.worker_id!r} ended step {step} with part {part_index}, and "
                     f"{part_count} parts of it are counted here, which were not the last: those "
                     "had other rows; send them again, or abandon the step",
+                    worker_id=seat.worker_id,
+                )
+            counted = seat.part_crc32cs.get(part_index) if step == seat.last_step else None
+            if crc32c is not None and counted not in (None, crc32c):
+                raise StepOrderError(
+                    f"worker {seat.worker_id!r} sent part {part_index} of step {step} again with "
+                    f"other rows or gradients than were counted (crc32c {crc32c:#010x}, counted "
+                    f"{counted:#010x}); send the same again, or abandon the step, or, if it has "
+                    "ended, open the table again and go on at its next_step",
                     worker_id=seat.worker_id,
                 )
             return Decision.DUPLICATE
@@ -128,9 +181,14 @@ class TableLedger(Seats[Seat]):
             return Position(seat.index, step + 1)
         return Position(seat.index, step, part_count + 1)
 
-    def record(self, seat: Seat, following: Position) -> None:
+    def record(self, seat: Seat, following: Position, crc32c: int | None = None) -> None:
         """Counts a part, or an end, for which a decision was COUNT."""
-        ended = following.step > self._next_part(seat)[0]
+        step, part_index = self._next_part(seat)
+        ended = following.step > step
+        if step != seat.last_step:
+            seat.last_step, seat.part_crc32cs = step, {}
+        if crc32c is not None:
+            seat.part_crc32cs[part_index] = crc32c
         seat.position = following
         if ended and not self.is_sync:
             self.version += 1
@@ -161,6 +219,10 @@ class TableLedger(Seats[Seat]):
     def contributed(self, step: int) -> list[str]:
         """Workers that have ended `step`."""
         return [seat.worker_id for seat in self.seats if seat.position.step > step]
+
+    def has_begun(self, step: int) -> bool:
+        """Whether any worker has contributed to `step`."""
+        return any(seat.position[1:] > (step, 0) for seat in self.seats)
 
     def missing(self, step: int) -> tuple[list[str], int]:
         """Known workers that have not ended `step`, and how many more were never seen."""

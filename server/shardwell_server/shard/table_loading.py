@@ -7,14 +7,13 @@ begins, or the shard starts again. The record that ends it is the instant at whi
 
 from __future__ import annotations
 
-import threading
-
 from shardwell.errors import NotInitializedError, StepOrderError
 from shardwell.row_codec import check_ids
 from shardwell.row_placement import RowPlacement
 from shardwell.row_state import RowState
 from shardwell.specs import STEP_MAX
 from shardwell.table_spec import TableSpec
+from shardwell_server.shard.patience import Changes
 from shardwell_server.shard.row_places import RowPlaces
 from shardwell_server.shard.table_ledger import TableLedger
 from shardwell_server.shard.table_register import TableRegister
@@ -39,7 +38,7 @@ class TableLoading:
         register: TableRegister,
         rows: TableRows,
         places: RowPlaces,
-        changed: threading.Condition,
+        changed: Changes,
         batch_row_count_max: int,
     ) -> None:
         self._spec = spec

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
+from shardwell import checksum
 from shardwell.codec import Bytes, Float32
 from shardwell.errors import ArgumentError
 from shardwell.row_codec import RowCodec, check_ids
@@ -27,6 +29,8 @@ class Part(NamedTuple):
     gradients: Float32
     """(n, dim), its own memory."""
     header: pb.RowGradients
+    peak: float
+    """Largest magnitude of the gradients; infinity if one is not finite."""
 
 
 class PartReader:
@@ -55,23 +59,30 @@ class PartReader:
             CorruptChunkError: CRC or lengths do not fit.
             NonFiniteError: a value is not finite; names id and column.
         """
+        context = checksum.row_gradients_context(self._spec.name, worker_id)
+        start = checksum.row_gradients(context, header)
+        opened = self._codec.open(
+            header.rows, payload, start=start, with_ids=True, with_values=True
+        )
         _check(header)
-        opened = self._codec.open(header.rows, payload, with_ids=True, with_values=True)
         check_ids(opened.ids, self._placement, self._shard_index)
-        bad = self._codec.first_non_finite(opened)
-        if bad is not None:
+        peak = self._codec.peak(opened)
+        if peak == math.inf and (bad := self._codec.first_non_finite(opened)) is not None:
             raise non_finite_row(self._spec, opened.ids, bad, f"gradient of {worker_id!r}")
         gradients = np.empty((opened.ids.size, self._spec.dim), np.float32)
         self._codec.decode(opened, gradients)
-        return Part(opened.ids, gradients, header)
+        return Part(opened.ids, gradients, header, peak)
 
-    def open_ids(self, rows: pb.Rows, payload: Bytes) -> Ids:
+    def open_ids(self, fetch: pb.RowsFetch, payload: Bytes) -> Ids:
         """The ids that a question has.
 
         Raises:
             ArgumentError, CorruptChunkError: as in `open`.
         """
-        ids = self._codec.open(rows, payload, with_ids=True, with_values=False).ids
+        start = checksum.rows_fetch(checksum.rows_fetch_context(self._spec.name), fetch)
+        ids = self._codec.open(
+            fetch.rows, payload, start=start, with_ids=True, with_values=False
+        ).ids
         check_ids(ids, self._placement, self._shard_index)
         return ids
 

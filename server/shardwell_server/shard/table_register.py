@@ -3,8 +3,7 @@
 As register.py for parameters, without first weights: rows need none. Every change is logged in the
 storage before it takes effect. Events, as JSON objects:
 
-    {"kind": "worker", "worker_id": W}                       W opened the table
-    {"kind": "seat", "worker_id": W}                         W takes the next seat
+    {"kind": "seat", ...}, {"kind": "tenure", ...}, {"kind": "owner", ...}      as there
     {"kind": "learning_rate", "from_step": N, "learning_rate": R}
     {"kind": "incarnation", "incarnation": N}                what the table is told from others by
     {"kind": "load", "load_id": N}                           rows of that load are coming, or came;
@@ -17,6 +16,7 @@ from shardwell.errors import ArgumentError, LimitError, StepOrderError, StorageE
 from shardwell.table_spec import TableSpec
 from shardwell_server.config import Limits
 from shardwell_server.shard.learning_rates import LearningRates
+from shardwell_server.shard.seats import Contributor, owner_event, owner_of
 from shardwell_server.shard.table_ledger import Seat, TableLedger
 from shardwell_server.store import Event, TableStorage
 
@@ -43,30 +43,30 @@ class TableRegister:
         """Whether any worker's gradient was."""
         return any(at.step or at.part_count for at in self._storage.positions())
 
-    def remember(self, worker_id: str) -> None:
-        """Notes that a worker opened the table.
+    def seat(self, contributor: Contributor[Seat]) -> Seat:
+        """The worker's seat, which is the session's from now on.
 
         Raises:
-            LimitError: too many workers.
-            StorageError: it can't be noted.
-        """
-        self._ledger.remember(
-            worker_id, lambda: self._storage.log({"kind": "worker", "worker_id": worker_id})
-        )
-
-    def seat(self, worker_id: str) -> Seat:
-        """The worker's seat, taken now if it has none.
-
-        Raises:
-            SeatsTakenError, LimitError: it can't have one.
+            SeatsTakenError, WorkerIdInUseError, LimitError, StepOrderError: see `Seats.seat`.
             StorageError: there is no room for it.
         """
+        return self._ledger.seat(contributor, self._note_seat)
 
-        def make_room() -> None:
+    def _note_seat(self, event: Event) -> None:
+        if event["kind"] == "seat":
             self._storage.add_seat()
-            self._storage.log({"kind": "seat", "worker_id": worker_id})
+        self._storage.compact(self._events())
+        self._storage.log(event)
 
-        return self._ledger.seat(worker_id, make_room)
+    def end_session(self, number: int) -> None:
+        """Notes that a session, by its number, has ended in order.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        for worker_id in self._ledger.owned_by(number):
+            self._storage.log(owner_event(worker_id, None))
+            self._ledger.set_owner(worker_id, None)
 
     def learning_rate(self, version: int) -> float:
         """The rate of the update that follows `version` steps."""
@@ -154,13 +154,7 @@ class TableRegister:
 
     def _events(self) -> list[Event]:
         """The fewest events that lead to where the register stands."""
-        seated = self._ledger.seated_worker_ids
-        events: list[Event] = [{"kind": "seat", "worker_id": worker_id} for worker_id in seated]
-        events += [
-            {"kind": "worker", "worker_id": worker_id}
-            for worker_id in self._ledger.worker_ids
-            if worker_id not in set(seated)
-        ]
+        events = self._ledger.events()
         if self.incarnation:
             events.append({"kind": "incarnation", "incarnation": self.incarnation})
         if self.load_id:
@@ -177,10 +171,12 @@ class TableRegister:
         for event in self._storage.events():
             try:
                 match event["kind"]:
-                    case "worker":
-                        self._ledger.remember(event["worker_id"])
                     case "seat":
-                        self._ledger.restore_seat(event["worker_id"], next(positions))
+                        self._ledger.restore_seat(event, next(positions))
+                    case "owner":
+                        self._ledger.set_owner(event["worker_id"], owner_of(event))
+                    case "tenure":
+                        self._ledger.restore_tenure(event)
                     case "learning_rate":
                         self._rates.change(event["from_step"], event["learning_rate"])
                     case "incarnation":
@@ -189,7 +185,7 @@ class TableRegister:
                         self._load_began(event["load_id"])
                     case kind:
                         raise KeyError(kind)
-            except (KeyError, TypeError, StopIteration) as error:
+            except (IndexError, KeyError, TypeError, StopIteration) as error:
                 raise StorageError(
                     f"table {self._spec.name!r}: its events hold {event!r}, which this version "
                     f"can't read ({error!r}); run the version that wrote it, or restore a copy",

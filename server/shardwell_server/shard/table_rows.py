@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from shardwell.codec import Float32
 from shardwell.errors import ArgumentError
+from shardwell.mean import divide
 from shardwell.row_placement import Ids, RowPlacement
 from shardwell.row_state import RowState
 from shardwell.row_update_rules import RowUpdateRule
 from shardwell.row_values import initial_rows
 from shardwell.table_spec import TableSpec
+from shardwell.update_rules import decay_into_state, peak_of
 from shardwell_server.shard.found_rows import index_of
 from shardwell_server.shard.reading_lock import ReadingLock
 from shardwell_server.shard.row_places import RowPlaces
@@ -75,6 +77,7 @@ class TableRows:
         self._storage = storage
         self._places = places
         self._rule = RowUpdateRule(spec.optimizer)
+        self._decay = decay_into_state(spec.optimizer)
         self._lock = ReadingLock()
         self._batch_row_count_max = batch_row_count_max
         self._index = index_of(spec, storage, places, placement, shard_index)
@@ -157,6 +160,48 @@ class TableRows:
         """
         with self._lock.reading():
             self._storage.verify(np.arange(start, min(stop, self._storage.record.row_used)))
+
+    def decay_peak(self, ids: Ids) -> float:
+        """The largest magnitude that weight decay adds to a gradient of rows, as state sees it."""
+        if not self._decay or not ids.size:
+            return 0.0
+        places = self._index.find(ids)
+        old = places[places >= 0]
+        self._storage.verify(old)
+        peak = peak_of(np.take(self._storage.weights, old, axis=0))
+        if old.size < ids.size:
+            new = initial_rows(self._spec.initializer, ids[places < 0], self._spec.dim)
+            peak = max(peak, peak_of(new))
+        return self._decay * peak
+
+    def state_overflow(
+        self, ids: Ids, gradients: Float32, learning_rate: float
+    ) -> tuple[str, Place] | None:
+        """The first value of optimizer state that gradients would make infinite or NaN.
+
+        On copies; nothing changes. For the one who changes rows.
+
+        Args:
+            ids: (n,), without repeats.
+            gradients: (n, dim), unchanged.
+            learning_rate: The rate of their update.
+
+        Returns:
+            The name of the array and the place; None: there is none.
+        """
+        places = self._index.find(ids)
+        is_new = places < 0
+        weights, slots = self._new_rows(ids)
+        old = places[~is_new]
+        weights[~is_new] = self._storage.weights[old]
+        for slot, stored in zip(slots, self._storage.slots, strict=True):
+            slot[~is_new] = stored[old]
+        counts = self._update_counts(places, is_new)
+        self._rule.apply(weights, gradients.copy(), slots, counts, learning_rate)
+        for name, slot in zip(self._spec.optimizer.slot_names, slots, strict=True):
+            if (bad := first_bad_place(slot)) is not None:
+                return name, bad
+        return None
 
     # Changing.
 
@@ -273,16 +318,15 @@ class TableRows:
         """
         storage = self._storage
         step, closing = storage.record.version, storage.record
-        divisor = np.float32(math.ldexp(float(sample_total or 1), -shift if sample_total else 0))
+        divisor = math.ldexp(float(sample_total or 1), -shift if sample_total else 0)
         touched = np.concatenate([*self._touched, _NO_PLACES])
         touched.sort()
         while touched.size:
             places, rest = np.split(touched, [self._batch_row_count_max])
             with self._changing(places, values=True, sums=True) as (change, alone):
-                means = change.sums
-                assert means is not None
-                with np.errstate(all="ignore"):
-                    np.divide(means, divisor, out=means)
+                assert change.sums is not None
+                means = np.empty_like(change.sums)
+                divide(change.sums, divisor, means)
                 counts = self._update_counts(places, None)
                 self._rule.apply(change.weights, means, change.slots, counts, learning_rate)
                 alone()

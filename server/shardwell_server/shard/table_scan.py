@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from shardwell.row_codec import rows_per_scan_message_max
 from shardwell.row_placement import Ids
 from shardwell.row_state import RowState
 from shardwell.table_spec import TableSpec
-from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.patience import Changes, Patience
 from shardwell_server.shard.refusals import table_workers_missing
 from shardwell_server.shard.row_places import RowPlaces
 from shardwell_server.shard.table_ledger import TableLedger
@@ -45,7 +44,7 @@ class TableScan:
         rows: TableRows,
         places: RowPlaces,
         snapshots: TableSnapshots,
-        changed: threading.Condition,
+        changed: Changes,
     ) -> None:
         self.snapshots = snapshots
         """Those under way."""
@@ -112,15 +111,29 @@ class TableScan:
             return self._storage.record.contribution_count < self._spec.worker_count
         return not any(self._ledger.next_part(seat.worker_id)[1] for seat in self._ledger.seats)
 
-    def states(self, snapshot: TableSnapshot | None, patience: Patience) -> Iterator[StateBatch]:
+    def check_begun(self, snapshot: TableSnapshot | None, patience: Patience) -> None:
+        """Returns once `states` can have all rows.
+
+        Args:
+            snapshot: What is under way.
+            patience: Bounds the wait for its version.
+
+        Raises:
+            NotYet: see `Patience.wait`.
+            WorkersMissingError: the version was not reached in time.
+        """
+        with self._changed:
+            if snapshot is not None and not snapshot.has_begun:
+                patience.wait(self._changed)
+                raise table_workers_missing(self._spec, self._ledger, snapshot.version, patience)
+
+    def states(self, snapshot: TableSnapshot | None) -> Iterator[StateBatch]:
         """All rows with all that is known of them, a message's worth at a time.
 
         Args:
-            snapshot: What is under way; None: each row as it is when its turn comes.
-            patience: Bounds the wait for the version.
+            snapshot: What is under way and has begun; None: each row as it is when its turn comes.
 
         Raises:
-            WorkersMissingError: the version was not reached in time.
             StorageError: a row was damaged, or could not be kept.
         """
         if snapshot is None:
@@ -131,12 +144,6 @@ class TableScan:
                 yield StateBatch(state, version, self._register.learning_rate(version))
                 start += self._batch
             return
-        with self._changed:
-            while not snapshot.has_begun:
-                if not patience.wait(self._changed):
-                    raise table_workers_missing(
-                        self._spec, self._ledger, snapshot.version, patience
-                    )
         for start in range(0, snapshot.place_count, self._batch):
             state = self._rows.states(start, start + self._batch, snapshot.claim)
             yield StateBatch(state, snapshot.version, snapshot.learning_rate)

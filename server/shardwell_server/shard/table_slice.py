@@ -18,18 +18,26 @@ from typing import Any
 
 import numpy as np
 
+from shardwell import checksum
 from shardwell.codec import Bytes, NonFiniteValueError
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.row_codec import RowCodec
 from shardwell.row_placement import RowPlacement
 from shardwell.table_spec import TableSpec
+from shardwell.update_rules import SAFE_MAGNITUDE
 from shardwell.v1 import table_pb2 as pb
 from shardwell_server.config import Limits
 from shardwell_server.shard.averaging import shift_for
 from shardwell_server.shard.ledger import Decision
-from shardwell_server.shard.patience import Patience
-from shardwell_server.shard.refusals import non_finite_row, table_workers_missing
+from shardwell_server.shard.patience import Changes, Patience
+from shardwell_server.shard.refusals import (
+    diverged_row,
+    non_finite_row,
+    state_overflow,
+    table_workers_missing,
+)
 from shardwell_server.shard.row_places import RowPlaces
+from shardwell_server.shard.seats import Contributor, Liveness
 from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.table_ledger import Seat, TableLedger
 from shardwell_server.shard.table_loading import TableLoading
@@ -55,6 +63,7 @@ class TableSlice:
         shard_index: This shard.
         limits: Of this shard.
         stored_bytes: The same.
+        sessions: Which are alive.
         spool_dir: Where scans keep copies meanwhile; None: the system's temporary directory.
 
     Raises:
@@ -71,6 +80,7 @@ class TableSlice:
         shard_index: int,
         limits: Limits,
         stored_bytes: StoredBytes,
+        sessions: Liveness,
         spool_dir: Path | None = None,
     ) -> None:
         self.spec = spec
@@ -79,11 +89,12 @@ class TableSlice:
         self._draws_incarnation = shard_index == 0
         self._codec = RowCodec.of(spec)
         self._reader = PartReader(spec, self._codec, placement, shard_index)
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = Changes(threading.Lock())
         self._ledger = TableLedger(
             storage.record.version,
             worker_count=spec.worker_count,
             worker_count_max=limits.worker_count_max,
+            sessions=sessions,
         )
         self.register = TableRegister(spec, storage, self._ledger, limits)
         """What changes rarely."""
@@ -144,16 +155,24 @@ class TableSlice:
     # Taking part.
 
     def join(
-        self, worker_id: str, *, take_seat: bool = False, incarnation: int = 0
+        self,
+        worker_id: str,
+        session_number: int = 0,
+        *,
+        seat_for: Contributor[Seat] | None = None,
+        incarnation: int = 0,
     ) -> pb.OpenTableResponse:
         """Notes that a worker opened the table, if it has a name; tells it where it stands.
 
-        `incarnation`, unless 0, is that of other shards, and this one's too if nothing has begun.
+        Args:
+            worker_id: See `ParameterSlice.join`.
+            session_number: The same.
+            seat_for: The same.
+            incarnation: That of other shards, and this one's too if nothing has begun; 0: none.
 
         Raises:
             StepOrderError: the table has begun with another incarnation.
-            SeatsTakenError: it asked for a seat and can't have one.
-            LimitError: too many workers.
+            SeatsTakenError, WorkerIdInUseError, LimitError: it asked for a seat and can't have one.
             StorageError: it can't be noted.
         """
         with self._changed:
@@ -164,10 +183,11 @@ class TableSlice:
             if incarnation and not (self.register.incarnation and has_begun):
                 self.register.note_incarnation(incarnation)
             self.register.check_incarnation(incarnation)
-            if take_seat:
-                self.register.seat(worker_id)
-            if worker_id:
-                self.register.remember(worker_id)
+            took_over = False
+            if seat_for is not None:
+                took_over = self._seat(seat_for).was_taken_over
+            elif worker_id and session_number:
+                self._ledger.remember(worker_id, session_number)
             step, part_count = self._ledger.next_part(worker_id)
             response = pb.OpenTableResponse(
                 rows_per_message_max=self.rows_per_message_max,
@@ -177,14 +197,29 @@ class TableSlice:
                 row_count=self._places.row_count,
                 incarnation=self.register.incarnation,
                 begun=has_begun,
+                took_over=took_over,
+                tenure=self._ledger.tenure_of(worker_id),
             )
         self.make_durable()  # next_step tells that what came before it was counted
         return response
 
+    def end_session(self, number: int) -> None:
+        """Notes that a session, by its number, has ended in order.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        with self._changed:
+            self.register.end_session(number)
+
     # Gradients in.
 
     def contribute(
-        self, worker_id: str, header: pb.RowGradients, payload: Bytes, patience: Patience
+        self,
+        contributor: Contributor[Seat],
+        header: pb.RowGradients,
+        payload: Bytes,
+        patience: Patience,
     ) -> bool:
         """Counts a part of a step, once; blocks while an earlier step is open.
 
@@ -197,31 +232,50 @@ class TableSlice:
             NotInitializedError: a checkpoint is being restored.
             ArgumentError, CorruptChunkError, NonFiniteError: the part is refused.
             SeatsTakenError, LimitError, StorageError: the same; nothing of it is counted.
+            WorkerIdInUseError, SessionUnknownError: the seat is another session's, or nobody's.
             StepOrderError: see the ledger.
             WorkersMissingError: the earlier step did not close in time.
         """
-        part = self._reader.open(worker_id, header, payload)
+        part = self._reader.open(contributor.worker_id, header, payload)
         with self._changed:
             self.loading.check_standing()
-            seat = self.register.seat(worker_id)
-            while (decision := self._decide(seat, header)) is Decision.WAIT:
+            seat = contributor.seat
+            if seat is None:
+                seat = contributor.seat = self._seat(contributor)
+            seat.check(contributor)  # another one may take it over at any time
+            decision = self._decide(seat, header)
+            if decision is Decision.WAIT:
                 self._finish_step()
-                if not patience.wait(self._changed):
-                    raise table_workers_missing(self.spec, self._ledger, header.step, patience)
+                decision = self._decide(seat, header)
+            if decision is Decision.WAIT:
+                patience.wait(self._changed)
+                raise table_workers_missing(self.spec, self._ledger, header.step, patience)
             if decision is Decision.DUPLICATE:
                 self._duplicate_part_count += not header.abandons
                 return False
             self._check_sample_count(seat, header)
             self._count(seat, part)
+            seat.contributed(contributor.session)
             self._counted_row_count += part.ids.size
             self._finish_step()
             return True
+
+    def _seat(self, contributor: Contributor[Seat]) -> Seat:
+        """See `TableRegister.seat`; `_changed` is held."""
+        seat = self.register.seat(contributor)
+        if seat.was_taken_over:
+            self._changed.notify_all()  # its last owner may wait
+        return seat
 
     def _decide(self, seat: Seat, header: pb.RowGradients) -> Decision:
         if header.abandons:
             return self._ledger.decide_end(seat, header.step)
         return self._ledger.decide(
-            seat, header.step, header.part_index, ends_step=header.end_of_step
+            seat,
+            header.step,
+            header.part_index,
+            ends_step=header.end_of_step,
+            crc32c=header.rows.crc32c,
         )
 
     def _check_sample_count(self, seat: Seat, header: pb.RowGradients) -> None:
@@ -239,10 +293,15 @@ class TableSlice:
 
     def _count(self, seat: Seat, part: Part) -> None:
         """Makes a part stand; `_changed` is held."""
-        ids, gradients, header = part
+        ids, gradients, header, peak = part
+        if not self.spec.allow_non_finite and not (
+            peak + self._rows.decay_peak(ids) < SAFE_MAGNITUDE
+        ):
+            self._check_state(seat, part)
         record, ends = self.storage.record, header.end_of_step
         done = 0 if header.abandons else header.part_index + 1
         position = self._ledger.following(seat, ends_step=ends)
+        stored = seat.stored_position(position)
         if self.spec.worker_count < 2:
             following = record._replace(version=record.version + ends)
             if self._ledger.is_sync and not header.sample_count:
@@ -258,20 +317,41 @@ class TableSlice:
                 else shift_for(header.sample_count, self.spec.worker_count),
             )
         if not ids.size:
-            self._rows.settle(following, position)
+            self._rows.settle(following, stored)
         elif self.spec.worker_count < 2:
             rate = self.register.learning_rate(record.version)
-            self._rows.apply(ids, gradients, rate, following, position)
+            self._rows.apply(ids, gradients, rate, following, stored)
         else:
             factor = math.ldexp(float(header.sample_count), -following.shift)
             try:
-                self._rows.add(ids, gradients, factor, following, position)
+                self._rows.add(ids, gradients, factor, following, stored)
             except NonFiniteSumError as error:
                 place = error.place.row * self.spec.dim + error.place.column
                 what = f"sum of step {header.step} with the gradient of {seat.worker_id!r}"
                 raise non_finite_row(self.spec, ids, place, what) from None
-        self._ledger.record(seat, position)
+        self._ledger.record(seat, position, None if header.abandons else header.rows.crc32c)
         self._catch_up()
+
+    def _check_state(self, seat: Seat, part: Part) -> None:
+        """Refuses a gradient that would take optimizer state beyond float32, for good.
+
+        In a mean with others it does so no more than alone.
+        """
+        if self._ledger.is_sync and not part.header.sample_count:
+            return
+        rate = self.register.learning_rate(self.storage.record.version)
+        found = self._rows.state_overflow(part.ids, part.gradients, rate)
+        if found is not None:
+            name, place = found
+            raise state_overflow(
+                f"table {self.spec.name!r}",
+                f"row id {part.ids[place.row]}, column {place.column}",
+                f"gradient of {seat.worker_id!r}",
+                name,
+                too_large="gradient" if part.peak >= SAFE_MAGNITUDE else "weight decay",
+                element_index=place.row * self.spec.dim + place.column,
+                table=self.spec.name,
+            )
 
     def _catch_up(self) -> None:
         """Has the ledger note steps that have closed in the storage, and wakes who waits."""
@@ -284,14 +364,18 @@ class TableSlice:
         """Closes the open step if all workers have ended it; nobody else changes anything."""
         record = self.storage.record
         if 1 < self.spec.worker_count <= record.contribution_count:
-            self._rows.close(
-                record.sample_total,
-                record.shift,
-                self.register.learning_rate(record.version),
-                record._replace(
-                    version=record.version + 1, contribution_count=0, sample_total=0, shift=0
-                ),
-            )
+            try:
+                self._rows.close(
+                    record.sample_total,
+                    record.shift,
+                    self.register.learning_rate(record.version),
+                    record._replace(
+                        version=record.version + 1, contribution_count=0, sample_total=0, shift=0
+                    ),
+                )
+            except BaseException:
+                self._changed.notify_all()  # whoever waits tries, or has the error, too
+                raise
             self._catch_up()
 
     # Rows out.
@@ -303,27 +387,28 @@ class TableSlice:
             NotInitializedError: a checkpoint is being restored.
             ArgumentError, CorruptChunkError: the question is refused.
             WorkersMissingError: the steps before did not close in time.
-            NonFiniteError: training diverged; values are not finite.
+            DivergedError: training diverged; values are not finite.
             StorageError: an earlier process left a damaged row.
         """
-        ids = self._reader.open_ids(fetch.rows, payload)
+        ids = self._reader.open_ids(fetch, payload)
         self.loading.check_standing()
         self._wait_for(fetch.min_version, patience)
         values = np.empty((ids.size, self.spec.dim), np.float32)
         header = pb.ExchangeRowsResponse(version=self._rows.read(ids, values))
+        context = checksum.rows_answer_context(self.spec.name)
+        start = checksum.rows_answer(context, ids, header.version)
         try:
-            return self._codec.encode(header, header.rows, None, values)
+            return self._codec.encode(header, header.rows, None, values, start=start)
         except NonFiniteValueError as error:
-            what = f"weights at version {header.version}"
-            raise non_finite_row(self.spec, ids, error.index, what) from None
+            raise diverged_row(self.spec, ids, error.index, header.version) from None
 
     def _wait_for(self, version: int, patience: Patience) -> None:
         if self._ledger.is_sync and self.version < version:
             with self._changed:
-                while self.version < version:
-                    self._finish_step()
-                    if self.version < version and not patience.wait(self._changed):
-                        raise table_workers_missing(self.spec, self._ledger, version, patience)
+                self._finish_step()
+                if self.version < version:
+                    patience.wait(self._changed)
+                    raise table_workers_missing(self.spec, self._ledger, version, patience)
 
     # Keeping.
 
@@ -379,6 +464,9 @@ class TableSlice:
     def describe(self, name_count_max: int) -> pb.TableStatus:
         """What GetTableStatus tells of it, with at most so many names of each kind."""
         missing, unknown = self._ledger.missing(self.version)
+        done = self._ledger.done_worker_ids
+        if not self._ledger.has_begun(self.version):
+            missing = [worker_id for worker_id in missing if worker_id not in done]
         contributed = self._ledger.contributed(self.version)
         load_id = self.register.load_id  # before `loading`, so that no load looks finished too soon
         return pb.TableStatus(
@@ -396,4 +484,5 @@ class TableSlice:
             loading=self.loading.is_under_way,
             load_id=load_id,
             incarnation=self.register.incarnation,
+            done_worker_ids=done[:name_count_max],
         )

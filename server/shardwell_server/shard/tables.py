@@ -21,6 +21,7 @@ from shardwell.row_placement import RowPlacement
 from shardwell.table_spec import TableSpec
 from shardwell.v1 import table_pb2
 from shardwell_server.config import ShardConfig
+from shardwell_server.shard.seats import Liveness
 from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.table_slice import TableSlice
 from shardwell_server.store import Store, TableLayout, TableStorage
@@ -34,6 +35,7 @@ class Tables:
         store: Where they are kept.
         lock: Guards the store.
         stored_bytes: Of the shard.
+        sessions: Which are alive.
         spool_dir: See Shard.
 
     Raises:
@@ -46,8 +48,11 @@ class Tables:
         store: Store,
         lock: threading.Lock,
         stored_bytes: StoredBytes,
+        *,
+        sessions: Liveness,
         spool_dir: Path | None = None,
     ) -> None:
+        self._sessions = sessions
         self._spool_dir = spool_dir
         self._config = config
         self._store = store
@@ -97,6 +102,10 @@ class Tables:
                 table=name[:140],
             )
         return found
+
+    def has(self, name: str) -> bool:
+        """Whether one of that name was opened."""
+        return name in self._tables
 
     def all(self) -> list[TableSlice]:
         """By name."""
@@ -166,6 +175,7 @@ class Tables:
             shard_index=self._config.shard_index,
             limits=self._config.limits,
             stored_bytes=self._stored_bytes,
+            sessions=self._sessions,
             spool_dir=self._spool_dir,
         )
 

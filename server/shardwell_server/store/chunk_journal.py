@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from fastcrc import crc32
 
-from shardwell_server.store.journal import Part
+from shardwell.codec import Bytes
+from shardwell_server.store.journal import NotWholeError, Part, read_segment
 from shardwell_server.store.store import JournalEntry
 
 _MAGIC = 0x314A5753  # "SWJ1"
@@ -42,23 +43,29 @@ def pack_entry(entry: JournalEntry, salt: int) -> list[Part]:
     return [head, _CRC.pack(crc32.iscsi(head, salt)), entry.payload.data]
 
 
-def read_entries(path: Path, salt: int) -> Iterator[tuple[JournalEntry, int]]:
-    """The whole entries of a segment, and where each ends."""
-    if not path.stat().st_size:
-        return
-    data = np.memmap(path, np.uint8, "r")
-    start = 0
-    while start + _HEAD_BYTES <= data.size:
+def read_entries(path: Path, name: str, salt: int) -> Iterator[tuple[JournalEntry, int]]:
+    """The whole entries of a segment of a parameter's, and where each ends.
+
+    Raises:
+        StorageError: what was synced was damaged.
+    """
+
+    def read(data: Bytes, start: int) -> tuple[JournalEntry, int]:
+        begin = start + _HEAD_BYTES
+        if begin > data.size:
+            raise NotWholeError("its head", is_cut=True)
         head = data[start : start + _HEAD.size].tobytes()
         magic, length, chunk, seat, sequence, step, samples, exponent, rate, crc = _HEAD.unpack(
             head
         )
-        (head_crc,) = _CRC.unpack(data[start + _HEAD.size : start + _HEAD_BYTES].tobytes())
-        end = start + _HEAD_BYTES + length
-        if magic != _MAGIC or head_crc != crc32.iscsi(head, salt) or end > data.size:
-            return
-        payload = np.array(data[start + _HEAD_BYTES : end])  # aligned for the codecs
+        (head_crc,) = _CRC.unpack(data[start + _HEAD.size : begin].tobytes())
+        if magic != _MAGIC or head_crc != crc32.iscsi(head, salt):
+            raise NotWholeError("its head", is_cut=False)
+        end = begin + length
+        payload = np.array(data[begin:end])  # aligned for the codecs
         if crc != crc32.iscsi(payload.data):
-            return
-        yield JournalEntry(chunk, seat, sequence, step, samples, exponent, rate, payload), end
-        start = end
+            what = f"a gradient of step {step} for chunk {chunk}"
+            raise NotWholeError(what, is_cut=end > data.size)
+        return JournalEntry(chunk, seat, sequence, step, samples, exponent, rate, payload), end
+
+    return read_segment(path, f"parameter {name!r}", read)

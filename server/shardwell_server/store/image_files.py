@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwell_server.store.journal import segments
+from shardwell_server.store.journal import forget_segment_begun, segments
 from shardwell_server.store.mapped_file import storage_error, sync_directory
 
 _PREFIX = "image-"
@@ -42,16 +42,19 @@ def forget_images(
         StorageError: they can't be removed.
     """
     try:
-        for number, path in images(directory).items():
-            if before is None or number < before:
-                path.rename(path.with_suffix(".new"))  # a part of one is no image
-                reached("image forgotten")
-        sync_directory(directory)  # a segment is needed for as long as its image is there
+        older = [p for n, p in images(directory).items() if before is None or n < before]
+        for path in older:
+            path.rename(path.with_suffix(".new"))  # a part of one is no image
+            reached("image forgotten")
+        if older:
+            sync_directory(directory)  # a segment is needed for as long as its image is there
         for number, path in segments(directory).items():
             if before is None or number < before:
                 path.unlink()
                 reached("segment forgotten")
         for path in directory.glob(f"{_PREFIX}*.new"):
             shutil.rmtree(path)
+        if before is None:
+            forget_segment_begun(directory)
     except OSError as error:
         raise storage_error(directory, error, "removing what is superfluous") from None

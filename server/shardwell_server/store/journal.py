@@ -2,7 +2,14 @@
 
 The image of a parameter or table (journaled_parameter.py, journaled_table.py) and the journal since
 make it again after its machine lost power. Segments are numbered; an image of number k needs the
-segments from k on. What follows the last whole entry of a segment was never synced, or was damaged.
+segments from k on. A segment:
+
+    magic, bytes that were synced, CRC of both | entries (chunk_journal.py, table_journal.py)
+
+Behind what was synced a loss of power may leave anything, in any order of blocks: there the first
+entry that is not whole is the end. Before it, such an entry was damaged, and what it and those
+behind it had was acknowledged. What was synced is noted after each sync, and so is on disk after
+the next one, or when the kernel writes it by itself, within half a minute.
 """
 
 from __future__ import annotations
@@ -10,15 +17,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import struct
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-from shardwell_server.store.mapped_file import storage_error, sync_directory
+import numpy as np
+from fastcrc import crc32
+
+from shardwell.codec import Bytes
+from shardwell.errors import StorageError
+from shardwell_server.store.mapped_file import storage_error, sync_directory, sync_file
 
 Part: TypeAlias = "bytes | memoryview[int]"
 """Bytes of an entry."""
+EntryT = TypeVar("EntryT")
+_MAGIC = 0x314C5753  # "SWL1"
+_HEAD = struct.Struct("<IQ")
+_CRC = struct.Struct("<I")
+HEAD_BYTES = _HEAD.size + _CRC.size
+"""Where a segment's first entry begins."""
 _PREFIX = "journal-"
 FAILED_NAME = "failed-journal"
 """A file that is there while a segment may lack what could not be synced."""
@@ -26,8 +46,121 @@ FAILED_NAME = "failed-journal"
 
 def segments(directory: Path) -> dict[int, Path]:
     """The segments in a directory by number, in order."""
-    found = {int(path.name.removeprefix(_PREFIX)): path for path in directory.glob(f"{_PREFIX}*")}
+    found = {
+        int(path.name.removeprefix(_PREFIX)): path
+        for path in directory.glob(f"{_PREFIX}*")
+        if path.suffix != ".new"
+    }
     return dict(sorted(found.items()))
+
+
+class NotWholeError(Exception):
+    """Where an entry should begin there is none, or not all of it."""
+
+    def __init__(self, what: str, *, is_cut: bool) -> None:
+        super().__init__(what)
+        self.is_cut = is_cut
+        """Whether it is whole as far as the file goes, as a killed process may leave it."""
+
+
+def forget_segment_begun(directory: Path) -> None:
+    """Removes a segment that a killed process had begun to make."""
+    for path in directory.glob(f"{_PREFIX}*.new"):
+        path.unlink()
+
+
+def read_segment(
+    path: Path, of: str, read: Callable[[Bytes, int], tuple[EntryT, int]]
+) -> Iterator[tuple[EntryT, int]]:
+    """The whole entries of a segment, and where each ends.
+
+    Args:
+        path: Of the segment.
+        of: The parameter or table, for messages.
+        read: The entry that begins at an offset, and its end. Raises NotWholeError.
+
+    Raises:
+        StorageError: what was synced was damaged.
+    """
+    data = _mapped(path)
+    synced_bytes = _synced_bytes(path, data)
+    start = HEAD_BYTES
+    while start < data.size:
+        try:
+            entry, end = read(data, start)
+        except NotWholeError as error:
+            if start < synced_bytes and not error.is_cut:
+                what = f"the entry at byte {start} ({of}, {error})"
+                raise _damaged(path, what, synced_bytes) from None
+            return
+        yield entry, end
+        start = end
+
+
+def cut_off(path: Path, end: int) -> None:
+    """Takes off what lies behind the last whole entry and was never synced.
+
+    Raises:
+        StorageError: the disk failed.
+    """
+    try:
+        data = _mapped(path)
+        end = max(end, _synced_bytes(path, data))
+        if data.size > end:
+            os.truncate(path, end)
+    except OSError as error:
+        raise storage_error(path, error, "cutting off what was never synced") from None
+
+
+def sync_segments(directory: Path) -> None:
+    """Returns when all that an earlier process wrote is on disk, and noted to be.
+
+    Where it was killed, the last entry may be cut off by the end of the file.
+
+    Raises:
+        OSError: the disk failed.
+        StorageError: a segment was damaged.
+    """
+    for path in segments(directory).values():
+        sync_file(path)
+        size_bytes = path.stat().st_size
+        if (directory / FAILED_NAME).exists() or _synced_bytes(path, _mapped(path)) == size_bytes:
+            continue
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(file, _head(size_bytes), 0)
+            os.fdatasync(file)
+        finally:
+            os.close(file)
+
+
+def _mapped(path: Path) -> Bytes:
+    data: Bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    return data
+
+
+def _head(synced_bytes: int) -> bytes:
+    head = _HEAD.pack(_MAGIC, synced_bytes)
+    return head + _CRC.pack(crc32.iscsi(head))
+
+
+def _synced_bytes(path: Path, data: Bytes) -> int:
+    """How much of a segment was synced, as its head says."""
+    head = data[:HEAD_BYTES].tobytes()
+    synced_bytes: int = _HEAD.unpack(head[: _HEAD.size])[1] if len(head) == HEAD_BYTES else 0
+    if head != _head(synced_bytes):
+        raise _damaged(path, "its first bytes", 0)
+    if synced_bytes > data.size:
+        raise _damaged(path, f"its end (it has {data.size} bytes)", synced_bytes)
+    return synced_bytes
+
+
+def _damaged(path: Path, what: str, synced_bytes: int) -> StorageError:
+    synced = f"; {synced_bytes} bytes were synced" if synced_bytes else ""
+    return StorageError(
+        f"{path}: {what} was damaged{synced}; what was acknowledged from there on would be lost; "
+        "restore the directory from a copy, or a checkpoint into an empty one"
+    )
 
 
 class Journal:
@@ -39,7 +172,8 @@ class Journal:
         self._append_lock = threading.Lock()
         self._sync_lock = threading.Lock()
         self._file = -1
-        self._size = 0
+        self._let_go: Callable[[], object] = lambda: None
+        self._size = HEAD_BYTES
         self._written = 0
         self._synced = 0
         self.has_failed = (directory / FAILED_NAME).exists()
@@ -55,25 +189,33 @@ class Journal:
         Raises:
             StorageError: it can't be made.
         """
-        if self._file >= 0 and self._size == 0 and not anyway:
+        if self._file >= 0 and self._size == HEAD_BYTES and not anyway:
             return self.number
         number = max([self.number, *segments(self._directory)], default=0) + 1
         path = self._path(number)
+        making = path.with_suffix(".new")
         file = -1
         try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            file = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            os.pwrite(file, _head(HEAD_BYTES), 0)
+            os.fdatasync(file)
+            making.rename(path)  # so what has a segment's name has a head
             self._reached("journal segment")
             sync_directory(self._directory)
         except OSError as error:
             if file >= 0:
                 os.close(file)
+            with contextlib.suppress(OSError):
+                making.unlink()
             raise storage_error(path, error, "beginning it") from None
         with self._sync_lock, self._append_lock:
             if self._file >= 0:
                 with contextlib.suppress(OSError):  # told by the next `sync`
                     self._sync_file()
-                os.close(self._file)
-            self._file, self._size, self.number = file, 0, number
+                    os.fdatasync(self._file)  # what it has noted, too
+                self._let_go()
+            self._file, self._size, self.number = file, HEAD_BYTES, number
+            self._let_go = weakref.finalize(self, os.close, file)  # when it is dropped, too
         return number
 
     @property
@@ -127,9 +269,11 @@ class Journal:
         self._synced = wanted
 
     def _ask_disk(self) -> None:
-        """Remembers it where the disk has failed."""
+        """One `fdatasync`, which is noted; or that the disk has failed."""
+        size_bytes = self._size
         try:
             os.fdatasync(self._file)
+            os.pwrite(self._file, _head(size_bytes), 0)
         except OSError:
             self.has_failed = True
             with contextlib.suppress(OSError):
@@ -164,5 +308,5 @@ class Journal:
                 try:
                     self._sync_file()
                 finally:
-                    os.close(self._file)
+                    self._let_go()
                     self._file = -1

@@ -20,10 +20,11 @@ from shardwell.codec import Bytes
 from shardwell.errors import StorageError
 from shardwell_server.store.chunk_journal import pack_entry, read_entries
 from shardwell_server.store.image_files import image_path, images
-from shardwell_server.store.journal import segments
+from shardwell_server.store.journal import HEAD_BYTES, cut_off, segments
 from shardwell_server.store.journaling import Journaling, forget_journal
 from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.mmap_parameter import MmapParameter
+from shardwell_server.store.presence import Presence
 from shardwell_server.store.store import JournalEntry
 
 
@@ -48,20 +49,26 @@ def restore_image(directory: Path, reached: Callable[[str], None]) -> bool:
 class JournaledParameter(MmapParameter):
     """See the module."""
 
+    presence: Presence | None = None
+    """Of the store that it belongs to."""
     _journaling: Journaling | None = None
 
-    def begin(self, *, syncs_each: bool) -> None:
+    def begin(self, *, syncs_each: bool, is_new: bool = False) -> None:
         """Begins to journal; to be called once, when replay is over.
 
         Args:
             syncs_each: Whether `make_durable` waits for the disk.
+            is_new: Whether it was just made, and everything is on the disk.
 
         Raises:
             StorageError: the journal can't be written.
         """
         self._events.is_synced = True
         self._journaling = Journaling(
-            self.directory, self._reached, self.sync_names, syncs_each=syncs_each
+            self.directory,
+            self._reached,
+            (lambda: None) if is_new else self.sync_names,
+            syncs_each=syncs_each,
         )
         self._journaling.begin_segment()
 
@@ -91,6 +98,8 @@ class JournaledParameter(MmapParameter):
 
     def make_durable(self) -> None:
         """See ParameterStorage."""
+        if self.presence is not None:
+            self.presence.check()
         if self._journaling is not None:
             self._journaling.make_durable()
 
@@ -103,14 +112,15 @@ class JournaledParameter(MmapParameter):
         """See ParameterStorage."""
         if not self.is_torn:
             return
-        paths = segments(self.directory)
-        counted = {
-            (entry.chunk_index, entry.sequence): (number, end)
-            for number, path in paths.items()
-            for entry, end in read_entries(path, self._salt)
-        }
+        paths, name = segments(self.directory), self._layout.name
+        counted: dict[tuple[int, int], tuple[int, int]] = {}
         for number, path in paths.items():
-            for entry, end in read_entries(path, self._salt):
+            end = HEAD_BYTES
+            for entry, end in read_entries(path, name, self._salt):
+                counted[entry.chunk_index, entry.sequence] = (number, end)
+            cut_off(path, end)
+        for number, path in paths.items():
+            for entry, end in read_entries(path, name, self._salt):
                 if entry.chunk_index >= self._layout.chunk_count:
                     raise StorageError(f"{path} has an entry of chunk {entry.chunk_index}")
                 expected = self._stored[entry.chunk_index].sequence + 1

@@ -23,6 +23,7 @@ from shardwell_server.store.image_files import image_path, images
 from shardwell_server.store.journaling import Journaling, forget_journal
 from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.mmap_table import MmapTable
+from shardwell_server.store.presence import Presence
 from shardwell_server.store.row_arrays import WrittenRows, write_again
 from shardwell_server.store.sparse_file import copy_sparse
 from shardwell_server.store.table_journal import (
@@ -63,6 +64,8 @@ class _StoppedError(Exception):
 class JournaledTable(MmapTable):
     """See the module."""
 
+    presence: Presence | None = None
+    """Of the store that it belongs to."""
     _journaling: Journaling | None = None
     _marked = (-1, 0)
     """Number and size of the segment, when it had a mark and nothing else."""
@@ -86,7 +89,7 @@ class JournaledTable(MmapTable):
             StorageError: a part of the journal is gone; it is named.
         """
         (*_, number) = images(self.directory)
-        journal = TableJournal(self.directory, self._arrays, self._salt)
+        journal = TableJournal(self.directory, self._layout.name, self._arrays, self._salt)
         for entry in journal.entries(number, self._stored.sequence):
             self._write_again(entry)
 
@@ -109,18 +112,22 @@ class JournaledTable(MmapTable):
             )
         self.put(stored)
 
-    def begin(self, *, syncs_each: bool) -> None:
+    def begin(self, *, syncs_each: bool, is_new: bool = False) -> None:
         """Begins to journal; to be called once, when replay is over.
 
         Args:
             syncs_each: Whether `make_durable` waits for the disk.
+            is_new: Whether it was just made, and everything is on the disk.
 
         Raises:
             StorageError: the journal, or a first image, can't be written.
         """
         self._events.is_synced = True
         journaling = Journaling(
-            self.directory, self._reached, self._sync_names, syncs_each=syncs_each
+            self.directory,
+            self._reached,
+            (lambda: None) if is_new else self._sync_names,
+            syncs_each=syncs_each,
         )
         self._begin_segment(journaling)
         self._journaling = journaling
@@ -134,6 +141,8 @@ class JournaledTable(MmapTable):
 
     def make_durable(self) -> None:
         """See TableStorage."""
+        if self.presence is not None:
+            self.presence.check()
         if self._journaling is not None:
             self._journaling.make_durable()
 

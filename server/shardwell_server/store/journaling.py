@@ -9,8 +9,8 @@ from pathlib import Path
 
 from shardwell_server.store import image_files
 from shardwell_server.store.image_files import forget_images, image_path, images
-from shardwell_server.store.journal import Journal, Part, segments
-from shardwell_server.store.mapped_file import storage_error, sync_directory, sync_file
+from shardwell_server.store.journal import Journal, Part, segments, sync_segments
+from shardwell_server.store.mapped_file import storage_error, sync_directory
 
 
 class Journaling:
@@ -36,8 +36,7 @@ class Journaling:
     ) -> None:
         try:  # an earlier process may have left them with the kernel alone
             sync_names()
-            for path in segments(directory).values():
-                sync_file(path)
+            sync_segments(directory)
         except OSError as error:
             raise storage_error(directory, error, "syncing it") from None
         self.journal = Journal(directory, reached)

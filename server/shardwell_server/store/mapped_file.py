@@ -71,10 +71,13 @@ class MappedFile:
 
     Attributes:
         data: (size,) uint8, writable.
+        identity: Device and inode, which stay when its name goes.
     """
 
     def __init__(self, path: Path, file: int, size_bytes: int) -> None:
         self.path = path
+        found = os.fstat(file)
+        self.identity = (found.st_dev, found.st_ino)
         self._mapping = mmap.mmap(file, size_bytes) if size_bytes else None
         self.data: Bytes = np.frombuffer(self._mapping or bytearray(), np.uint8)
 

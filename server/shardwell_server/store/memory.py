@@ -137,6 +137,12 @@ class MemoryStore:
         """See Store: nothing ever is."""
         return []
 
+    def check_present(self) -> None:
+        """Memory has no names to lose."""
+
+    def look(self) -> None:
+        """Memory has no names to lose."""
+
     def recovered(self) -> None:
         """See Store."""
 

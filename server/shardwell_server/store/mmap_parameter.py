@@ -41,6 +41,7 @@ from shardwell_server.store.event_log import EventLog
 from shardwell_server.store.layout_file import write_layout
 from shardwell_server.store.mapped_file import MappedFile, sync_directory, sync_file
 from shardwell_server.store.marks import Marks, recover_marks, seat_count
+from shardwell_server.store.presence import NamedFiles
 from shardwell_server.store.store import ChunkRecord, JournalEntry, Layout, Transition
 from shardwell_server.store.undo import Arrays, UndoArea
 
@@ -85,6 +86,8 @@ class MmapParameter:
         self._events = EventLog(directory / "events", salt, reached)
         self._seat_count = 0
         self._reached = reached
+        self.named_files = NamedFiles(directory, self._files, ("parameter.json", "marks", "events"))
+        """What must keep its name for as long as this is used."""
         self.rolled_back_count = 0
         """Changes that were cut off, and taken back when the files were opened."""
 

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwell.asking import ask_all
 from shardwell.errors import StorageError
 from shardwell_server.config import Durability
 from shardwell_server.store.boot import Boot
@@ -24,6 +25,7 @@ from shardwell_server.store.mapped_file import storage_error
 from shardwell_server.store.mmap_parameter import MmapParameter
 from shardwell_server.store.mmap_table import MmapTable
 from shardwell_server.store.numbered import Numbered
+from shardwell_server.store.presence import Presence
 from shardwell_server.store.store import Begin, Layout, ParameterStorage, nothing
 from shardwell_server.store.table_storage import TableLayout, TableStorage
 
@@ -39,6 +41,15 @@ def _drop(storage: JournaledParameter | JournaledTable | None) -> None:
     if storage is not None:
         with contextlib.suppress(OSError, MemoryError):
             storage.close()
+
+
+def _closed(storage: JournaledParameter | JournaledTable) -> OSError | None:
+    """Closes it; what failed, so that the others are closed all the same."""
+    try:
+        storage.close()
+    except OSError as error:
+        return error
+    return None
 
 
 class MmapStore:
@@ -64,6 +75,7 @@ class MmapStore:
         self._boot = boot or Boot(path)
         self._reached = reached
         self._is_torn = False
+        self._presence = Presence(path)
         self._open: dict[str, JournaledParameter] = {}
         self._open_tables: dict[str, JournaledTable] = {}
         is_synced = not self._durability.is_process
@@ -74,6 +86,7 @@ class MmapStore:
         """See Store."""
         found: list[tuple[Layout, ParameterStorage]] = []
         try:
+            self._presence.begin()
             self._is_torn = is_torn = self._boot.is_torn()
             self._boot.mark("recovering" if is_torn else "running")
         except OSError as error:
@@ -89,6 +102,7 @@ class MmapStore:
             storage = JournaledParameter.recover(
                 entry, layout, salt, self._reached, is_torn=is_torn
             )
+            storage.presence = self._presence
             self._open[layout.name] = storage
             found.append((layout, storage))
             if is_torn:
@@ -113,15 +127,29 @@ class MmapStore:
 
     def recovered(self) -> None:
         """See Store."""
-        for storage in self._all():
-            self._begin(storage)
+        if self._durability.is_process:
+            for storage in self._all():
+                self._begin(storage)
+        else:
+            ask_all(self._all(), self._begin)  # each waits for the disk, which takes many at once
         self._boot.mark("running")
 
-    def _begin(self, storage: JournaledParameter | JournaledTable) -> None:
+    def check_present(self) -> None:
+        """Refuses to go on where `look` has found something missing."""
+        self._presence.check()
+
+    def look(self) -> None:
+        """Looks at the names of all files that are mapped, and of the directory."""
+        self._presence.look(
+            ("boot.json", "parameters", "tables"),
+            [each.named_files for each in self._all() if each.presence is not None],
+        )
+
+    def _begin(self, storage: JournaledParameter | JournaledTable, *, is_new: bool = False) -> None:
         if self._durability.is_process:
             storage.stop_journaling()  # both would be older than the files from now on
         else:
-            storage.begin(syncs_each=self._durability.is_step)
+            storage.begin(syncs_each=self._durability.is_step, is_new=is_new)
 
     def _all(self) -> list[JournaledParameter | JournaledTable]:
         return [*self._open.values(), *self._open_tables.values()]
@@ -144,11 +172,12 @@ class MmapStore:
             with self._parameters.making(fill, doing) as directory:
                 storage = JournaledParameter.recover(directory, layout, salt, self._reached)
                 self._open[layout.name] = storage
-                self._begin(storage)
+                self._begin(storage, is_new=True)
                 begin(storage)
         except BaseException:
             _drop(self._open.pop(layout.name, None))
             raise
+        storage.presence = self._presence
         return storage
 
     def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
@@ -167,6 +196,7 @@ class MmapStore:
             )
             if has_image:
                 storage.replay()
+            storage.presence = self._presence
             self._open_tables[layout.name] = storage
             found.append((layout, storage))
             if self._is_torn:
@@ -205,13 +235,14 @@ class MmapStore:
             with self._tables.making(fill, f"making table {layout.name!r}") as directory:
                 storage = JournaledTable.recover(directory, layout, salt, self._reached)
                 self._open_tables[layout.name] = storage
-                self._begin(storage)
+                self._begin(storage, is_new=True)
                 begin(storage)
         except BaseException as error:
             _drop(self._open_tables.pop(layout.name, None))
             if isinstance(error, StorageError):
                 error.table = layout.name
             raise
+        storage.presence = self._presence
         return storage
 
     def close(self) -> None:
@@ -222,14 +253,13 @@ class MmapStore:
         """
         opened = self._all()
         self._open, self._open_tables = {}, {}
+        if self._presence.is_gone:  # nothing may be written where others' files may be now
+            for storage in opened:
+                _drop(storage)
+            self._presence.check()
         if not opened:
             return
-        failed: OSError | None = None
-        for storage in opened:
-            try:
-                storage.close()
-            except OSError as error:
-                failed = failed or error
+        failed = next(filter(None, ask_all(opened, _closed)), None)
         if failed is not None:
             raise storage_error(self._path, failed, "writing everything to disk")
         self._boot.mark("clean")

@@ -42,6 +42,7 @@ from shardwell_server.store.layout_file import write_layout
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.mapped_file import MappedFile, sync_directory, sync_file
 from shardwell_server.store.marks import Marks, recover_marks, seat_count
+from shardwell_server.store.presence import NamedFiles
 from shardwell_server.store.row_arrays import (
     Rows,
     WrittenRows,
@@ -119,6 +120,8 @@ class MmapTable:
         self._events = EventLog(directory / "events", salt, reached)
         self._seat_count = 0
         self._reserved_row_count = 0
+        self.named_files = NamedFiles(directory, self._files, ("table.json", "marks", "events"))
+        """What must keep its name for as long as this is used."""
 
     @classmethod
     def create(

@@ -235,6 +235,21 @@ class Store(Protocol):
             StorageError: something can't be believed; names the file, and what to do.
         """
 
+    def check_present(self) -> None:
+        """Refuses what could not be kept.
+
+        Raises:
+            StorageError: `look` has found something missing.
+        """
+
+    def look(self) -> None:
+        """Looks whether files still have their names; any thread may call it, one at a time.
+
+        Raises:
+            StorageError: one is gone. From then on nothing is acknowledged: `check_present` and
+                every `make_durable` raise it, too.
+        """
+
     def recovered(self) -> None:
         """To be called when all that `recover` and `recover_tables` gave was taken over."""
 

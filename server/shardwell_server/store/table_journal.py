@@ -9,6 +9,7 @@ again, in order. Each segment begins with a mark: the sequence number of the cha
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,14 @@ from fastcrc import crc32
 
 from shardwell.codec import Bytes
 from shardwell.errors import StorageError
-from shardwell_server.store.journal import Part, segments
+from shardwell_server.store.journal import (
+    HEAD_BYTES,
+    NotWholeError,
+    Part,
+    cut_off,
+    read_segment,
+    segments,
+)
 from shardwell_server.store.row_arrays import RowArrays, Rows, WrittenRows
 from shardwell_server.store.table_records import StoredTableRecord
 from shardwell_server.store.table_storage import Position, TableRecord
@@ -107,12 +115,14 @@ class TableJournal:
 
     Args:
         directory: The table's.
+        name: The table's.
         arrays: The table's arrays; those of rows in entries have the same kinds.
         salt: The table's.
     """
 
-    def __init__(self, directory: Path, arrays: RowArrays, salt: int) -> None:
+    def __init__(self, directory: Path, name: str, arrays: RowArrays, salt: int) -> None:
         self._directory = directory
+        self._of = f"table {name!r}"
         self._values = arrays.of_values
         self._sums = () if arrays.sums is None else arrays.of_sums
         self._capacity = arrays.keys.size
@@ -128,12 +138,13 @@ class TableJournal:
         Raises:
             StorageError: the journal does not begin there, has a gap, or ends too early.
         """
-        found = [
-            each
-            for number, path in segments(self._directory).items()
-            if number >= first_segment
-            for each in self._heads(path)
-        ]
+        found: list[_Found] = []
+        for number, path in segments(self._directory).items():
+            if number >= first_segment:
+                read = functools.partial(self._head, path)
+                whole = list(read_segment(path, self._of, read))
+                found += [each for each, _ in whole]
+                cut_off(path, whole[-1][1] if whole else HEAD_BYTES)
         if not found or not found[0].flags & _MARK:
             raise self._gone(f"journal-{first_segment:06d} does not begin with a mark")
         sequence = found[0].stored.sequence
@@ -148,28 +159,24 @@ class TableJournal:
         if sequence < at_least:
             raise self._gone(f"it ends with change {sequence}; the image has {at_least}")
 
-    def _heads(self, path: Path) -> Iterator[_Found]:
-        """The whole entries of a segment."""
-        if not path.stat().st_size:
-            return
-        data = np.memmap(path, np.uint8, "r")
-        start = 0
-        while start + _HEAD_BYTES <= data.size:
-            head = data[start : start + _HEAD.size].tobytes()
-            magic, flags, length, sequence, row_count, new_start, *rest, crc = _HEAD.unpack(head)
-            used, version, samples, count, shift, seat, parts, step = rest
-            begin = start + _HEAD_BYTES
-            end = begin + length
-            (head_crc,) = _CRC.unpack(data[start + _HEAD.size : begin].tobytes())
-            if magic != _MAGIC or head_crc != crc32.iscsi(head, self._salt) or end > data.size:
-                return
-            if crc != crc32.iscsi(data[begin:end].data, 0):
-                return
-            position = None if seat < 0 else Position(seat, step, parts)
-            record = TableRecord(used, version, count, samples, shift)
-            stored = StoredTableRecord(sequence, record, position)
-            yield _Found(path, begin, end, flags, row_count, new_start, stored)
-            start = end
+    def _head(self, path: Path, data: Bytes, start: int) -> tuple[_Found, int]:
+        """The entry that begins at an offset of a segment, and its end. See `read_segment`."""
+        begin = start + _HEAD_BYTES
+        if begin > data.size:
+            raise NotWholeError("its head", is_cut=True)
+        head = data[start : start + _HEAD.size].tobytes()
+        magic, flags, length, sequence, row_count, new_start, *rest, crc = _HEAD.unpack(head)
+        used, version, samples, count, shift, seat, parts, step = rest
+        (head_crc,) = _CRC.unpack(data[start + _HEAD.size : begin].tobytes())
+        if magic != _MAGIC or head_crc != crc32.iscsi(head, self._salt):
+            raise NotWholeError("its head", is_cut=False)
+        end = begin + length
+        if crc != crc32.iscsi(data[begin:end].data, 0):
+            raise NotWholeError(f"change {sequence}", is_cut=end > data.size)
+        position = None if seat < 0 else Position(seat, step, parts)
+        record = TableRecord(used, version, count, samples, shift)
+        stored = StoredTableRecord(sequence, record, position)
+        return _Found(path, begin, end, flags, row_count, new_start, stored), end
 
     def _entry(self, found: _Found) -> TableEntry:
         data = np.memmap(found.path, np.uint8, "r")[found.payload_start : found.payload_end]

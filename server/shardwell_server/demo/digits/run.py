@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError
 from shardwell.specs import CodecName, ModeName
+from shardwell_server import signals
 from shardwell_server.demo.crew import Crew
 from shardwell_server.demo.digits.examiner import Examiner
 from shardwell_server.demo.digits.samples import (
@@ -25,7 +26,6 @@ from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncNa
 from shardwell_server.demo.progress import count
 from shardwell_server.demo.shards import GRACE_S, check_shards, ended_shards_named
 from shardwell_server.demo.standing import Observer, Standing
-from shardwell_server.demo.stop import StopRequest
 from shardwell_server.local_cluster import LocalCluster
 
 WORKER_COUNT_MAX = 32
@@ -115,7 +115,7 @@ class Result:
         return self.accuracy >= ACCURACY_MIN
 
 
-def run_demo(config: DemoConfig, screen: Screen, stop: StopRequest) -> Result:
+def run_demo(config: DemoConfig, screen: Screen) -> Result:
     """Runs it all, and leaves no process behind.
 
     Raises:
@@ -127,22 +127,23 @@ def run_demo(config: DemoConfig, screen: Screen, stop: StopRequest) -> Result:
     screen.introduce()
     check_installed()
     with contextlib.ExitStack() as stack:
-        stop.check()
+        signals.check()
         cluster, target = None, config.target
         if config.started_shard_count:
             screen.say(f"starting {count(config.started_shard_count, 'shard')}")
-            cluster = stack.enter_context(
-                LocalCluster(config.started_shard_count, processes=True, grace_s=GRACE_S)
-            )
+            with signals.breaking_off():
+                cluster = stack.enter_context(
+                    LocalCluster(config.started_shard_count, processes=True, grace_s=GRACE_S)
+                )
             target = cluster.target
         tasks = config.tasks(target or "none:1")
-        stop.check()
+        signals.check()
         crew = stack.enter_context(Crew(tasks))
         screen.say(f"starting {count(config.worker_count, 'worker')}")
-        with stop.at_once():
+        with signals.breaking_off():
             held_out = load_digits().held_out
         with ended_shards_named(cluster):
-            standing, accuracy = _watch(crew, tasks[0], held_out, screen, stop, cluster)
+            standing, accuracy = _watch(crew, tasks[0], held_out, screen, cluster)
     return Result(
         accuracy=accuracy,
         held_out_count=HELD_OUT_COUNT,
@@ -156,7 +157,6 @@ def _watch(
     task: Task,
     held_out: Samples,
     screen: Screen,
-    stop: StopRequest,
     cluster: LocalCluster | None,
 ) -> tuple[Standing, float]:
     """Shows and measures until all workers have finished; their last standing, and the accuracy."""
@@ -166,7 +166,7 @@ def _watch(
         accuracy: float | None = None
         exam_due_s = 0.0
         while True:
-            stop.check()
+            signals.check()
             check_shards(cluster)
             finished = crew.has_finished()
             standing = observer.look(time.monotonic())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import shardwell
 from shardwell.errors import ArgumentError
 from shardwell.specs import CodecName
+from shardwell_server import signals
 from shardwell_server.demo.crew import Crew
 from shardwell_server.demo.embeddings.examiner import TEST_HITS, TEST_MRR, Examiner
 from shardwell_server.demo.embeddings.knowledge_graph import (
@@ -33,7 +34,6 @@ from shardwell_server.demo.embeddings.worker import (
 from shardwell_server.demo.progress import count
 from shardwell_server.demo.shards import GRACE_S, check_shards, ended_shards_named
 from shardwell_server.demo.standing import Observer, Standing
-from shardwell_server.demo.stop import StopRequest
 from shardwell_server.local_cluster import LocalCluster
 
 RATIO_MIN = 0.98
@@ -144,7 +144,7 @@ class Result:
         return self.ratio >= RATIO_MIN
 
 
-def run_embeddings(config: EmbeddingsConfig, screen: Screen, stop: StopRequest) -> Result:
+def run_embeddings(config: EmbeddingsConfig, screen: Screen) -> Result:
     """Runs it all, and leaves no process behind.
 
     Raises:
@@ -153,11 +153,11 @@ def run_embeddings(config: EmbeddingsConfig, screen: Screen, stop: StopRequest) 
         ShardwellError: see `LocalCluster`, `Client` and `Table`.
     """
     start_s = time.monotonic()
-    with stop.at_once():
+    with signals.breaking_off():
         graph = read_graph(find_data(DATA_SET))
     screen.introduce(graph)
-    alone = _train_alone(config, screen, stop)
-    together, questions = _train_together(config, graph, screen, stop)
+    alone = _train_alone(config, screen)
+    together, questions = _train_together(config, graph, screen)
     return Result(
         alone=alone,
         together=together,
@@ -166,28 +166,29 @@ def run_embeddings(config: EmbeddingsConfig, screen: Screen, stop: StopRequest) 
     )
 
 
-def _train_alone(config: EmbeddingsConfig, screen: Screen, stop: StopRequest) -> Outcome:
+def _train_alone(config: EmbeddingsConfig, screen: Screen) -> Outcome:
     screen.begin("one process")
     with Crew([config.task_alone()]) as crew:
         screen.say("starting one process")
         (member,) = crew.members
-        return _watch(crew, screen, stop, lambda last: member.measures)
+        return _watch(crew, screen, lambda last: member.measures)
 
 
 def _train_together(
-    config: EmbeddingsConfig, graph: KnowledgeGraph, screen: Screen, stop: StopRequest
+    config: EmbeddingsConfig, graph: KnowledgeGraph, screen: Screen
 ) -> tuple[Outcome, list[Question]]:
     with contextlib.ExitStack() as stack:
-        stop.check()
+        signals.check()
         screen.begin(count(config.worker_count, "worker"))
         cluster, target = None, config.target
         if target is None:
             screen.say(f"starting {count(config.shard_count, 'shard')}")
-            cluster = stack.enter_context(
-                LocalCluster(config.shard_count, processes=True, grace_s=GRACE_S)
-            )
+            with signals.breaking_off():
+                cluster = stack.enter_context(
+                    LocalCluster(config.shard_count, processes=True, grace_s=GRACE_S)
+                )
             target = cluster.target
-        stop.check()
+        signals.check()
         tasks = config.tasks(target)
         with ended_shards_named(cluster):
             reader = f"{tasks[0].tables}-examiner"
@@ -197,7 +198,7 @@ def _train_together(
             examiner = Examiner(MODEL, graph, *open_tables(client, tasks[0], graph))
             crew = stack.enter_context(Crew(tasks))
             screen.say(f"starting {count(config.worker_count, 'worker')}")
-            outcome = _watch(crew, screen, stop, _now_and_then(examiner), cluster)
+            outcome = _watch(crew, screen, _now_and_then(examiner), cluster)
             return outcome, ask_some(graph, MODEL, *examiner.rows(), _QUESTION_COUNT)
 
 
@@ -221,14 +222,13 @@ def _now_and_then(examiner: Examiner) -> Callable[[bool], Mapping[str, float]]:
 def _watch(
     crew: Crew,
     screen: Screen,
-    stop: StopRequest,
     measure: Callable[[bool], Mapping[str, float]],
     cluster: LocalCluster | None = None,
 ) -> Outcome:
     """Shows and measures until all workers have finished."""
     observer = Observer(crew.members)
     while True:
-        stop.check()
+        signals.check()
         check_shards(cluster)
         finished = crew.has_finished()
         standing = observer.look(time.monotonic())

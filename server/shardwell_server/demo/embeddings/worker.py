@@ -69,7 +69,7 @@ class Task:
         """The command that does it, without the program's name."""
         return [
             WORKER_COMMAND,
-            *([] if self.target is None else [f"--target={self.target}"]),
+            *([] if self.target is None else [f"--shards={self.target}"]),
             f"--worker-id={self.worker_id}",
             f"--worker-index={self.worker_index}",
             f"--worker-count={self.worker_count}",

@@ -18,6 +18,7 @@ from shardwell.closing import Closing
 from shardwell.codec import Float32
 from shardwell.errors import ArgumentError, ClosedError, NonFiniteError, StorageError
 from shardwell.optimizers import check_learning_rate
+from shardwell.owner_process import OwnerProcess
 from shardwell.table_spec import DIM_MAX
 from shardwell.values import check_integer
 from shardwell_server.store.accumulator.file_head import State
@@ -99,6 +100,7 @@ class MmapGradientAccumulator(Closing):
 
     Raises:
         ArgumentError: an argument is out of range.
+        ForkedError: a method is called in a process that was forked from the one that made it.
         StorageError: the file is damaged, in use, was made for another dim or max_rows, was not
             closed (see `recover`), or can't be made or opened; the message says what to do.
     """
@@ -126,6 +128,7 @@ class MmapGradientAccumulator(Closing):
         self._touched = TouchedRows(self.row_count, stripe)
         self._locks = StripeLocks(self._touched.stripe_count)
         self._reached = reached
+        self._owner = OwnerProcess("gradient accumulator")
         self._was_recovered = False
         self._file: GradientFile | None = None
         self._sums: StoredSums | None = None
@@ -222,6 +225,7 @@ class MmapGradientAccumulator(Closing):
             self._add(rows, merged)
 
     def _add(self, rows: Rows, gradients: Float32) -> None:
+        self._owner.check()
         stripes = self._touched.stripes_of(rows)
         with self._locks.exclusive(stripes):
             sums = self._open_sums()
@@ -259,6 +263,7 @@ class MmapGradientAccumulator(Closing):
             raise ArgumentError(f"learning_rate {learning_rate!r} is beyond float32")
         rate = np.float32(learning_rate)
         target = check_rows(rows, self.row_count, self.dim)
+        self._owner.check()
         with self._locks.cut(self._touched.stripes, is_shared=False) as hold:
             sums = self._open_sums()
             touched = self._touched.rows_of(hold.stripes)
@@ -285,6 +290,7 @@ class MmapGradientAccumulator(Closing):
         Raises:
             ClosedError: the accumulator is closed.
         """
+        self._owner.check()
         with self._locks.everything():
             sums = self._open_sums()
             rows = self._touched.rows_of(None)
@@ -302,6 +308,7 @@ class MmapGradientAccumulator(Closing):
             ClosedError: the accumulator is closed.
         """
         row = check_row(row_id, self.row_count)
+        self._owner.check()
         with self._locks.shared(self._touched.stripes_of(np.array([row]))):
             return self._open_sums().get(row)
 
@@ -311,6 +318,7 @@ class MmapGradientAccumulator(Closing):
         Raises:
             ClosedError: the accumulator is closed.
         """
+        self._owner.check()
         with self._locks.cut(self._touched.stripes, is_shared=True) as hold:
             return self._open_sums().with_sum(self._touched.rows_of(hold.stripes))
 
@@ -331,11 +339,14 @@ class MmapGradientAccumulator(Closing):
     def close(self) -> None:
         """Puts everything on disk and lets others open the file. Waits for calls under way.
 
-        Safe to repeat. Without it, the file counts as that of a killed process.
+        Safe to repeat. Without it, the file counts as that of a killed process. In a process that
+        was forked from the one that made it, it does nothing.
 
         Raises:
             StorageError: the disk failed; the file counts as not closed.
         """
+        if not self._owner.is_here:
+            return
         with self._locks.everything():
             sums, self._sums = self._sums, None
             if sums is not None and self._file is not None:

@@ -74,7 +74,8 @@ class StripeLocks:
     @property
     def waiting_count(self) -> int:
         """Requests that wait now."""
-        return len(self._waiting)
+        with self._mutex:  # one that is granted at once is among them for a moment
+            return len(self._waiting)
 
     def _acquire(self, hold: Hold) -> None:
         with self._mutex:

@@ -1,0 +1,40 @@
+"""Which process made something that is of no use in another: connections and threads stay behind.
+
+`os.fork` copies the objects, also by way of multiprocessing, and not the threads that serve them,
+nor what locks they held.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shardwell.errors import ForkedError
+
+
+class OwnerProcess:
+    """The process that this was made in.
+
+    Args:
+        what: What belongs to it, for messages: "client".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._process_id = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self._process_id
+
+    def check(self) -> None:
+        """Refuses to work in another.
+
+        Raises:
+            ForkedError: this process was forked from the one that made it.
+        """
+        if not self.is_here:
+            raise ForkedError(
+                f"this {self._what} was made in process {self._process_id} and can't be used in "
+                f"process {os.getpid()}, which was forked from it; make one in this process"
+            )

@@ -1,0 +1,90 @@
+"""Options that several commands have: one idea has one name and one check."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+
+from shardwell.channel import parse_target
+from shardwell.client import TARGET_VARIABLE
+from shardwell.errors import ArgumentError
+from shardwell_server.local_cluster import SHARD_COUNT_MAX
+
+Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """A block that makes something of flags: what it refuses is wrong usage, exit code 2."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise click.UsageError(error.message) from None
+
+
+class GivenPath(click.Path):
+    """The type of all paths. An empty one, of a shell's unset variable, is no working directory."""
+
+    def __init__(self, *, file_okay: bool = True) -> None:
+        super().__init__(path_type=Path, file_okay=file_okay)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; see click."""
+        if not os.fspath(value):
+            self.fail("it is empty; give a path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def _checked_shards(context: click.Context, flag: click.Parameter, target: str | None) -> str:
+    if not target:
+        raise click.UsageError(
+            f"no shards were given: add --shards HOST:PORT[,HOST:PORT...], or set "
+            f"${TARGET_VARIABLE}, which `shardwell cluster` prints",
+            context,
+        )
+    return _addresses(context, flag, target) or ""
+
+
+def _addresses(context: click.Context, flag: click.Parameter, target: str | None) -> str | None:
+    try:
+        if target is not None:
+            parse_target(target)
+    except ArgumentError as error:
+        raise click.UsageError(error.message, context) from None
+    return target
+
+
+shards_option: Decorator = click.option(
+    "--shards",
+    "target",
+    envvar=TARGET_VARIABLE,
+    callback=_checked_shards,
+    metavar="HOST:PORT[,...]",
+    help=f"The cluster's shards, in their order; default: ${TARGET_VARIABLE}.",
+)
+"""The addresses of a cluster that there must be."""
+running_shards_option: Decorator = click.option(
+    "--shards",
+    "target",
+    callback=_addresses,
+    metavar="HOST:PORT[,...]",
+    help="Train on a cluster that runs already instead of starting one.",
+)
+"""The addresses of a cluster that there may be."""
+
+
+def shard_count_option(what: str) -> Decorator:
+    """How many shards a command is to start."""
+    return click.option(
+        "--shard-count",
+        type=click.IntRange(1, SHARD_COUNT_MAX),
+        default=2,
+        show_default=True,
+        envvar="SHARDWELL_SHARD_COUNT",
+        help=what,
+    )

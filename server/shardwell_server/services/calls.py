@@ -1,0 +1,396 @@
+"""How calls are served: handlers that never wait, and a loop that waits for all of them.
+
+A handler is a generator that yields what it needs, and goes on when it is there:
+
+    message = yield Read.NEXT        the next message, in the middle of a step; None: there is none
+    message = yield Read.NEXT_STEP   the same, where nothing is under way: the call may end here
+    yield answer                     bytes, which are written to the caller
+    yield not_yet                    see `shard.patience`: it goes on when it is to look again
+    yield HELD                       until the call ends, which closes the generator
+    return response                  of a call that has one
+
+From one yield to the next it runs on a thread of `WorkThreads`, and may use processor and disk.
+Between them a call has no thread, whether it waits for its client, for other workers or for the
+line. So idle and waiting calls cost memory alone, and none keeps another from its turn.
+
+A handler that does not wait is a plain function of request and call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import grpc
+
+from shardwell.answering import parsed, status_of
+from shardwell.errors import LimitError, ShardwellError
+from shardwell.status import to_status
+from shardwell_server.services.streams import OpenStreams
+from shardwell_server.services.work_threads import WorkThreads
+from shardwell_server.shard.patience import NotYet
+
+_LOG = logging.getLogger("shardwell_server")
+_BATCH_BYTES = 256 * 1024
+"""Answers that are made at once before they are written; one may be larger."""
+SHORT_BYTES_MAX = 16 * 1024
+"""See `Call.is_short`."""
+_ROOM_WAIT_S = 10.0
+"""How long a call waits for others' answers to be read, before it is refused."""
+
+
+class Read(enum.Enum):
+    """A handler wants a message."""
+
+    NEXT = enum.auto()
+    NEXT_STEP = enum.auto()
+
+
+class Held(enum.Enum):
+    """A handler wants nothing but that its call stays open."""
+
+    HELD = enum.auto()
+
+
+HELD = Held.HELD
+Handling: TypeAlias = Generator["bytes | NotYet | Read | Held", "bytes | None", Any]
+
+
+class Call:
+    """A call, for its handler."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self.context = context
+        """gRPC's."""
+        self.changed = asyncio.Event()
+        """Set when what was too early may be there."""
+        self.is_short = False
+        """Whether its handler, going on from a message of up to SHORT_BYTES_MAX or none, takes less
+        time than a thread to be woken: then it runs on the loop's thread. The handler says so."""
+        self.ending: ShardwellError | None = None
+        """Why the server ends it, if it does."""
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        deadline_s = context.time_remaining()
+        self._deadline_s = None if deadline_s is None else time.monotonic() + deadline_s
+        self._is_over = False
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the caller's deadline; None if there is none."""
+        return None if self._deadline_s is None else self._deadline_s - time.monotonic()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether somebody still waits for it; any thread may ask."""
+        return not self._is_over
+
+    def wake(self) -> None:
+        """What was too early may be there. From any thread."""
+        with suppress(RuntimeError):  # the loop has ended, and the call with it
+            self._loop.call_soon_threadsafe(self.changed.set)
+
+    def end(self, error: ShardwellError) -> None:
+        """Ends it with that error, when its handler yields. From any thread."""
+        self._loop.call_soon_threadsafe(self._end, error)
+
+    def note_end(self) -> None:
+        """Nobody waits for it any more."""
+        self._is_over = True
+
+    def _end(self, error: ShardwellError) -> None:
+        if not self._is_over:
+            self.ending = error
+            assert self._task is not None
+            self._task.cancel()
+
+
+class _Step(NamedTuple):
+    """What came of a handler's going on until it needed something."""
+
+    answers: deque[bytes]
+    needs: Any = None
+    """None: that the answers are written."""
+    response: Any = None
+    has_ended: bool = False
+    error: Exception | None = None
+
+
+def _go_on(handling: Handling, message: bytes | None) -> _Step:
+    answers: deque[bytes] = deque()
+    size = 0
+    try:
+        while size < _BATCH_BYTES:
+            needs = handling.send(message)
+            message = None
+            if not isinstance(needs, bytes):
+                return _Step(answers, needs)
+            answers.append(needs)
+            size += len(needs)
+    except StopIteration as end:
+        return _Step(answers, response=end.value, has_ended=True)
+    except Exception as error:
+        return _Step(answers, error=error)
+    return _Step(answers)
+
+
+@contextmanager
+def _gone_is_cancelled() -> Iterator[None]:
+    """Takes gRPC's errors for what they mean: the caller has gone, which may be told later."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise  # it has ended as it was asked to
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
+
+
+class _AnswerRoom:
+    """Bytes of answers that are being written. For the loop's thread."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._freed = asyncio.Event()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for one more, which may be of any size."""
+        return self._bytes >= self._bytes_max
+
+    async def enter(self) -> None:
+        """Returns when there is room.
+
+        Raises:
+            LimitError: others did not read theirs.
+        """
+        until_s = time.monotonic() + _ROOM_WAIT_S
+        while self.is_full:
+            self._freed.clear()
+            try:
+                async with asyncio.timeout(until_s - time.monotonic()):
+                    await self._freed.wait()
+            except TimeoutError:
+                raise LimitError(
+                    f"limit answer_bytes_max={self._bytes_max}: so many bytes of answers wait for "
+                    "clients that do not read them; call again, or raise it on the shards"
+                ) from None
+
+    async def write(self, context: grpc.aio.ServicerContext[Any, Any], answer: bytes) -> None:
+        """Returns when gRPC has taken it for its line, which it does as its reader reads."""
+        self._bytes += len(answer)
+        try:
+            with _gone_is_cancelled():
+                await context.write(answer)
+        finally:
+            self._bytes -= len(answer)
+            self._freed.set()
+
+
+class Calls:
+    """Makes gRPC's handlers of ours. For the loop's thread.
+
+    Args:
+        threads: Where handlers run.
+        streams: Counts calls that are streams.
+        shard_index: Which shard answers, for the errors.
+        answer_bytes_max: Bytes of answers that wait to be written, but for one a thread.
+    """
+
+    def __init__(
+        self,
+        threads: WorkThreads,
+        streams: OpenStreams,
+        *,
+        shard_index: int,
+        answer_bytes_max: int,
+    ) -> None:
+        self._threads = threads
+        self._streams = streams
+        self._shard_index = shard_index
+        self._room = _AnswerRoom(answer_bytes_max)
+        self._open: set[Call] = set()
+
+    def wake_all(self) -> None:
+        """Has all calls look again that wait for other workers: the shard stops, say."""
+        for call in self._open:
+            call.changed.set()
+
+    # What gRPC takes.
+
+    def unary(
+        self, handler: Callable[[Any, Call], Any], request_type: Any
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One request, one response; `handler(request, call)` may be a plain function."""
+        begin = parsed(handler, request_type)
+
+        async def serve(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            return await self._served(context, lambda call: begin(request, call))
+
+        return grpc.unary_unary_rpc_method_handler(
+            serve, response_serializer=lambda response: response.SerializeToString()
+        )
+
+    def held(
+        self, handler: Callable[[Any, Call], Handling], request_type: Any
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One request, and no answer as long as the call is open; it is not counted as a stream."""
+        begin = parsed(handler, request_type)
+
+        async def serve(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await self._served(context, lambda call: begin(request, call))
+
+        return grpc.unary_stream_rpc_method_handler(serve)
+
+    def answers(
+        self, handler: Callable[[Any, Call], Handling], request_type: Any
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One request, a stream of answers."""
+        begin = parsed(handler, request_type)
+
+        async def serve(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await self._served(context, lambda call: begin(request, call), is_stream=True)
+
+        return grpc.unary_stream_rpc_method_handler(serve)
+
+    def messages(self, handler: Callable[[Call], Handling]) -> grpc.RpcMethodHandler[Any, Any]:
+        """A stream of messages, one response."""
+
+        async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            return await self._served(context, handler, is_stream=True)
+
+        return grpc.stream_unary_rpc_method_handler(
+            serve, response_serializer=lambda response: response.SerializeToString()
+        )
+
+    def both(self, handler: Callable[[Call], Handling]) -> grpc.RpcMethodHandler[Any, Any]:
+        """A stream of messages, a stream of answers."""
+
+        async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await self._served(context, handler, is_stream=True)
+
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+    # How they run.
+
+    async def _served(
+        self,
+        context: grpc.aio.ServicerContext[Any, Any],
+        begin: Callable[[Call], Any],
+        *,
+        is_stream: bool = False,
+    ) -> Any:
+        """The response; or the call has ended with the status that stands for its error."""
+        call = Call(context)
+        self._open.add(call)
+        try:
+            if is_stream:
+                await self._streams.enter(call)
+            return await self._run(call, begin, is_stream=is_stream)
+        except asyncio.CancelledError:
+            if call.ending is None:
+                raise
+            await self._abort(call, call.ending)
+        except Exception as error:
+            await self._abort(call, error)
+        finally:
+            call.note_end()
+            self._open.discard(call)
+            self._streams.leave(call)
+
+    async def _run(self, call: Call, begin: Callable[[Call], Any], *, is_stream: bool) -> Any:
+        # Of a stream that only makes the generator.
+        begun = begin(call) if is_stream else await self._threads.run(lambda: begin(call))
+        if not isinstance(begun, Generator):
+            return begun
+        handling: Handling = begun
+        message: bytes | None = None
+        runs = False
+        needs: Any = None
+        try:
+            while True:
+                if is_stream and self._room.is_full:
+                    await self._room.enter()
+                call.changed.clear()
+                runs = True
+                step: _Step
+                if call.is_short and len(message or b"") <= SHORT_BYTES_MAX:
+                    step = _go_on(handling, message)
+                else:
+                    step = await self._threads.run(
+                        partial(_go_on, handling, message),
+                        partial(self._abandon, handling),
+                    )
+                runs, message, needs = False, None, step.needs
+                while step.answers:
+                    await self._room.write(call.context, step.answers.popleft())
+                if step.error is not None:
+                    raise step.error
+                if step.has_ended:
+                    return step.response
+                del step
+                if needs is not None:
+                    message = await self._what(call, needs)
+        finally:
+            if isinstance(needs, NotYet):
+                needs.forget()
+            if not runs:  # else it is closed when it yields
+                self._threads.begin(handling.close)
+
+    def _abandon(self, handling: Handling, step: _Step | None) -> None:
+        """Ends a handler whose call was cancelled while it ran."""
+        if step is not None and isinstance(step.needs, NotYet):
+            step.needs.forget()
+        self._threads.begin(handling.close)
+
+    def _what(self, call: Call, needs: Any) -> Awaitable[bytes | None]:
+        if isinstance(needs, NotYet):
+            return self._wait(call, needs)
+        if isinstance(needs, Read):
+            return self._read(call, needs)
+        assert needs is HELD
+        return self._hold(call)
+
+    async def _wait(self, call: Call, too_early: NotYet) -> None:
+        """Returns when it may not be too early any more."""
+        timer = asyncio.get_running_loop().call_later(
+            max(too_early.deadline_s - time.monotonic(), 0), call.changed.set
+        )
+        try:
+            await call.changed.wait()
+        finally:
+            timer.cancel()
+            too_early.forget()
+
+    async def _read(self, call: Call, what: Read) -> bytes | None:
+        if what is Read.NEXT_STEP:
+            self._streams.note_idle(call)
+        try:
+            with _gone_is_cancelled():
+                message = await call.context.read()
+        finally:
+            self._streams.note_busy(call)
+        return None if message is grpc.aio.EOF else message
+
+    async def _hold(self, call: Call) -> None:
+        with _gone_is_cancelled():
+            await call.context.send_initial_metadata(())
+        await asyncio.get_running_loop().create_future()
+
+    async def _abort(self, call: Call, error: Exception) -> None:
+        """Ends a call with the status that stands for `error`."""
+        if error is call.ending:
+            error.shard_index = self._shard_index
+            status = to_status(error)
+        else:
+            status = status_of(error, _LOG, shard_index=self._shard_index, place="shard")
+        error.__traceback__ = None  # it has messages at hand, and gRPC keeps the error
+        with _gone_is_cancelled():
+            await call.context.abort(status.code, status.details, status.trailing_metadata)

@@ -1,0 +1,63 @@
+"""SessionService: which clients are connected.
+
+An Attend call is open as long as its client is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import grpc
+
+from shardwell.errors import ArgumentError, ShardUnavailableError
+from shardwell.names import check_name
+from shardwell.session import HOST_LENGTH_MAX, Session
+from shardwell.v1 import session_pb2 as pb
+from shardwell_server.services.calls import HELD, Call, Calls, Handling
+from shardwell_server.shard.shard import Shard
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["SessionService"]
+SESSION_SERVICE_NAME = _SERVICE.full_name
+
+
+class SessionService:
+    """Handlers, one method an RPC."""
+
+    def __init__(self, shard: Shard, calls: Calls) -> None:
+        self._shard = shard
+        self._calls = calls
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All methods, for grpc.aio.Server."""
+        calls = self._calls
+        handlers = {
+            "Attend": calls.held(self.attend, pb.AttendRequest),
+            "EndSession": calls.unary(self.end_session, pb.EndSessionRequest),
+        }
+        assert set(handlers) == {method.name for method in _SERVICE.methods}
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+
+    def attend(self, request: pb.AttendRequest, call: Call) -> Handling:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        worker_id = check_name("worker_id", request.worker_id)
+        if not request.session:
+            raise ArgumentError("session must be a number drawn at random, not 0; got 0")
+        host = request.host
+        if not host or len(host) > HOST_LENGTH_MAX or not host.isprintable():
+            raise ArgumentError(
+                f"host must be 1 to {HOST_LENGTH_MAX} printable characters; got {host!r:.80}"
+            )
+        session, sessions = Session(request.session, host, request.pid), self._shard.sessions
+        ended = ShardUnavailableError("the shard does not attend this session any more")
+        token = sessions.attend(worker_id, session, partial(call.end, ended))
+        try:
+            yield HELD
+        finally:
+            sessions.leave(session, token)
+
+    def end_session(self, request: pb.EndSessionRequest, call: Call) -> pb.EndSessionResponse:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        self._shard.end_session(request.session)
+        return pb.EndSessionResponse()

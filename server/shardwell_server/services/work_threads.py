@@ -1,0 +1,112 @@
+"""Threads for what takes the processor or the disk, so that the loop has neither to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+_LOG = logging.getLogger("shardwell_server")
+
+
+class _Job(NamedTuple):
+    call: Callable[[], Any]
+    outcome: asyncio.Future[Any] | None
+    """None: nobody wants it."""
+    abandoned: Callable[[Any], object]
+
+
+class WorkThreads:
+    """Up to `count_max` threads, started when there is work for them; one is there from the first.
+
+    Where the system has no further thread, work waits for one of those that there are. To be
+    called on the loop, except `close`.
+
+    Raises:
+        RuntimeError: the system has no thread at all.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, count_max: int) -> None:
+        self._loop = loop
+        self._count_max = count_max
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._busy_count = 0
+        self._is_closed = False
+        self._start()
+
+    async def run(
+        self, call: Callable[[], Any], abandoned: Callable[[Any], object] = lambda result: None
+    ) -> Any:
+        """The call's result.
+
+        Args:
+            call: Made on one of the threads.
+            abandoned: Called on the loop with the result, or None after an error, where nobody
+                waits for it any more, as this was cancelled meanwhile.
+        """
+        outcome = self._loop.create_future()
+        self._put(_Job(call, outcome, abandoned))
+        try:
+            return await outcome
+        except asyncio.CancelledError:
+            if outcome.done() and not outcome.cancelled():  # cancelled as it was delivered
+                abandoned(None if outcome.exception() else outcome.result())
+            raise
+
+    def begin(self, call: Callable[[], Any]) -> None:
+        """Makes a call on one of the threads, whose outcome nobody waits for."""
+        if self._is_closed:
+            call()
+            return
+        self._put(_Job(call, None, lambda result: None))
+
+    def close(self) -> None:
+        """Ends all threads when what was begun has ended. From any thread but theirs."""
+        self._is_closed = True
+        threads = list(self._threads)
+        for _ in threads:
+            self._jobs.put(None)
+        for thread in threads:
+            thread.join()
+
+    def _put(self, job: _Job) -> None:
+        if self._is_closed:
+            raise asyncio.CancelledError
+        self._busy_count += 1
+        self._jobs.put(job)
+        if len(self._threads) < min(self._busy_count, self._count_max):
+            with suppress(RuntimeError, MemoryError):
+                self._start()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name="shardwell-work", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            result: Any = None
+            error: BaseException | None = None
+            try:
+                result = job.call()
+            except BaseException as raised:
+                error = raised
+            self._loop.call_soon_threadsafe(self._deliver, job, result, error)
+            del job, result, error  # before the next comes, they would hold what is large
+
+    def _deliver(self, job: _Job, result: Any, error: BaseException | None) -> None:
+        self._busy_count -= 1
+        if job.outcome is None:
+            if error is not None:
+                _LOG.error("what ends a call has failed", exc_info=error)
+        elif job.outcome.cancelled():
+            job.abandoned(result)
+        elif error is not None:
+            job.outcome.set_exception(error)
+        else:
+            job.outcome.set_result(result)

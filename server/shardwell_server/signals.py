@@ -1,0 +1,115 @@
+"""How commands take SIGINT, SIGTERM and SIGHUP: held from the first instant, then in two ways.
+
+While the signals are held, they wait in the kernel: an exception in the middle of an import, or of
+a gRPC call, could be lost or leave a lock taken. A command that serves keeps holding them, and asks
+for them where it can stop (`wait`, `is_asked_to_stop`, `check`). Every other command is broken off
+wherever it is (`break_off`): a StoppedError runs through its `with` blocks, as Ctrl-C's would.
+
+Main thread only, except `held`. Threads and child processes that are started while signals are held
+hold them, too. SIGHUP that is ignored, as under nohup, stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+EXIT_CODE_BASE = 128
+"""Exit codes of shells: 128 and the signal's number."""
+
+
+class StoppedError(BaseException):
+    """A signal asked the command to stop. No Exception, so that nothing on its way handles it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        """The signal."""
+
+    @property
+    def exit_code(self) -> int:
+        """As shells have it: 130 after Ctrl-C."""
+        return EXIT_CODE_BASE + self.number
+
+    @property
+    def cause(self) -> str:
+        """The signal, in words."""
+        return "Ctrl-C" if self.number == signal.SIGINT else signal.Signals(self.number).name
+
+
+def stop_signals() -> set[signal.Signals]:
+    """The signals that ask a command to stop."""
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    return numbers
+
+
+def hold() -> None:
+    """Lets signals wait until they are asked for. Safe to repeat."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """A block that nothing breaks off, such as one that starts a process and notes whose it is.
+
+    A signal that comes meanwhile takes effect after it. In any thread and program.
+    """
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+
+
+def wait() -> None:
+    """Blocks until a held signal has come."""
+    signal.sigwait(stop_signals())
+
+
+def is_asked_to_stop() -> bool:
+    """Whether a held signal has come."""
+    return bool(signal.sigpending() & stop_signals())
+
+
+def check() -> None:
+    """Raises StoppedError if a held signal has come."""
+    if is_asked_to_stop():
+        raise StoppedError(signal.sigwait(stop_signals()))
+
+
+def ask_to_stop() -> None:
+    """Asks this process to stop, as a signal from outside would. From any thread."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def break_off() -> None:
+    """From now on a signal raises StoppedError wherever the main thread is.
+
+    The first one does. Its clean end is bounded, so others of the kind that machines send change
+    nothing; a person who types Ctrl-C again ends the process at once.
+    """
+    for number in stop_signals():
+        signal.signal(number, _raise)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+
+
+@contextlib.contextmanager
+def breaking_off() -> Iterator[None]:
+    """A block of a command that holds signals, in which they break it off: it may take long."""
+    break_off()
+    try:
+        yield
+    finally:
+        hold()
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    hold()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    raise StoppedError(number)

@@ -1,0 +1,95 @@
+"""What commands write to: a terminal, a pipe that nobody reads any more, a full device, nothing.
+
+A command's work does not depend on whether what it says can be written: what can't be is dropped
+and told once on standard error, and exit code 0 becomes 141 at the end, which shells give a program
+whose output nobody reads. `$NO_COLOR` takes away all escape sequences, not colours alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OUTPUT_LOST_CODE = 141
+"""128 and the number of SIGPIPE."""
+_STDOUT_FD, _STDERR_FD = 1, 2
+_PIPE_WIDTH = 200
+"""Columns where there is no terminal: nothing is cut off or wrapped."""
+
+
+class _Output(io.FileIO):
+    """A file descriptor that is written to for as long as it takes what is written."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, "wb", closefd=False)
+        self.is_lost = False
+        """Whether something could not be written."""
+
+    def write(self, data: Any, /) -> int:
+        """All of it, as far as the writer knows."""
+        if not self.is_lost:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self.is_lost = True
+                if self.fileno() != _STDERR_FD:
+                    self._tell(error)
+        return memoryview(data).nbytes
+
+    @staticmethod
+    def _tell(error: OSError) -> None:
+        words = f"shardwell: can't write to standard output: {error.strerror}\n"
+        with contextlib.suppress(OSError):
+            os.write(_STDERR_FD, words.encode())
+
+
+class Outputs:
+    """Standard output and error of this process, which replaces `sys.stdout` and `sys.stderr`."""
+
+    def __init__(self) -> None:
+        for fd in range(_STDERR_FD + 1):
+            with contextlib.suppress(OSError):
+                os.fstat(fd)
+                continue
+            # Else the next file that is opened would be written to as standard output.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        self._stdout, self._stderr = _Output(_STDOUT_FD), _Output(_STDERR_FD)
+        sys.stdout = _text(self._stdout, sys.stdout)
+        sys.stderr = _text(self._stderr, sys.stderr)
+
+    def final_code(self, code: int) -> int:
+        """The command's exit code, once all that it said has been written."""
+        sys.stdout.flush()
+        return OUTPUT_LOST_CODE if code == 0 and self._stdout.is_lost else code
+
+
+def _text(output: _Output, replaced: Any) -> io.TextIOWrapper:
+    """A text stream in the encoding of the one that it replaces, which is None if it was closed."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(output),
+        encoding=getattr(replaced, "encoding", None),
+        errors=getattr(replaced, "errors", None),
+        line_buffering=True,
+    )
+
+
+def is_plain() -> bool:
+    """Whether the user wants no escape sequences, whatever it is that is written to."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
+def console() -> Console:
+    """Where commands print tables and bars."""
+    from rich.console import Console
+
+    return Console(
+        highlight=False,
+        force_terminal=False if is_plain() else None,
+        width=None if os.isatty(_STDOUT_FD) else _PIPE_WIDTH,
+    )

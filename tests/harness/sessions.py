@@ -1,0 +1,64 @@
+"""Sessions for tests that call a slice or a ledger themselves: one a worker, always the same."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+from shardwell.session import Session
+from shardwell_server.shard.seats import Contributor, Event, Seats
+
+
+def session_of(worker_id: str, life: int = 0) -> Session:
+    """The session of a worker; another `life` is that of another process of it."""
+    return Session(zlib.crc32(f"{worker_id}/{life}".encode()) + 1, "test-host", 1000 + life)
+
+
+TENURE = 1
+"""Of all seats that are asynchronous, where a test has no other."""
+
+
+def contributor(worker_id: str, life: int = 0, tenure: int = TENURE) -> Contributor[Any]:
+    """A stream of it."""
+    return Contributor(worker_id, session_of(worker_id, life), tenure)
+
+
+def applicant(
+    worker_id: str, life: int = 0, tenure: int = TENURE, *, begins_anew: bool = False
+) -> Contributor[Any]:
+    """The same as it asks for its seat."""
+    session = session_of(worker_id, life)
+    return Contributor(worker_id, session, tenure, asks=True, begins_anew=begins_anew)
+
+
+def enter(into: Any, worker_id: str) -> None:
+    """Takes a worker's seat in a slice of a parameter or table whose gradients take none."""
+    if into.spec.mode == "async":
+        into.join(worker_id, seat_for=applicant(worker_id))
+
+
+class AllAlive:
+    """Every session attends."""
+
+    def alive_for_s(self, number: int) -> float:
+        """See Liveness."""
+        return math.inf
+
+    def spare_in_s(self, number: int) -> float:
+        """See Liveness."""
+        return math.inf
+
+
+def noted(event: Event) -> None:
+    """Takes note of nothing."""
+
+
+def take(ledger: Seats[Any], worker_id: str, life: int = 0) -> Any:
+    """The seat of a worker in a ledger."""
+    return ledger.seat(applicant(worker_id, life), noted)
+
+
+def know(ledger: Seats[Any], worker_id: str, life: int = 0) -> None:
+    """Has a ledger remember a worker that opened it."""
+    ledger.remember(worker_id, session_of(worker_id, life).number)

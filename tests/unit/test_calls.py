@@ -1,0 +1,154 @@
+"""Goal: a call returns by its deadline whatever its thread does, and hands over what comes of it.
+
+Method: bodies that block on events, in place of gRPC; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from harness.polling import Stopwatch, eventually
+from shardwell import calls
+from shardwell.calls import CALL_COUNT_MAX, CallThreads, cancelled_by, current_call
+from shardwell.errors import ClosedError, DeadlineError, LimitError
+
+NAME = "shardwell-test"
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[CallThreads]:
+    """Ends them, and fails if one is left."""
+    monkeypatch.setattr(calls, "ABANDON_S", 0.2)
+    made = CallThreads("test")
+    yield made
+    made.close()
+    eventually("its threads end", lambda: _count() == 0)
+
+
+def _count() -> int:
+    return sum(thread.name == NAME for thread in threading.enumerate())
+
+
+def test_results_and_errors_are_handed_over(threads: CallThreads) -> None:
+    assert threads.run(lambda: threading.current_thread().name, PATIENCE_S) == NAME
+    with pytest.raises(ZeroDivisionError):
+        threads.run(lambda: 1 // 0, PATIENCE_S)
+    assert threads.start(lambda: 5, PATIENCE_S).result(PATIENCE_S) == 5
+    assert isinstance(
+        threads.start(lambda: 1 // 0, PATIENCE_S).exception(PATIENCE_S), ZeroDivisionError
+    )
+
+
+def test_a_body_that_never_ends_is_abandoned(threads: CallThreads) -> None:
+    """As a lock of gRPC's that nobody lets go of."""
+    stuck = threading.Event()
+    watch = Stopwatch()
+    with pytest.raises(DeadlineError, match="its connection is stuck"):
+        threads.run(lambda: stuck.wait(PATIENCE_S), 0.1)
+    assert watch.elapsed_s < PATIENCE_S / 2
+    assert threads.run(lambda: "others go on", PATIENCE_S) == "others go on"
+    stuck.set()
+
+
+def test_what_cancels_may_be_stuck_as_well(threads: CallThreads) -> None:
+    stuck = threading.Event()
+
+    def body() -> None:
+        with cancelled_by(lambda: stuck.wait(PATIENCE_S)):
+            stuck.wait(PATIENCE_S)
+
+    with pytest.raises(DeadlineError):
+        threads.run(body, 0.1)
+    assert threads.run(lambda: 1, PATIENCE_S) == 1
+    stuck.set()
+
+
+def test_a_late_call_is_cancelled_once_and_says_so(threads: CallThreads) -> None:
+    ended, acts = threading.Event(), []
+
+    def act() -> None:
+        acts.append(threading.current_thread())
+        ended.set()
+
+    def body() -> tuple[bool, bool]:
+        with cancelled_by(act):
+            assert ended.wait(PATIENCE_S)
+        call = current_call()
+        assert call is not None
+        return call.is_expired, call.cancelled.is_set()
+
+    assert threads.start(body, 0.05).result(PATIENCE_S) == (True, True)
+    assert len(acts) == 1
+    assert acts[0] is not threading.current_thread()
+    assert current_call() is None
+
+
+def test_what_holds_after_the_end_is_cancelled_at_once(threads: CallThreads) -> None:
+    acts: list[int] = []
+
+    def body() -> None:
+        call = current_call()
+        assert call is not None
+        assert call.cancelled.wait(PATIENCE_S)
+        with cancelled_by(lambda: acts.append(1)):
+            pass
+
+    threads.start(body, 0.05).result(PATIENCE_S)
+    assert acts == [1]
+
+
+def test_calls_that_wait_hold_up_no_other(threads: CallThreads) -> None:
+    ended = threading.Event()
+    waiting = [threads.start(lambda: ended.wait(PATIENCE_S), PATIENCE_S) for _ in range(40)]
+    assert threads.run(lambda: "at once", PATIENCE_S) == "at once"
+    assert not any(future.done() for future in waiting)
+    ended.set()
+    assert all(future.result(PATIENCE_S) for future in waiting)
+
+
+def test_the_limit_is_named(threads: CallThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CALL_COUNT_MAX == 256
+    monkeypatch.setattr(calls, "CALL_COUNT_MAX", 2)
+    ended, begun = threading.Event(), threading.Semaphore(0)
+
+    def body() -> bool:
+        begun.release()
+        return ended.wait(PATIENCE_S)
+
+    waiting = [threads.start(body, PATIENCE_S) for _ in range(2)]
+    for _ in waiting:
+        assert begun.acquire(timeout=PATIENCE_S)
+    with pytest.raises(LimitError, match="call_count_max=2"):
+        threads.run(lambda: 1, PATIENCE_S)
+    ended.set()
+    assert all(future.result(PATIENCE_S) for future in waiting)
+
+
+def test_close_cancels_what_runs_and_refuses_what_comes(threads: CallThreads) -> None:
+    ended, begun, finished = threading.Event(), threading.Event(), threading.Event()
+
+    def body() -> bool:
+        with cancelled_by(ended.set):
+            begun.set()
+            return ended.wait(PATIENCE_S)
+
+    waiting = threads.start(body, PATIENCE_S)
+    assert begun.wait(PATIENCE_S)
+    threads.close(finished.set)
+    assert waiting.result(PATIENCE_S)
+    assert finished.wait(PATIENCE_S)
+    with pytest.raises(ClosedError):
+        threads.run(lambda: 1, PATIENCE_S)
+
+
+def test_threads_end_with_what_owns_them() -> None:
+    made = CallThreads("test")
+    assert made.run(lambda: _count(), PATIENCE_S) >= 2
+    del made
+    gc.collect()
+    eventually("its threads end", lambda: _count() == 0)
