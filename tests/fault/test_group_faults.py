@@ -18,6 +18,7 @@ from harness.group_processes import Answer, GroupProcess, answers, ask_all
 from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.ports import free_port
 from harness.ranks import error_of, joined
+from harness.standing_still import stop
 from harness.together import in_background
 
 LEASE_S = 2.0
@@ -131,7 +132,7 @@ def test_a_member_that_is_stopped(target, start, victim) -> None:
     for member in members:
         member.begin("sum", size=LONG)
     members[victim].await_step()
-    members[victim].send(signal.SIGSTOP)
+    stop(members[victim].pid)
     survivors = [member for index, member in enumerate(members) if index != victim]
     lost(survivors, victim)
     for member in survivors:
@@ -159,7 +160,7 @@ def to_join_again(woken: GroupProcess, rank: int) -> None:
 
 def test_a_stopped_member_wakes_while_the_others_wait_for_a_replacement(target, start) -> None:
     members = start(target, range(2), 2)
-    members[1].send(signal.SIGSTOP)
+    stop(members[1].pid)
     members[0].begin("barrier")
     lost(members[:1], 1)
     members[0].begin("rebuild", wait_s=30.0)
@@ -175,7 +176,7 @@ def test_a_stopped_member_wakes_when_the_others_have_finished(target, start) -> 
     """It is not to be alone in a group of one."""
     members = start(target, range(3), 3)
     members[1].begin("sum", size=LONG)
-    members[1].send(signal.SIGSTOP)
+    stop(members[1].pid)
     survivors = [members[0], members[2]]
     for member in survivors:
         member.begin("barrier")

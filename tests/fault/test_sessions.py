@@ -18,6 +18,7 @@ import shardwell
 from harness.polling import Stopwatch, eventually
 from harness.proxy import Proxy
 from harness.session_worker import SessionWorker, Subject
+from harness.standing_still import stop, stopped
 from shardwell_server import LocalCluster
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,7 +56,7 @@ def test_a_stopped_worker_is_replaced_within_its_lease_and_told(
     successor = Subject(connect(running, "w0"), kind, mode)
     with SessionWorker(running.target, "w0", kind, mode) as late:
         assert late.ask("put 1") == "step 0"
-        late.send(signal.SIGSTOP)
+        stop(late.pid)
         late.begin("put 100")  # it will be sent when the process goes on
         with pytest.raises(shardwell.WorkerIdInUseError, match=f"process {late.pid}") as caught:
             successor.put(2)
@@ -174,13 +175,10 @@ def test_close_does_not_wait_for_a_shard_that_is_away(cluster) -> None:
     client = shardwell.connect(running.target, worker_id="w0", timeout_s=20)
     Subject(client, "parameter", "sync").put(1)
     running.children[0].kill()
-    os.kill(running.children[1].pid, signal.SIGSTOP)
-    try:
+    with stopped(running.children[1].pid):
         watch = Stopwatch()
         client.close()
         assert watch.elapsed_s < 10
-    finally:
-        os.kill(running.children[1].pid, signal.SIGCONT)
 
 
 def test_a_client_that_is_dropped_leaves_nothing_on_the_shards(cluster) -> None:

@@ -17,6 +17,7 @@ from harness.commands import Program, ServingShard, run_command
 from harness.leaks import child_pids, is_running
 from harness.polling import PATIENCE_S, eventually
 from harness.ports import free_port
+from harness.standing_still import stopped
 from shardwell_server.config import Limits
 
 SGD = shardwell.SGD(learning_rate=0.5)
@@ -427,8 +428,7 @@ class TestCluster:
             pids = [shard_pid(program, index) for index in (0, 1)]
             os.kill(pids[0], signal.SIGKILL)
             starting = shard_pid(program, 0, unlike=pids[0])
-            os.kill(starting, signal.SIGSTOP)  # for as long as the other one takes
-            try:
+            with stopped(starting):  # for as long as the other one takes
                 os.kill(pids[1], signal.SIGKILL)
                 eventually(
                     "shard 1 serves again",
@@ -437,8 +437,6 @@ class TestCluster:
                 )
                 assert not any("# shard 0" in line and "goes on" in line for line in program.log)
                 program.send(signal.SIGTERM)  # nor does that wait for who is starting
-            finally:
-                os.kill(starting, signal.SIGCONT)
             assert program.end() == 0
 
     def test_a_shard_that_can_not_go_on_ends_it_and_says_why(self, tmp_path) -> None:

@@ -22,6 +22,7 @@ import shardwell
 from harness.commands import ServingShard
 from harness.polling import until_accepted
 from harness.session_worker import SIZE, SessionWorker, Subject
+from harness.standing_still import stop
 from harness.wire_table import WireTable, table_spec
 from harness.wire_worker import WireWorker, error_detail, spec
 from shardwell.v1 import types_pb2 as types
@@ -186,7 +187,7 @@ def test_a_process_that_wakes_after_its_lease_is_told(cluster, connect, kind) ->
     here.put(1)
     with SessionWorker(running.target, "asleep", kind, "async") as asleep:
         assert [asleep.ask("put 1") for _ in range(2)] == ["step 0", "step 1"]
-        asleep.send(signal.SIGSTOP)
+        stop(asleep.pid)
         asleep.begin("put 1000")
         until_accepted(lambda: put_once(running.target, "newcomer", kind), shardwell.LimitError)
         asleep.send(signal.SIGCONT)

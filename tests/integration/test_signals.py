@@ -16,6 +16,7 @@ from harness.commands import Program, ServingShard
 from harness.leaks import child_pids, is_running
 from harness.polling import eventually
 from harness.ports import free_port
+from harness.standing_still import stopped
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -104,8 +105,7 @@ def test_a_command_that_waits_for_a_shard_is_broken_off(number, tmp_path) -> Non
     path = tmp_path / "saved"
     with ServingShard() as shard:
         address = shard.address()
-        shard.send(signal.SIGSTOP)
-        try:
+        with stopped(shard.pid):
             arguments = ("checkpoint", "save", str(path), f"--shards={address}")
             with Program(*COMMAND, *arguments) as save:
                 eventually(
@@ -115,8 +115,6 @@ def test_a_command_that_waits_for_a_shard_is_broken_off(number, tmp_path) -> Non
                 assert save.end() == 128 + number
                 words = "Ctrl-C" if number == signal.SIGINT else number.name
                 assert save.log == [f"Stopped by {words}."]
-        finally:
-            shard.send(signal.SIGCONT)
     assert list(tmp_path.iterdir()) == []
 
 

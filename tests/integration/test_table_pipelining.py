@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +10,7 @@ import pytest
 import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.proxy import Proxy
+from harness.standing_still import stopped
 from harness.table_batches import DIM, open_table
 from harness.together import in_background
 from shardwell.prefetches import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
@@ -137,7 +134,7 @@ def test_results_that_are_too_old_are_let_go(cluster, connect) -> None:
 def test_a_prefetch_under_way_is_waited_for(cluster, connect) -> None:
     running = cluster(2, processes=True)
     table = _table(connect(running, "w0"))
-    with _stopped(running):
+    with stopped(*(child.pid for child in running.children)):
         table.prefetch_rows([1, 2])
         waiting = in_background(lambda: table.get_rows([1, 2]))
         eventually("it waits", lambda: not table._reading._prefetches._entries)
@@ -150,27 +147,12 @@ def test_a_shard_that_keeps_a_prefetch_waiting_is_named(cluster, connect) -> Non
     table = _table(connect(running, "w0", timeout_s=60))
     ids = np.arange(100)
     assert set(table._placement.shards_of(ids)) == {0, 1}
-    os.kill(running.children[1].pid, signal.SIGSTOP)
-    try:
+    with stopped(running.children[1].pid):
         table.prefetch_rows(ids)
         with pytest.raises(shardwell.DeadlineError, match="shard 1 at") as caught:
             table.get_rows(ids, timeout_s=0.2)
         assert (caught.value.shard_index, caught.value.table) == (1, "rows")
         table.close()
-    finally:
-        os.kill(running.children[1].pid, signal.SIGCONT)
-
-
-@contextlib.contextmanager
-def _stopped(running: LocalCluster) -> Iterator[None]:
-    """Lets no shard answer while the block runs."""
-    for child in running.children:
-        os.kill(child.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for child in running.children:
-            os.kill(child.pid, signal.SIGCONT)
 
 
 def test_a_prefetch_that_failed_is_forgotten(cluster, connect) -> None:
@@ -189,7 +171,7 @@ def test_a_prefetch_that_failed_is_forgotten(cluster, connect) -> None:
 def test_close_ends_a_wait_for_a_prefetch(cluster, connect) -> None:
     running = cluster(2, processes=True)
     table = _table(connect(running, "w0"))
-    with _stopped(running):
+    with stopped(*(child.pid for child in running.children)):
         table.prefetch_rows([1, 2])
         waiting = in_background(lambda: table.get_rows([1, 2]))
         eventually("it waits", lambda: not table._reading._prefetches._entries)
