@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.wire_worker import WireParameter, WireWorker, error_detail, spec
 from shardwell import first_weights
 from shardwell.checkpointing import _CheckpointValues
@@ -294,7 +294,7 @@ def test_a_shard_that_is_killed_during_a_save(cluster, connect, tmp_path, monkey
     shardwell.inspect_checkpoint(tmp_path / "c", verify=True)
     running.children[1].kill()
     with pytest.raises(shardwell.ShardUnavailableError, match="shard 1"):
-        client.save_checkpoint(tmp_path / "d", timeout_s=0.5)
+        client.save_checkpoint(tmp_path / "d", timeout_s=BRIEF_S)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "data"]
 
 

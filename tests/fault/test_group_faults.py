@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import shardwell
 from harness.commands import ServingShard
 from harness.group_processes import Answer, GroupProcess, answers, ask_all
 from harness.polling import PATIENCE_S, Stopwatch, eventually
@@ -204,9 +203,8 @@ def test_killed_while_others_join(target, start) -> None:
     with GroupProcess(target, 1, 3) as victim:
 
         def is_known() -> bool:
-            error = error_of(lambda: joined(target, 0, 3, join_timeout_s=0.3))
-            assert isinstance(error, shardwell.WorkersMissingError)
-            return error.missing_ranks == (2,)
+            error = error_of(lambda: joined(target, 0, 3, join_timeout_s=0.5))
+            return getattr(error, "missing_ranks", None) == (2,)
 
         eventually("the meeting place knows rank 1", is_known)
         kill(victim)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, Stopwatch, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.ranks import error_of, joined, on_ranks, summed
 from harness.together import in_background
 from harness.wire_worker import error_detail
@@ -261,7 +261,7 @@ def test_a_member_that_sends_junk(place, kind) -> None:
     def reduced() -> None:
         array = np.ones(4, np.float32)
         with joined(place, 0, 2) as group:
-            error = error_of(lambda: group.all_reduce(array, timeout_s=3.0))
+            error = error_of(lambda: group.all_reduce(array, timeout_s=BRIEF_S))
         assert not isinstance(error, shardwell.InternalError), error
         assert error.rank == 1 or isinstance(error, shardwell.CorruptChunkError), error
         assert (array == 1).all()

@@ -14,7 +14,7 @@ import pytest
 
 import shardwell
 from harness.commands import ServingShard
-from harness.polling import PATIENCE_S, Stopwatch, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.ports import free_port
 from harness.together import in_background
 
@@ -71,13 +71,13 @@ def test_killed_while_every_verb_waits(running, connect, killed) -> None:
         else:
             model.put_gradient(gradient)
             call = partial(model.put_gradient, gradient)
-        waiting[verb] = in_background(partial(call, timeout_s=4.0))
+        waiting[verb] = in_background(partial(call, timeout_s=10.0))
     eventually(
         "all wait", lambda: all(status.open_stream_count == 3 for status in observer.status())
     )
     running.children[killed].kill()
     watch = Stopwatch()
-    errors = {verb: future.exception(20) for verb, future in waiting.items()}
+    errors = {verb: future.exception(PATIENCE_S) for verb, future in waiting.items()}
     assert {
         verb: (type(error).__name__, getattr(error, "shard_index", None))
         for verb, error in errors.items()
@@ -92,12 +92,12 @@ def test_killed_in_the_middle_of_training(running, connect) -> None:
 
     def train() -> None:
         while True:
-            model.exchange(np.ones(100_000, np.float32), timeout_s=2.0)
+            model.exchange(np.ones(100_000, np.float32), timeout_s=BRIEF_S)
 
     training = in_background(train)
     eventually("it trains", lambda: model.next_step >= 3)
     running.children[1].kill()
-    error = training.exception(20)
+    error = training.exception(PATIENCE_S)
     assert isinstance(error, shardwell.ShardUnavailableError)
     assert error.shard_index == 1
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, Stopwatch, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.together import in_background
 
 SGD = shardwell.SGD(learning_rate=0.5)
@@ -109,7 +109,7 @@ def test_several_are_missing(cluster, connect) -> None:
         _open(connect(running, name), worker_count=5)
     model.init(_ones(0))
     with pytest.raises(shardwell.WorkersMissingError) as caught:
-        model.exchange(_ones(), timeout_s=0.4)
+        model.exchange(_ones(), timeout_s=BRIEF_S)
     assert caught.value.missing_worker_ids == ("late-1", "late-2")
     assert "'late-1', 'late-2' and 2 that never opened" in caught.value.message
 
@@ -121,7 +121,7 @@ def test_many_missing_workers_are_not_all_listed(cluster, connect) -> None:
         _open(connect(running, f"late-{index}"), worker_count=30)
     model.init(_ones(0))
     with pytest.raises(shardwell.WorkersMissingError, match="and 12 more and 9 that") as caught:
-        model.exchange(_ones(), timeout_s=0.4)
+        model.exchange(_ones(), timeout_s=BRIEF_S)
     assert len(caught.value.missing_worker_ids) == 20
 
 
@@ -129,7 +129,7 @@ def test_an_asynchronous_version_that_never_comes(cluster, connect) -> None:
     model = connect(cluster(), "w0").parameter("m", size=SIZE, optimizer=SGD, mode="async")
     model.init(_ones(0))
     with pytest.raises(shardwell.WorkersMissingError, match="asynchronous"):
-        model.get_weights(min_version=3, timeout_s=0.4)
+        model.get_weights(min_version=3, timeout_s=BRIEF_S)
     for _ in range(3):
         model.put_gradient(_ones())
     np.testing.assert_array_equal(model.get_weights(min_version=3), -1.5)

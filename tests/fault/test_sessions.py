@@ -136,7 +136,7 @@ def test_who_had_closed_is_replaced_at_once_after_a_restart(
     for index, child in enumerate(running.children):
         child.kill()
         running.start_again(index)
-    again = Subject(connect(running, "w0", timeout_s=3), kind, "async")
+    again = Subject(connect(running, "w0"), kind, "async")
     assert all(list(status.done_worker_ids) == ["w0"] for status in again.statuses())
     assert again.put(1) == 1
     assert not any(list(status.done_worker_ids) for status in again.statuses())

@@ -18,7 +18,7 @@ import pytest
 import shardwell
 from harness import wire_crc
 from harness.manifests import change_manifest
-from harness.polling import PATIENCE_S, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.wire_table import WireTable, table_spec
 from harness.wire_worker import WireWorker, error_detail
 from shardwell import table_snapshots
@@ -161,9 +161,9 @@ def test_a_shard_that_is_killed_during_a_save(cluster, connect, tmp_path, monkey
     assert (entry.version, entry.row_count) == (2, IDS.size)
     running.children[1].kill()
     with pytest.raises(shardwell.ShardUnavailableError, match="shard 1"):
-        client.save_checkpoint(tmp_path / "d", timeout_s=0.5)
+        client.save_checkpoint(tmp_path / "d", timeout_s=BRIEF_S)
     with pytest.raises(shardwell.ShardUnavailableError, match="shard 1"):
-        client.export_table("rows", tmp_path / "e.safetensors", timeout_s=0.5)
+        client.export_table("rows", tmp_path / "e.safetensors", timeout_s=BRIEF_S)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "data"]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, Stopwatch, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.proxy import Direction, Proxy
 from harness.row_model import ModelRows
 from harness.table_training import DIM, EVERY, ID_COUNT, OPTIONS, KnownRows, batch, sent_row_count
@@ -205,7 +205,7 @@ def test_the_deadline_names_the_shard_and_the_step_is_repeated(
     for verb, call in calls.items():
         watch = Stopwatch()
         with pytest.raises(shardwell.ShardUnavailableError) as caught:
-            call(timeout_s=0.4)
+            call(timeout_s=BRIEF_S)
         assert watch.elapsed_s < PATIENCE_S, verb
         error = caught.value
         assert (error.shard_index, error.retryable, error.table) == (lost, True, "rows"), verb
@@ -232,9 +232,9 @@ def test_a_step_that_was_begun_is_abandoned(running, proxies, join) -> None:
     """What one shard counted stays, the other has nothing of it, and the next step goes on."""
     _, table = join()
     table.put_row_gradients(*batch(0))
-    _half_counted(running, proxies, lambda: table.put_row_gradients(*batch(1), timeout_s=2.0))
+    _half_counted(running, proxies, lambda: table.put_row_gradients(*batch(1), timeout_s=BRIEF_S))
     with pytest.raises(shardwell.ShardUnavailableError):
-        table.abandon_step(timeout_s=0.5)
+        table.abandon_step(timeout_s=BRIEF_S)
     with pytest.raises(shardwell.StepOrderError, match=r"began to abandon it.*; end the step with"):
         table.put_row_gradients(*batch(1))
     proxies[1].accept()
@@ -274,7 +274,7 @@ def test_the_others_go_on_with_what_was_counted_of_an_abandoned_step(
 
 def test_a_worker_that_died_in_the_middle_goes_on(running, proxies, join, connect) -> None:
     """Its next process is told, sends the same rows again, and each counts once."""
-    client, table = join(timeout_s=2.0)
+    client, table = join(timeout_s=BRIEF_S)
     table.put_row_gradients(*batch(0))
     _half_counted(running, proxies, lambda: table.put_row_gradients(*batch(1)))
     client.close()
@@ -300,7 +300,7 @@ def test_a_shard_that_says_nothing(proxies, join, verb) -> None:
     }
     watch = Stopwatch()
     with pytest.raises((shardwell.DeadlineError, shardwell.ShardUnavailableError), match="shard 1"):
-        calls[verb](timeout_s=0.5)
+        calls[verb](timeout_s=BRIEF_S)
     assert watch.elapsed_s < PATIENCE_S
     proxies[1].resume()
     calls[verb]()

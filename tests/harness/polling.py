@@ -12,6 +12,9 @@ ResultT = TypeVar("ResultT")
 PATIENCE_S = 40.0
 """How long a test waits for what should happen. Says nothing about speed: a busy machine takes many
 seconds for what a quiet one does at once, and what takes longer than this hangs."""
+BRIEF_S = 3.0
+"""Deadline of a call that is to end for want of time: as long as a busy machine may take to find
+out what its error has to say."""
 _LOOK_INTERVAL_S = 0.01
 
 

@@ -1,7 +1,7 @@
 """Processes that stand still, as on a machine that is out of reach.
 
-`os.kill(pid, SIGSTOP)` returns before the threads of the process have seen it: on a busy machine they
-go on answering for a while.
+`os.kill(pid, SIGSTOP)` returns before the threads of the process have seen it: on a busy machine
+they go on answering for a while.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 import shardwell
 from harness.model import integer_gradient
-from harness.polling import PATIENCE_S, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.together import in_background, together
 from harness.wire_worker import WireWorker
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -316,7 +316,7 @@ def test_a_step_that_is_stuck_half_way_names_who_is_missing(cluster, connect, tm
         first = late.gradient_messages(pb.PutGradientRequest, 0, np.ones(SIZE))
         worker.stubs[0].PutGradient(iter(first), timeout=PATIENCE_S)
         with pytest.raises(shardwell.WorkersMissingError, match="late") as caught:
-            saver.save_checkpoint(tmp_path / "c", timeout_s=0.7)
+            saver.save_checkpoint(tmp_path / "c", timeout_s=BRIEF_S)
         assert caught.value.missing_worker_ids == ("late",)
         assert list(tmp_path.iterdir()) == []
         late.push(np.ones(SIZE))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.polling import BRIEF_S
 from harness.sessions import session_of
 from harness.together import together
 
@@ -70,7 +71,7 @@ def test_hundreds_of_missing_workers(cluster, connect) -> None:
         running.servers[0].shard.sessions.attend(name, session_of(name), lambda: None)
         known.join(name, session_of(name).number)
     with pytest.raises(shardwell.WorkersMissingError, match="99 that never opened") as caught:
-        model.exchange(ONES, timeout_s=0.5)
+        model.exchange(ONES, timeout_s=BRIEF_S)
     assert 10 < len(caught.value.missing_worker_ids) < 400
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, Stopwatch
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch
 from harness.ranks import STRATEGIES, begun_on_ranks, error_of, joined, on_ranks
 from harness.together import in_background
 
@@ -178,7 +178,7 @@ def test_a_late_rank_is_waited_for_then_named(place) -> None:
         group.barrier()
         if group.rank == 1:
             may_call.wait(PATIENCE_S)
-        error = error_of(lambda: group.all_reduce(array, timeout_s=1.0))
+        error = error_of(lambda: group.all_reduce(array, timeout_s=BRIEF_S))
         may_call.set()
         assert (array == group.rank).all()
         assert isinstance(error, shardwell.WorkersMissingError)
@@ -270,7 +270,7 @@ def test_join_names_who_does_not_come_and_may_be_called_again(place) -> None:
         if group.rank == 1:
             given_up.wait(PATIENCE_S)
         if group.rank == 0:
-            error = error_of(lambda: group.join(timeout_s=0.5))
+            error = error_of(lambda: group.join(timeout_s=BRIEF_S))
             assert isinstance(error, shardwell.WorkersMissingError)
             assert 1 in error.missing_ranks
             given_up.set()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, Stopwatch, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.ranks import error_of, joined, on_ranks
 from harness.together import in_background
 
@@ -28,14 +28,14 @@ def refused(place: str, rank: int, size: int, **options: Any) -> shardwell.Shard
 def test_who_is_missing(place) -> None:
     watch = Stopwatch()
     waiting = [
-        in_background(lambda rank=rank: refused(place, rank, 4, join_timeout_s=1.0))
+        in_background(lambda rank=rank: refused(place, rank, 4, join_timeout_s=BRIEF_S))
         for rank in (0, 2)
     ]
     for future in waiting:
         error = future.result(PATIENCE_S)
         assert isinstance(error, shardwell.WorkersMissingError)
         assert {1, 3} <= set(error.missing_ranks) <= {0, 1, 2, 3}
-        assert "did not come within 1 s" in error.message
+        assert f"did not come within {BRIEF_S:g} s" in error.message
     assert watch.elapsed_s < PATIENCE_S
 
 
@@ -52,12 +52,11 @@ def test_who_is_missing(place) -> None:
 )
 def test_other_settings_are_refused_and_told(place, options, words) -> None:
     """To the one that has them, at once, and to those that wait for it."""
-    first = in_background(lambda: refused(place, 0, 3, join_timeout_s=1.5))
+    first = in_background(lambda: refused(place, 0, 3, join_timeout_s=2 * BRIEF_S))
 
     def is_known() -> bool:
         error = refused(place, 2, 3, join_timeout_s=0.2)
-        assert isinstance(error, shardwell.WorkersMissingError)
-        return error.missing_ranks == (1,)
+        return getattr(error, "missing_ranks", None) == (1,)
 
     eventually("rank 0 waits", is_known)
     given = dict(options)
@@ -87,8 +86,8 @@ def test_a_second_worker_of_a_rank_is_refused_and_told(place) -> None:
         group.barrier()
 
     on_ranks(2, place, work)
-    first = in_background(lambda: refused(place, 1, 3, join_timeout_s=1.5))
-    second = in_background(lambda: refused(place, 1, 3, join_timeout_s=1.5))
+    first = in_background(lambda: refused(place, 1, 3, join_timeout_s=BRIEF_S))
+    second = in_background(lambda: refused(place, 1, 3, join_timeout_s=BRIEF_S))
     errors = sorted(
         (first.result(PATIENCE_S), second.result(PATIENCE_S)), key=lambda e: type(e).__name__
     )
@@ -117,7 +116,7 @@ def test_a_list_of_addresses_of_which_one_is_silent() -> None:
     for holder in holders:
         holder.close()
     waiting = [
-        in_background(lambda rank=rank: refused(addresses, rank, 3, join_timeout_s=1.5))
+        in_background(lambda rank=rank: refused(addresses, rank, 3, join_timeout_s=BRIEF_S))
         for rank in (0, 1)
     ]
     error = waiting[0].result(PATIENCE_S)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, Stopwatch, eventually, until_accepted
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually, until_accepted
 from harness.wire_worker import WireWorker, error_detail, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -158,7 +158,7 @@ def test_status_answers_when_all_streams_are_taken(cluster, connect) -> None:
     futures = [
         connect(running, f"r{n}")
         .parameter("model", size=10, optimizer=SGD, worker_count=2)
-        .get_weights_async(min_version=1, timeout_s=1.0)
+        .get_weights_async(min_version=1, timeout_s=2 * BRIEF_S)
         for n in range(3)
     ]
     eventually("all streams are taken", lambda: client.status()[0].open_stream_count == 3)

@@ -11,7 +11,7 @@ import pytest
 
 import shardwell
 from harness.model import integer_gradient
-from harness.polling import PATIENCE_S, Stopwatch
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch
 from harness.softmax import WEIGHTS_SHAPE, accuracy, batches, gradient_of
 from harness.together import in_background, together
 from shardwell import DataParallelTrainer, GradientSync, ServerSync
@@ -80,7 +80,7 @@ def test_a_worker_that_has_no_more_batches_is_missed(cluster, connect) -> None:
         parameter = connect(running, f"w{rank}").parameter(
             "sync", size=weights.size + 1, optimizer=AVERAGE, worker_count=2
         )
-        sync = ServerSync(parameter, timeout_s=1.0)
+        sync = ServerSync(parameter, timeout_s=BRIEF_S)
         trainer = DataParallelTrainer(gradient_of, weights, SGD, sync, rank=rank)
         try:
             trainer.fit(given[: 3 - rank])
@@ -110,7 +110,7 @@ def test_an_array_is_as_it_was_when_the_others_did_not_come(cluster, connect) ->
         for index in range(2)
     ]
     array = np.arange(9, dtype=np.float32)
-    sync = ServerSync(parameters[0], timeout_s=0.5)
+    sync = ServerSync(parameters[0], timeout_s=BRIEF_S)
     watch = Stopwatch()
     with pytest.raises(shardwell.WorkersMissingError):
         sync.sync_gradients(array)

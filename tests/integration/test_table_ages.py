@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 import shardwell
-from harness.polling import Stopwatch
+from harness.polling import BRIEF_S, Stopwatch
 from harness.together import together
 from shardwell.prefetches import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
 from shardwell_server.config import Limits
@@ -229,7 +229,7 @@ def test_an_eviction_that_failed_half_way_is_seen(cluster, connect) -> None:
     table.get_rows(EVERY)
     running.children[1].kill()
     with pytest.raises(shardwell.ShardUnavailableError):
-        table.evict(older_than_step=9, timeout_s=0.5)
+        table.evict(older_than_step=9, timeout_s=BRIEF_S)
     first = EVERY[table._placement.shards_of(EVERY) == 0]
     assert first.size
     assert table.get_rows(first)[:, 1].tolist() == [0] * first.size

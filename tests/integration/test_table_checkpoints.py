@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import shardwell
-from harness.polling import PATIENCE_S, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.row_model import OPTIMIZERS
 from harness.together import in_background, together
 from harness.wire_table import WireTable
@@ -354,7 +354,7 @@ def test_a_step_that_is_stuck_half_way_names_who_is_missing(cluster, connect, tm
         late = WireTable(worker, table.spec.to_proto())
         list(late.stream(0, late.parts([], [])))
         with pytest.raises(shardwell.WorkersMissingError, match="late") as caught:
-            saver.save_checkpoint(tmp_path / "c", timeout_s=0.7)
+            saver.save_checkpoint(tmp_path / "c", timeout_s=BRIEF_S)
         assert caught.value.missing_worker_ids == ("late",)
         assert list(tmp_path.iterdir()) == []
         list(late.stream(1, late.parts([], [])))

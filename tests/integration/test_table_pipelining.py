@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.proxy import Proxy
 from harness.standing_still import stopped
 from harness.table_batches import DIM, open_table
 from harness.together import in_background
 from shardwell.prefetches import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
-from shardwell_server import LocalCluster
 
 
 def _table(client: shardwell.Client, **options: Any) -> shardwell.Table:
@@ -158,7 +157,7 @@ def test_a_shard_that_keeps_a_prefetch_waiting_is_named(cluster, connect) -> Non
 def test_a_prefetch_that_failed_is_forgotten(cluster, connect) -> None:
     running = cluster(1)
     with Proxy(running.addresses[0]) as proxy:
-        table = _table(connect(proxy.address, "w0", timeout_s=0.3))
+        table = _table(connect(proxy.address, "w0", timeout_s=BRIEF_S))
         _put(table, [1, 2])
         proxy.cut(refuse=True)
         table.prefetch_rows([1, 2])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.row_model import OPTIMIZERS, ModelRows
 from harness.table_batches import DIM, open_table, random_ids, whole_numbers
 from harness.together import in_background, together
@@ -62,10 +62,10 @@ def test_min_version_waits_and_names_who_is_missing(cluster, connect) -> None:
     ones = np.ones((3, DIM), np.float32)
     one.put_row_gradients([1, 2, 3], ones)
     with pytest.raises(shardwell.WorkersMissingError, match="w1") as caught:
-        one.get_rows([1, 2, 3], min_version=1, timeout_s=0.3)
+        one.get_rows([1, 2, 3], min_version=1, timeout_s=BRIEF_S)
     assert caught.value.missing_worker_ids == ("w1",)
     with pytest.raises(shardwell.WorkersMissingError, match="w1"):
-        one.put_row_gradients([7], ones[:1], timeout_s=0.3)
+        one.put_row_gradients([7], ones[:1], timeout_s=BRIEF_S)
     waiting = in_background(lambda: one.get_rows([1, 2, 3], min_version=1))
     two.put_row_gradients([3], ones[:1])
     assert waiting.result(PATIENCE_S)[:, 0].tolist() == [-0.25, -0.25, -0.5]
@@ -77,7 +77,7 @@ def test_exchange_waits_for_the_others(cluster, connect) -> None:
     one, two = (open_table(connect(running, f"w{i}"), worker_count=2) for i in (0, 1))
     ones = np.ones((1, DIM), np.float32)
     with pytest.raises(shardwell.WorkersMissingError, match="w1"):
-        one.exchange_rows([1], ones, [1, 2], timeout_s=0.3)
+        one.exchange_rows([1], ones, [1, 2], timeout_s=BRIEF_S)
     assert one.next_step == 0
     assert one.is_step_begun
     waiting = in_background(lambda: one.exchange_rows([1], ones, [1, 2]))

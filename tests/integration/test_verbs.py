@@ -133,9 +133,9 @@ def test_a_put_that_overtakes_a_future_of_the_same_parameter(cluster, connect) -
     client = connect(cluster(), "w0")
     model = client.parameter("model", size=100, optimizer=SGD)
     model.init(np.zeros(100, np.float32))
-    future = model.get_weights_async(min_version=1, timeout_s=4.0)
+    future = model.get_weights_async(min_version=1)
     eventually("it is waiting", lambda: all(s.open_stream_count for s in client.status()))
-    model.put_gradient(np.ones(100, np.float32), timeout_s=2.0)
+    model.put_gradient(np.ones(100, np.float32))
     np.testing.assert_array_equal(future.result(PATIENCE_S), -0.5)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.softmax import WEIGHTS_SHAPE, accuracy, batches, gradient_of
 from harness.thread_group import ThreadGroups
 from harness.together import in_background, together
@@ -142,7 +142,7 @@ def test_workers_with_fewer_shares_end_with_the_others_bits(share_counts: tuple[
 
 
 def test_unequal_shares_among_threads_end_at_the_deadline() -> None:
-    sync, given = ThreadedSync(2, timeout_s=0.3), batches(20, 3)
+    sync, given = ThreadedSync(2, timeout_s=BRIEF_S), batches(20, 3)
 
     def work(rank: int) -> BaseException | None:
         trainer = DataParallelTrainer(gradient_of, ZEROS, SGD, sync, rank=rank)

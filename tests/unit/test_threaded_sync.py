@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, Stopwatch, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.together import in_background, together
 from shardwell import ThreadedSync
 from shardwell.codec import BLOCK_ELEMENT_COUNT
@@ -240,7 +240,7 @@ def test_what_has_no_samples_counts_for_nothing_whatever_it_is() -> None:
 
 
 def test_a_thread_that_does_not_come_is_named_and_reset_mends_it() -> None:
-    sync = ThreadedSync(4, timeout_s=0.2)
+    sync = ThreadedSync(4, timeout_s=BRIEF_S)
     given = [np.full(5, rank, np.float32) for rank in range(4)]
     watch = Stopwatch()
     errors = sync_all(sync, given[:2])
