@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.polling import PATIENCE_S
 from harness.sessions import AllAlive, contributor, enter, session_of
 from harness.table_messages import answered, asking, part
 from harness.telling import SameMachine
@@ -453,3 +454,14 @@ def test_a_wait_ends_with_who_is_missing() -> None:
     table.join("b", session_of("b").number)
     with pytest.raises(WorkersMissingError, match="missing of 3 workers: 'b' and 1 that never"):
         give(table, 1, {}, "a")
+
+
+def test_who_waits_for_a_scan_that_failed_is_told_why() -> None:
+    table, _, _ = table_of()
+    with table.scan.under_way(1, lambda: True) as snapshot:
+        assert snapshot is not None
+        with pytest.raises(NotYet):
+            table.scan.check_begun(snapshot, Patience(PATIENCE_S))
+        snapshot.drop(StorageError("the spool is gone"))
+        with pytest.raises(StorageError, match="the spool is gone"):
+            table.scan.check_begun(snapshot, patience())

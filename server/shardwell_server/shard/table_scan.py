@@ -120,10 +120,13 @@ class TableScan:
 
         Raises:
             NotYet: see `Patience.wait`.
+            StepOrderError: the table has passed the version.
             WorkersMissingError: the version was not reached in time.
         """
         with self._changed:
             if snapshot is not None and not snapshot.has_begun:
+                if snapshot.failure is not None:
+                    raise snapshot.failure
                 patience.wait(self._changed)
                 raise table_workers_missing(self._spec, self._ledger, snapshot.version, patience)
 
