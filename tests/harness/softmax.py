@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 Batch = tuple[np.ndarray, np.ndarray]
 WEIGHTS_SHAPE = (65, 10)
@@ -13,6 +12,8 @@ WEIGHTS_SHAPE = (65, 10)
 
 def digits() -> Batch:
     """(1797, 65) float32 pixels in [0, 1] and a constant, (1797,) labels; shuffled alike always."""
+    from sklearn.datasets import load_digits  # takes two seconds
+
     found = load_digits()
     order = np.random.default_rng(3).permutation(len(found.target))
     images = np.ones((len(order), 65), np.float32)
