@@ -13,7 +13,7 @@ TESTS ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup test test-torch demo demo-embeddings lint protos bench soak
+.PHONY: help setup test test-torch demo demo-embeddings lint protos bench soak fuzz
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -26,6 +26,7 @@ help:
 	@echo "make demo    train a digits classifier on a cluster, and watch (20 s)"
 	@echo "make demo-embeddings    the same with a knowledge graph's embeddings (40 s)"
 	@echo "make test    all tests"
+	@echo "make fuzz    properties and state machines again, with new random examples"
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
 	@echo "make lint    ruff, mypy, import-linter, stubs and protos"
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
@@ -43,6 +44,9 @@ test: $(VENV)/.has-test
 
 soak: $(VENV)/.has-test
 	@SHARDWELL_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m soak -s tests/fault/test_kill_nine.py
+
+fuzz: $(VENV)/.has-test
+	@$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis tests
 
 # torch's CPU build is not on PyPI, and its other builds bring gigabytes; where there is none,
 # say so and go on: the optimizers are compared with float64 arithmetic in any case.

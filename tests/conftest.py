@@ -29,8 +29,10 @@ _DESCRIPTOR_COUNT_MAX = 100
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, lambda *_: None)
 
-# How long an example takes says something about the machine, nothing about the code.
-hypothesis.settings.register_profile("shardwell", deadline=None)
+# How long an example takes says something about the machine, nothing about the code. The same
+# examples each time, so that a failure is of the change that is tested; `make fuzz` draws others.
+hypothesis.settings.register_profile("shardwell", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fuzz", deadline=None)
 hypothesis.settings.load_profile("shardwell")
 
 StartCluster = Callable[..., LocalCluster]
