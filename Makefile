@@ -21,6 +21,8 @@ PYKEEN := pykeen==1.11.1
 TORCH := torch==2.13.0+cpu
 # Read when a recipe runs: tools that scripts call are those of the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# The tests start hundreds of processes: not one of them is to compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    train a digits classifier on a cluster, and watch (20 s)"
