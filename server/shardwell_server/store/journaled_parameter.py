@@ -150,7 +150,7 @@ class JournaledParameter(MmapParameter):
         with journaling.imaging(number) as path:
             image = MmapParameter.create(path, self._layout, self._salt, self._reached)
             yield lambda chunk_index: image.copy_chunk(self, chunk_index)
-            image.close()
+            image.sync_contents()
 
     def stop_journaling(self) -> None:
         """Makes image and journal superfluous, and removes them.

@@ -164,7 +164,7 @@ class JournaledTable(MmapTable):
         with journaling.imaging(number) as path:
             image = MmapTable.create(path, self._layout, self._salt, self._reached)
             self._copy_to(image, is_stopping)
-            image.close()
+            image.sync_contents()
             journaling.journal.sync_segment()  # rows may be as new as its last entry
 
     def _begin_segment(self, journaling: Journaling) -> int:

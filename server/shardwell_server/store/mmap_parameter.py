@@ -246,10 +246,17 @@ class MmapParameter:
         Raises:
             OSError: the disk failed.
         """
-        for file in self._files:
-            file.sync()
-        self._marks.sync()
+        self._sync_mapped()
         self.sync_names()
+
+    def sync_contents(self) -> None:
+        """Makes what the files hold survive a loss of power; names are left to the caller.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        self._sync_mapped()
+        self._sync_unmapped()
 
     def sync_names(self) -> None:
         """Makes what is not mapped survive a loss of power, and the names of all files.
@@ -257,10 +264,18 @@ class MmapParameter:
         Raises:
             OSError: the disk failed.
         """
-        for name in ("parameter.json", "events"):
-            sync_file(self.directory / name)
+        self._sync_unmapped()
         sync_directory(self.directory)
         sync_directory(self.directory.parent)
+
+    def _sync_mapped(self) -> None:
+        for file in self._files:
+            file.sync()
+        self._marks.sync()
+
+    def _sync_unmapped(self) -> None:
+        for name in ("parameter.json", "events"):
+            sync_file(self.directory / name)
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """See ParameterStorage."""

@@ -165,7 +165,7 @@ class MmapStore:
         def fill(path: Path) -> None:
             made = MmapParameter.create(path, layout, salt, self._reached)
             if not self._durability.is_process:
-                made.close()
+                made.sync_contents()
 
         doing = f"making the {layout.size_bytes} bytes of {layout.name!r}"
         try:
@@ -229,7 +229,7 @@ class MmapStore:
         def fill(path: Path) -> None:
             made = MmapTable.create(path, layout, salt, self._reached)
             if not self._durability.is_process:
-                made.close()
+                made.sync_contents()
 
         try:
             with self._tables.making(fill, f"making table {layout.name!r}") as directory:

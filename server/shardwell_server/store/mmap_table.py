@@ -273,10 +273,17 @@ class MmapTable:
         Raises:
             OSError: the disk failed.
         """
-        for file in self._files:
-            file.sync()
-        self._marks.sync()
+        self._sync_mapped()
         self._sync_names()
+
+    def sync_contents(self) -> None:
+        """Makes what the files hold survive a loss of power; names are left to the caller.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        self._sync_mapped()
+        self._sync_unmapped()
 
     def _note(self, stored: StoredTableRecord, rows: WrittenRows) -> None:
         """Called with what a change wrote, before it stands; may refuse it by a StorageError."""
@@ -287,10 +294,18 @@ class MmapTable:
         Raises:
             OSError: the disk failed.
         """
-        for name in ("table.json", "events"):
-            sync_file(self.directory / name)
+        self._sync_unmapped()
         sync_directory(self.directory)
         sync_directory(self.directory.parent)
+
+    def _sync_mapped(self) -> None:
+        for file in self._files:
+            file.sync()
+        self._marks.sync()
+
+    def _sync_unmapped(self) -> None:
+        for name in ("table.json", "events"):
+            sync_file(self.directory / name)
 
 
 class MmapRowChange:
