@@ -18,20 +18,16 @@ from shardwell.calls import cancelled_by
 from shardwell.connection import CHANNEL_OPTIONS, unary_stub
 from shardwell.descriptors import check_descriptors
 from shardwell.errors import (
-    ArgumentError,
     ClosedError,
     LimitError,
     ShardUnavailableError,
     ShardwellError,
     StepOrderError,
 )
-from shardwell.names import is_address
 from shardwell.session import Session
 from shardwell.status import from_rpc_error
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import session_pb2, table_pb2, types_pb2
-
-SHARD_COUNT_MAX = 4096
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 _TABLE_SERVICE = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
@@ -43,26 +39,6 @@ _ABSENT = (
 )
 
 ResponseT = TypeVar("ResponseT", bound=Message)
-
-
-def parse_target(target: str) -> list[str]:
-    """The addresses in "host:port,host:port", in the order of the shards.
-
-    Raises:
-        ArgumentError: it is empty, or an entry is no HOST:PORT, or one is there twice.
-    """
-    addresses = [part.strip() for part in target.split(",")] if isinstance(target, str) else []
-    for address in addresses:
-        if not is_address(address):
-            raise ArgumentError(
-                f"a cluster's target is HOST:PORT[,HOST:PORT...] in the order of the shards; got "
-                f"{address!r} in {target!r:.200}; set $SHARDWELL_SHARDS or pass target"
-            )
-    if not addresses or len(addresses) > SHARD_COUNT_MAX:
-        raise ArgumentError(f"a target has 1 to {SHARD_COUNT_MAX} addresses; got {target!r:.200}")
-    if len(set(addresses)) != len(addresses):
-        raise ArgumentError(f"an address is there twice in {target!r:.200}")
-    return addresses
 
 
 class CallCancelledError(grpc.RpcError):

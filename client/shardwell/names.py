@@ -11,6 +11,7 @@ from shardwell.errors import ArgumentError
 
 NAME_LENGTH_MAX = 128
 ADDRESS_LENGTH_MAX = 300
+SHARD_COUNT_MAX = 4096
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -42,3 +43,23 @@ def is_address(address: str) -> bool:
         and re.fullmatch(r"[0-9]{1,5}", port) is not None
         and 0 < int(port) < 2**16
     )
+
+
+def parse_target(target: str) -> list[str]:
+    """The addresses in "host:port,host:port", in the order of the shards.
+
+    Raises:
+        ArgumentError: it is empty, or an entry is no HOST:PORT, or one is there twice.
+    """
+    addresses = [part.strip() for part in target.split(",")] if isinstance(target, str) else []
+    for address in addresses:
+        if not is_address(address):
+            raise ArgumentError(
+                f"a cluster's target is HOST:PORT[,HOST:PORT...] in the order of the shards; got "
+                f"{address!r} in {target!r:.200}; set $SHARDWELL_SHARDS or pass target"
+            )
+    if not addresses or len(addresses) > SHARD_COUNT_MAX:
+        raise ArgumentError(f"a target has 1 to {SHARD_COUNT_MAX} addresses; got {target!r:.200}")
+    if len(set(addresses)) != len(addresses):
+        raise ArgumentError(f"an address is there twice in {target!r:.200}")
+    return addresses

@@ -14,7 +14,7 @@ import grpc
 
 from shardwell.attendance import new_session
 from shardwell.calls import CallThreads, current_call
-from shardwell.channel import ShardChannel, parse_target
+from shardwell.channel import ShardChannel
 from shardwell.descriptors import check_descriptors
 from shardwell.errors import (
     ClosedError,
@@ -22,6 +22,7 @@ from shardwell.errors import (
     ShardwellError,
     WrongShardError,
 )
+from shardwell.names import parse_target
 from shardwell.retry import Attempts
 from shardwell.v1 import parameter_server_pb2 as pb
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwell.channel import parse_target
 from shardwell.errors import ArgumentError
+from shardwell.names import parse_target
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwell.calls import CallThreads
-from shardwell.channel import parse_target
 from shardwell.codec import CODECS
 from shardwell.errors import (
     ArgumentError,
@@ -32,7 +31,7 @@ from shardwell.group.peer_server import PeerServer
 from shardwell.group.rendezvous import Formed, Rendezvous
 from shardwell.group.strategies import Ring, Strategy
 from shardwell.malloc import tune_malloc
-from shardwell.names import check_name
+from shardwell.names import check_name, parse_target
 from shardwell.specs import WIRE_CODECS
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2

@@ -18,10 +18,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwell.channel import parse_target
 from shardwell.errors import ArgumentError
 from shardwell.group.launchers import Launcher, crc_of, find_launcher, parse_number
-from shardwell.names import NAME_LENGTH_MAX, check_name
+from shardwell.names import NAME_LENGTH_MAX, check_name, parse_target
 
 RENDEZVOUS_VARIABLE = "SHARDWELL_RENDEZVOUS"
 RENDEZVOUS_PORT_VARIABLE = "SHARDWELL_RENDEZVOUS_PORT"

@@ -18,7 +18,6 @@ import grpc
 from google.protobuf.message import Message
 
 from shardwell.calls import cancelled_by, current_call
-from shardwell.channel import parse_target
 from shardwell.closing import Closing
 from shardwell.connection import CHANNEL_OPTIONS, unary_stub
 from shardwell.errors import (
@@ -28,6 +27,7 @@ from shardwell.errors import (
     WorkersMissingError,
     WorkerUnreachableError,
 )
+from shardwell.names import parse_target
 from shardwell.rank_words import in_words
 from shardwell.status import from_rpc_error
 from shardwell.v1 import group_pb2 as pb

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import click
 
-from shardwell.channel import parse_target
 from shardwell.client import TARGET_VARIABLE
 from shardwell.errors import ArgumentError
+from shardwell.names import parse_target
 from shardwell_server.local_cluster import SHARD_COUNT_MAX
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -12,12 +12,11 @@ from concurrent import futures
 import click
 import grpc
 
-from shardwell.channel import parse_target
 from shardwell.errors import ShardwellError
 from shardwell.group.group_service import GroupService
 from shardwell.group.launch_environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
 from shardwell.group.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
-from shardwell.names import check_name
+from shardwell.names import check_name, parse_target
 from shardwell_server.cli.duration import Duration
 from shardwell_server.launch.announced import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE
 from shardwell_server.launch.local_run import LocalRun

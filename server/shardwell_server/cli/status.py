@@ -11,9 +11,10 @@ from typing import Any
 import click
 from rich.table import Table
 
-from shardwell.channel import ShardChannel, parse_target
+from shardwell.channel import ShardChannel
 from shardwell.errors import DeadlineError, ShardUnavailableError, ShardwellError
 from shardwell.initializers import Initializer
+from shardwell.names import parse_target
 from shardwell.optimizers import Average, Optimizer
 from shardwell.shard_status import ParameterStatus, ShardStatus, TableStatus, ask_status
 from shardwell_server.cli.duration import Duration
