@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peers.turns import Crew, Step, worker_command
-from shardwell.codec import CODECS
+from shardwell.numerics.codec import CODECS
 from shardwell_server import LocalCluster
 
 WARM_UP_COUNT = 2

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 import shardwell
-from shardwell.codec import CODECS, Float32
-from shardwell.group.chunk_arithmetic import chunk_element_count
-from shardwell.group.plan import Operation, Plan
-from shardwell.partition import Slice
+from shardwell.group.schedule.arithmetic import chunk_element_count
+from shardwell.group.schedule.plan import Operation, Plan
+from shardwell.numerics.codec import CODECS, Float32
+from shardwell.placement.slices import Slice
 from shardwell_server import LocalCluster
 
 STRATEGIES: dict[str, shardwell.Strategy] = {

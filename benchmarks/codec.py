@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from fastcrc import crc32
 
-from shardwell.codec import CODECS, Scratch
+from shardwell.numerics.codec import CODECS, Scratch
 
 CHUNK = 512 * 1024
 

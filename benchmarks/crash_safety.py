@@ -21,7 +21,7 @@ import numkong
 import numpy as np
 from fastcrc import crc32
 
-from shardwell.codec import BLOCK_ELEMENT_COUNT, Float32, blocks
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32, blocks
 
 RATE = -0.01
 CHUNK_ELEMENT_COUNT = 8 * BLOCK_ELEMENT_COUNT

@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peers.turns import Crew, Step, worker_command
-from shardwell.codec import CODECS
+from shardwell.numerics.codec import CODECS
 from shardwell_server.processes import PARENT_FLAG
 
 PREFIX = "shardwell-bench"

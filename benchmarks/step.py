@@ -30,7 +30,7 @@ from rich.table import Table
 
 import shardwell
 from bare_grpc import BareWorker, payload, serve
-from shardwell.codec import CODECS
+from shardwell.numerics.codec import CODECS
 from shardwell_server import LocalCluster
 
 LATENCY_STEPS = 300

@@ -8,10 +8,10 @@ with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as clien
 
 import logging
 
-from shardwell.batches import Update, merge_updates, split_batch
-from shardwell.checkpoint import Checkpoint, CheckpointParameter, CheckpointTable
+from shardwell.checkpoint.export import TableExport
+from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable
+from shardwell.checkpoint.manifest import inspect_checkpoint
 from shardwell.client import Client, connect
-from shardwell.data_parallel import DataParallelTrainer, StepResult
 from shardwell.errors import (
     ArgumentError,
     ClosedError,
@@ -42,14 +42,14 @@ from shardwell.errors import (
     WorkerUnreachableError,
     WrongShardError,
 )
-from shardwell.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
 from shardwell.group.group import Group
-from shardwell.group.joining import join_group
-from shardwell.group.strategies import Centralized, Ring, Strategy, Tree
-from shardwell.initializers import Initializer, Normal, Uniform, Zeros
-from shardwell.malloc import tune_malloc
-from shardwell.manifest import inspect_checkpoint
-from shardwell.optimizers import (
+from shardwell.group.join import join_group
+from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
+from shardwell.parameter.parameter import Parameter
+from shardwell.process.allocator import tune_malloc
+from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
+from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
+from shardwell.specs.optimizers import (
     FTRL,
     SGD,
     Adagrad,
@@ -60,14 +60,14 @@ from shardwell.optimizers import (
     RMSProp,
     RowWiseAdagrad,
 )
-from shardwell.parameter import Parameter
-from shardwell.shard_status import ParameterStatus, ShardStatus, TableStatus
-from shardwell.specs import ParameterSpec
-from shardwell.table import Table
-from shardwell.table_export import TableExport
-from shardwell.table_spec import TableSpec
-from shardwell.threaded_sync import ThreadedSync
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.table import TableSpec
+from shardwell.table.table import Table
 from shardwell.traffic import Traffic
+from shardwell.training.batches import Update, merge_updates, split_batch
+from shardwell.training.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
+from shardwell.training.thread_group import ThreadedSync
+from shardwell.training.trainer import DataParallelTrainer, StepResult
 
 # What members of a group refuse one another is an error of theirs, to be seen by who asks for it.
 # "shardwell" itself has no such handler: it has only what a person who waits wants to read, and a

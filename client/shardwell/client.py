@@ -7,31 +7,33 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from shardwell.asking import ask_all
-from shardwell.attendance import unique_worker_id
-from shardwell.call_scope import CallScope
-from shardwell.checkpoint import Checkpoint
-from shardwell.checkpointing import Checkpointing
-from shardwell.closing import Closing
+from shardwell.checkpoint.export import TableExport
+from shardwell.checkpoint.format import Checkpoint
+from shardwell.checkpoint.saving import Checkpointing
 from shardwell.errors import (
     ArgumentError,
     SpecMismatchError,
     UnknownParameterError,
     UnknownTableError,
 )
-from shardwell.initializers import Initializer, Uniform
-from shardwell.malloc import tune_malloc
-from shardwell.names import check_name
+from shardwell.numerics.arguments import check_integer, check_timeout
 from shardwell.opened import Opened
-from shardwell.opening import find_spec
-from shardwell.optimizers import Optimizer
-from shardwell.parameter import Parameter
-from shardwell.retry import Attempts
-from shardwell.row_cache import CACHE_ROW_COUNT_MAX
-from shardwell.shard_status import ShardStatus, ask_status
-from shardwell.shards import connect_shards
-from shardwell.spec_fields import NotGiven
-from shardwell.specs import (
+from shardwell.parameter.membership import find_spec
+from shardwell.parameter.parameter import Parameter
+from shardwell.process.allocator import tune_malloc
+from shardwell.process.closeable import Closing
+from shardwell.rpc.asking import ask_all
+from shardwell.rpc.attendance import unique_worker_id
+from shardwell.rpc.call_scope import CallScope
+from shardwell.rpc.cluster import connect_shards
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_status import ShardStatus, ask_status
+from shardwell.rpc.stream_pool import IdleLanes
+from shardwell.specs.checks import NotGiven
+from shardwell.specs.initializers import Initializer, Uniform
+from shardwell.specs.names import check_name
+from shardwell.specs.optimizers import Optimizer
+from shardwell.specs.parameter import (
     SIZE_MAX,
     STEP_MAX,
     WORKER_COUNT_MAX,
@@ -40,13 +42,11 @@ from shardwell.specs import (
     ParameterSpec,
     TrainingSpec,
 )
-from shardwell.stream_pool import IdleLanes
-from shardwell.table import Table
-from shardwell.table_export import TableExport
-from shardwell.table_opening import find_table_spec
-from shardwell.table_spec import DIM_MAX, ROW_COUNT_MAX, TableSpec
+from shardwell.specs.table import DIM_MAX, ROW_COUNT_MAX, TableSpec
+from shardwell.table.cache import CACHE_ROW_COUNT_MAX
+from shardwell.table.membership import find_table_spec
+from shardwell.table.table import Table
 from shardwell.traffic import Traffic
-from shardwell.values import check_integer, check_timeout
 
 TARGET_VARIABLE = "SHARDWELL_SHARDS"
 WORKER_ID_VARIABLE = "SHARDWELL_WORKER_ID"
@@ -80,7 +80,7 @@ def connect(
             back. 120 s tolerates a slow worker and a shard's restart, and still ends.
         connect_timeout_s: How long shards are waited for, in all.
         keep_freed_memory: Tune glibc's allocator in this process, so that it keeps up to 64 MiB of
-            freed memory; a third faster. See shardwell.malloc.
+            freed memory; a third faster. See shardwell.process.allocator.
 
     Raises:
         ArgumentError: an argument can't be used.

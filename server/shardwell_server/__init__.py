@@ -7,10 +7,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwell_server.app import ShardServer
+    from shardwell_server.accumulator import MmapGradientAccumulator
     from shardwell_server.config import Limits, ShardConfig
     from shardwell_server.local_cluster import LocalCluster
-    from shardwell_server.store.accumulator import MmapGradientAccumulator
+    from shardwell_server.server import ShardServer
 
 __all__ = ["Limits", "LocalCluster", "MmapGradientAccumulator", "ShardConfig", "ShardServer"]
 
@@ -20,9 +20,9 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 _HOMES = {
     "Limits": "config",
     "LocalCluster": "local_cluster",
-    "MmapGradientAccumulator": "store.accumulator",
+    "MmapGradientAccumulator": "accumulator",
     "ShardConfig": "config",
-    "ShardServer": "app",
+    "ShardServer": "server",
 }
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
-from shardwell.names import check_name
-from shardwell.values import TIMEOUT_S_MIN, check_duration, check_integer
+from shardwell.numerics.arguments import TIMEOUT_S_MIN, check_duration, check_integer
+from shardwell.specs.names import check_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,14 +18,14 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwell.closing import Closing
 from shardwell.errors import ArgumentError, ShardUnavailableError
-from shardwell.owner_process import OwnerProcess
+from shardwell.process.closeable import Closing
+from shardwell.process.owner import OwnerProcess
 from shardwell_server import signals
-from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.processes import PARENT_FLAG, ChildProcess
-from shardwell_server.store.data_dir import DataDir, kept_cluster_id
+from shardwell_server.server import ShardServer
+from shardwell_server.store.files.data_dir import DataDir, kept_cluster_id
 
 SHARD_COUNT_MAX = 64
 _STOP_MARGIN_S = 5.0

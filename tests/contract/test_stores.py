@@ -1,4 +1,4 @@
-"""Goal: every kind of store keeps the one contract of store.py.
+"""Goal: every kind of store keeps the one contract of store/contract.py.
 
 Method: one suite, inherited by a class for each kind; a new kind adds a class that makes it.
 """
@@ -15,15 +15,9 @@ import numpy as np
 import pytest
 
 from shardwell.errors import LimitError, ShardwellError, StorageError
-from shardwell_server.store import (
-    ChunkRecord,
-    Layout,
-    MemoryStore,
-    MmapStore,
-    ParameterStorage,
-    Store,
-    Transition,
-)
+from shardwell_server.store import ChunkRecord, Layout, ParameterStorage, Store, Transition
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 CHUNK_ELEMENT_COUNT = 512
 TOO_LARGE = 2**48

@@ -23,7 +23,8 @@ from harness.stored_rows import (
     rows_of,
 )
 from shardwell.errors import StorageError
-from shardwell_server.store import Layout, MmapStore, Position, TableRecord
+from shardwell_server.store import Layout, Position, TableRecord
+from shardwell_server.store.mmap.store import MmapStore
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Goal: every kind of store keeps the one contract of table_storage.py.
+"""Goal: every kind of store keeps the one contract of store/table_contract.py.
 
 Method: one suite, inherited by a class for each kind. Oracle: plain arrays.
 """
@@ -25,15 +25,9 @@ from harness.stored_rows import (
     rows_of,
 )
 from shardwell.errors import LimitError, ShardwellError, StorageError
-from shardwell_server.store import (
-    FREE,
-    MemoryStore,
-    MmapStore,
-    Position,
-    Store,
-    TableRecord,
-    TableStorage,
-)
+from shardwell_server.store import FREE, Position, Store, TableRecord, TableStorage
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 TOO_LARGE = 2**60
 """Rows that no address space has room for."""

@@ -16,16 +16,16 @@ import pytest
 import shardwell
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.wire_worker import WireParameter, WireWorker, error_detail, spec
-from shardwell import first_weights
-from shardwell.checkpointing import _CheckpointValues
-from shardwell.slice_file import SliceWriter
+from shardwell.checkpoint.saving import _CheckpointValues
+from shardwell.checkpoint.slice_file import SliceWriter
+from shardwell.parameter import first_weights
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
 from shardwell_server import LocalCluster
-from shardwell_server.app import ShardServer
 from shardwell_server.config import ShardConfig
-from shardwell_server.shard.patience import Patience
-from shardwell_server.store.data_dir import DataDir
+from shardwell_server.server import ShardServer
+from shardwell_server.shard.deadline import Patience
+from shardwell_server.store.files.data_dir import DataDir
 
 SIZE = 60  # 30 elements on each of two shards
 MOMENTUM = types.Optimizer(sgd=types.Sgd(learning_rate=1.0, momentum=0.5))

@@ -25,8 +25,9 @@ from harness.images import image_of, in_memory, restore
 from harness.polling import PATIENCE_S
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
-from shardwell_server.store.accumulator import file_head, gradient_file
-from shardwell_server.store.accumulator.sum_layout import SumLayout
+from shardwell_server.accumulator import file as gradient_file
+from shardwell_server.accumulator import file_head
+from shardwell_server.accumulator.sum_layout import SumLayout
 
 LAYOUT = SumLayout(dim=DIM, row_count=ROW_COUNT)
 PAGE = 4096

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from shardwell_server.store.data_dir import DataDirError
+from shardwell_server.store.files.data_dir import DataDirError
 
 SIZE = 300
 SGD = shardwell.SGD(learning_rate=0.5)

@@ -21,10 +21,16 @@ from harness.table_power import TABLE, go_on, recovered, scrambled_at
 from harness.telling import OtherStart, writes_of_story
 from harness.telling import recovered as recovered_shard
 from shardwell.errors import StorageError
-from shardwell_server.store import image_files
-from shardwell_server.store.chunk_journal import pack_entry, read_entries
-from shardwell_server.store.journal import HEAD_BYTES, Journal, cut_off, segments, sync_segments
-from shardwell_server.store.store import JournalEntry
+from shardwell_server.store.contract import JournalEntry
+from shardwell_server.store.journal import image_files
+from shardwell_server.store.journal.journal import (
+    HEAD_BYTES,
+    Journal,
+    cut_off,
+    segments,
+    sync_segments,
+)
+from shardwell_server.store.journal.parameter_entries import pack_entry, read_entries
 
 PARAMETER = "parameters/000001"
 SALT = 77

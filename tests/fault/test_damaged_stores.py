@@ -30,7 +30,7 @@ from harness.telling import (
 )
 from shardwell.errors import StorageError
 from shardwell_server.config import ShardConfig
-from shardwell_server.store.data_dir import DataDir, DataDirError
+from shardwell_server.store.files.data_dir import DataDir, DataDirError
 
 STORY = story()
 FIRST, SECOND = "parameters/000001", "parameters/000002"

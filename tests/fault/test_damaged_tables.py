@@ -19,7 +19,8 @@ from harness.images import Image, image_of, in_memory, restore
 from harness.table_story import LAYOUT, State, make, state_of, tell
 from harness.telling import SameMachine
 from shardwell.errors import StorageError
-from shardwell_server.store import MemoryStore, MmapStore
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 TABLE = "tables/000001"
 ROWS = {"weights": 12, "slot-0": 12, "slot-1": 4, "sums": 12, "has_sum": 1}

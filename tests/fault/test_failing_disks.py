@@ -37,8 +37,8 @@ from harness.story import (
 from harness.telling import Undisturbed, recovered, state_at, undisturbed_story
 from shardwell.errors import StorageError
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MmapStore
-from shardwell_server.store.data_dir import DataDir, DataDirError
+from shardwell_server.store.files.data_dir import DataDir, DataDirError
+from shardwell_server.store.mmap.store import MmapStore
 
 DISK_BYTES = 2**20
 STORY = story()

@@ -22,8 +22,10 @@ from harness.images import image_of, in_memory, restore
 from harness.table_story import LAYOUT, State, Step, apply, make, state_of, tell
 from harness.telling import SameMachine
 from shardwell.errors import StorageError
-from shardwell_server.store import MemoryStore, MmapStore, TableLayout, TableStorage
-from shardwell_server.store.sparse_file import EXTENT_BYTES_MIN
+from shardwell_server.store import TableLayout, TableStorage
+from shardwell_server.store.files.sparse import EXTENT_BYTES_MIN
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 DISK_BYTES = 4 * EXTENT_BYTES_MIN
 

@@ -18,7 +18,7 @@ import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.power import OPTIMIZERS, SIZE, Disk, Run, failing, gradient, served
 from shardwell.errors import StorageError
-from shardwell_server.store import image_files
+from shardwell_server.store.journal import image_files
 
 
 def test_a_sync_that_failed_is_made_good_by_an_image(

@@ -24,13 +24,14 @@ from harness.polling import PATIENCE_S
 from harness.ranks import on_ranks
 from harness.wire_table import WireTable, table_spec
 from harness.wire_worker import WireWorker
-from shardwell import framing, retry
 from shardwell.errors import ShardwellError
-from shardwell.first_weights import FirstWeights
 from shardwell.group.mailbox import Mailbox
+from shardwell.parameter.first_weights import FirstWeights
+from shardwell.rpc import retry
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import peer_pb2, table_pb2
+from shardwell.wire import messages as framing
 from shardwell_server.config import Limits
 
 SIZE, ROW_COUNT, DIM = 24, 40, 2

@@ -20,7 +20,7 @@ import pytest
 import shardwell
 from harness.commands import Program
 from harness.polling import eventually
-from shardwell.whole_directory import working_directory
+from shardwell.checkpoint.directory import working_directory
 from shardwell_server import LocalCluster, MmapGradientAccumulator
 
 pytestmark = pytest.mark.timeout(120)

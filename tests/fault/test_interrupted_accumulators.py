@@ -22,8 +22,13 @@ from harness.interrupts import Interrupt
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
 
-FILES = ("accumulator/stored_sums.py", "store/row_undo.py", "store/row_arrays.py")
-CLEARING_FILES = ("gradient_accumulator.py", "gradient_file.py", "file_head.py", "touched_rows.py")
+FILES = ("accumulator/sums.py", "store/mmap/row_undo.py", "store/row_arrays.py")
+CLEARING_FILES = (
+    "accumulator/accumulator.py",
+    "accumulator/file.py",
+    "accumulator/file_head.py",
+    "accumulator/touched_rows.py",
+)
 ROWS = [1, 2, 3, 5, 8, 13]  # two blocks, of rows with sums and without
 OLD_ROWS = [2, 5, 9]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from shardwell.row_batches import RowBatch
+from shardwell.table.batch import RowBatch
 
 IDS = np.array([5, 1, 5, 700])
 GRADIENTS = np.full((4, 2), -1.0, np.float32)

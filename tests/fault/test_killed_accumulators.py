@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-import shardwell_server.store.accumulator
+import shardwell_server.accumulator
 from harness import hammered_accumulator, killed_accumulator
 from harness.accumulator_story import (
     BLOCK_ROW_COUNT,
@@ -42,8 +42,8 @@ from harness.images import Image, image_of, in_memory, restore, torn
 from harness.polling import PATIENCE_S, eventually
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
-from shardwell_server.store import row_undo
-from shardwell_server.store.accumulator.sum_layout import UNDO_ENTRY_COUNT
+from shardwell_server.accumulator.sum_layout import UNDO_ENTRY_COUNT
+from shardwell_server.store.mmap import row_undo
 
 KILLS_TIMEOUT_S = 60.0
 PART_COUNT = 4
@@ -192,7 +192,7 @@ def test_killed_again_after_each_write_of_a_recovery(tmp_path: Path, writes: lis
 
 
 def test_the_story_reaches_every_point(writes: list[Written]) -> None:
-    sources = [*Path(shardwell_server.store.accumulator.__file__).parent.glob("*.py")]
+    sources = [*Path(shardwell_server.accumulator.__file__).parent.glob("*.py")]
     sources.append(Path(row_undo.__file__))
     named = set()
     for source in sources:

@@ -26,7 +26,7 @@ from harness.telling import (
     undisturbed_story,
     writes_of_story,
 )
-from shardwell_server.store import image_files
+from shardwell_server.store.journal import image_files
 
 PART_COUNT = 4
 LOWEST_WRITE_COUNT = 300

@@ -33,8 +33,9 @@ from harness.telling import (
     undisturbed_story,
     writes_of_story,
 )
-from shardwell_server.store import ChunkRecord, Layout, MmapStore, Transition
-from shardwell_server.store.undo import ENTRY_COUNT_MAX
+from shardwell_server.store import ChunkRecord, Layout, Transition
+from shardwell_server.store.mmap.store import MmapStore
+from shardwell_server.store.mmap.undo import ENTRY_COUNT_MAX
 
 STORY = story()
 KILLS_TIMEOUT_S = 60.0
@@ -42,7 +43,7 @@ PART_COUNT = 8
 LOWEST_WRITE_COUNT = 300
 """The story has more; a hook that is never called would make these tests empty."""
 
-TABLE_MODULES = {"mmap_table", "row_undo"}
+TABLE_MODULES = {"mmap/table.py", "mmap/row_undo.py"}
 """Their writes are those of test_killed_tables.py."""
 
 
@@ -193,8 +194,8 @@ def test_several_chunks_were_being_changed(tmp_path: Path) -> None:
 def test_the_story_reaches_every_point_of_the_store(writes: list[Written]) -> None:
     source = Path(shardwell_server.store.__file__).parent
     named = set()
-    for path in source.glob("*.py"):
-        if path.stem in TABLE_MODULES:
+    for path in source.rglob("*.py"):
+        if str(path.relative_to(source)) in TABLE_MODULES:
             continue
         named.update(re.findall(r'reached\("([^"]+)"\)', path.read_text()))
     recovering = {"taken back", "undo done"}

@@ -23,13 +23,14 @@ from harness.images import Image, image_of, in_memory, restore
 from harness.sessions import applicant, contributor, session_of
 from harness.table_messages import part
 from harness.telling import OtherStart, SameMachine
-from shardwell.table_spec import TableSpec
+from shardwell.specs.table import TableSpec
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.shard import tables
-from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.deadline import Patience
 from shardwell_server.shard.shard import Shard
-from shardwell_server.shard.table_slice import TableSlice
-from shardwell_server.store import MemoryStore, MmapStore
+from shardwell_server.shard.table.slice import TableSlice
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 CONFIG = ShardConfig(shard_index=0, shard_count=1, limits=Limits(worker_count_max=2))
 SPEC = TableSpec(

@@ -24,13 +24,15 @@ from harness import killed_table_story
 from harness.images import Image, image_of, in_memory, restore, torn
 from harness.table_story import STORY, State, make, state_of, tell
 from harness.telling import SameMachine
-from shardwell_server.store import MemoryStore, MmapStore, TableStorage
+from shardwell_server.store import TableStorage
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 KILLS_TIMEOUT_S = 60.0
 PART_COUNT = 4
 LOWEST_WRITE_COUNT = 150
 """The story has more; a hook that is never called would make these tests empty."""
-MODULES = ("mmap_table", "row_undo")
+MODULES = ("mmap/table", "mmap/row_undo")
 
 
 class Written(NamedTuple):

@@ -15,7 +15,7 @@ import pytest
 
 import shardwell
 from harness.wire_worker import WireWorker, spec
-from shardwell.table_opening import TableOpening
+from shardwell.table.membership import TableOpening
 from shardwell_server import LocalCluster, ShardServer
 
 SIZE = 40

@@ -15,7 +15,7 @@ import shardwell
 from harness.polling import eventually
 from harness.together import together
 from shardwell_server import LocalCluster
-from shardwell_server.shard.table_register import TableRegister
+from shardwell_server.shard.table.register import TableRegister
 
 IDS = np.arange(40)
 ONES = np.ones((IDS.size, 2), np.float32)

@@ -28,11 +28,11 @@ from harness.power import (
     with_synced,
 )
 from shardwell.errors import StorageError
-from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, ShardConfig
-from shardwell_server.store.data_dir import DataDir
-from shardwell_server.store.journal import HEAD_BYTES, Journal
-from shardwell_server.store.mapped_file import MappedFile
+from shardwell_server.server import ShardServer
+from shardwell_server.store.files.data_dir import DataDir
+from shardwell_server.store.files.mapped import MappedFile
+from shardwell_server.store.journal.journal import HEAD_BYTES, Journal
 
 
 @pytest.fixture

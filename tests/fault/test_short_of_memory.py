@@ -17,12 +17,16 @@ import pytest
 
 import shardwell
 from shardwell.errors import LimitError, StorageError
-from shardwell.specs import ParameterSpec
-from shardwell.table_spec import TableSpec
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.table import TableSpec
 from shardwell_server.config import Durability, ShardConfig
-from shardwell_server.shard import parameter_slice, table_slice
+from shardwell_server.shard.parameter import slice as parameter_slice
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MemoryStore, MmapStore, Store, numbered
+from shardwell_server.shard.table import slice as table_slice
+from shardwell_server.store import Store
+from shardwell_server.store.files import atomic_directory as numbered
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 SGD = shardwell.SGD(learning_rate=1.0)
 TABLE = TableSpec(

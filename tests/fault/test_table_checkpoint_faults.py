@@ -21,9 +21,9 @@ from harness.manifests import change_manifest
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.wire_table import WireTable, table_spec
 from harness.wire_worker import WireWorker, error_detail
-from shardwell import table_snapshots
-from shardwell.rows_file import RowsReader
-from shardwell.table_restoring import TableRestore
+from shardwell.checkpoint import table_capture as table_snapshots
+from shardwell.checkpoint.rows_file import RowsReader
+from shardwell.checkpoint.table_restore import TableRestore
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1 import types_pb2 as types
 from shardwell_server import LocalCluster
@@ -175,7 +175,7 @@ def test_a_full_disk_of_whoever_saves(cluster, connect, tmp_path, monkeypatch) -
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardwell.rows_file.os.fsync", full)
+        patch.setattr("shardwell.checkpoint.rows_file.os.fsync", full)
         with pytest.raises(shardwell.StorageError, match="No space left on device"):
             client.save_checkpoint(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []

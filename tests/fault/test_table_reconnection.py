@@ -21,8 +21,8 @@ from harness.proxy import Direction, Proxy
 from harness.row_model import ModelRows
 from harness.table_training import DIM, EVERY, ID_COUNT, OPTIONS, KnownRows, batch, sent_row_count
 from harness.together import in_background
-from shardwell.row_placement import RowPlacement
-from shardwell.row_transfer import RowTransfer
+from shardwell.placement.rows import RowPlacement
+from shardwell.table.transfer import RowTransfer
 from shardwell.v1 import table_pb2
 
 RATE = 0.25

@@ -36,8 +36,9 @@ from harness.table_story import STORY, State, apply, state_of, take_seats, tell
 from harness.telling import OtherStart
 from shardwell.errors import StorageError
 from shardwell_server.config import Durability
-from shardwell_server.store import TableStorage, image_files
-from shardwell_server.store.journal import HEAD_BYTES
+from shardwell_server.store import TableStorage
+from shardwell_server.store.journal import image_files
+from shardwell_server.store.journal.journal import HEAD_BYTES
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 
 from shardwell_server import MmapGradientAccumulator
-from shardwell_server.store.accumulator import stored_sums
+from shardwell_server.accumulator import sums as stored_sums
 
 DIM = 3
 ROW_COUNT = 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from shardwell.group.roll_call import RollCall, Verdicts
+from shardwell.group.agreement.matching import RollCall, Verdicts
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 

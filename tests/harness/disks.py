@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.store import mapped_file
+from shardwell_server.store.files import mapped as mapped_file
 
 HINTS = {
     errno.ENOSPC: "free space on that disk",

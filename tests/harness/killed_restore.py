@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import shardwell
-from shardwell.channel import ShardChannel
-from shardwell.first_weights import FirstWeights
-from shardwell.table_restoring import _Lane
+from shardwell.checkpoint.table_restore import _Lane
+from shardwell.parameter.first_weights import FirstWeights
+from shardwell.rpc.shard_channel import ShardChannel
 
 MODULES = ("harness.killed_restore",)
 

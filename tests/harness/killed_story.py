@@ -20,7 +20,7 @@ from typing import TypeAlias
 from harness.story import CONFIG, short_blocks, story
 from harness.telling import SameMachine
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MmapStore
+from shardwell_server.store.mmap.store import MmapStore
 
 Tell: TypeAlias = Callable[[Path, int, Callable[[str], None]], None]
 """Tells a story in a directory; takes a file for what is answered, and a hook for writes."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from harness.killed_story import main
 from harness.table_story import make, tell
 from harness.telling import SameMachine
-from shardwell_server.store import MmapStore
+from shardwell_server.store.mmap.store import MmapStore
 
 
 def tell_table(path: Path, answered: int, reached: Callable[[str], None]) -> None:

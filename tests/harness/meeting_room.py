@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwell.group.meeting import Meetings
-from shardwell.group.requests import MeetingLimits
+from shardwell.group.rendezvous.registry import Meetings
+from shardwell.group.rendezvous.validation import MeetingLimits
 from shardwell.v1 import group_pb2 as pb
 from shardwell.v1 import types_pb2
 

@@ -20,11 +20,11 @@ import pytest
 
 import shardwell
 from harness.polling import PATIENCE_S, eventually
-from shardwell_server.app import ShardServer
 from shardwell_server.config import Durability, ShardConfig
-from shardwell_server.store import journal
-from shardwell_server.store.data_dir import DataDir
-from shardwell_server.store.journal import HEAD_BYTES
+from shardwell_server.server import ShardServer
+from shardwell_server.store.files.data_dir import DataDir
+from shardwell_server.store.journal import journal
+from shardwell_server.store.journal.journal import HEAD_BYTES
 
 T = TypeVar("T")
 SIZE = 1000

@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.relay import ORDERS, Order, Relay
-from shardwell import framing
-from shardwell.codec import Float32
-from shardwell.group.chunk_arithmetic import ChunkArithmetic, Reduction
-from shardwell.group.collective import Arrival, Collective
-from shardwell.group.plan import Operation, Plan
-from shardwell.group.strategies import Centralized, Ring, Strategy, Tree
-from shardwell.mean import Weights
+from shardwell.group.schedule.arithmetic import ChunkArithmetic, Reduction
+from shardwell.group.schedule.collective import Arrival, Collective
+from shardwell.group.schedule.plan import Operation, Plan
+from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.weighted_mean import Weights
 from shardwell.v1 import peer_pb2 as pb
+from shardwell.wire import messages as framing
 
 STRATEGIES: tuple[Strategy, ...] = (Ring(), Tree(1), Tree(2), Tree(3), Centralized())
 LOSSY = ("fp16", "bf16")

@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shardwell.group.collective import Arrival, Collective, Sending
-from shardwell.group.plan import Plan
+from shardwell.group.schedule.collective import Arrival, Collective, Sending
+from shardwell.group.schedule.plan import Plan
 
 ToArrival = Callable[[int, Any], Arrival]
 Link = tuple[int, int]

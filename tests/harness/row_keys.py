@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwell.row_placement import Ids
+from shardwell.placement.rows import Ids
 
 EXTREMES = [-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 2, 2**63 - 1]
 

@@ -6,8 +6,8 @@ import math
 import zlib
 from typing import Any
 
-from shardwell.session import Session
-from shardwell_server.shard.seats import Contributor, Event, Seats
+from shardwell.rpc.session import Session
+from shardwell_server.shard.members import Contributor, Event, Seats
 
 
 def session_of(worker_id: str, life: int = 0) -> Session:

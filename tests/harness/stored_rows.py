@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwell_server.store import MmapStore, Position, TableLayout, TableRecord, TableStorage
+from shardwell_server.store import Position, TableLayout, TableRecord, TableStorage
+from shardwell_server.store.mmap.store import MmapStore
 
 
 def layout(name: str = "t", **changed: Any) -> TableLayout:

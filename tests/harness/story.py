@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.sessions import TENURE, applicant, contributor, session_of
-from shardwell import SGD, Adagrad, ParameterSpec, checksum, codec, scratch
-from shardwell.chunk_codec import ChunkCodec
-from shardwell.codec import Scratch
+from shardwell import SGD, Adagrad, ParameterSpec
+from shardwell.numerics import codec, scratch
+from shardwell.numerics.codec import Scratch
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits, ShardConfig
-from shardwell_server.shard.parameter_slice import ParameterSlice
-from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import event_log
+from shardwell_server.store.records import event_log
 
 CONFIG = ShardConfig(
     shard_index=0,

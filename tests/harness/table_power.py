@@ -18,9 +18,12 @@ from harness.power import following_renames
 from harness.table_story import LAYOUT, STORY, State, apply, make, state_of, take_seats, tell
 from harness.telling import SameMachine
 from shardwell_server.config import Durability
-from shardwell_server.store import MemoryStore, MmapStore, TableStorage, image_files
-from shardwell_server.store import journaled_table as journaled
-from shardwell_server.store.boot import Boot
+from shardwell_server.store import TableStorage
+from shardwell_server.store.files.boot import Boot
+from shardwell_server.store.journal import image_files
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap import journaled_table as journaled
+from shardwell_server.store.mmap.store import MmapStore
 
 TABLE = "tables/000001"
 MAPPED = {"weights", "slot-0", "slot-1", "sums", "has_sum", "keys", "update_counts", "last_steps"}

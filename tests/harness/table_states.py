@@ -13,14 +13,15 @@ import shardwell
 from harness.sessions import contributor, enter
 from harness.table_messages import part
 from harness.telling import SameMachine
-from shardwell.table_spec import TableSpec
+from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell_server.config import ShardConfig
 from shardwell_server.services import row_states
-from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.deadline import Patience
 from shardwell_server.shard.shard import Shard
-from shardwell_server.shard.table_slice import TableSlice
-from shardwell_server.store import MemoryStore, MmapStore
+from shardwell_server.shard.table.slice import TableSlice
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 CONFIG = ShardConfig(shard_index=0, shard_count=1)
 SPEC = TableSpec(

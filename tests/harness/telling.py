@@ -12,8 +12,9 @@ from harness.images import Image, image_of
 from harness.story import CONFIG, State, short_blocks, state_of, story
 from shardwell_server.config import Durability
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MemoryStore, MmapStore
-from shardwell_server.store.boot import Boot
+from shardwell_server.store.files.boot import Boot
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 
 class Undisturbed(NamedTuple):

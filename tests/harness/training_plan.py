@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 import shardwell
 from harness.model import integer_gradient
-from shardwell.specs import CodecName, ModeName
+from shardwell.specs.parameter import CodecName, ModeName
 
 Float32 = npt.NDArray[np.float32]
 SGD = shardwell.SGD(learning_rate=0.5)

@@ -16,10 +16,10 @@ import pytest
 
 import shardwell
 from harness.polling import PATIENCE_S
-from shardwell.channel import ShardChannel
-from shardwell.snapshots import ParameterSnapshot
-from shardwell.table_restoring import TableRestore
-from shardwell.table_snapshots import TableSnapshot
+from shardwell.checkpoint.capture import ParameterSnapshot
+from shardwell.checkpoint.table_capture import TableSnapshot
+from shardwell.checkpoint.table_restore import TableRestore
+from shardwell.rpc.shard_channel import ShardChannel
 
 SHARD_COUNT = 4
 SGD = shardwell.SGD(learning_rate=1.0)

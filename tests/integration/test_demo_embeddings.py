@@ -21,7 +21,7 @@ from harness.commands import Program
 from harness.leaks import child_pids, is_running
 from harness.polling import PATIENCE_S, eventually
 from shardwell_server import LocalCluster
-from shardwell_server.demo.embeddings.examiner import TEST_MRR, VALIDATION_MRR
+from shardwell_server.demo.embeddings.evaluator import TEST_MRR, VALIDATION_MRR
 from shardwell_server.demo.embeddings.knowledge_graph import KnowledgeGraph
 from shardwell_server.demo.embeddings.local_table import LocalTable
 from shardwell_server.demo.embeddings.worker import (

@@ -12,7 +12,7 @@ import shardwell
 from harness.polling import PATIENCE_S, Stopwatch
 from harness.ranks import begun_on_ranks, error_of, on_ranks
 from harness.together import in_background
-from shardwell.group.roll_call import FAILURE_COUNT_MAX, UNDER_WAY_COUNT_MAX
+from shardwell.group.agreement.matching import FAILURE_COUNT_MAX, UNDER_WAY_COUNT_MAX
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ import shardwell
 from harness.meeting_room import group_spec
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.wire_worker import error_detail
-from shardwell.group.lease import LeaseKeeper
-from shardwell.group.rendezvous import Formed, Rendezvous
+from shardwell.group.rendezvous.client import Formed, Rendezvous
+from shardwell.group.rendezvous.lease import LeaseKeeper
 from shardwell.v1 import group_pb2 as pb
 from shardwell.v1 import group_pb2_grpc, types_pb2
 

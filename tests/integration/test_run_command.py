@@ -21,7 +21,7 @@ import pytest
 from harness.commands import Program, run_command
 from harness.leaks import is_running
 from harness.polling import PATIENCE_S, Stopwatch, eventually
-from shardwell.group.launch_environment import LaunchEnvironment
+from shardwell.group.launch.environment import LaunchEnvironment
 from shardwell.v1 import group_pb2 as pb
 
 

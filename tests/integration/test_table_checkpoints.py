@@ -23,7 +23,7 @@ from harness.row_model import OPTIMIZERS
 from harness.together import in_background, together
 from harness.wire_table import WireTable
 from harness.wire_worker import WireWorker
-from shardwell import table_snapshots
+from shardwell.checkpoint import table_capture as table_snapshots
 from shardwell_server import Limits, LocalCluster
 
 DIM = 3

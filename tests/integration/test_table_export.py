@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import shardwell
 from harness.commands import run_command
-from shardwell import table_export
+from shardwell.checkpoint import export as table_export
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

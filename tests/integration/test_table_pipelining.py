@@ -13,7 +13,7 @@ from harness.proxy import Proxy
 from harness.standing_still import stopped
 from harness.table_batches import DIM, open_table
 from harness.together import in_background
-from shardwell.prefetches import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
+from shardwell.table.prefetches import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
 
 
 def _table(client: shardwell.Client, **options: Any) -> shardwell.Table:

@@ -13,7 +13,7 @@ from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.row_model import OPTIMIZERS, ModelRows
 from harness.table_batches import DIM, open_table, random_ids, whole_numbers
 from harness.together import in_background, together
-from shardwell.stream_pool import IDLE_LANE_SET_COUNT_MAX, LANE_SET_COUNT_MAX
+from shardwell.rpc.stream_pool import IDLE_LANE_SET_COUNT_MAX, LANE_SET_COUNT_MAX
 from shardwell_server import Limits
 
 SGD = OPTIMIZERS["sgd"]

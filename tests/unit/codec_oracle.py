@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.codec import CODECS, Bytes, Float32, Scratch
+from shardwell.numerics.codec import CODECS, Bytes, Float32, Scratch
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOAT32_SMALLEST = 2.0**-149
@@ -46,7 +46,7 @@ def roundtrip(name: str, values: npt.NDArray[Any], *, allow_non_finite: bool = F
 
 
 def bounds(name: str, exact: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """How far each value may be off, as codec.py states it; `exact` in float64."""
+    """How far each value may be off, as numerics/codec.py states it; `exact` in float64."""
     magnitudes = np.abs(exact)
     if name == "fp32":
         return np.zeros_like(magnitudes)

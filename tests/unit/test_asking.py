@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from harness.polling import PATIENCE_S
-from shardwell.asking import ask_all, batches
-from shardwell.calls import Cancellable, Part, cancelled_by, current_call
+from shardwell.rpc.asking import ask_all, batches
+from shardwell.rpc.calls import Cancellable, Part, cancelled_by, current_call
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -15,16 +15,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwell import SGD, Average, Optimizer
-from shardwell.codec import BLOCK_ELEMENT_COUNT, CODECS, Scratch
-from shardwell.update_rules import UpdateRule
-from shardwell_server.shard.averaging import (
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, CODECS, Scratch
+from shardwell.numerics.update_rules import UpdateRule
+from shardwell_server.shard.parameter.averaging import (
     ChunkState,
     Contribution,
     add_to_sum,
     close_step,
     shift_for,
 )
-from shardwell_server.store import Layout, MemoryStore, Transition
+from shardwell_server.store import Layout, Transition
+from shardwell_server.store.memory.store import MemoryStore
 from unit.codec_oracle import decoded, encoded
 
 NAMES = sorted(CODECS)

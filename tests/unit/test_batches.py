@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell import ArgumentError, Update, merge_updates, split_batch
-from shardwell.batches import count_samples, micro_batches, share_of
+from shardwell.training.batches import count_samples, micro_batches, share_of
 
 COUNTS = st.integers(0, 40)
 WORKERS = st.integers(1, 9)

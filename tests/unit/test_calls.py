@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from harness.polling import Stopwatch, eventually
-from shardwell import calls
-from shardwell.calls import CALL_COUNT_MAX, CallThreads, cancelled_by, current_call
 from shardwell.errors import ClosedError, DeadlineError, LimitError
+from shardwell.rpc import calls
+from shardwell.rpc.calls import CALL_COUNT_MAX, CallThreads, cancelled_by, current_call
 
 NAME = "shardwell-test"
 PATIENCE_S = 30.0

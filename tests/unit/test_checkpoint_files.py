@@ -23,15 +23,15 @@ from safetensors.numpy import load_file
 
 import shardwell
 from harness.manifests import MANIFEST, change_manifest
-from shardwell.checkpoint import Checkpoint, CheckpointParameter, SliceFile, slice_path
+from shardwell.checkpoint.directory import whole_directory
+from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, SliceFile, slice_path
+from shardwell.checkpoint.manifest import write_manifest
+from shardwell.checkpoint.slice_file import SliceReader, SliceWriter
 from shardwell.errors import ArgumentError, DeadlineError, StorageError
-from shardwell.manifest import write_manifest
-from shardwell.optimizers import SGD, Adagrad, Adam, AdamW, Average, Optimizer, RMSProp
-from shardwell.partition import slice_of
-from shardwell.slice_file import SliceReader, SliceWriter
-from shardwell.specs import ParameterSpec
-from shardwell.update_rules import UpdateRule
-from shardwell.whole_directory import whole_directory
+from shardwell.numerics.update_rules import UpdateRule
+from shardwell.placement.slices import slice_of
+from shardwell.specs.optimizers import SGD, Adagrad, Adam, AdamW, Average, Optimizer, RMSProp
+from shardwell.specs.parameter import ParameterSpec
 
 OPTIMIZERS: list[Optimizer] = [
     Average(),

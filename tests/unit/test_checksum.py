@@ -16,9 +16,9 @@ import pytest
 from harness import wire_crc
 from harness.wire_table import table_spec
 from harness.wire_worker import sgd, spec
-from shardwell import checksum
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import peer_pb2, table_pb2, types_pb2
+from shardwell.wire import checksum
 
 LARGE = 2**64 - 1
 PAYLOAD = np.frombuffer(b"payload", np.uint8)

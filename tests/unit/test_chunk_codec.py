@@ -10,15 +10,15 @@ import lz4.block
 import numpy as np
 import pytest
 
-from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
-from shardwell.codec import CODECS, NonFiniteValueError, Scratch
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.framing import MESSAGE_SIZE_MAX_BYTES
-from shardwell.optimizers import Average
-from shardwell.partition import Slice
-from shardwell.specs import ParameterSpec
+from shardwell.numerics.codec import CODECS, NonFiniteValueError, Scratch
+from shardwell.placement.slices import Slice
+from shardwell.specs.optimizers import Average
+from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
+from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 from unit.codec_oracle import decoded
 
 NAMES = sorted(CODECS)

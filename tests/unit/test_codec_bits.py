@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwell.codec import BLOCK_ELEMENT_COUNT, CODECS, Scratch
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, CODECS, Scratch
 from unit.codec_oracle import bf16_bits, decoded, encoded, fp16_value
 
 NAMES = sorted(CODECS)

@@ -1,4 +1,4 @@
-"""Goal: values come back within the bounds that codec.py states, whatever their magnitudes.
+"""Goal: values come back within the bounds that the codecs state, whatever their magnitudes.
 
 Method: arrays aimed at the edges (float32's largest and smallest, blocks that differ by all of
 float32's range, so that the guessed scale is wrong) and hypothesis between them; errors are taken
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwell.codec import BLOCK_ELEMENT_COUNT, CODECS
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, CODECS
 from unit.codec_oracle import (
     FLOAT32_MAX,
     check_roundtrip,

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwell.codec import BLOCK_ELEMENT_COUNT, CODECS, NonFiniteValueError, Scratch
 from shardwell.errors import ArgumentError
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, CODECS, NonFiniteValueError, Scratch
 from unit.codec_oracle import FLOAT32_MAX, decoded, encoded, fp16_value, roundtrip
 
 NAMES = sorted(CODECS)

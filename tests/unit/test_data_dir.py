@@ -17,7 +17,7 @@ from fastcrc import crc32
 
 from shardwell.errors import ShardwellError
 from shardwell_server.config import ShardConfig
-from shardwell_server.store.data_dir import DataDir, DataDirError, kept_cluster_id
+from shardwell_server.store.files.data_dir import DataDir, DataDirError, kept_cluster_id
 
 MINE = ShardConfig(shard_index=1, shard_count=3, cluster_id="mine")
 HOLD = """

@@ -7,7 +7,7 @@ import pytest
 
 from harness.row_model import OPTIMIZERS, ModelRows
 from shardwell import Normal, Uniform
-from shardwell.table_spec import TableSpec
+from shardwell.specs.table import TableSpec
 from shardwell_server.demo.embeddings.local_table import LocalTable
 
 ROW_COUNT, DIM = 7, 4

@@ -12,10 +12,10 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwell import framing
 from shardwell.errors import CorruptChunkError
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
+from shardwell.wire import messages as framing
 
 TYPES = [
     pb.ExchangeRequest,

@@ -16,7 +16,7 @@ import pytest
 from harness.images import in_memory
 from shardwell.errors import ArgumentError, ClosedError, NonFiniteError
 from shardwell_server import MmapGradientAccumulator
-from shardwell_server.store.accumulator import gradient_accumulator
+from shardwell_server.accumulator import accumulator as gradient_accumulator
 
 ROW_COUNT = 300
 Make = Callable[..., MmapGradientAccumulator]

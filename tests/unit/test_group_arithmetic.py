@@ -23,10 +23,10 @@ from harness.reductions import (
     segment,
 )
 from harness.relay import ORDERS
-from shardwell.codec import Float32
-from shardwell.group.chunk_arithmetic import Reduction
-from shardwell.group.plan import Operation
-from shardwell.group.strategies import Ring, Strategy, Tree
+from shardwell.group.schedule.arithmetic import Reduction
+from shardwell.group.schedule.plan import Operation
+from shardwell.group.schedule.strategies import Ring, Strategy, Tree
+from shardwell.numerics.codec import Float32
 
 strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 each_operation = pytest.mark.parametrize("operation", Operation, ids=lambda each: each.value)
@@ -111,7 +111,7 @@ def test_lossy_sums_of_eight_ranks(
 @pytest.mark.parametrize("codec", LOSSY)
 @strategies
 def test_error_of_each_element(strategy: Strategy, codec: str) -> None:
-    """Each of at most n roundings on the way is within the codec's bound (codec.py)."""
+    """Each of at most n roundings on the way is within the codec's bound (numerics/codec.py)."""
     size = 8
     arrays = normal(size, 500)
     values = exactly(arrays)

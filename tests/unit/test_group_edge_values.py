@@ -20,10 +20,10 @@ from harness.reductions import (
     run,
 )
 from harness.relay import ORDERS
-from shardwell.group.chunk_arithmetic import ChunkArithmetic, Reduction, chunk_element_count
-from shardwell.group.collective import Collective
-from shardwell.group.plan import Operation, Plan
-from shardwell.group.strategies import Strategy, Tree
+from shardwell.group.schedule.arithmetic import ChunkArithmetic, Reduction, chunk_element_count
+from shardwell.group.schedule.collective import Collective
+from shardwell.group.schedule.plan import Operation, Plan
+from shardwell.group.schedule.strategies import Strategy, Tree
 
 strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 each_operation = pytest.mark.parametrize("operation", Operation, ids=lambda each: each.value)

@@ -17,8 +17,8 @@ import pytest
 
 from harness.polling import PATIENCE_S, Stopwatch, eventually
 from shardwell.errors import ClosedError, CorruptChunkError, WorkerLostError
-from shardwell.group.collective import WINDOW_ROW_COUNT, Arrival
 from shardwell.group.mailbox import Mailbox
+from shardwell.group.schedule.collective import WINDOW_ROW_COUNT, Arrival
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 

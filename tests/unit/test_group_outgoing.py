@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwell.group.peers import Outgoing
+from shardwell.group.transport.peers import Outgoing
 from shardwell.traffic import Traffic
 
 

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwell import checksum, framing
-from shardwell.codec import Float32
 from shardwell.errors import CorruptChunkError
-from shardwell.group.chunk_arithmetic import ChunkArithmetic, Reduction
-from shardwell.group.collective import Arrival, Collective, Sending
-from shardwell.group.plan import Operation, Plan
-from shardwell.group.strategies import Centralized, Ring, Strategy, Tree
+from shardwell.group.schedule.arithmetic import ChunkArithmetic, Reduction
+from shardwell.group.schedule.collective import Arrival, Collective, Sending
+from shardwell.group.schedule.plan import Operation, Plan
+from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
+from shardwell.numerics.codec import Float32
 from shardwell.v1 import peer_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire import messages as framing
 
 SIZE, LENGTH, CHUNK = 4, 24, 3
 CONTEXT = 77

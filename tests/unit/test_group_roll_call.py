@@ -13,8 +13,8 @@ import pytest
 
 from harness.calls import TIMEOUT_S, Room, a_call
 from shardwell import errors
-from shardwell.group.agreement import error_of, failure_of
-from shardwell.group.roll_call import (
+from shardwell.group.agreement.coordinator import error_of, failure_of
+from shardwell.group.agreement.matching import (
     FAILURE_COUNT_MAX,
     SAMPLE_COUNT_MAX,
     UNDER_WAY_COUNT_MAX,

@@ -1,7 +1,8 @@
 """Goal: whatever ranks call, in whatever order, each gets one answer a call, and all the same.
 
 Method: a hypothesis state machine. Beside the roll call a plain record is kept of what every rank
-called, and when; the promises of roll_call.py and peer.proto are checked on that record alone.
+called, and when; the promises of agreement/matching.py and peer.proto are checked on that record
+alone.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from harness.calls import Room
-from shardwell.group.agreement import error_of
-from shardwell.group.roll_call import Verdicts
+from shardwell.group.agreement.coordinator import error_of
+from shardwell.group.agreement.matching import Verdicts
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 

@@ -15,10 +15,10 @@ import pytest
 
 from harness.relay import ORDERS, Order, Relay
 from shardwell.errors import ArgumentError
-from shardwell.group.collective import Arrival, Collective
-from shardwell.group.plan import Operation, Plan
-from shardwell.group.strategies import Centralized, Ring, Strategy, Tree
-from shardwell.partition import Slice
+from shardwell.group.schedule.collective import Arrival, Collective
+from shardwell.group.schedule.plan import Operation, Plan
+from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
+from shardwell.placement.slices import Slice
 from shardwell.v1 import peer_pb2 as pb
 
 STRATEGIES: tuple[Strategy, ...] = (Ring(), Tree(1), Tree(2), Tree(3), Centralized())

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from harness.row_keys import EXTREMES, colliding_keys
-from shardwell.row_placement import Ids
-from shardwell_server.shard import row_index
-from shardwell_server.shard.row_index import HashRowIndex
-from shardwell_server.shard.slot_table import LINE, SlotTable
+from shardwell.placement.rows import Ids
+from shardwell_server.shard.table import index as row_index
+from shardwell_server.shard.table.hash_slots import LINE, SlotTable
+from shardwell_server.shard.table.index import HashRowIndex
 
 SALT = 0x1234567890ABCDEF
 LOAD_MAX, ROWS_MIN = 0.6, 64

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.errors import ArgumentError
-from shardwell.group.launch_environment import LaunchEnvironment
-from shardwell.names import check_name
+from shardwell.group.launch.environment import LaunchEnvironment
+from shardwell.specs.names import check_name
 
 # Recorded: torchrun of torch 2.13, --nproc-per-node 2 --standalone, rank 1.
 TORCHRUN = {

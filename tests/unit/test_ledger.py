@@ -9,7 +9,7 @@ import pytest
 
 from harness.sessions import AllAlive, know, session_of, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
-from shardwell_server.shard.ledger import Decision, Seat, StepLedger
+from shardwell_server.shard.step_tracker import Decision, Seat, StepLedger
 from shardwell_server.store import ChunkRecord
 
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from harness.sessions import AllAlive, know, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
-from shardwell_server.shard.ledger import Decision, StepLedger
+from shardwell_server.shard.step_tracker import Decision, StepLedger
 from shardwell_server.store import ChunkRecord
 
 WORKERS = ["w0", "w1", "w2", "w3", "w4"]

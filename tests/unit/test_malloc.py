@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from shardwell.malloc import tune_malloc
+from shardwell.process.allocator import tune_malloc
 
 
 def test_it_may_be_repeated() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardwell.mean import Weights
+from shardwell.numerics.weighted_mean import Weights
 
 COUNTS = st.lists(st.integers(0, 2**24), min_size=1, max_size=12)
 LARGEST = np.finfo(np.float32).max

@@ -13,8 +13,8 @@ import pytest
 
 from harness.meeting_room import LEASE_S, Room, group_spec, lost_of
 from shardwell import errors
-from shardwell.group.group_service import GroupService
-from shardwell.group.requests import MeetingLimits
+from shardwell.group.rendezvous.service import GroupService
+from shardwell.group.rendezvous.validation import MeetingLimits
 from shardwell.v1 import group_pb2 as pb
 from shardwell.v1 import types_pb2
 

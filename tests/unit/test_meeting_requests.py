@@ -8,8 +8,8 @@ import pytest
 
 from harness.meeting_room import LEASE_S, Room, group_spec
 from shardwell import errors
-from shardwell.group.meeting import Meetings
-from shardwell.group.requests import MeetingLimits
+from shardwell.group.rendezvous.registry import Meetings
+from shardwell.group.rendezvous.validation import MeetingLimits
 from shardwell.v1 import group_pb2 as pb
 
 

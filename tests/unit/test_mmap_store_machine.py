@@ -30,7 +30,7 @@ from shardwell import SGD, ParameterSpec
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.config import Limits
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MmapStore
+from shardwell_server.store.mmap.store import MmapStore
 
 NAMES = ["first", "second"]
 WORKERS = ["w0", "w1", "w2", "w3"]

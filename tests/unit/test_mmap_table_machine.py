@@ -23,7 +23,8 @@ from harness.images import Image, image_of, in_memory, restore
 from harness.table_story import Step, apply, make
 from harness.telling import SameMachine
 from shardwell.errors import LimitError
-from shardwell_server.store import FREE, MmapStore, Position, TableRecord, TableStorage
+from shardwell_server.store import FREE, Position, TableRecord, TableStorage
+from shardwell_server.store.mmap.store import MmapStore
 
 CAPACITY = 64
 ROWS_MAX = 8

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.errors import ArgumentError
-from shardwell.names import NAME_LENGTH_MAX, check_name
+from shardwell.specs.names import NAME_LENGTH_MAX, check_name
 
 FIRST = string.ascii_letters + string.digits
 REST = FIRST + "._-"

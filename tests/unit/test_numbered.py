@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwell.errors import StorageError
-from shardwell_server.store.numbered import Numbered
+from shardwell_server.store.files.atomic_directory import Numbered
 
 
 def numbered(path: Path) -> Numbered:

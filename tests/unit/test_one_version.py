@@ -9,8 +9,8 @@ import itertools
 
 import pytest
 
+from shardwell.checkpoint.consistent_version import known_first
 from shardwell.errors import ShardUnavailableError
-from shardwell.one_version import known_first
 
 
 def test_what_is_known_is_given_once_and_failures_end_nothing() -> None:

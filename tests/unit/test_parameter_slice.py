@@ -12,19 +12,7 @@ import numpy as np
 import pytest
 
 from harness.sessions import AllAlive, contributor, enter, session_of
-from shardwell import (
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Average,
-    Optimizer,
-    ParameterSpec,
-    RMSProp,
-    checksum,
-)
-from shardwell.chunk_codec import ChunkCodec
-from shardwell.codec import Scratch
+from shardwell import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
 from shardwell.errors import (
     DivergedError,
     InitSupersededError,
@@ -32,13 +20,17 @@ from shardwell.errors import (
     NotInitializedError,
     StepOrderError,
 )
-from shardwell.partition import Slice
-from shardwell.update_rules import SAFE_MAGNITUDE, UpdateRule
+from shardwell.numerics.codec import Scratch
+from shardwell.numerics.update_rules import SAFE_MAGNITUDE, UpdateRule
+from shardwell.placement.slices import Slice
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.parameter_slice import ParameterSlice
-from shardwell_server.shard.patience import Patience
-from shardwell_server.store import Layout, MemoryStore
+from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.parameter.slice import ParameterSlice
+from shardwell_server.store import Layout
+from shardwell_server.store.memory.store import MemoryStore
 
 OPTIMIZERS = [
     Average(),

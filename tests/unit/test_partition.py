@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell.partition import Slice, slice_of
+from shardwell.placement.slices import Slice, slice_of
 
 SIZES = range(201)
 SHARD_COUNTS = range(1, 18)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from shardwell.errors import ShardUnavailableError
-from shardwell_server.shard.patience import Changes, NotYet, Patience, until
+from shardwell_server.shard.deadline import Changes, NotYet, Patience, until
 
 
 class Request:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell.rank_words import in_words
+from shardwell.specs.rank_words import in_words
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from harness.polling import PATIENCE_S, eventually
 from harness.together import in_background, together
-from shardwell_server.shard.reading_lock import ReadingLock
+from shardwell_server.shard.table.reading_lock import ReadingLock
 
 
 @pytest.fixture(autouse=True)

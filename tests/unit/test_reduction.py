@@ -10,9 +10,9 @@ import itertools
 import numpy as np
 import pytest
 
-from shardwell.codec import BLOCK_ELEMENT_COUNT
-from shardwell.mean import Weights
-from shardwell.reduction import REDUCTIONS, first_non_finite, part_of, reduce_block
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT
+from shardwell.numerics.reduction import REDUCTIONS, first_non_finite, part_of, reduce_block
+from shardwell.numerics.weighted_mean import Weights
 
 
 @pytest.mark.parametrize("part_count", range(1, 9))

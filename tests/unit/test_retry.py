@@ -22,7 +22,7 @@ from shardwell.errors import (
     WorkersMissingError,
     WrongShardError,
 )
-from shardwell.retry import CORRUPT_RETRY_COUNT_MAX, PAUSE_S_FIRST, PAUSE_S_MAX, Attempts
+from shardwell.rpc.retry import CORRUPT_RETRY_COUNT_MAX, PAUSE_S_FIRST, PAUSE_S_MAX, Attempts
 
 FOREVER_S = 1e9
 

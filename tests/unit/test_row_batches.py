@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import shardwell
-from shardwell.row_batches import RowBatch, Span, as_ids
-from shardwell.row_placement import RowPlacement
+from shardwell.placement.rows import RowPlacement
+from shardwell.table.batch import RowBatch, Span, as_ids
 
 SHARD_COUNTS = st.sampled_from([1, 2, 3, 8])
 KEYS = st.one_of(

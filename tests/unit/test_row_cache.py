@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import shardwell
-from shardwell.row_cache import CACHE_ROW_COUNT_MAX, WAY_COUNT, RowCache
+from shardwell.table.cache import CACHE_ROW_COUNT_MAX, WAY_COUNT, RowCache
 
 IDS = st.lists(
     st.one_of(st.integers(0, 12), st.sampled_from([-1, 2**63 - 1, -(2**63)])),

@@ -17,20 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwell
-from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES
-from shardwell.codec import NonFiniteValueError
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.framing import MESSAGE_SIZE_MAX_BYTES, parse
-from shardwell.row_codec import (
+from shardwell.numerics.codec import NonFiniteValueError
+from shardwell.placement.rows import RowPlacement
+from shardwell.specs.table import TableSpec
+from shardwell.v1 import table_pb2 as pb
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
+from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES, parse
+from shardwell.wire.rows import (
     ROWS_PER_MESSAGE_MAX,
     RowCodec,
     check_ids,
     rows_per_message_max,
     rows_per_scan_message_max,
 )
-from shardwell.row_placement import RowPlacement
-from shardwell.table_spec import TableSpec
-from shardwell.v1 import table_pb2 as pb
 from unit.codec_oracle import decoded
 
 CODECS = ("fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4")

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from harness.row_keys import EXTREMES, colliding_keys
-from shardwell.row_placement import Ids, RowPlacement, mix
-from shardwell_server.shard import row_index
-from shardwell_server.shard.row_index import DirectRowIndex, HashRowIndex, RowIndex
-from shardwell_server.shard.slot_table import SlotTable
+from shardwell.placement.rows import Ids, RowPlacement, mix
+from shardwell_server.shard.table import index as row_index
+from shardwell_server.shard.table.hash_slots import SlotTable
+from shardwell_server.shard.table.index import DirectRowIndex, HashRowIndex, RowIndex
 
 ROW_COUNT, SHARD_COUNT, SHARD = 10_007, 3, 1
 

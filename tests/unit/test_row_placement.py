@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell.row_placement import RowPlacement
+from shardwell.placement.rows import RowPlacement
 
 _WORD = 2**64
 

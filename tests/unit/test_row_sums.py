@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwell
-from shardwell.row_batches import RowBatch, Span, as_ids
-from shardwell.row_placement import RowPlacement
-from shardwell.row_sums import RowSums, as_gradients
+from shardwell.placement.rows import RowPlacement
+from shardwell.table.batch import RowBatch, Span, as_ids
+from shardwell.table.gradient_sums import RowSums, as_gradients
 
 
 def _batch(ids, shard_count=1) -> RowBatch:

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwell import FTRL, SGD, Adagrad, Average, Optimizer, RMSProp, RowWiseAdagrad
-from shardwell.codec import Float32
 from shardwell.errors import ArgumentError
-from shardwell.optimizers import check_learning_rate
-from shardwell.row_update_rules import RowUpdateRule
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.row_update_rules import RowUpdateRule
+from shardwell.specs.optimizers import check_learning_rate
 from unit.update_oracle import OPTIMIZERS, Oracle, gradients_of, run
 
 ROW_OPTIMIZERS: dict[str, Optimizer] = {

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shardwell import Initializer, Normal, Uniform, Zeros
 from shardwell.errors import ArgumentError
-from shardwell.row_values import _inverse_normal, _log, initial_rows
+from shardwell.numerics.initial_rows import _inverse_normal, _log, initial_rows
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 EXTREMES = [-(2**63), -1, 0, 1, 2**63 - 1]

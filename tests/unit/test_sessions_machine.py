@@ -33,10 +33,10 @@ from shardwell.errors import (
     StepOrderError,
     WorkerIdInUseError,
 )
-from shardwell.session import Session
-from shardwell_server.shard.ledger import Decision, StepLedger
-from shardwell_server.shard.seats import Event, owner_event, owner_of
+from shardwell.rpc.session import Session
+from shardwell_server.shard.members import Event, owner_event, owner_of
 from shardwell_server.shard.sessions import Sessions
+from shardwell_server.shard.step_tracker import Decision, StepLedger
 from shardwell_server.store import ChunkRecord
 
 WORKERS = ["w0", "w1", "w2", "w3"]

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from harness.sessions import AllAlive, contributor, enter
-from shardwell import SGD, ParameterSpec, checksum
-from shardwell.chunk_codec import ChunkCodec
-from shardwell.codec import Scratch
+from shardwell import SGD, ParameterSpec
 from shardwell.errors import (
     DeadlineError,
     LimitError,
@@ -25,14 +23,18 @@ from shardwell.errors import (
     StorageError,
     WorkersMissingError,
 )
-from shardwell.partition import Slice
-from shardwell.update_rules import UpdateRule
+from shardwell.numerics.codec import Scratch
+from shardwell.numerics.update_rules import UpdateRule
+from shardwell.placement.slices import Slice
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.parameter_slice import ParameterSlice
-from shardwell_server.shard.patience import Patience
-from shardwell_server.shard.snapshot import Snapshot
-from shardwell_server.store import Layout, MemoryStore
+from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.parameter.slice import ParameterSlice
+from shardwell_server.shard.parameter.snapshot import Snapshot
+from shardwell_server.store import Layout
+from shardwell_server.store.memory.store import MemoryStore
 
 SIZE, CHUNK = 40, 16
 OPTIMIZER = SGD(learning_rate=1.0, momentum=0.5)

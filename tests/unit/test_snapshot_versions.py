@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from shardwell import SGD, ParameterSpec, Traffic
-from shardwell.checkpoint import CheckpointParameter
+from shardwell.checkpoint.capture import ParameterSnapshot
+from shardwell.checkpoint.format import CheckpointParameter
 from shardwell.errors import DeadlineError, LimitError, StepOrderError, WorkersMissingError
-from shardwell.retry import Attempts
-from shardwell.snapshots import ParameterSnapshot
+from shardwell.rpc.retry import Attempts
 
 SPEC = ParameterSpec(name="p", size=1, optimizer=SGD(learning_rate=1.0), worker_count=1)
 DONE = CheckpointParameter(spec=SPEC, version=0, version_max=0, learning_rate=1.0, files=())

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.errors import StorageError
-from shardwell_server.store import sparse_file
-from shardwell_server.store.mapped_file import PAGE_SIZE_BYTES
-from shardwell_server.store.sparse_file import (
+from shardwell_server.store.files import sparse as sparse_file
+from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES
+from shardwell_server.store.files.sparse import (
     EXTENT_BYTES_MAX,
     EXTENT_BYTES_MIN,
     SparseFile,

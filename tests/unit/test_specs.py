@@ -28,7 +28,7 @@ from shardwell import (
     RowWiseAdagrad,
 )
 from shardwell.errors import ArgumentError
-from shardwell.optimizers import check_learning_rate
+from shardwell.specs.optimizers import check_learning_rate
 from shardwell.v1 import types_pb2
 
 CODECS = {"fp32": 1, "fp16": 2, "bf16": 3}

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.polling import PATIENCE_S, eventually
-from shardwell_server.store.accumulator.stripe_locks import Hold, StripeLocks
+from shardwell_server.accumulator.stripe_locks import Hold, StripeLocks
 
 STRIPE_COUNT = 10
 TIMEOUT_S = PATIENCE_S

@@ -18,14 +18,14 @@ from safetensors.numpy import load_file
 
 import shardwell
 from harness.manifests import MANIFEST, change_manifest
-from shardwell.checkpoint import Checkpoint, CheckpointTable, RowsFile, rows_path
+from shardwell.checkpoint.directory import whole_directory
+from shardwell.checkpoint.export import check_target, write_export
+from shardwell.checkpoint.format import Checkpoint, CheckpointTable, RowsFile, rows_path
+from shardwell.checkpoint.manifest import write_manifest
+from shardwell.checkpoint.rows_file import RowsReader, write_rows
 from shardwell.errors import ArgumentError, StorageError
-from shardwell.manifest import write_manifest
-from shardwell.row_state import RowState
-from shardwell.rows_file import RowsReader, write_rows
-from shardwell.table_export import check_target, write_export
-from shardwell.table_spec import TableSpec
-from shardwell.whole_directory import whole_directory
+from shardwell.specs.table import TableSpec
+from shardwell.wire.row_state import RowState
 
 OPTIMIZERS = [
     shardwell.SGD(learning_rate=0.1),
@@ -194,7 +194,7 @@ def test_an_export_that_can_not_be(path, tmp_path, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardwell.table_export.os.posix_fallocate", full)
+        patch.setattr("shardwell.checkpoint.export.os.posix_fallocate", full)
         with pytest.raises(StorageError, match="No space left on device"):
             write_export(entry, path, target)
     assert not target.exists()
@@ -211,7 +211,7 @@ def test_a_row_that_is_there_twice(tmp_path) -> None:
 
 def test_parquet(path, tmp_path, monkeypatch) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr("shardwell.table_export._BLOCK_ROW_COUNT", 4)
+    monkeypatch.setattr("shardwell.checkpoint.export._BLOCK_ROW_COUNT", 4)
     (entry,) = shardwell.inspect_checkpoint(path).tables
     write_export(entry, path, tmp_path / "rows.parquet")
     found = parquet.read_table(tmp_path / "rows.parquet")

@@ -10,10 +10,10 @@ import pytest
 
 from harness.sessions import AllAlive, applicant, know, session_of, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
-from shardwell_server.shard.ledger import Decision
-from shardwell_server.shard.seats import Event, seat_event
-from shardwell_server.shard.table_ledger import Seat, TableLedger
-from shardwell_server.store.table_storage import Position
+from shardwell_server.shard.members import Event, seat_event
+from shardwell_server.shard.step_tracker import Decision
+from shardwell_server.shard.table.step_tracker import Seat, TableLedger
+from shardwell_server.store.table_contract import Position
 
 
 def ledger(worker_count: int = 2, *, version: int = 0, worker_count_max: int = 9) -> TableLedger:

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 
 from harness.sessions import AllAlive, know, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
-from shardwell_server.shard.ledger import Decision
-from shardwell_server.shard.seats import seat_event
-from shardwell_server.shard.table_ledger import TableLedger
+from shardwell_server.shard.members import seat_event
+from shardwell_server.shard.step_tracker import Decision
+from shardwell_server.shard.table.step_tracker import TableLedger
 
 WORKERS = ["w0", "w1", "w2", "w3"]
 workers = st.sampled_from(WORKERS)

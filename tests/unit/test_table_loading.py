@@ -31,9 +31,9 @@ from shardwell.errors import (
     NotInitializedError,
     StepOrderError,
 )
-from shardwell.row_state import RowState
+from shardwell.wire.row_state import RowState
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MmapStore
+from shardwell_server.store.mmap.store import MmapStore
 
 
 @pytest.fixture(params=["memory", "mmap"])

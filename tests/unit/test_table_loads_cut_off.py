@@ -18,12 +18,12 @@ import pytest
 import shardwell
 from harness.images import image_of, restore
 from harness.telling import OtherStart, SameMachine
-from shardwell.row_state import RowState
-from shardwell.table_spec import TableSpec
+from shardwell.specs.table import TableSpec
+from shardwell.wire.row_state import RowState
 from shardwell_server.config import Durability, ShardConfig
 from shardwell_server.shard.shard import Shard
-from shardwell_server.shard.table_slice import TableSlice
-from shardwell_server.store import MmapStore
+from shardwell_server.shard.table.slice import TableSlice
+from shardwell_server.store.mmap.store import MmapStore
 
 IDS = np.arange(10)
 VALUES = {1: 7.0, 2: 9.0}

@@ -22,7 +22,6 @@ from harness.sessions import AllAlive, contributor, enter, session_of
 from harness.table_messages import answered, asking, part
 from harness.telling import SameMachine
 from harness.together import together
-from shardwell import checksum
 from shardwell.errors import (
     DivergedError,
     LimitError,
@@ -30,16 +29,19 @@ from shardwell.errors import (
     StorageError,
     WorkersMissingError,
 )
-from shardwell.row_codec import RowCodec
-from shardwell.row_placement import RowPlacement
-from shardwell.table_spec import TableSpec
+from shardwell.placement.rows import RowPlacement
+from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire.rows import RowCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.patience import NotYet, Patience
-from shardwell_server.shard.row_index import HashRowIndex
-from shardwell_server.shard.stored_bytes import StoredBytes
-from shardwell_server.shard.table_slice import TableSlice
-from shardwell_server.store import MemoryStore, MmapStore, TableLayout, TableStorage
+from shardwell_server.shard.byte_budget import StoredBytes
+from shardwell_server.shard.deadline import NotYet, Patience
+from shardwell_server.shard.table.index import HashRowIndex
+from shardwell_server.shard.table.slice import TableSlice
+from shardwell_server.store import TableLayout, TableStorage
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 OPTIMIZERS = [
     shardwell.SGD(learning_rate=0.5, momentum=0.9),

@@ -31,12 +31,13 @@ from harness.table_model import ModelTable, adam, sgd
 from harness.telling import SameMachine
 from harness.wire_table import owner, uniform
 from shardwell.errors import SeatsTakenError, StepOrderError, WorkersMissingError
-from shardwell.table_spec import TableSpec
+from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard import tables
-from shardwell_server.shard.patience import Patience
+from shardwell_server.shard.deadline import Patience
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import MemoryStore, MmapStore
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 WORKERS = ["w0", "w1", "w2"]
 DIM = 2

@@ -17,8 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from shardwell.row_cache import RowCache
-from shardwell.table_view import TableView
+from shardwell.table.cache import RowCache
+from shardwell.table.view import TableView
 
 DIM = 2
 ID_COUNT = 6

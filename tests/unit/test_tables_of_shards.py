@@ -17,11 +17,13 @@ import shardwell
 from harness.sessions import AllAlive
 from harness.telling import SameMachine
 from shardwell.errors import LimitError, SpecMismatchError, StorageError, UnknownTableError
-from shardwell.table_spec import TableSpec
+from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
-from shardwell_server.shard.stored_bytes import StoredBytes
+from shardwell_server.shard.byte_budget import StoredBytes
 from shardwell_server.shard.tables import Tables
-from shardwell_server.store import MemoryStore, MmapStore, Store, TableLayout, TableStorage
+from shardwell_server.store import Store, TableLayout, TableStorage
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
 
 SPEC = TableSpec(
     name="t",

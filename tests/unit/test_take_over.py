@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from shardwell.errors import WorkerIdInUseError
-from shardwell.retry import Attempts
-from shardwell.take_over import TAKE_OVER_S, take_place
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.take_over import TAKE_OVER_S, take_place
 
 ANSWER_S = 0.001
 LATE_S_MAX = 0.6

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwell.errors import ArgumentError
-from shardwell.names import parse_target
+from shardwell.specs.names import parse_target
 
 
 @pytest.mark.parametrize(

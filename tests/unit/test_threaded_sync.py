@@ -18,8 +18,8 @@ import shardwell
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.together import in_background, together
 from shardwell import ThreadedSync
-from shardwell.codec import BLOCK_ELEMENT_COUNT
-from shardwell.reduction import REDUCTIONS
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT
+from shardwell.numerics.reduction import REDUCTIONS
 
 LENGTHS = [*range(101), 1000, 4097, BLOCK_ELEMENT_COUNT - 1, 3 * BLOCK_ELEMENT_COUNT + 17]
 
@@ -273,7 +273,7 @@ def test_a_thread_that_is_interrupted_ends_the_call_for_all(
     """The exception comes where Ctrl-C would: within the arithmetic of one thread's part."""
     sync = ThreadedSync(3)
     given = [np.ones(10 * BLOCK_ELEMENT_COUNT, np.float32) for _ in range(3)]
-    import shardwell.threaded_sync as module
+    import shardwell.training.thread_group as module
 
     reduce_block, once = module.reduce_block, threading.Lock()
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwell import SGD, Adam, Average, Optimizer
-from shardwell.codec import BLOCK_ELEMENT_COUNT
-from shardwell.update_rules import UpdateRule
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT
+from shardwell.numerics.update_rules import UpdateRule
 from unit.update_oracle import OPTIMIZERS, Oracle, gradients_of, run
 
 SIZE = 257

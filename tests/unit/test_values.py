@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from shardwell.errors import ArgumentError, NonFiniteError
-from shardwell.row_batches import as_ids
-from shardwell.row_sums import as_gradients
-from shardwell.values import (
+from shardwell.numerics.arguments import (
     as_flat,
     as_output,
     as_writable,
@@ -23,6 +21,8 @@ from shardwell.values import (
     wait_milliseconds,
     wait_within,
 )
+from shardwell.table.batch import as_ids
+from shardwell.table.gradient_sums import as_gradients
 
 LARGE = 2**19 + 5
 """Elements: more than are looked at in one go."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwell.watchdog import Watchdog
+from shardwell.rpc.deadlines import Watchdog
 
 PATIENCE_S = 30.0
 

@@ -20,8 +20,8 @@ from shardwell import (
     RMSProp,
     RowWiseAdagrad,
 )
-from shardwell.codec import Float32
-from shardwell.update_rules import UpdateRule
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.update_rules import UpdateRule
 
 Float64 = npt.NDArray[np.float64]
 

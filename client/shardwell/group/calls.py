@@ -12,28 +12,28 @@ from typing import Any, Literal, TypeAlias
 import numkong
 import numpy as np
 
-from shardwell.codec import CODECS, Float32
 from shardwell.errors import (
     ArgumentError,
     CollectiveMismatchError,
     NonFiniteError,
     ShardwellError,
 )
-from shardwell.group.agreement import failure_of
-from shardwell.group.chunk_arithmetic import Reduction
+from shardwell.group.agreement.coordinator import failure_of
 from shardwell.group.engine import Call, plan_of
-from shardwell.group.plan import Operation
-from shardwell.group.strategies import Strategy
-from shardwell.reduction import REDUCTIONS, ReductionName
-from shardwell.specs import SAMPLE_COUNT_MAX, WIRE_CODECS
-from shardwell.v1 import peer_pb2 as pb
-from shardwell.values import (
+from shardwell.group.schedule.arithmetic import Reduction
+from shardwell.group.schedule.plan import Operation
+from shardwell.group.schedule.strategies import Strategy
+from shardwell.numerics.arguments import (
     as_writable,
     check_integer,
     check_timeout,
     finite_peak,
     wait_milliseconds,
 )
+from shardwell.numerics.codec import CODECS, Float32
+from shardwell.numerics.reduction import REDUCTIONS, ReductionName
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX, WIRE_CODECS
+from shardwell.v1 import peer_pb2 as pb
 
 WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
 

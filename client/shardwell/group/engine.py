@@ -14,24 +14,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardwell.codec import CODECS, Float32
 from shardwell.errors import (
     DeadlineError,
     InternalError,
     ShardwellError,
     WorkersMissingError,
 )
-from shardwell.group.agreement import Agreement, error_of, failure_of
-from shardwell.group.chunk_arithmetic import ChunkArithmetic, Reduction, chunk_element_count
-from shardwell.group.collective import Collective, Sending
+from shardwell.group.agreement.coordinator import Agreement, error_of, failure_of
 from shardwell.group.mailbox import Mailbox
-from shardwell.group.peers import Outgoing
-from shardwell.group.plan import Operation, Plan
-from shardwell.group.strategies import Strategy
-from shardwell.mean import Weights
+from shardwell.group.schedule.arithmetic import ChunkArithmetic, Reduction, chunk_element_count
+from shardwell.group.schedule.collective import Collective, Sending
+from shardwell.group.schedule.plan import Operation, Plan
+from shardwell.group.schedule.strategies import Strategy
+from shardwell.group.transport.peers import Outgoing
+from shardwell.numerics.arguments import wait_within
+from shardwell.numerics.codec import CODECS, Float32
+from shardwell.numerics.weighted_mean import Weights
 from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
-from shardwell.values import wait_within
 
 _VERDICT_S_MIN = 1.0
 """Calls with a shorter deadline have rank 0's verdict so late at the latest: without one, all would

@@ -17,9 +17,8 @@ from typing import Protocol
 
 import grpc
 
-from shardwell import checksum, framing
 from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerLostError
-from shardwell.group.agreement import (
+from shardwell.group.agreement.coordinator import (
     Agreement,
     RollCallHost,
     RollCallLink,
@@ -27,14 +26,16 @@ from shardwell.group.agreement import (
     failure_of,
     lost,
 )
-from shardwell.group.collective import Arrival
 from shardwell.group.engine import Call, Engine
 from shardwell.group.mailbox import Mailbox
-from shardwell.group.peers import LEAVE_TIMEOUT_S, Incoming, Outgoing, Peer
-from shardwell.group.strategies import Strategy
+from shardwell.group.schedule.collective import Arrival
+from shardwell.group.schedule.strategies import Strategy
+from shardwell.group.transport.peers import LEAVE_TIMEOUT_S, Incoming, Outgoing, Peer
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire import messages as framing
 
 _PARTING_S = 10.0
 """How long others may take to read that this rank leaves."""

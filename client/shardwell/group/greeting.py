@@ -18,8 +18,8 @@ from shardwell.errors import (
     ShardUnavailableError,
     ShardwellError,
 )
-from shardwell.group.daemon_threads import DaemonThreads
-from shardwell.group.peers import Peer
+from shardwell.group.transport.peers import Peer
+from shardwell.process.daemon_threads import DaemonThreads
 from shardwell.v1 import group_pb2
 
 _THREAD_COUNT_MAX = 16

@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shardwell.calls import CallThreads, cancelled_by
-from shardwell.codec import Float32
 from shardwell.errors import ClosedError, WorkerLostError
-from shardwell.group.agreement import failure_of
+from shardwell.group.agreement.coordinator import failure_of
 from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker, WireName
 from shardwell.group.engine import Call
 from shardwell.group.generation import Generation, Membership
-from shardwell.group.plan import Operation
-from shardwell.group.strategies import Strategy
+from shardwell.group.schedule.plan import Operation
+from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.under_way import CallsUnderWay
-from shardwell.partition import slice_of
-from shardwell.reduction import ReductionName
+from shardwell.numerics.arguments import check_duration, check_timeout
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.reduction import ReductionName
+from shardwell.placement.slices import slice_of
+from shardwell.rpc.calls import CallThreads, cancelled_by
 from shardwell.traffic import Traffic
-from shardwell.values import check_duration, check_timeout
 
 _NOTHING: Float32 = np.empty(0, np.float32)
 _ENGINE_S = 1e8

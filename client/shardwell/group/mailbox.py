@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from shardwell.errors import CorruptChunkError, ShardwellError
-from shardwell.group.collective import WINDOW_ROW_COUNT, Arrival
+from shardwell.group.schedule.collective import WINDOW_ROW_COUNT, Arrival
 from shardwell.v1 import peer_pb2 as pb
 
 MakeError = Callable[[], ShardwellError]
@@ -23,7 +23,7 @@ class Mailbox:
     """Any thread may fill it; `await_verdict` and `take` are for one thread."""
 
     def __init__(self, size: int) -> None:
-        # What can be under way on one link, twice over: see `collective.py`.
+        # What can be under way on one link, twice over: see `group/schedule/collective.py`.
         self._arrival_count_max = 4 * WINDOW_ROW_COUNT * size + 16
         self._changed = threading.Condition()
         # None is the end. Queues of the interpreter's own: a chunk costs no lock of ours.

@@ -6,7 +6,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import click
 
-from shardwell.specs import ModeName
+from shardwell.specs.parameter import ModeName
 from shardwell_server import signals
 from shardwell_server.cli.digits_options import (
     codec_option,
@@ -17,9 +17,10 @@ from shardwell_server.cli.digits_options import (
     sync_option,
 )
 from shardwell_server.cli.options import running_shards_option, shard_count_option, usage_errors
+from shardwell_server.demo.digits.display import Screen as DigitsScreen
 from shardwell_server.demo.digits.run import DemoConfig, run_demo
-from shardwell_server.demo.digits.screen import Screen as DigitsScreen
 from shardwell_server.demo.digits.worker import STEP_COUNT, SyncName
+from shardwell_server.demo.embeddings.display import Screen as EmbeddingsScreen
 from shardwell_server.demo.embeddings.knowledge_graph import find_data
 from shardwell_server.demo.embeddings.run import (
     RATIO_MIN,
@@ -27,7 +28,6 @@ from shardwell_server.demo.embeddings.run import (
     Result,
     run_embeddings,
 )
-from shardwell_server.demo.embeddings.screen import Screen as EmbeddingsScreen
 from shardwell_server.demo.embeddings.worker import BATCH_COUNT, DATA_SET
 from shardwell_server.demo.progress import Progress
 from shardwell_server.signals import StoppedError

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import click
 
 from shardwell.errors import ShardwellError
-from shardwell.specs import CodecName
+from shardwell.specs.parameter import CodecName
 from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import running_shards_option
 from shardwell_server.demo.embeddings.knowledge_graph import find_data, read_graph

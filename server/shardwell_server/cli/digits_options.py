@@ -7,7 +7,7 @@ from typing import Any, NoReturn, get_args
 
 import click
 
-from shardwell.specs import CodecName, ModeName
+from shardwell.specs.parameter import CodecName, ModeName
 from shardwell_server.cli.options import Decorator
 from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName
 from shardwell_server.signals import StoppedError

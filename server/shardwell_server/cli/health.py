@@ -28,7 +28,7 @@ def health(*, address: str | None, timeout_s: float) -> None:
             )
         except grpc.RpcError as error:
             # Not above: a shard that is well is asked often, and this needs all of the SDK.
-            from shardwell.names import is_address
+            from shardwell.specs.names import is_address
 
             if not is_address(address):
                 raise click.UsageError(f"a shard's address is HOST:PORT; got {address!r}") from None

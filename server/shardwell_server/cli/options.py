@@ -12,7 +12,7 @@ import click
 
 from shardwell.client import TARGET_VARIABLE
 from shardwell.errors import ArgumentError
-from shardwell.names import parse_target
+from shardwell.specs.names import parse_target
 from shardwell_server.local_cluster import SHARD_COUNT_MAX
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]

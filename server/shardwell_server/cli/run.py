@@ -13,13 +13,13 @@ import click
 import grpc
 
 from shardwell.errors import ShardwellError
-from shardwell.group.group_service import GroupService
-from shardwell.group.launch_environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
-from shardwell.group.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
-from shardwell.names import check_name, parse_target
+from shardwell.group.launch.environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
+from shardwell.group.launch.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
+from shardwell.group.rendezvous.service import GroupService
+from shardwell.specs.names import check_name, parse_target
 from shardwell_server.cli.duration import Duration
 from shardwell_server.launch.announced import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE
-from shardwell_server.launch.local_run import LocalRun
+from shardwell_server.launch.run import LocalRun
 
 _WORKER_COUNT_MAX = 256
 """Each has two pipes; 1024 open files are a usual limit."""

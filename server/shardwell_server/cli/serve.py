@@ -11,9 +11,8 @@ from typing import Any
 
 import click
 
-from shardwell.malloc import tune_malloc
+from shardwell.process.allocator import tune_malloc
 from shardwell_server import signals
-from shardwell_server.app import ShardServer
 from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.last_resort import end_when_a_thread_dies, raise_file_limit
 from shardwell_server.cli.options import GivenPath, usage_errors
@@ -21,7 +20,8 @@ from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.local_cluster import SERVING_LINE
 from shardwell_server.logs import configure_logs
 from shardwell_server.processes import stop_when_parent_ends
-from shardwell_server.store.data_dir import DataDir
+from shardwell_server.server import ShardServer
+from shardwell_server.store.files.data_dir import DataDir
 
 _ARENA_COUNT_MAX = 2
 """Messages come and go on many threads; with few heaps their buffers are used again."""

@@ -11,12 +11,12 @@ from typing import Any
 import click
 from rich.table import Table
 
-from shardwell.channel import ShardChannel
 from shardwell.errors import DeadlineError, ShardUnavailableError, ShardwellError
-from shardwell.initializers import Initializer
-from shardwell.names import parse_target
-from shardwell.optimizers import Average, Optimizer
-from shardwell.shard_status import ParameterStatus, ShardStatus, TableStatus, ask_status
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus, ask_status
+from shardwell.specs.initializers import Initializer
+from shardwell.specs.names import parse_target
+from shardwell.specs.optimizers import Average, Optimizer
 from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import shards_option
 from shardwell_server.cli.tables import table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from shardwell.table_export import check_format
+from shardwell.checkpoint.export import check_format
 from shardwell_server.cli.connecting import connected
 from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import GivenPath, shards_option, usage_errors

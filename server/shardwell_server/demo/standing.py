@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwell_server.demo.crew import Member
+from shardwell_server.demo.workers import Member
 
 _WINDOW_S = 2.0
 

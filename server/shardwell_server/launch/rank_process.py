@@ -11,8 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from shardwell_server.launch import announced
-from shardwell_server.launch.keeper import send_to_group
 from shardwell_server.launch.output import RankOutput, shows_colors
+from shardwell_server.launch.reaper import send_to_group
 
 _STDOUT_FD, _STDERR_FD = 1, 2
 _PR_SET_CHILD_SUBREAPER = 36

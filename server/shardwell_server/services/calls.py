@@ -30,12 +30,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
-from shardwell.answering import parsed, status_of
 from shardwell.errors import LimitError, ShardwellError
-from shardwell.status import to_status
-from shardwell_server.services.streams import OpenStreams
+from shardwell.rpc.error_codes import to_status
+from shardwell.rpc.handlers import parsed, status_of
+from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.services.work_threads import WorkThreads
-from shardwell_server.shard.patience import NotYet
+from shardwell_server.shard.deadline import NotYet
 
 _LOG = logging.getLogger("shardwell_server")
 _BATCH_BYTES = 256 * 1024

@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardwell import checksum, framing
-from shardwell.chunk_codec import ChunkCodec, check_chunk
-from shardwell.codec import CODECS
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.optimizers import check_learning_rate
-from shardwell.partition import Slice
+from shardwell.numerics.codec import CODECS
+from shardwell.placement.slices import Slice
+from shardwell.specs.optimizers import check_learning_rate
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire import messages as framing
+from shardwell.wire.chunks import ChunkCodec, check_chunk
 from shardwell_server.services.calls import Handling, Read
-from shardwell_server.shard.parameter_slice import ParameterSlice
-from shardwell_server.shard.refusals import non_finite
+from shardwell_server.shard.errors import non_finite
+from shardwell_server.shard.parameter.slice import ParameterSlice
 
 _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 

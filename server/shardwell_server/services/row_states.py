@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwell import checksum, framing
-from shardwell.codec import Bytes
 from shardwell.errors import ArgumentError, CorruptChunkError, DivergedError, NonFiniteError
-from shardwell.optimizers import check_learning_rate
-from shardwell.row_state import RowState, RowStateCodec, empty_state
-from shardwell.specs import STEP_MAX
+from shardwell.numerics.codec import Bytes
+from shardwell.specs.optimizers import check_learning_rate
+from shardwell.specs.parameter import STEP_MAX
 from shardwell.v1 import table_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire import messages as framing
+from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 from shardwell_server.services.calls import Handling, Read
-from shardwell_server.shard.patience import Patience, until
+from shardwell_server.shard.deadline import Patience, until
 from shardwell_server.shard.shard import Shard
-from shardwell_server.shard.table_slice import TableSlice
+from shardwell_server.shard.table.slice import TableSlice
 
 
 def state_messages(

@@ -10,8 +10,8 @@ from functools import partial
 import grpc
 
 from shardwell.errors import ArgumentError, ShardUnavailableError
-from shardwell.names import check_name
-from shardwell.session import HOST_LENGTH_MAX, Session
+from shardwell.rpc.session import HOST_LENGTH_MAX, Session
+from shardwell.specs.names import check_name
 from shardwell.v1 import session_pb2 as pb
 from shardwell_server.services.calls import HELD, Call, Calls, Handling
 from shardwell_server.shard.shard import Shard

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from shardwell import checksum
-from shardwell.chunk_codec import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
-from shardwell.codec import CODECS, Float32, NonFiniteValueError
-from shardwell.partition import Slice
-from shardwell.scratch import thread_scratch
+from shardwell.numerics.codec import CODECS, Float32, NonFiniteValueError
+from shardwell.numerics.scratch import thread_scratch
+from shardwell.placement.slices import Slice
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
 from shardwell_server.services.calls import Handling
-from shardwell_server.shard.parameter_slice import ParameterSlice
-from shardwell_server.shard.patience import Patience, until
-from shardwell_server.shard.refusals import diverged
+from shardwell_server.shard.deadline import Patience, until
+from shardwell_server.shard.errors import diverged
+from shardwell_server.shard.parameter.slice import ParameterSlice
 
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
 

@@ -1,6 +1,6 @@
 """TableService: the wire contract of table.proto, over the tables of one Shard.
 
-As parameter_server.py: messages with payloads are read and written as bytes.
+As parameter_service.py: messages with payloads are read and written as bytes.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ import logging
 
 import grpc
 
-from shardwell import checksum, framing
-from shardwell.codec import Bytes
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.names import check_name
-from shardwell.optimizers import check_learning_rate
-from shardwell.row_codec import RowCodec
-from shardwell.table_spec import TableSpec
+from shardwell.numerics.codec import Bytes
+from shardwell.specs.names import check_name
+from shardwell.specs.optimizers import check_learning_rate
+from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire import messages as framing
+from shardwell.wire.rows import RowCodec
 from shardwell_server.services import row_states
 from shardwell_server.services.calls import Call, Calls, Handling, Read
-from shardwell_server.services.parameter_server import STATUS_NAME_COUNT_MAX
-from shardwell_server.services.waiting import patience_of, wanted
-from shardwell_server.shard.patience import Patience, until
-from shardwell_server.shard.seats import Contributor
+from shardwell_server.services.deadlines import patience_of, wanted
+from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX
+from shardwell_server.shard.deadline import Patience, until
+from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.shard import Shard
-from shardwell_server.shard.table_ledger import Seat
-from shardwell_server.shard.table_slice import TableSlice
+from shardwell_server.shard.table.slice import TableSlice
+from shardwell_server.shard.table.step_tracker import Seat
 
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["TableService"]

@@ -19,7 +19,7 @@ from shardwell.errors import (
     SessionUnknownError,
     ShardUnavailableError,
 )
-from shardwell.session import Session
+from shardwell.rpc.session import Session
 
 RETURN_S_MAX = 5.0
 """A client tries to reach a shard that is away twice a second."""

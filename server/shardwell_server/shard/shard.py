@@ -11,7 +11,6 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
-from shardwell.codec import CODECS
 from shardwell.errors import (
     LimitError,
     ShardwellError,
@@ -21,14 +20,15 @@ from shardwell.errors import (
     UnknownParameterError,
     WrongShardError,
 )
-from shardwell.partition import slice_of
-from shardwell.specs import ParameterSpec
-from shardwell.update_rules import UpdateRule
+from shardwell.numerics.codec import CODECS
+from shardwell.numerics.update_rules import UpdateRule
+from shardwell.placement.slices import slice_of
+from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
-from shardwell_server.shard.parameter_slice import ParameterSlice
+from shardwell_server.shard.byte_budget import StoredBytes
+from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
-from shardwell_server.shard.stored_bytes import StoredBytes
 from shardwell_server.shard.tables import Tables
 from shardwell_server.store import Layout, ParameterStorage, Store
 

@@ -16,14 +16,14 @@ from shardwell.errors import (
     StorageError,
     UnknownTableError,
 )
-from shardwell.row_codec import rows_per_message_max
-from shardwell.row_placement import RowPlacement
-from shardwell.table_spec import TableSpec
+from shardwell.placement.rows import RowPlacement
+from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2
+from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
-from shardwell_server.shard.seats import Liveness
-from shardwell_server.shard.stored_bytes import StoredBytes
-from shardwell_server.shard.table_slice import TableSlice
+from shardwell_server.shard.byte_budget import StoredBytes
+from shardwell_server.shard.members import Liveness
+from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store import Store, TableLayout, TableStorage
 
 

@@ -1,9 +1,6 @@
 """Where a shard keeps weights, sums and optimizer state. One contract, several kinds."""
 
-from shardwell_server.store.event import Event
-from shardwell_server.store.memory import MemoryStore
-from shardwell_server.store.mmap_store import MmapStore
-from shardwell_server.store.store import (
+from shardwell_server.store.contract import (
     ChunkChange,
     ChunkRecord,
     Layout,
@@ -11,7 +8,8 @@ from shardwell_server.store.store import (
     Store,
     Transition,
 )
-from shardwell_server.store.table_storage import (
+from shardwell_server.store.event import Event
+from shardwell_server.store.table_contract import (
     FREE,
     Position,
     RowChange,
@@ -26,8 +24,6 @@ __all__ = [
     "ChunkRecord",
     "Event",
     "Layout",
-    "MemoryStore",
-    "MmapStore",
     "ParameterStorage",
     "Position",
     "RowChange",

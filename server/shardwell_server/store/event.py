@@ -5,4 +5,4 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 Event: TypeAlias = dict[str, Any]
-"""A rare change as a JSON object: shard/register.py and table_register.py have its kinds."""
+"""A rare change as a JSON object; shard/parameter/register.py and its sibling have the kinds."""

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.codec import Float32
-from shardwell.reduction import first_non_finite
-from shardwell.row_batches import stable_order
-from shardwell.row_sums import add_groups
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.reduction import first_non_finite
+from shardwell.table.batch import stable_order
+from shardwell.table.gradient_sums import add_groups
 
 Flags = npt.NDArray[np.bool_]
 """(n,) bool."""

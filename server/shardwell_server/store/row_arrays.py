@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.codec import Float32
 from shardwell.errors import LimitError
-from shardwell_server.store.table_storage import Int64, Places, TableLayout
+from shardwell.numerics.codec import Float32
+from shardwell_server.store.table_contract import Int64, Places, TableLayout
 
 Rows: TypeAlias = npt.NDArray[Any]
 """(rows,) or (rows, width), C-contiguous, of any dtype."""

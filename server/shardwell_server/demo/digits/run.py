@@ -11,21 +11,21 @@ import uuid
 from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError
-from shardwell.specs import CodecName, ModeName
+from shardwell.specs.parameter import CodecName, ModeName
 from shardwell_server import signals
-from shardwell_server.demo.crew import Crew
-from shardwell_server.demo.digits.examiner import Examiner
+from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named
+from shardwell_server.demo.digits.display import Screen
+from shardwell_server.demo.digits.evaluator import Examiner
 from shardwell_server.demo.digits.samples import (
     HELD_OUT_COUNT,
     Samples,
     check_installed,
     load_digits,
 )
-from shardwell_server.demo.digits.screen import Screen
 from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName, Task
 from shardwell_server.demo.progress import count
-from shardwell_server.demo.shards import GRACE_S, check_shards, ended_shards_named
 from shardwell_server.demo.standing import Observer, Standing
+from shardwell_server.demo.workers import Crew
 from shardwell_server.local_cluster import LocalCluster
 
 WORKER_COUNT_MAX = 32

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 import shardwell
-from shardwell.specs import CodecName, ModeName
+from shardwell.specs.parameter import CodecName, ModeName
 from shardwell_server.demo.digits.model import Perceptron
 from shardwell_server.demo.digits.samples import CLASS_COUNT, IMAGE_SIZE, Batches, Digits
 from shardwell_server.demo.reports import Report, Reporter

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from shardwell.codec import Float32
-from shardwell.row_update_rules import RowUpdateRule
-from shardwell.row_values import initial_rows
-from shardwell.table_spec import TableSpec
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.initial_rows import initial_rows
+from shardwell.numerics.row_update_rules import RowUpdateRule
+from shardwell.specs.table import TableSpec
 from shardwell_server.demo.embeddings.knowledge_graph import Ids
 
 

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 import shardwell
 from shardwell.errors import ArgumentError
-from shardwell.specs import CodecName
+from shardwell.specs.parameter import CodecName
 from shardwell_server import signals
-from shardwell_server.demo.crew import Crew
-from shardwell_server.demo.embeddings.examiner import TEST_HITS, TEST_MRR, Examiner
+from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named
+from shardwell_server.demo.embeddings.display import Screen
+from shardwell_server.demo.embeddings.evaluator import TEST_HITS, TEST_MRR, Examiner
 from shardwell_server.demo.embeddings.knowledge_graph import (
     KnowledgeGraph,
     find_data,
     read_graph,
 )
-from shardwell_server.demo.embeddings.questions import Question, ask_some
-from shardwell_server.demo.embeddings.screen import Screen
+from shardwell_server.demo.embeddings.negatives import Question, ask_some
 from shardwell_server.demo.embeddings.worker import (
     BATCH_COUNT,
     DATA_SET,
@@ -32,8 +32,8 @@ from shardwell_server.demo.embeddings.worker import (
     open_tables,
 )
 from shardwell_server.demo.progress import count
-from shardwell_server.demo.shards import GRACE_S, check_shards, ended_shards_named
 from shardwell_server.demo.standing import Observer, Standing
+from shardwell_server.demo.workers import Crew
 from shardwell_server.local_cluster import LocalCluster
 
 RATIO_MIN = 0.98

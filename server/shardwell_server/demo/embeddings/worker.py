@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import shardwell
-from shardwell.specs import CodecName
-from shardwell.table_spec import TableSpec
+from shardwell.specs.parameter import CodecName
+from shardwell.specs.table import TableSpec
 from shardwell_server.demo.embeddings.batches import Batches
 from shardwell_server.demo.embeddings.complex_model import ComplEx
-from shardwell_server.demo.embeddings.examiner import Examiner
+from shardwell_server.demo.embeddings.evaluator import Examiner
 from shardwell_server.demo.embeddings.knowledge_graph import KnowledgeGraph
 from shardwell_server.demo.embeddings.local_table import LocalTable, RowTable
 from shardwell_server.demo.reports import Report, Reporter

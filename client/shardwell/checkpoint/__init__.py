@@ -1,0 +1,1 @@
+"""Checkpoints and exports: their files, and how they are saved and restored."""

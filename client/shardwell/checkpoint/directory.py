@@ -1,0 +1,134 @@
+"""Directories beside a path in which something is made that is to appear whole or not at all.
+
+Such a directory has one name, `PATH.partial`: what a process that was killed left there is taken
+over by the next one that makes the same thing. A lock on it keeps two from making it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwell.checkpoint.slice_file import file_error
+from shardwell.errors import ArgumentError, ShardwellError
+from shardwell.rpc.asking import ask_all
+
+_SUFFIX = ".partial"
+
+
+@contextlib.contextmanager
+def whole_directory(path: Path) -> Iterator[Path]:
+    """Gives a directory to fill, which becomes `path` when the block ends without an error.
+
+    Files are the caller's to bring to the disk. Parents are made.
+
+    Raises:
+        ArgumentError: `path` exists, or another process is making it.
+        StorageError: it can't be made.
+    """
+    _check_free(path)
+    with working_directory(path) as partial:
+        yield partial
+        ask_all([directory for directory, _, _ in os.walk(partial)], sync_directory)
+        _check_free(path)
+        partial.rename(path)
+        sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def working_directory(path: Path) -> Iterator[Path]:
+    """Gives an empty directory beside `path` to make it in; what is left in it is removed.
+
+    Parents are made.
+
+    Raises:
+        ArgumentError: another process is making `path`.
+        StorageError: the directory can't be made, or the block failed with an OSError.
+    """
+    partial = path.with_name(path.name + _SUFFIX)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _claimed(partial) as directory:
+            try:
+                _clear(partial)
+                yield partial
+            finally:
+                if _is_same(directory, partial):  # not if it was renamed
+                    shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        if isinstance(error, ShardwellError):
+            raise
+        raise file_error(path, error, "making it") from None
+
+
+def _check_free(path: Path) -> None:
+    if os.path.lexists(path):
+        raise ArgumentError(f"{path} exists already; remove it, or give another directory")
+
+
+@contextlib.contextmanager
+def _claimed(partial: Path) -> Iterator[int]:
+    """Makes a directory, or takes over one that nobody uses any more; a lock keeps others away.
+
+    Gives a descriptor of it.
+    """
+    while True:
+        partial.mkdir(exist_ok=True)
+        try:
+            directory = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # another process has removed it in between
+            continue
+        try:
+            _lock(directory, partial)
+            if _is_same(directory, partial):
+                try:
+                    yield directory
+                finally:  # a process that was forked meanwhile has it open, and would lock it
+                    with contextlib.suppress(OSError):
+                        fcntl.flock(directory, fcntl.LOCK_UN)
+                return
+        finally:
+            os.close(directory)
+
+
+def _is_same(directory: int, path: Path) -> bool:
+    """False: another process has removed it in between, or given it the name of what it made."""
+    try:
+        return os.path.samestat(os.fstat(directory), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock(directory: int, partial: Path) -> None:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
+            raise ArgumentError(f"{partial} is being written by another process") from None
+        # File systems without locks: whoever uses one must not make a directory twice at once.
+
+
+def _clear(directory: Path) -> None:
+    for entry in directory.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def sync_directory(directory: str | Path) -> None:
+    """Brings the names in a directory to the disk.
+
+    Raises:
+        OSError: it can't be.
+    """
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

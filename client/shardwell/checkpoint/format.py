@@ -1,0 +1,246 @@
+"""What a checkpoint is: a directory of safetensors files, and a manifest that says what is where.
+
+    DIR/manifest.json                               see manifest.py
+    DIR/000001-NAME/slice-00000.safetensors         a parameter's slices, numbered by shard
+    DIR/000002-NAME/rows-00000-000000.safetensors   a table's rows, by shard, in files of 32 MiB
+
+A slice is a contiguous range of a parameter: "weights", and the optimizer's state under the names
+that torch.optim uses; all float32 of the same length. For rows see rows_file.py. Nothing here needs
+a cluster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwell.checkpoint.rows_file import RowsReader, tensor_names
+from shardwell.checkpoint.slice_file import WEIGHTS_NAME, SliceReader, crc_of, file_error
+from shardwell.errors import ArgumentError, StorageError
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.table import TableSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceFile:
+    """One file of a checkpoint."""
+
+    path: str
+    """From the checkpoint's directory on, with forward slashes."""
+    offset: int
+    """First element, counted from the start of the parameter."""
+    size: int
+    """Elements of each of its tensors."""
+    size_bytes: int
+    """Of the file."""
+    crc32c: int
+    """Of the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointParameter:
+    """A parameter as a checkpoint holds it."""
+
+    spec: ParameterSpec
+    """What it was created with."""
+    version: int
+    """Updates that all of it has seen; in asynchronous mode, the fewest of a chunk."""
+    version_max: int
+    """The most updates that a chunk has seen; in synchronous mode, the same."""
+    learning_rate: float | None
+    """Of the update that follows; None where the optimizer has none."""
+    files: tuple[SliceFile, ...]
+    """In the order of their offsets, without gaps."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self.spec.name
+
+    @property
+    def size(self) -> int:
+        """Number of float32 elements."""
+        return self.spec.size
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Of each file: the weights', then those of optimizer state."""
+        return (WEIGHTS_NAME, *self.spec.optimizer.slot_names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsFile:
+    """One file of a checkpoint: rows of a table, in no order."""
+
+    path: str
+    """From the checkpoint's directory on, with forward slashes."""
+    row_count: int
+    """Rows in it."""
+    size_bytes: int
+    """Of the file."""
+    crc32c: int
+    """Of the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointTable:
+    """A table as a checkpoint holds it."""
+
+    spec: TableSpec
+    """What it was created with."""
+    version: int
+    """Steps that all its rows have seen; in asynchronous mode, the fewest that a shard counted."""
+    version_max: int
+    """The most that a shard counted; in synchronous mode, the same."""
+    learning_rate: float | None
+    """Of the update that follows; None where the optimizer has none."""
+    files: tuple[RowsFile, ...]
+    """By shard."""
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.spec.name
+
+    @property
+    def row_count(self) -> int:
+        """Rows that there are."""
+        return sum(file.row_count for file in self.files)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Of each file."""
+        return tensor_names(self.spec)
+
+
+def load_id_of(entry: CheckpointParameter | CheckpointTable) -> int:
+    """What tells a parameter or table of a checkpoint from any other, above 0.
+
+    See InitWeightsRequest.load_id and LoadRowsRequest.load_id.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for file in entry.files:
+        digest.update(f"{file.size_bytes} {file.crc32c:08x}\n".encode())
+    digest.update(f"{entry.name} {entry.version} {entry.learning_rate}\n".encode())
+    digest.update(entry.spec.to_proto().SerializeToString(deterministic=True))
+    return int.from_bytes(digest.digest(), "little") or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint on the disk: made by `Client.save_checkpoint` or `inspect_checkpoint`."""
+
+    path: Path
+    """Its directory."""
+    cluster_id: str
+    """The cluster that it was made of."""
+    shard_count: int
+    """That cluster's shards; any number may restore it."""
+    software_version: str
+    """The version of shardwell that made it."""
+    parameters: tuple[CheckpointParameter, ...]
+    """In the order of the manifest."""
+    tables: tuple[CheckpointTable, ...] = ()
+    """The same."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files but the manifest."""
+        return sum(file.size_bytes for file in self._files())
+
+    def select(self, names: Sequence[str] | None) -> tuple[CheckpointParameter, ...]:
+        """The parameters of these names; None: all.
+
+        Raises:
+            ArgumentError: there is no such parameter.
+        """
+        if names is None:
+            return self.parameters
+        by_name = {entry.name: entry for entry in self.parameters}
+        for name in names:
+            if name not in by_name:
+                raise ArgumentError(
+                    f"{self.path} has no parameter {name!r:.140}; it has {sorted(by_name)}"
+                )
+        return tuple(by_name[name] for name in dict.fromkeys(names))
+
+    def select_tables(self, names: Sequence[str] | None) -> tuple[CheckpointTable, ...]:
+        """The tables of these names; None: all.
+
+        Raises:
+            ArgumentError: there is no such table.
+        """
+        if names is None:
+            return self.tables
+        by_name = {entry.name: entry for entry in self.tables}
+        for name in names:
+            if name not in by_name:
+                raise ArgumentError(
+                    f"{self.path} has no table {name!r:.140}; it has {sorted(by_name)}"
+                )
+        return tuple(by_name[name] for name in dict.fromkeys(names))
+
+    def check_files(self) -> None:
+        """Looks whether all files are there, as large as they were, with their tensors.
+
+        Raises:
+            StorageError: one is not; it is named.
+        """
+        for entry in self.parameters:
+            for file in entry.files:
+                path = self._present(file)
+                with SliceReader(path, entry.tensor_names, file.size):
+                    pass
+        for table in self.tables:
+            for rows in table.files:
+                with RowsReader(self._present(rows), table.spec, rows.row_count):
+                    pass
+
+    def _present(self, file: SliceFile | RowsFile) -> Path:
+        """The path of a file, which is there, as large as it was."""
+        path = self.path / file.path
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise file_error(path, error, "opening it") from None
+        if not stat.S_ISREG(found.st_mode) or found.st_size != file.size_bytes:
+            raise StorageError(
+                f"{path} has {found.st_size} bytes; expected a file of {file.size_bytes}; "
+                "take another copy of the checkpoint"
+            )
+        return path
+
+    def verify(self) -> None:
+        """Reads all files and compares their CRCs.
+
+        Raises:
+            StorageError: a file was damaged; it is named.
+        """
+        for file in self._files():
+            path = self.path / file.path
+            found = crc_of(path)
+            if found != file.crc32c:
+                raise StorageError(
+                    f"{path} was damaged: CRC32C {found:#010x}, expected {file.crc32c:#010x}; "
+                    "take another copy of the checkpoint"
+                )
+
+    def _files(self) -> Iterator[SliceFile | RowsFile]:
+        for parameter in self.parameters:
+            yield from parameter.files
+        for table in self.tables:
+            yield from table.files
+
+
+def slice_path(number: int, name: str, shard_index: int) -> str:
+    """Where a slice goes; the number keeps names apart that differ in case alone."""
+    return f"{number:06d}-{name}/slice-{shard_index:05d}.safetensors"
+
+
+def rows_path(number: int, name: str, shard_index: int, part: int) -> str:
+    """Where rows go; see `slice_path`."""
+    return f"{number:06d}-{name}/rows-{shard_index:05d}-{part:06d}.safetensors"

@@ -1,0 +1,308 @@
+"""manifest.json of a checkpoint: written, and read without believing anything.
+
+{
+  "crc32c": "9ab1...",        of the file's bytes, with zeros in place of these eight digits
+  "format": "shardwell-checkpoint",
+  "format_version": 2,        1 where there are no tables, so that earlier versions read it
+  "shardwell_version": "0.1.0",
+  "cluster_id": "prod",
+  "shard_count": 2,
+  "parameters": [
+    {
+      "name": "model",
+      "spec": {...},          shardwell.v1.ParameterSpec in protobuf's JSON
+      "version": 120,         with "version_max", see CheckpointParameter
+      "version_max": 120,
+      "learning_rate": 0.1,
+      "slots": ["momentum_buffer"],
+      "files": [
+        {"path": "000001-model/slice-00000.safetensors", "offset": 0, "size": 325,
+         "bytes": 2792, "crc32c": "01d0..."}, ...
+  "tables": [                 as parameters; their files without "offset" and "size":
+        {"path": "000002-users/rows-00000-000000.safetensors", "rows": 1000,
+         "bytes": 528792, "crc32c": "77fe..."}, ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastcrc import crc32
+from google.protobuf import json_format
+
+from shardwell.checkpoint.format import (
+    Checkpoint,
+    CheckpointParameter,
+    CheckpointTable,
+    RowsFile,
+    SliceFile,
+)
+from shardwell.checkpoint.slice_file import file_error
+from shardwell.errors import ArgumentError, StorageError
+from shardwell.numerics.arguments import check_integer
+from shardwell.specs.names import check_name
+from shardwell.specs.optimizers import check_learning_rate
+from shardwell.specs.parameter import SIZE_MAX, STEP_MAX, ParameterSpec
+from shardwell.specs.table import ROW_COUNT_MAX, TableSpec
+from shardwell.v1 import table_pb2, types_pb2
+
+_NAME = "manifest.json"
+_FORMAT = "shardwell-checkpoint"
+_FORMAT_VERSIONS = (1, 2)
+_SIZE_MAX_BYTES = 2**28
+"""Of a manifest: a million files."""
+_NO_CRC = "00000000"
+_CRC = re.compile(rb'"crc32c": "([0-9a-f]{8})"')
+_FILE_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+FieldT = TypeVar("FieldT")
+
+
+def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
+    """Writes the manifest, to the disk.
+
+    Raises:
+        StorageError: it can't be written.
+    """
+    path = directory / _NAME
+    fields = {
+        "crc32c": _NO_CRC,
+        "format": _FORMAT,
+        "format_version": _FORMAT_VERSIONS[bool(checkpoint.tables)],
+        "shardwell_version": checkpoint.software_version,
+        "cluster_id": checkpoint.cluster_id,
+        "shard_count": checkpoint.shard_count,
+        "parameters": [_to_json(entry) for entry in checkpoint.parameters],
+    }
+    if checkpoint.tables:
+        fields["tables"] = [_to_json(entry) for entry in checkpoint.tables]
+    text = json.dumps(fields, indent=2)
+    data = f"{text}\n".encode()
+    crc = f'"crc32c": "{crc32.iscsi(data):08x}"'.encode()
+    try:
+        with path.open("xb") as file:
+            file.write(_CRC.sub(crc, data, count=1))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise file_error(path, error, "writing it") from None
+
+
+def _to_json(entry: CheckpointParameter | CheckpointTable) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "spec": json_format.MessageToDict(
+            entry.spec.to_proto(),
+            preserving_proto_field_name=True,
+            always_print_fields_with_no_presence=True,
+        ),
+        "version": entry.version,
+        "version_max": entry.version_max,
+        "learning_rate": entry.learning_rate,
+        "slots": list(entry.spec.optimizer.slot_names),
+        "files": [_file_to_json(file) for file in entry.files],
+    }
+
+
+def _file_to_json(file: SliceFile | RowsFile) -> dict[str, Any]:
+    cover = (
+        {"offset": file.offset, "size": file.size}
+        if isinstance(file, SliceFile)
+        else {"rows": file.row_count}
+    )
+    return {
+        "path": file.path,
+        **cover,
+        "bytes": file.size_bytes,
+        "crc32c": f"{file.crc32c:08x}",
+    }
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
+    """What a checkpoint holds, after a look whether all its files are there and complete.
+
+    Args:
+        path: Its directory.
+        verify: Read all files and compare their CRCs.
+
+    Raises:
+        StorageError: it is no checkpoint, was damaged, or was written by a later version; the
+            message names the file.
+    """
+    directory = Path(os.path.abspath(path))
+    checkpoint = _read(directory / _NAME)
+    checkpoint.check_files()
+    if verify:
+        checkpoint.verify()
+    return checkpoint
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_SIZE_MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StorageError(
+            f"{path.parent} is no checkpoint: reading {path} failed: {error.strerror}; give the "
+            "directory that a save made"
+        ) from None
+    except OSError as error:
+        raise file_error(path, error, "reading it") from None
+    found = _CRC.search(data, 0, 64)
+    try:
+        if len(data) > _SIZE_MAX_BYTES:
+            raise ValueError(f"it has more than {_SIZE_MAX_BYTES} bytes")
+        fields = json.loads(data)
+        if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
+            raise ValueError(f"it does not say that its format is {_FORMAT!r}")
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"{path} is no manifest of a checkpoint: {error}") from None
+    version = fields.get("format_version")
+    if version not in _FORMAT_VERSIONS:
+        raise StorageError(
+            f"{path} has format version {version!r:.40}; expected {_FORMAT_VERSIONS[0]} or "
+            f"{_FORMAT_VERSIONS[1]}; use the version of shardwell that wrote it"
+        )
+    blank = _CRC.sub(f'"crc32c": "{_NO_CRC}"'.encode(), data, count=1)
+    if found is None or found[1] != f"{crc32.iscsi(blank):08x}".encode():
+        raise StorageError(f"{path} was damaged: its CRC32C is not what it says; take another copy")
+    try:
+        return _checkpoint(path.parent, fields)
+    except (ValueError, TypeError, KeyError, json_format.ParseError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise StorageError(f"{path} can't be used: {reason}") from None
+
+
+# Below, whatever is wrong is a ValueError, TypeError, KeyError or ParseError.
+
+
+def _checkpoint(path: Path, fields: dict[str, Any]) -> Checkpoint:
+    parameters = tuple(map(_parameter, _typed(fields, "parameters", list)))
+    tables = tuple(map(_table, _typed({"tables": [], **fields}, "tables", list)))
+    for entries, what in ((parameters, "parameter"), (tables, "table")):
+        names = [entry.name for entry in entries]
+        if len(set(names)) != len(names):
+            raise ArgumentError(f"a {what} is there twice in {names}")
+    return Checkpoint(
+        path=path,
+        cluster_id=check_name("cluster_id", fields["cluster_id"]),
+        shard_count=check_integer("shard_count", fields["shard_count"], 1, 2**32),
+        software_version=_typed(fields, "shardwell_version", str),
+        parameters=parameters,
+        tables=tables,
+    )
+
+
+def _standing(fields: Any) -> dict[str, Any]:
+    """Where a parameter or table stands."""
+    rate = fields["learning_rate"]
+    return {
+        "version": check_integer("version", fields["version"], 0, STEP_MAX),
+        "version_max": check_integer("version_max", fields["version_max"], 0, STEP_MAX),
+        "learning_rate": None if rate is None else check_learning_rate("learning_rate", rate),
+    }
+
+
+def _parameter(fields: Any) -> CheckpointParameter:
+    spec = ParameterSpec.from_proto(
+        json_format.ParseDict(_typed(fields, "spec", dict), types_pb2.ParameterSpec())
+    )
+    entry = CheckpointParameter(
+        spec=spec,
+        **_standing(fields),
+        files=tuple(map(_file, _typed(fields, "files", list))),
+    )
+    _check_entry(entry, fields, "parameter")
+    _check_cover(spec, entry.files)
+    return entry
+
+
+def _table(fields: Any) -> CheckpointTable:
+    spec = TableSpec.from_proto(
+        json_format.ParseDict(_typed(fields, "spec", dict), table_pb2.TableSpec())
+    )
+    entry = CheckpointTable(
+        spec=spec,
+        **_standing(fields),
+        files=tuple(map(_rows_file, _typed(fields, "files", list))),
+    )
+    _check_entry(entry, fields, "table")
+    return entry
+
+
+def _check_entry(
+    entry: CheckpointParameter | CheckpointTable, fields: dict[str, Any], what: str
+) -> None:
+    """Refuses what contradicts itself."""
+    expected = (entry.spec.name, list(entry.spec.optimizer.slot_names))
+    found = (fields["name"], fields["slots"])
+    if found != expected:
+        raise ArgumentError(f"name and slots are {found!r:.200}; the spec's are {expected}")
+    if (entry.learning_rate is None) != (
+        getattr(entry.spec.optimizer, "learning_rate", None) is None
+    ):
+        raise ArgumentError(
+            f"{what} {entry.name!r} has learning rate {entry.learning_rate}: {entry.spec.optimizer}"
+        )
+    is_one = entry.version == entry.version_max
+    if entry.version > entry.version_max or (entry.spec.mode == "sync" and not is_one):
+        raise ArgumentError(
+            f"{what} {entry.spec.name!r} has versions {entry.version} to {entry.version_max}"
+        )
+
+
+def _file(fields: Any) -> SliceFile:
+    return SliceFile(
+        offset=check_integer("offset", fields["offset"], 0, SIZE_MAX),
+        size=check_integer("size", fields["size"], 1, SIZE_MAX),
+        **_place(fields),
+    )
+
+
+def _rows_file(fields: Any) -> RowsFile:
+    return RowsFile(
+        row_count=check_integer("rows", fields["rows"], 1, ROW_COUNT_MAX), **_place(fields)
+    )
+
+
+def _place(fields: Any) -> dict[str, Any]:
+    """What all files have."""
+    path = _typed(fields, "path", str)
+    if not all(_FILE_PART.fullmatch(part) for part in path.split("/")):
+        raise ArgumentError(f"{path!r:.200} is no path below the checkpoint's directory")
+    crc = _typed(fields, "crc32c", str)
+    if not re.fullmatch(r"[0-9a-f]{8}", crc):
+        raise ArgumentError(f"the CRC32C of {path} must be eight hexadecimal digits; got {crc!r}")
+    return {
+        "path": path,
+        "size_bytes": check_integer("bytes", fields["bytes"], 1, 2**62),
+        "crc32c": int(crc, 16),
+    }
+
+
+def _check_cover(spec: ParameterSpec, files: Iterable[SliceFile]) -> None:
+    """Refuses slices that leave a gap or overlap."""
+    expected = 0
+    for file in files:
+        if file.offset != expected:
+            raise ArgumentError(
+                f"{file.path} of parameter {spec.name!r} begins at element {file.offset}; "
+                f"expected {expected}"
+            )
+        expected += file.size
+    if expected != spec.size:
+        raise ArgumentError(
+            f"the files of parameter {spec.name!r} have {expected} elements; expected {spec.size}"
+        )
+
+
+def _typed(fields: Any, name: str, kind: type[FieldT]) -> FieldT:
+    value = fields[name]
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{name} must be a {kind.__name__}; got {value!r:.80}")
+    return value

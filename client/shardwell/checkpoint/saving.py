@@ -1,0 +1,354 @@
+"""Saves a cluster to a checkpoint, and restores it into a cluster, of any size."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from shardwell.checkpoint.capture import ParameterSnapshot
+from shardwell.checkpoint.consistent_version import known_first
+from shardwell.checkpoint.directory import whole_directory
+from shardwell.checkpoint.export import TableExport
+from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, load_id_of
+from shardwell.checkpoint.manifest import inspect_checkpoint, write_manifest
+from shardwell.checkpoint.slice_file import SliceReader
+from shardwell.checkpoint.table_saving import TableCheckpointing
+from shardwell.errors import (
+    ArgumentError,
+    DivergedError,
+    NotInitializedError,
+    SpecMismatchError,
+    StepOrderError,
+    UnknownParameterError,
+    WrongShardError,
+)
+from shardwell.numerics.codec import Float32
+from shardwell.parameter.first_weights import FirstWeights
+from shardwell.parameter.membership import join_all
+from shardwell.placement.slices import Slice
+from shardwell.rpc.asking import ask_all, batches
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.specs.optimizers import Average
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.traffic import Traffic
+from shardwell.v1 import parameter_server_pb2 as pb
+
+
+class Checkpointing:
+    """One call of one client, on a thread of the client's."""
+
+    def __init__(
+        self,
+        channels: list[ShardChannel],
+        *,
+        worker_id: str,
+        traffic: Traffic,
+        attempts: Attempts,
+    ) -> None:
+        self._channels = channels
+        self._worker_id = worker_id
+        self._traffic = traffic
+        self._attempts = attempts
+        self._tables = TableCheckpointing(
+            self._channels, worker_id=worker_id, traffic=traffic, attempts=self._attempts
+        )
+
+    # Saving.
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        parameters: Sequence[str] | None = None,
+        tables: Sequence[str] | None = None,
+    ) -> Checkpoint:
+        """See `Client.save_checkpoint`."""
+        _check_names("parameters", parameters)
+        _check_names("tables", tables)
+        target = Path(os.path.abspath(path))
+        try:
+            with whole_directory(target) as making:
+                statuses = ask_all(self._channels, self._status)
+                entries = self._snapshots(_specs(statuses, parameters), statuses, making)
+                table_entries = self._tables.save(making, tables, first_number=len(entries) + 1)
+                checkpoint = Checkpoint(
+                    path=target,
+                    cluster_id=self._channels[0].identity.cluster_id,
+                    shard_count=len(self._channels),
+                    software_version=statuses[0].software_version,
+                    parameters=tuple(entries),
+                    tables=tuple(table_entries),
+                )
+                write_manifest(making, checkpoint)
+        except DivergedError as error:
+            raise _not_saved(error) from None
+        return checkpoint
+
+    def _snapshots(
+        self,
+        specs: Sequence[ParameterSpec],
+        statuses: Sequence[pb.GetStatusResponse],
+        directory: Path,
+    ) -> list[CheckpointParameter]:
+        """Writes parameters to a directory: small ones several at once, large ones in turn."""
+        known = _versions(entry for status in statuses for entry in status.parameters)
+
+        def newest_version(name: str) -> int:
+            found = ask_all(self._channels, partial(self._ask, parameter=name))
+            return _versions(e for status in found for e in status.parameters).get(name, 0)
+
+        snapshots = []
+        for number, spec in enumerate(specs, 1):
+            (directory / f"{number:06d}-{spec.name}").mkdir()
+            snapshots.append(
+                ParameterSnapshot(
+                    spec,
+                    self._channels,
+                    known_first(known[spec.name], partial(newest_version, spec.name)),
+                    directory,
+                    number=number,
+                    traffic=self._traffic,
+                    attempts=self._attempts.beside(),
+                )
+            )
+
+        entries = []
+        for batch in batches(snapshots, lambda snapshot: snapshot.size_bytes):
+            entries += ask_all(batch, ParameterSnapshot.take_repeatedly)
+        return entries
+
+    # Restoring.
+
+    def restore(
+        self,
+        path: str | os.PathLike[str],
+        parameters: Sequence[str] | None = None,
+        tables: Sequence[str] | None = None,
+    ) -> Checkpoint:
+        """See `Client.restore_checkpoint`."""
+        _check_names("parameters", parameters)
+        _check_names("tables", tables)
+        checkpoint = inspect_checkpoint(path, verify=True)
+        selected = checkpoint.select(parameters)
+        selected_tables = self._tables.unfinished(checkpoint.select_tables(tables))
+        for status in ask_all(self._channels, self._status):
+            self._check_free(selected, status)
+        ask_all(selected, self._create)
+        with_values = [e for e in selected if not isinstance(e.spec.optimizer, Average)]
+        for batch in batches(with_values, _size_bytes):
+            ask_all(batch, partial(self._restore, checkpoint.path))
+        self._tables.restore(checkpoint.path, selected_tables)
+        return checkpoint
+
+    # Tables alone.
+
+    def export_table(self, name: str, path: str | os.PathLike[str]) -> TableExport:
+        """See `Client.export_table`."""
+        return self._tables.export(name, Path(os.path.abspath(path)))
+
+    def _check_free(
+        self, entries: Sequence[CheckpointParameter], status: pb.GetStatusResponse
+    ) -> None:
+        """Refuses parameters that a shard has already, with other values or another spec.
+
+        Values of this checkpoint that nothing has changed since are what a restore left that was
+        cut off; it is done again.
+        """
+        found = {entry.spec.name: entry for entry in status.parameters}
+        for entry in entries:
+            here = found.get(entry.name)
+            if here is None:
+                continue
+            is_average = isinstance(entry.spec.optimizer, Average)
+            has_values = here.version_max if is_average else here.initialized
+            if has_values and not _is_restored(entry, here):
+                raise self._taken(entry.name)
+            differences = ParameterSpec.from_proto(here.spec).differences(entry.spec)
+            if differences:
+                raise SpecMismatchError(
+                    f"parameter {entry.name!r} exists with another spec than the checkpoint's: "
+                    f"{'; '.join(differences)}; restore into a cluster without it",
+                    shard_index=status.shard.shard_index,
+                    parameter=entry.name,
+                )
+
+    def _create(self, entry: CheckpointParameter) -> None:
+        """Makes a parameter on all shards."""
+        attempts = self._attempts.beside()
+        attempts.run(partial(join_all, entry.spec, self._channels, attempts))
+
+    def _restore(self, path: Path, entry: CheckpointParameter) -> None:
+        attempts = self._attempts.beside()
+        with _CheckpointValues(path, entry) as values:
+            first = FirstWeights(
+                entry.name,
+                values,
+                self._channels,
+                worker_id=self._worker_id,
+                traffic=self._traffic,
+                attempts=attempts,
+            )
+            attempts.run(first.settle)
+        if not first.is_own:  # another's, or what this restore set when it was cut off
+            for status in ask_all(self._channels, partial(self._ask, parameter=entry.name)):
+                if any(each.load_id != load_id_of(entry) for each in status.parameters):
+                    raise self._taken(entry.name)
+
+    def _taken(self, name: str) -> ArgumentError:
+        return ArgumentError(
+            f"parameter {name!r} has first weights already; restore into a cluster without it, "
+            "before workers start",
+            parameter=name,
+        )
+
+    # What they share.
+
+    def _status(self, channel: ShardChannel) -> pb.GetStatusResponse:
+        return self._attempts.beside().run(partial(self._ask, channel))
+
+    def _ask(self, channel: ShardChannel, parameter: str = "") -> pb.GetStatusResponse:
+        status = channel.call(
+            "GetStatus",
+            pb.GetStatusRequest(parameter=parameter),
+            pb.GetStatusResponse,
+            timeout_s=self._attempts.rest_s,
+        )
+        if status.shard != channel.identity:
+            raise WrongShardError(
+                f"{channel.address} is shard {status.shard.shard_index} of cluster "
+                f"{status.shard.cluster_id!r} now; connect again",
+                shard_index=channel.shard_index,
+            )
+        return status
+
+
+def _is_restored(entry: CheckpointParameter, here: pb.ParameterStatus) -> bool:
+    """Whether what stands on a shard is as a restore of `entry` left it."""
+    if here.load_id != load_id_of(entry):
+        return False
+    return here.slice_size == 0 or (
+        here.version_min == here.version_max == entry.version
+        and entry.learning_rate in (None, here.learning_rate)
+    )
+
+
+def _versions(entries: Iterable[pb.ParameterStatus]) -> dict[str, int]:
+    """The newest version of any chunk on any shard, by name."""
+    newest: dict[str, int] = {}
+    for entry in entries:
+        newest[entry.spec.name] = max(newest.get(entry.spec.name, 0), entry.version_max)
+    return newest
+
+
+def _size_bytes(entry: CheckpointParameter) -> int:
+    return 4 * entry.size * len(entry.tensor_names)
+
+
+def _specs(
+    statuses: Sequence[pb.GetStatusResponse], names: Sequence[str] | None
+) -> list[ParameterSpec]:
+    """What is to be saved: by default all that shard 0 has first weights of, by name.
+
+    Raises:
+        StepOrderError: another shard has some of which shard 0 has none.
+    """
+    entries = {entry.spec.name: entry for entry in statuses[0].parameters}
+    for status in statuses[1:]:
+        for entry in status.parameters:
+            name = entry.spec.name
+            if entry.initialized and name not in entries and (names is None or name in names):
+                raise StepOrderError(
+                    f"shard {status.shard.shard_index} has parameter {name!r}, and shard 0 does "
+                    "not: shard 0 lost its memory; stop it and start it with its files",
+                    shard_index=0,
+                    parameter=name,
+                )
+    if names is None:
+        names = [name for name, entry in entries.items() if entry.initialized]
+    for name in names:
+        if name not in entries:
+            raise UnknownParameterError(
+                f"shard 0 has no parameter {name!r:.140}; it has {sorted(entries)}",
+                shard_index=0,
+                parameter=str(name)[:140],
+            )
+        if not entries[name].initialized:
+            raise NotInitializedError(
+                f"parameter {name!r} has no first weights; there is nothing to save",
+                parameter=name,
+            )
+    return [ParameterSpec.from_proto(entries[name].spec) for name in dict.fromkeys(names)]
+
+
+def _not_saved(error: DivergedError) -> DivergedError:
+    """The same, with what can be done about a whole that is refused for the sake of one value."""
+    if error.table is not None:
+        advice = f"evict such rows, or leave table {error.table!r} out (tables=, --table)"
+    else:
+        advice = f"leave parameter {error.parameter!r} out (parameters=, --parameter)"
+    return DivergedError(
+        f"nothing was saved: {error.message}; to save the rest, {advice}, naming what is to be in",
+        element_index=error.element_index,
+        shard_index=error.shard_index,
+        parameter=error.parameter,
+        table=error.table,
+    )
+
+
+def _check_names(what: str, names: Sequence[str] | None) -> None:
+    if isinstance(names, str):
+        raise ArgumentError(f"{what} must be a list of names; got {names!r:.140}")
+
+
+class _CheckpointValues:
+    """A parameter's values in files. See FirstValues; a context manager. One file is open."""
+
+    def __init__(self, path: Path, entry: CheckpointParameter) -> None:
+        rate = entry.learning_rate
+        self.size = entry.size
+        self.array_count = len(entry.tensor_names)
+        self.version = entry.version
+        specified = getattr(entry.spec.optimizer, "learning_rate", None)
+        self.learning_rate = None if rate == specified else rate
+        self.load_id = load_id_of(entry)
+        self._path = path
+        self._entry = entry
+        self._number = -1
+        self._reader: SliceReader | None = None
+        self._stack = ExitStack()
+        self._lock = threading.Lock()
+
+    def read(self, array_index: int, where: Slice) -> Float32:
+        """See FirstValues: a copy."""
+        with self._lock:
+            return self._read(array_index, where)
+
+    def _read(self, array_index: int, where: Slice) -> Float32:
+        values = np.empty(where.size, np.float32)
+        for number, file in enumerate(self._entry.files):
+            start, stop = max(where.offset, file.offset), min(where.stop, file.offset + file.size)
+            if start < stop:
+                values[start - where.offset : stop - where.offset] = self._opened(number).read(
+                    array_index, start - file.offset, stop - file.offset
+                )
+        return values
+
+    def _opened(self, number: int) -> SliceReader:
+        if self._reader is None or number != self._number:
+            self._stack.close()
+            file = self._entry.files[number]
+            reader = SliceReader(self._path / file.path, self._entry.tensor_names, file.size)
+            self._reader, self._number = self._stack.enter_context(reader), number
+        return self._reader
+
+    def __enter__(self) -> _CheckpointValues:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

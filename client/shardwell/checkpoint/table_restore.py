@@ -1,0 +1,259 @@
+"""Puts a table of a checkpoint into a cluster of any number of shards.
+
+The files are read once, block by block, and each row goes to the stream of its shard. All shards
+have begun, and refuse gradients, before any is told to finish; none is told before all have been
+sent everything. When a shard fails, or whoever restored does, it is done again by whoever comes: on
+the shards that had not finished, if the others have finished this checkpoint, where workers may
+have gone on meanwhile; else on all, which take it as long as no gradient was counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from shardwell.checkpoint.format import CheckpointTable, load_id_of
+from shardwell.checkpoint.rows_file import RowsReader
+from shardwell.errors import ArgumentError, DeadlineError, StorageError
+from shardwell.placement.rows import RowPlacement
+from shardwell.rpc.asking import ask_all
+from shardwell.rpc.call_group import Siblings
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.traffic import Traffic
+from shardwell.v1 import table_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
+
+_WAITING_COUNT_MAX = 4
+"""Messages of up to 1 MiB that wait for a shard."""
+_LOOK_S = 0.2
+"""How often somebody who waits for a shard looks whether one has failed."""
+
+
+class TableRestore:
+    """One table's, from files into all shards, on which it was created.
+
+    Args:
+        path: Of the checkpoint.
+        entry: The table.
+        channels: Of the shards, in order.
+        worker_id: Whose call it is.
+        incarnation: Of the table; see OpenTableResponse.
+        status: Asks a shard what it has of the table.
+        traffic: Counts it.
+        attempts: Of the call.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entry: CheckpointTable,
+        channels: Sequence[ShardChannel],
+        *,
+        worker_id: str,
+        incarnation: int,
+        status: Callable[[ShardChannel], pb.TableStatus],
+        traffic: Traffic,
+        attempts: Attempts,
+    ) -> None:
+        self._path = path
+        self._entry = entry
+        self._channels = channels
+        self._status = status
+        self._traffic = traffic
+        self._attempts = attempts
+        self._codec = RowStateCodec(entry.spec)
+        self._placement = RowPlacement(entry.spec.row_count, len(channels))
+        specified = getattr(entry.spec.optimizer, "learning_rate", None)
+        self._header = pb.LoadRowsRequest(
+            open=pb.TableOpen(table=entry.name, worker_id=worker_id, incarnation=incarnation),
+            version=entry.version,
+            learning_rate=None if entry.learning_rate == specified else entry.learning_rate,
+            load_id=load_id_of(entry),
+        )
+        self._context = checksum.rows_load_context(self._header)
+
+    def restore(self) -> None:
+        """One attempt; blocks until the table stands on all shards.
+
+        Raises:
+            StorageError: a file can't be read.
+            ArgumentError: it has rows that can't be.
+            ShardwellError: a shard refuses.
+        """
+        unfinished = self._unfinished()
+        for beginning in unfinished:
+            ask_all(beginning, self._begin)
+        channels = [channel for beginning in unfinished for channel in beginning]
+        lanes: list[_Lane] = []
+        with Siblings() as siblings:
+            try:
+                for channel in channels:
+                    lanes.append(_Lane(channel, self._opening(channel), self._timeout_s()))
+                    siblings.add(channel, lanes[-1].call)
+                for file in self._entry.files:
+                    path = self._path / file.path
+                    with RowsReader(path, self._entry.spec, file.row_count) as reader:
+                        self._send(reader, file.row_count, lanes, siblings)
+                end = self._message(
+                    pb.LoadRowsRequest(finish=True), empty_state(self._entry.spec, 0)
+                )
+                for lane in lanes:
+                    self._put(lane, end, siblings)
+                    self._put(lane, None, siblings)
+                for lane in lanes:
+                    self._check_count(lane, self._result(lane, siblings))
+            finally:
+                for lane in lanes:
+                    lane.stop()
+
+    def _unfinished(self) -> list[list[ShardChannel]]:
+        """The shards that it is to be done on; those of one list may begin at once.
+
+        Those that stand and have a past come first: if they have counted gradients, they refuse
+        before any other has begun, so that no later restore takes those for what one left that was
+        cut off.
+        """
+        every = list(zip(self._channels, ask_all(self._channels, self._status), strict=True))
+        if all(status.load_id == self._header.load_id for _, status in every):
+            begun = [channel for channel, status in every if status.loading]
+            if begun:
+                return [begun]
+
+        def turn(one: tuple[ShardChannel, pb.TableStatus]) -> tuple[bool, bool]:
+            return one[1].loading, not _has_past(one[1])
+
+        return [
+            [channel for channel, _ in group]
+            for _, group in itertools.groupby(sorted(every, key=turn), turn)
+        ]
+
+    def _begin(self, channel: ShardChannel) -> None:
+        """Makes a shard take no gradients, by a stream that only opens."""
+        with channel.translated(table=self._entry.name):
+            channel.result_of(
+                channel.load_rows.future(iter([self._opening(channel)]), timeout=self._timeout_s())
+            )
+
+    def _check_count(self, lane: _Lane, row_count: int) -> None:
+        if row_count != lane.row_count:
+            raise StorageError(
+                f"table {self._entry.name!r} has {row_count} rows on shard "
+                f"{lane.channel.shard_index} after it was restored; {lane.row_count} were sent",
+                shard_index=lane.channel.shard_index,
+                table=self._entry.name,
+            )
+
+    def _opening(self, channel: ShardChannel) -> bytes:
+        header = pb.LoadRowsRequest()
+        header.CopyFrom(self._header)
+        header.open.shard.CopyFrom(channel.identity)
+        return self._message(header, empty_state(self._entry.spec, 0))
+
+    def _message(self, header: pb.LoadRowsRequest, state: RowState) -> bytes:
+        start = checksum.rows_load(self._context, finish=header.finish)
+        return self._codec.encode(header, header.rows, state, start=start)
+
+    def _send(
+        self, reader: RowsReader, row_count: int, lanes: list[_Lane], siblings: Siblings
+    ) -> None:
+        """Sends the rows of one file to their shards."""
+        block = self._codec.row_count_max * self._placement.shard_count
+        for start in range(0, row_count, block):
+            state = reader.read(start, min(start + block, row_count))
+            self._check_ids(state)
+            shards = self._placement.shards_of(state.ids)
+            for lane in lanes:
+                index = lane.channel.shard_index
+                part = state.take(shards == index) if self._placement.shard_count > 1 else state
+                lane.row_count += part.ids.size
+                for piece in part.pieces(self._codec.row_count_max):
+                    message = self._message(pb.LoadRowsRequest(), piece)
+                    self._put(lane, message, siblings)
+                    self._traffic.add_sent(len(message), piece.weights.size)
+
+    def _check_ids(self, state: RowState) -> None:
+        row_count = self._placement.row_count
+        if row_count is not None:
+            is_bad = (state.ids < 0) | (state.ids >= row_count)
+            if is_bad.any():
+                raise ArgumentError(
+                    f"{self._path}: table {self._entry.name!r} has row id {state.ids[is_bad][0]}; "
+                    f"its ids are 0 to {row_count - 1}",
+                    table=self._entry.name,
+                )
+
+    def _put(self, lane: _Lane, message: bytes | None, siblings: Siblings) -> None:
+        """Hands a message to a lane, waiting as long as none has failed."""
+        while not lane.offer(message):
+            if not lane.call.is_active():
+                self._result(lane, siblings)
+            self._timeout_s()
+
+    def _result(self, lane: _Lane, siblings: Siblings) -> int:
+        try:
+            answer = lane.channel.received(lane.call.result(), table=self._entry.name)
+            row_count: int = answer.row_count
+        except grpc.RpcError as error:
+            channel, first = siblings.failure(lane.channel, error)
+            raise channel.translate(first, table=self._entry.name) from None
+        except grpc.FutureCancelledError:
+            channel, first = siblings.failure(lane.channel, lane.call)
+            raise channel.translate(first, table=self._entry.name) from None
+        return row_count
+
+    def _timeout_s(self) -> float:
+        remaining_s = self._attempts.remaining_s
+        if remaining_s <= 0:
+            raise DeadlineError(
+                f"table {self._entry.name!r} was not restored in time; raise timeout_s",
+                table=self._entry.name,
+            )
+        return remaining_s
+
+
+def _has_past(status: pb.TableStatus) -> bool:
+    """Whether anything ever came into a table on a shard."""
+    return bool(status.load_id or status.version or status.row_count)
+
+
+class _Lane:
+    """The stream to one shard; gRPC takes messages from it on a thread of its own."""
+
+    def __init__(self, channel: ShardChannel, opening: bytes, timeout_s: float) -> None:
+        self.channel = channel
+        self.row_count = 0
+        """Rows that it was given."""
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING_COUNT_MAX)
+        self._is_stopped = False
+        with channel.translated():
+            self.call: Any = channel.load_rows.future(self._messages(opening), timeout=timeout_s)
+
+    def offer(self, message: bytes | None) -> bool:
+        """Takes a message, None being the end; False if there is no room yet."""
+        try:
+            self._waiting.put(message, timeout=_LOOK_S)
+        except queue.Full:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Lets go of gRPC's thread."""
+        self._is_stopped = True
+
+    def _messages(self, opening: bytes) -> Iterator[bytes]:
+        yield opening
+        while not self._is_stopped:
+            try:
+                message = self._waiting.get(timeout=_LOOK_S)
+            except queue.Empty:
+                continue
+            if message is None:
+                return
+            yield message

@@ -1,0 +1,277 @@
+"""How a rank tells the others what it calls, and learns whether all call the same.
+
+Rank 0 keeps the roll call; every other rank has one stream to it, open as long as the generation.
+The stream is also how a death is noticed: when it breaks, the rank at its other end is gone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol
+
+import grpc
+
+from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
+from shardwell.group.agreement.matching import RollCall, Verdicts
+from shardwell.group.mailbox import Mailbox
+from shardwell.group.transport.peers import Peer
+from shardwell.rpc.error_codes import from_detail, to_detail
+from shardwell.v1 import peer_pb2 as pb
+
+
+class Ending(Protocol):
+    """What is called when the generation is over, from any thread."""
+
+    def __call__(self, failure: pb.Failure) -> None:
+        """With what all calls fail."""
+
+
+class Agreement(Protocol):
+    """A rank's side. Any thread may call."""
+
+    def call(self, call: pb.CollectiveCall) -> None:
+        """Tells what this rank calls; the verdict comes to its mailbox."""
+
+    def give_up(self, failure: pb.Failure) -> None:
+        """Ends the generation for all."""
+
+    def leave(self) -> None:
+        """Tells that this rank leaves after the calls that it has made."""
+
+    def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
+        """Ends streams and threads; blocks.
+
+        Args:
+            parting_s: How long the others may take to read what this rank says last.
+            gone_ranks: Ranks that are known to be gone, and are not waited for.
+        """
+
+
+def failure_of(error: ShardwellError) -> pb.Failure:
+    """An error as it travels."""
+    return pb.Failure(detail=to_detail(error), message=error.message)
+
+
+def error_of(failure: pb.Failure) -> ShardwellError:
+    """A new error that says what `failure` does."""
+    return from_detail(failure.detail, failure.message)
+
+
+def lost(rank: int, what: str) -> pb.Failure:
+    """The failure of a generation in which `rank` is gone."""
+    return failure_of(
+        WorkerLostError(
+            f"rank {rank} {what}; call rebuild() to go on with the others, or leave the group",
+            rank=rank,
+        )
+    )
+
+
+def expired(rank: int, reason: str) -> pb.Failure:
+    """The failure of a generation in which the lease of `rank` ended."""
+    failure = lost(rank, f"is gone: {reason}")
+    failure.expired = True
+    return failure
+
+
+def rebuilding(rank: int) -> pb.Failure:
+    """The failure of a generation which `rank` follows with another."""
+    failure = lost(rank, "asked to rebuild the group")
+    failure.rebuilding = True
+    return failure
+
+
+class RollCallHost:
+    """Rank 0's side: its own, and what answers the other ranks' streams."""
+
+    def __init__(self, size: int, mailbox: Mailbox, on_end: Ending) -> None:
+        self._roll_call = RollCall(size)
+        self._mailbox = mailbox
+        self._on_end = on_end
+        self._changed = threading.Condition()
+        # Bounded by the calls that a rank may be ahead.
+        self._answers: list[queue.SimpleQueue[pb.AgreeResponse | None]] = [
+            queue.SimpleQueue() for _ in range(size)
+        ]
+        self._left: set[int] = set()
+        self._streaming: set[int] = set()
+        self._readers: list[tuple[int, threading.Thread, grpc.ServicerContext]] = []
+        self._over = False
+        self._timer = threading.Thread(target=self._expire, name="shardwell-roll-call", daemon=True)
+        self._timer.start()
+
+    def call(self, call: pb.CollectiveCall) -> None:
+        """See Agreement."""
+        self._take(0, pb.AgreeRequest(call=call))
+
+    def give_up(self, failure: pb.Failure) -> None:
+        """See Agreement."""
+        with self._changed:
+            if self._over:
+                return
+            self._over = True
+            self._changed.notify_all()
+            for answers in self._answers[1:]:
+                answers.put(pb.AgreeResponse(end=failure))
+                answers.put(None)
+        self._on_end(failure)
+
+    def leave(self) -> None:
+        """See Agreement."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+            for answers in self._answers[1:]:
+                answers.put(pb.AgreeResponse(leaving=pb.LeavingRank()))
+                answers.put(None)
+
+    def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
+        """See Agreement."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+            readers = list(self._readers)
+        for answers in self._answers:
+            answers.put(None)
+        self._timer.join()
+        deadline_s = time.monotonic() + parting_s
+        for rank, thread, context in readers:
+            if rank not in gone_ranks:
+                thread.join(max(deadline_s - time.monotonic(), 0.0))
+            if thread.is_alive():  # its rank has vanished, or stands still
+                context.cancel()
+                thread.join()
+
+    def serve(
+        self, rank: int, requests: Iterator[pb.AgreeRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.AgreeResponse]:
+        """Answers another rank's stream, until it leaves or the generation ends.
+
+        Raises:
+            ArgumentError: the rank has one already.
+        """
+        answers = self._answers[rank]
+        with self._changed:
+            if rank in self._streaming:
+                raise ArgumentError(f"rank {rank} has a stream of calls already")
+            self._streaming.add(rank)
+        if not context.add_callback(lambda: answers.put(None)):
+            return
+        reader = threading.Thread(
+            target=self._read, args=(rank, requests), name="shardwell-roll-call", daemon=True
+        )
+        with self._changed:  # so that `close` finds none that has not begun
+            self._readers.append((rank, reader, context))
+            reader.start()
+        while (answer := answers.get()) is not None:
+            yield answer
+
+    def _read(self, rank: int, requests: Iterator[pb.AgreeRequest]) -> None:
+        try:
+            for request in requests:
+                self._take(rank, request)
+        except ShardwellError as error:
+            self.give_up(failure_of(error))
+        except Exception:  # gRPC's, of several kinds: the stream broke
+            pass
+        if rank not in self._left:
+            self.give_up(lost(rank, "is gone: its connection to rank 0 ended"))
+        self._answers[rank].put(None)
+
+    def _take(self, rank: int, request: pb.AgreeRequest) -> None:
+        event = request.WhichOneof("event")
+        if event == "giving_up":
+            self.give_up(request.giving_up)
+            return
+        with self._changed:
+            if event == "call":
+                verdicts = self._roll_call.call(rank, request.call, time.monotonic())
+            elif event == "leaving":
+                self._left.add(rank)
+                verdicts = self._roll_call.leave(rank, "has left the group")
+            else:
+                return
+            self._hand_out(verdicts)
+            self._changed.notify_all()
+
+    def _hand_out(self, verdicts: Verdicts) -> None:
+        for rank, verdict in verdicts:
+            if rank == 0:
+                self._mailbox.put_verdict(verdict)
+            else:
+                self._answers[rank].put(pb.AgreeResponse(verdict=verdict))
+
+    def _expire(self) -> None:
+        with self._changed:
+            while not self._over:
+                rest_s = self._roll_call.deadline_s - time.monotonic()
+                if rest_s > 0:
+                    self._changed.wait(min(rest_s, threading.TIMEOUT_MAX))
+                else:
+                    self._hand_out(self._roll_call.expire(time.monotonic()))
+
+
+class RollCallLink:
+    """Any other rank's side: a stream to rank 0."""
+
+    def __init__(self, peer: Peer, opening: pb.PeerOpen, mailbox: Mailbox, on_end: Ending) -> None:
+        self._mailbox = mailbox
+        self._on_end = on_end
+        self._requests: queue.SimpleQueue[pb.AgreeRequest | None] = queue.SimpleQueue()
+        self._requests.put(pb.AgreeRequest(open=opening))
+        self._closed = False
+        self._is_alone = False
+        self._call: Any = peer.agree(iter(self._requests.get, None))
+        if not self._call.add_callback(lambda: self._requests.put(None)):
+            self._requests.put(None)
+        self._reader = threading.Thread(target=self._read, name="shardwell-agreement", daemon=True)
+        self._reader.start()
+
+    def call(self, call: pb.CollectiveCall) -> None:
+        """See Agreement."""
+        self._requests.put(pb.AgreeRequest(call=call))
+
+    def give_up(self, failure: pb.Failure) -> None:
+        """See Agreement. Rank 0 answers with what all are told, unless it has left."""
+        if self._is_alone:
+            self._on_end(failure)
+        self._requests.put(pb.AgreeRequest(giving_up=failure))
+
+    def leave(self) -> None:
+        """See Agreement. Rank 0 ends the stream when it has read so."""
+        self._closed = True
+        self._requests.put(pb.AgreeRequest(leaving=pb.LeavingRank()))
+        self._requests.put(None)
+
+    def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
+        """See Agreement."""
+        self._closed = True
+        self._requests.put(None)
+        if 0 not in gone_ranks:
+            self._reader.join(parting_s)
+        self._call.cancel()
+        self._reader.join()
+
+    def _read(self) -> None:
+        why = "its stream ended"
+        try:
+            for response in self._call:
+                event = response.WhichOneof("event")
+                if event == "verdict":
+                    self._mailbox.put_verdict(response.verdict)
+                elif event == "end":
+                    self._on_end(response.end)
+                    return
+                elif event == "leaving":
+                    self._is_alone = True
+                    self._mailbox.end(
+                        lambda: error_of(lost(0, "has left the group")), lets_finish=True
+                    )
+                    return
+        except grpc.RpcError as error:
+            why = str(error.details() or error.code().name)[:200]
+        if not self._closed:
+            self._on_end(lost(0, f"is gone: {why}"))

@@ -1,0 +1,392 @@
+"""How a worker comes into a group, keeps its place there, and comes into the next generation."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwell.errors import (
+    ArgumentError,
+    ShardUnavailableError,
+    ShardwellError,
+    WorkerLostError,
+)
+from shardwell.group.agreement.coordinator import expired, failure_of, lost, rebuilding
+from shardwell.group.calls import WireName
+from shardwell.group.generation import TELLING_S, Generation
+from shardwell.group.greeting import Greeting
+from shardwell.group.group import Group
+from shardwell.group.launch.environment import GROUP_VARIABLE, LaunchEnvironment
+from shardwell.group.rendezvous.client import Formed, Rendezvous
+from shardwell.group.rendezvous.lease import LeaseKeeper
+from shardwell.group.rendezvous.service import GroupService
+from shardwell.group.schedule.strategies import Ring, Strategy
+from shardwell.group.transport.server import PeerServer
+from shardwell.numerics.arguments import check_duration, check_integer, check_timeout
+from shardwell.numerics.codec import CODECS
+from shardwell.process.allocator import tune_malloc
+from shardwell.rpc.calls import CallThreads
+from shardwell.specs.names import check_name, parse_target
+from shardwell.specs.parameter import WIRE_CODECS
+from shardwell.traffic import Traffic
+from shardwell.v1 import group_pb2
+
+GROUP_SIZE_MAX = 256
+LEASE_S_DEFAULT = 5.0
+_REST_S_MIN = 0.05
+"""The meeting place is asked for so long at least, whatever it took to end a generation."""
+
+
+def join_group(
+    name: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+    strategy: Strategy | None = None,
+    rendezvous: str | Sequence[str] | None = None,
+    *,
+    codec: WireName = "fp16",
+    timeout_s: float = 120.0,
+    join_timeout_s: float = 120.0,
+    lease_s: float = LEASE_S_DEFAULT,
+    listen: str | None = None,
+    advertise: str | None = None,
+    allow_non_finite: bool = False,
+    keep_freed_memory: bool = True,
+) -> Group:
+    """Joins a group of workers, waiting until all its ranks are there and reach one another.
+
+    Without `rank`, `size` and `rendezvous`, what `shardwell run`, torchrun, MPI or Slurm have put
+    in the environment: see `shardwell.group.launch.environment`.
+
+    Args:
+        name: Of the group; the same on all ranks. Default: $SHARDWELL_GROUP, the launcher's job,
+            or "default".
+        rank: This worker's 0-based place.
+        size: Number of workers, 1 to 256.
+        strategy: `Ring()` (default), `Tree(arity=2)` or `Centralized()`.
+        rendezvous: Where the workers meet: the address of a cluster's shard 0, or the cluster's
+            whole target; or a list with an address for each rank, where that rank listens, and of
+            which rank 0's is the meeting place.
+        codec: How chunks travel unless a call says otherwise: "fp16", "fp32" or "bf16".
+        timeout_s: Bound of later calls, unless they say otherwise.
+        join_timeout_s: How long the other workers are waited for now.
+        lease_s: How long this worker counts as alive without a word of it. A process that is
+            killed is noticed at once; this is for machines that vanish. Longer than the longest
+            time that the process keeps Python's global lock; 0.1 to 600.
+        listen: HOST:PORT for the other workers. Default: a free port of the interface that leads
+            to the meeting place.
+        advertise: HOST:PORT where the others reach it, if that differs from `listen`.
+        allow_non_finite: Let NaN and infinity through instead of refusing them; the same on all
+            ranks.
+        keep_freed_memory: See `shardwell.connect`.
+
+    Raises:
+        ArgumentError: an argument, or what a launcher says, can't be used.
+        WorkersMissingError: not all came in time; those that are missing are named, and so is who
+            was refused, and why.
+        GroupMismatchError: the group has another size, strategy, codec or allow_non_finite.
+        RankTakenError: another worker has the rank, and lives.
+        WorkerUnreachableError: a worker can't be reached by another at the address that it gave.
+        ShardUnavailableError: nobody answers at the meeting place.
+    """
+    place = _place(name, rank, size, rendezvous, listen)
+    strategy = Ring() if strategy is None else strategy
+    if not isinstance(strategy, Strategy):
+        raise ArgumentError(f"strategy must be Ring(), Tree() or Centralized(); got {strategy!r}")
+    if codec not in CODECS:
+        raise ArgumentError(f"codec must be one of {', '.join(CODECS)}; got {codec!r}")
+    lease_s = check_duration("lease_s", lease_s, 0.1, 600)
+    timeout_s = check_timeout(timeout_s)
+    join_timeout_s = check_timeout(join_timeout_s, "join_timeout_s")
+    if advertise is not None:
+        parse_target(advertise)
+    if keep_freed_memory:
+        tune_malloc()
+    spec = group_pb2.GroupSpec(
+        name=place.name,
+        size=place.size,
+        strategy=str(strategy),
+        codec=WIRE_CODECS[codec],
+        allow_non_finite=bool(allow_non_finite),
+    )
+    traffic = Traffic()
+
+    threads = CallThreads("group")
+
+    def joined() -> Group:
+        membership = _Membership(
+            spec, place, strategy, traffic, lease_s=lease_s, advertise=advertise
+        )
+        try:
+            membership.join(join_timeout_s)
+            # Made here, so that one which comes to nobody, after Ctrl-C, leaves by itself.
+            return Group(
+                place.name,
+                membership,
+                threads,
+                strategy=strategy,
+                codec=codec,
+                timeout_s=timeout_s,
+                allow_non_finite=allow_non_finite,
+                traffic=traffic,
+            )
+        except BaseException:
+            membership.close()
+            raise
+
+    try:
+        return threads.run(joined, join_timeout_s)
+    except Exception:  # after Ctrl-C a group may have come, which ends them when it has left
+        threads.close()
+        raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Who a worker is in its group, and where the group meets."""
+
+    name: str
+    rank: int
+    size: int
+    rendezvous: str
+    serves_rendezvous: bool
+    listen: str
+
+
+def _place(
+    name: str | None,
+    rank: int | None,
+    size: int | None,
+    rendezvous: str | Sequence[str] | None,
+    listen: str | None,
+) -> _Place:
+    """What was given, and for the rest what the launcher says.
+
+    Raises:
+        ArgumentError: it can't be used, or is not enough.
+    """
+    launched: LaunchEnvironment | None = None
+    given = (rank, size, rendezvous)
+    if all(value is None for value in given):
+        launched = LaunchEnvironment.of(os.environ, parent_pid=os.getppid())
+        rank, size = launched.rank, launched.size
+    elif any(value is None for value in given):
+        raise ArgumentError(
+            "pass rank, size and rendezvous all three, or none of them to take them from the "
+            f"launcher's variables; got rank={rank!r}, size={size!r}, rendezvous={rendezvous!r:.80}"
+        )
+    size = check_integer("size", size, 1, GROUP_SIZE_MAX)
+    rank = check_integer("rank", rank, 0, size - 1)
+    if name is None:
+        name = launched.group_name if launched else os.environ.get(GROUP_VARIABLE) or "default"
+    serves = False
+    if launched is not None:
+        meeting, serves = launched.rendezvous_address, launched.serves_rendezvous
+    elif isinstance(rendezvous, str):
+        meeting = parse_target(rendezvous)[0]
+    else:
+        assert rendezvous is not None
+        addresses = parse_target(",".join(rendezvous))
+        if len(addresses) != size:
+            raise ArgumentError(
+                f"rendezvous has {len(addresses)} addresses; expected one for each of {size} ranks"
+            )
+        meeting, serves, listen = addresses[0], rank == 0, listen or addresses[rank]
+    if listen is None:
+        listen = _served_at(meeting) if serves else f"{_host_towards(meeting)}:0"
+    return _Place(
+        name=check_name("name of a group", name),
+        rank=rank,
+        size=size,
+        rendezvous=meeting,
+        serves_rendezvous=serves,
+        listen=listen,
+    )
+
+
+def _served_at(meeting: str) -> str:
+    """Where rank 0 listens to be found at `meeting`: a host's name may stand for any interface."""
+    host, _, port = meeting.rpartition(":")
+    if host == "localhost":
+        return meeting
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
+    return meeting
+
+
+def _host_towards(meeting: str) -> str:
+    """This machine's address on the way to the meeting place; nothing is sent.
+
+    Raises:
+        ShardUnavailableError: there is no way.
+    """
+    host, _, port = meeting.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ShardUnavailableError(
+            f"no way to the rendezvous at {meeting}: {error}; check the address, or pass listen="
+        ) from None
+    return f"[{found}]" if ":" in found else found
+
+
+class _Membership:
+    """A worker's server, its connection to the meeting place, and its lease."""
+
+    def __init__(
+        self,
+        spec: group_pb2.GroupSpec,
+        place: _Place,
+        strategy: Strategy,
+        traffic: Traffic,
+        *,
+        lease_s: float,
+        advertise: str | None,
+    ) -> None:
+        self._spec = spec
+        self._place = place
+        self._strategy = strategy
+        self._traffic = traffic
+        self._lease_ms = int(1000 * lease_s)
+        self._lease: LeaseKeeper | None = None
+        self.generation: Generation
+        """See `Membership` in generation.py; once `join` has come to one."""
+        self._has_joined = False
+        member_id = uuid.uuid4().hex
+        self._server = PeerServer(
+            place.listen,
+            group=spec.name,
+            member_id=member_id,
+            size=place.size,
+            more=(GroupService().handler(),) if place.serves_rendezvous else (),
+        )
+        self._member = group_pb2.Member(
+            member_id=member_id,
+            address=advertise or self._reachable_address(),
+            description=f"{socket.gethostname()}, process {os.getpid()}"[:200],
+        )
+        self._rendezvous = Rendezvous(place.rendezvous)
+
+    def join(self, timeout_s: float) -> None:
+        """Comes to the first generation; blocks until it is ready."""
+        formed = self._rendezvous.join(
+            self._spec,
+            self._member,
+            self._place.rank,
+            lease_ms=self._lease_ms,
+            timeout_s=timeout_s,
+            greet=self._greet,
+        )
+        self._begun(formed)
+
+    def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
+        """See `Membership` in generation.py."""
+        deadline_s = time.monotonic() + timeout_s
+        lost_ranks = previous.lost_ranks
+        previous.abort(rebuilding(previous.rank), min(TELLING_S, timeout_s / 4))
+        self._end_lease()
+        followed = Formed(generation=previous.number, rank=previous.rank, members=previous.members)
+        try:
+            formed = self._rendezvous.join(
+                self._spec,
+                self._member,
+                previous.rank,
+                lease_ms=self._lease_ms,
+                timeout_s=max(deadline_s - time.monotonic(), _REST_S_MIN),
+                greet=self._greet,
+                previous=followed,
+                lost_ranks=lost_ranks,
+                replacement_wait_ms=int(1000 * wait_s),
+            )
+        except BaseException:
+            self._keep_lease(followed, previous)  # it lives, and may ask again
+            raise
+        return self._begun(formed)
+
+    @property
+    def waiting_count(self) -> int:
+        """See `Membership` in generation.py."""
+        return 0 if self._lease is None else self._lease.waiting_count
+
+    def leave(self) -> None:
+        """See `Membership` in generation.py."""
+        self.generation.close()
+        self.close()
+
+    def close(self) -> None:
+        """See `Membership` in generation.py."""
+        self._end_lease()
+        if self._has_joined:  # a join that fails has left
+            with contextlib.suppress(ShardwellError):  # where nobody answers, nobody need be told
+                self._rendezvous.leave(self._spec.name, self._member.member_id)
+        self._rendezvous.close()
+        self._server.close()
+
+    def _begun(self, formed: Formed) -> Generation:
+        generation = Generation(
+            group=self._spec.name,
+            number=formed.generation,
+            rank=formed.rank,
+            members=formed.members,
+            strategy=self._strategy,
+            traffic=self._traffic,
+        )
+        self._server.begin(generation)
+        self.generation = generation
+        self._has_joined = True
+        self._keep_lease(formed, generation)
+        return generation
+
+    def _keep_lease(self, formed: Formed, generation: Generation) -> None:
+        def on_lost(members: Sequence[group_pb2.LostMember]) -> None:
+            for member in members:
+                if member.rank == formed.rank:  # the others learn of it without this one
+                    error = WorkerLostError(member.reason, rank=member.rank)
+                    generation.end(failure_of(error))
+                elif member.rebuilds:
+                    generation.end_for_all(rebuilding(member.rank))
+                elif member.expired:
+                    generation.end_for_all(expired(member.rank, member.reason))
+                elif not member.left:  # who left has told rank 0, in order with its calls
+                    generation.end_for_all(lost(member.rank, f"is gone: {member.reason}"))
+
+        renewal = group_pb2.RenewLeaseRequest(
+            spec=self._spec,
+            member=self._member,
+            generation=formed.generation,
+            rank=formed.rank,
+            member_count=len(formed.members),
+            lease_ms=self._lease_ms,
+        )
+        self._lease = LeaseKeeper(self._rendezvous, renewal, on_lost)
+        generation.confirm = self._lease.confirm
+
+    def _end_lease(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close()
+
+    def _reachable_address(self) -> str:
+        """Where others reach the server, if it listens on all interfaces, or on port 0."""
+        host, _, port = self._server.address.rpartition(":")
+        if self._place.serves_rendezvous:
+            return self._place.rendezvous
+        if host in ("0.0.0.0", "[::]"):
+            host = _host_towards(self._place.rendezvous)
+        return f"{host}:{port}"
+
+    def _greet(self, members: Sequence[group_pb2.Member], deadline_s: float) -> Greeting:
+        return Greeting(self._spec.name, self._member.member_id, members, deadline_s)

@@ -1,0 +1,297 @@
+"""Who started this worker, as which rank of how many: the variables of torchrun, MPI and Slurm.
+
+Pure: variables in, values out. Where the workers meet is for `launch_environment` to say.
+
+What is set depends on who started the process, and launchers are nested: a batch script of Slurm
+runs `mpirun`, which runs workers that inherit Slurm's variables. The innermost knows best, so the
+order is
+
+1. RANK and WORLD_SIZE: torchrun, `shardwell run`, Kubernetes' PyTorchJob, and whoever sets them by
+   hand. They are what people set on purpose.
+2. OMPI_COMM_WORLD_RANK and _SIZE: Open MPI's mpirun.
+3. PMI_RANK (or PMIX_RANK) and PMI_SIZE: mpiexec of MPICH and Intel MPI. `srun --mpi=pmi2` sets them
+   as well, with the values of SLURM_PROCID and SLURM_STEP_NUM_TASKS; then it was Slurm.
+4. MV2_COMM_WORLD_RANK and _SIZE: MVAPICH2's mpirun_rsh.
+5. SLURM_PROCID and SLURM_STEP_NUM_TASKS (or SLURM_NTASKS): srun. Only inside a step: the batch
+   script itself has SLURM_PROCID=0 and the whole job's SLURM_NTASKS, but is no task of srun.
+
+Empty variables count as not set.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwell.errors import ArgumentError
+from shardwell.group.launch.hostlist import first_host
+
+LAUNCHER_VARIABLE = "SHARDWELL_LAUNCHER"
+"""Set by `shardwell run`: tells that RANK and WORLD_SIZE are its own."""
+SHARDWELL_RUN = "shardwell run"
+_NUMBER_MAX = 2**31 - 1
+_STEP_VARIABLES = (
+    "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST",
+)  # fmt: skip
+_BY_HAND = "or pass rank=, size= and rendezvous="
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """Who started this worker, and what it says about the job."""
+
+    source: str
+    """For messages: "shardwell run", "torchrun", "Open MPI", "MPICH/Intel MPI (PMI)", "MVAPICH2",
+    "Slurm", or "RANK and WORLD_SIZE" when it is not known who has set them."""
+    rank: int
+    """0 to `size` - 1."""
+    size: int
+    """Number of workers."""
+    local_rank: int | None = None
+    """The rank among the workers of this machine; None if the launcher does not say."""
+    job_id: str | None = None
+    """The same for all ranks, another for other jobs; None if the launcher has none."""
+    port_seed: int | None = None
+    """Like `job_id`, as a number from which all ranks derive the same port."""
+    rank_zero_host: str | None = None
+    """Where rank 0 runs, if the launcher tells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mpi:
+    """The variables of an MPI whose jobs have no name."""
+
+    source: str
+    prefix: str
+    local_rank_variable: str
+    local_size_variable: str
+
+    @property
+    def size_variable(self) -> str:
+        return f"{self.prefix}SIZE"
+
+    def rank_variable(self, given: Mapping[str, str]) -> str:
+        name = f"{self.prefix}RANK"
+        by_pmix = self.prefix == "PMI_" and self.size_variable in given and "PMIX_RANK" in given
+        return "PMIX_RANK" if by_pmix and name not in given else name
+
+
+_HYDRA_AND_LIKE = (
+    _Mpi(
+        source="MPICH/Intel MPI (PMI)",
+        prefix="PMI_",
+        local_rank_variable="MPI_LOCALRANKID",
+        local_size_variable="MPI_LOCALNRANKS",
+    ),
+    _Mpi(
+        source="MVAPICH2",
+        prefix="MV2_COMM_WORLD_",
+        local_rank_variable="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size_variable="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+)
+
+
+def find_launcher(environ: Mapping[str, str], parent_pid: int | None) -> Launcher:
+    """Who started the process that has these variables.
+
+    Args:
+        environ: The process's environment.
+        parent_pid: The process's parent: MPICH has nothing else that tells its jobs apart.
+
+    Raises:
+        ArgumentError: nobody has, or variables contradict one another or are no numbers.
+    """
+    given = {name: value for name, value in environ.items() if value}
+    if by_name := _pair(given, "RANK", "WORLD_SIZE"):
+        _refuse_contradiction(given, *by_name)
+        return _by_name(given, *by_name)
+    if open_mpi := _pair(given, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        return _open_mpi(given, *open_mpi)
+    task = _slurm_task(given)
+    for mpi in _HYDRA_AND_LIKE:
+        place = _pair(given, mpi.rank_variable(given), mpi.size_variable)
+        if place and place != task:
+            return _mpi_without_job_id(given, mpi, *place, parent_pid)
+    if task:
+        return _slurm(given, *task)
+    raise ArgumentError(_nobody(given))
+
+
+def _by_name(given: Mapping[str, str], rank: int, size: int) -> Launcher:
+    run_id = given.get("TORCHELASTIC_RUN_ID")
+    if given.get(LAUNCHER_VARIABLE) == SHARDWELL_RUN:
+        source = SHARDWELL_RUN
+    else:
+        source = "RANK and WORLD_SIZE" if run_id is None else "torchrun"
+    return Launcher(
+        source=source,
+        rank=rank,
+        size=size,
+        local_rank=_local_rank(given, "LOCAL_RANK"),
+        # "none" is what torchrun calls all runs that were given no --rdzv-id.
+        job_id=f"torchrun-{run_id}" if source == "torchrun" and run_id != "none" else None,
+    )
+
+
+def _open_mpi(given: Mapping[str, str], rank: int, size: int) -> Launcher:
+    # Open MPI 5 and 4: "prterun-HOST-PID@1", "26804225".
+    job_id = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid")
+    return Launcher(
+        source="Open MPI",
+        rank=rank,
+        size=size,
+        local_rank=_local_rank(given, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        job_id=job_id and f"mpi-{job_id}",
+        port_seed=None if job_id is None else crc_of(job_id),
+        rank_zero_host=_this_machine(given, "OMPI_COMM_WORLD_LOCAL_SIZE", size),
+    )
+
+
+def _mpi_without_job_id(
+    given: Mapping[str, str], mpi: _Mpi, rank: int, size: int, parent_pid: int | None
+) -> Launcher:
+    """Only Intel's has an id; but all ranks of one machine have the same parent."""
+    job_id = given.get("I_MPI_HYDRA_UUID")
+    host = _this_machine(given, mpi.local_size_variable, size)
+    port_seed = parent_pid if host else None
+    return Launcher(
+        source=mpi.source,
+        rank=rank,
+        size=size,
+        local_rank=_local_rank(given, mpi.local_rank_variable),
+        job_id=job_id and f"mpi-{job_id}",
+        port_seed=port_seed if job_id is None else crc_of(job_id),
+        rank_zero_host=host,
+    )
+
+
+def _slurm(given: Mapping[str, str], rank: int, size: int) -> Launcher:
+    job = _number_of(given, "SLURM_JOB_ID", "SLURM_JOBID")
+    step = _number_of(given, "SLURM_STEP_ID", "SLURM_STEPID") or 0
+    hosts = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST")
+    return Launcher(
+        source="Slurm",
+        rank=rank,
+        size=size,
+        local_rank=_local_rank(given, "SLURM_LOCALID"),
+        job_id=None if job is None else f"slurm-{job}-{step}",
+        port_seed=None if job is None else job * 31 + step,
+        rank_zero_host=hosts and first_host(hosts),
+    )
+
+
+def _slurm_task(given: Mapping[str, str]) -> tuple[int, int] | None:
+    """Rank and size inside a step of srun; also of a batch script that is its job's only task."""
+    if "SLURM_PROCID" not in given:
+        return None
+    size_variable = next((v for v in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if v in given), None)
+    if size_variable is None:
+        return None
+    rank, size = _place(given, "SLURM_PROCID", size_variable)
+    in_step = any(variable in given for variable in _STEP_VARIABLES)
+    return (rank, size) if in_step or size == 1 else None
+
+
+def _pair(
+    given: Mapping[str, str], rank_variable: str, size_variable: str
+) -> tuple[int, int] | None:
+    """Rank and size, or None if neither is set."""
+    if rank_variable not in given and size_variable not in given:
+        return None
+    for missing, present in ((rank_variable, size_variable), (size_variable, rank_variable)):
+        if missing not in given:
+            raise ArgumentError(
+                f"{present} is set to {given[present]!r:.80}, but {missing} is not; set both "
+                f"(as torchrun and `shardwell run` do), unset {present}, {_BY_HAND}"
+            )
+    return _place(given, rank_variable, size_variable)
+
+
+def _place(given: Mapping[str, str], rank_variable: str, size_variable: str) -> tuple[int, int]:
+    rank, size = parse_number(given, rank_variable), parse_number(given, size_variable)
+    if not 0 <= rank < size:
+        raise ArgumentError(
+            f"{rank_variable} must be 0 to {size_variable} - 1; got {rank_variable}={rank} and "
+            f"{size_variable}={size}; set them right, {_BY_HAND}"
+        )
+    return rank, size
+
+
+def parse_number(given: Mapping[str, str], variable: str) -> int:
+    """The variable's value.
+
+    Raises:
+        ArgumentError: it is no decimal number from 0 to 2^31 - 1.
+    """
+    text = given[variable]
+    # str.isdecimal alone takes other scripts' digits too; more than ten digits are too many.
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= _NUMBER_MAX):
+        raise ArgumentError(
+            f"{variable} must be a number from 0 to {_NUMBER_MAX}; got {text!r:.80}; "
+            f"set it right, unset it, {_BY_HAND}"
+        )
+    return int(text)
+
+
+def _number_of(given: Mapping[str, str], *variables: str) -> int | None:
+    """The first that is a number: Slurm's ids may be larger than what `parse_number` takes."""
+    for variable in variables:
+        text = given.get(variable, "")
+        if text.isascii() and text.isdecimal() and len(text) <= 20:
+            return int(text)
+    return None
+
+
+def _local_rank(given: Mapping[str, str], variable: str) -> int | None:
+    return parse_number(given, variable) if variable in given else None
+
+
+def _this_machine(given: Mapping[str, str], local_size_variable: str, size: int) -> str | None:
+    if local_size_variable not in given or parse_number(given, local_size_variable) != size:
+        return None
+    return "127.0.0.1"
+
+
+def _refuse_contradiction(given: Mapping[str, str], rank: int, size: int) -> None:
+    """RANK that was left over in a shell gives all ranks of mpirun the same place."""
+    if "TORCHELASTIC_RUN_ID" in given or LAUNCHER_VARIABLE in given:
+        return  # a launcher of its own, that mpirun has started
+    for prefix in ("OMPI_COMM_WORLD_", "PMI_", "MV2_COMM_WORLD_"):
+        rank_variable, size_variable = f"{prefix}RANK", f"{prefix}SIZE"
+        if rank_variable not in given or size_variable not in given:
+            continue
+        if (given[rank_variable], given[size_variable]) != (str(rank), str(size)):
+            raise ArgumentError(
+                f"RANK={rank} and WORLD_SIZE={size} contradict MPI's "
+                f"{rank_variable}={given[rank_variable]:.20} and "
+                f"{size_variable}={given[size_variable]:.20}; unset RANK and WORLD_SIZE if they "
+                f"are left over, set them to MPI's values, {_BY_HAND}"
+            )
+
+
+def crc_of(text: str) -> int:
+    """A number that is the same in every process, which Python's own hash is not."""
+    # An environment may have bytes that are no UTF-8; Python keeps them as lone surrogates.
+    return zlib.crc32(text.encode(errors="surrogatepass"))
+
+
+def _nobody(given: Mapping[str, str]) -> str:
+    if "SLURM_JOB_ID" in given or "SLURM_NTASKS" in given:
+        found = {
+            v: given[v] for v in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS") if v in given
+        }
+        told = ", ".join(f"{name}={value}" for name, value in found.items())
+        return (
+            f"this process runs in a Slurm job ({told:.200}) but is no task of srun, so it has no "
+            f"rank; start it with `srun python train.py`, with `shardwell run -n N -- ...`, "
+            f"{_BY_HAND}"
+        )
+    return (
+        "no launcher has set this worker's rank: understood are RANK and WORLD_SIZE (torchrun, "
+        "`shardwell run`, Kubernetes), OMPI_COMM_WORLD_RANK and _SIZE (Open MPI), PMI_RANK and "
+        "PMI_SIZE (MPICH, Intel MPI), MV2_COMM_WORLD_RANK and _SIZE (MVAPICH2), SLURM_PROCID and "
+        "SLURM_STEP_NUM_TASKS (srun); start it with `shardwell run -n N -- python train.py`, "
+        f"{_BY_HAND}"
+    )

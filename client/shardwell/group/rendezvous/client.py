@@ -1,0 +1,361 @@
+"""The rendezvous as a worker sees it: it asks for a place until its generation is ready.
+
+JoinGroup is asked again and again, so a rendezvous that is not there yet, or that is started anew
+meanwhile, costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import Message
+
+from shardwell.errors import (
+    ClosedError,
+    DeadlineError,
+    ShardUnavailableError,
+    WorkersMissingError,
+    WorkerUnreachableError,
+)
+from shardwell.process.closeable import Closing
+from shardwell.rpc.calls import cancelled_by, current_call
+from shardwell.rpc.error_codes import from_rpc_error
+from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
+from shardwell.specs.names import parse_target
+from shardwell.specs.rank_words import in_words
+from shardwell.v1 import group_pb2 as pb
+
+POLL_INTERVAL_S_MIN, POLL_INTERVAL_S_MAX = 0.02, 0.25
+"""Between two questions; drawn anew each time, so that many workers do not ask at one moment."""
+_ANSWER_S_MAX = 5.0
+"""How long one answer is waited for: it never takes long, so a later question finds another way."""
+_LEAVE_S_MAX = 1.0
+"""Leaving is a courtesy: without it the place is free when the lease ends."""
+_LEAVE_UNHEARD_S = 0.2
+"""The same at the end of a join that had no answer last: its caller waits already."""
+_SILENCE_S = 2.0
+"""How long without an answer is worth telling."""
+_SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"].full_name
+
+_TELLING_S_MAX = 1.0
+"""How long before a join's deadline members that could not be reached are told to all; at most a
+quarter of it."""
+
+
+class Greeted(Protocol):
+    """Members that are being greeted: see `greeting.py`."""
+
+    @property
+    def unreachable(self) -> list[pb.UnreachableMember] | None:
+        """Members that can't be reached; None while it is not known."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until `unreachable` is known, at most so long."""
+
+    def close(self) -> None:
+        """Gives up."""
+
+
+Greet = Callable[[Sequence[pb.Member], float], Greeted]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formed:
+    """A generation whose members have all reached one another."""
+
+    generation: int
+    """Its number; larger than all earlier ones of the group that its members were in."""
+    rank: int
+    """The caller's place in `members`."""
+    members: tuple[pb.Member, ...]
+    """All, by rank."""
+
+
+class Rendezvous(Closing):
+    """Where a group's workers meet. A context manager; any thread may use it.
+
+    Args:
+        target: HOST:PORT; of a cluster's target, the first address counts: groups meet at shard 0.
+
+    Raises:
+        ArgumentError: it is no address.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.address = parse_target(target)[0]
+        self._closed = threading.Event()
+        self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+
+    def join(
+        self,
+        spec: pb.GroupSpec,
+        member: pb.Member,
+        rank: int,
+        *,
+        lease_ms: int,
+        timeout_s: float,
+        greet: Greet,
+        previous: Formed | None = None,
+        lost_ranks: Sequence[int] = (),
+        replacement_wait_ms: int = 0,
+    ) -> Formed:
+        """A place in the group's next generation; blocks until all its members are there.
+
+        When it gives up, for whatever reason, it leaves, so that the place is free; but a member
+        that follows a generation keeps its place there, and may ask again.
+
+        Args:
+            spec: What all members must agree on.
+            member: Who asks. Each attempt needs a member_id of its own, but for those that follow
+                a generation.
+            rank: Its place, 0 to size - 1; with `previous`, its place there.
+            lease_ms: How long it counts as alive without a word of it.
+            timeout_s: How long to wait, for the rendezvous and for the other workers together.
+            greet: Begins to greet all members, until a time by `time.monotonic` that is a little
+                before the timeout; called once for each generation that is formed. The rendezvous
+                is asked on meanwhile, so that the place is kept.
+            previous: The generation to follow with another.
+            lost_ranks: Ranks there that are known to be lost.
+            replacement_wait_ms: How long the others wait for replacements of those.
+
+        Raises:
+            WorkersMissingError: the timeout has passed; names the missing ranks.
+            ShardUnavailableError: the rendezvous did not answer at all.
+            GroupMismatchError: another size, strategy, codec or allow_non_finite than those have
+                who hold the name, and live.
+            RankTakenError: a worker that lives has the rank.
+            WorkerUnreachableError: a member can't reach another. With `previous`, that is tried
+                again until the timeout: a member may have died just now.
+            WorkerLostError: the member was declared lost.
+            ArgumentError: a value that can't be used.
+            LimitError: a limit of the rendezvous.
+            ClosedError: the rendezvous was closed meanwhile.
+        """
+        request = pb.JoinGroupRequest(spec=spec, member=member, rank=rank, lease_ms=lease_ms)
+        if previous is not None:
+            request.previous_generation = previous.generation
+            request.previous_member_count = len(previous.members)
+            request.lost_ranks.extend(lost_ranks)
+            request.replacement_wait_ms = replacement_wait_ms
+        waiting = _Waiting(self.address, request, timeout_s)
+        try:
+            with contextlib.ExitStack() as greetings:
+                return self._formed(request, waiting, greet, greetings)
+        except BaseException:
+            if previous is None:
+                leave_s = _LEAVE_S_MAX if waiting.is_heard else _LEAVE_UNHEARD_S
+                with contextlib.suppress(Exception):
+                    self.leave(spec.name, member.member_id, timeout_s=leave_s)
+            raise
+
+    def begin_renewal(self, request: pb.RenewLeaseRequest, *, timeout_s: float) -> Any:
+        """Sends a renewal; the call, whose `cancel` ends it, for `finish_renewal`."""
+        return self._begin("RenewLease", request, pb.RenewLeaseResponse, timeout_s)
+
+    def finish_renewal(self, call: Any) -> tuple[list[pb.LostMember], int]:
+        """The members that are lost, and how many workers wait for the next generation; blocks.
+
+        Raises:
+            WorkerLostError: the caller itself was declared lost.
+            ShardUnavailableError: the rendezvous can't be reached.
+            DeadlineError: it did not answer in time.
+            ClosedError: the call was cancelled.
+        """
+        response: pb.RenewLeaseResponse = self._finish(call)
+        return list(response.lost), response.waiting_count
+
+    def renew(
+        self, request: pb.RenewLeaseRequest, *, timeout_s: float
+    ) -> tuple[list[pb.LostMember], int]:
+        """Both at once."""
+        return self.finish_renewal(self.begin_renewal(request, timeout_s=timeout_s))
+
+    def leave(self, group: str, member_id: str, *, timeout_s: float = _LEAVE_S_MAX) -> None:
+        """Gives the place up. Safe to repeat.
+
+        Raises:
+            ShardUnavailableError: the rendezvous can't be reached.
+            DeadlineError: it did not answer in time.
+            ClosedError: it was closed.
+        """
+        request = pb.LeaveGroupRequest(group=group, member_id=member_id)
+        self._finish(self._begin("LeaveGroup", request, pb.LeaveGroupResponse, timeout_s))
+
+    def close(self) -> None:
+        """Ends the connection and all calls on it. Safe to repeat."""
+        self._closed.set()
+        self._channel.close()
+
+    def _formed(
+        self,
+        request: pb.JoinGroupRequest,
+        waiting: _Waiting,
+        greet: Greet,
+        greetings: contextlib.ExitStack,
+    ) -> Formed:
+        """Asks until the generation is ready; closing `greetings` ends what it has begun."""
+        greeting: Greeted | None = None
+        greeted_generation = 0
+        while (remaining_s := waiting.remaining_s) > 0:
+            answer_s = min(remaining_s, _ANSWER_S_MAX)
+            try:
+                call = self._begin("JoinGroup", request, pb.JoinGroupResponse, answer_s)
+                with cancelled_by(call.cancel):
+                    response: pb.JoinGroupResponse = self._finish(call)
+            except ShardUnavailableError as error:
+                waiting.failed(error)
+            except DeadlineError as error:
+                if type(error) is not DeadlineError:
+                    raise
+                waiting.failed(error)
+            except WorkerUnreachableError as error:
+                if not request.previous_generation:
+                    raise
+                waiting.failed(error)
+                request.checked_generation = 0
+                del request.unreachable[:]
+            else:
+                waiting.answered(response)
+                if response.ready:
+                    return Formed(
+                        generation=response.generation,
+                        rank=response.rank,
+                        members=tuple(response.members),
+                    )
+                if response.members and greeted_generation != response.generation:
+                    greetings.close()
+                    greeted_generation = response.generation
+                    greeting = greet(tuple(response.members), waiting.greeting_deadline_s)
+                    greetings.callback(greeting.close)
+                elif greeted_generation != response.generation:
+                    greeting = None  # that generation will not be
+            pause_s = random.uniform(POLL_INTERVAL_S_MIN, waiting.poll_interval_s)
+            pause_s = min(pause_s, max(waiting.remaining_s, 0.0))
+            if greeting is None:
+                self._closed.wait(pause_s)
+            else:
+                greeting.wait(pause_s)
+                if (unreachable := greeting.unreachable) is not None:
+                    request.checked_generation = greeted_generation
+                    del request.unreachable[:]
+                    request.unreachable.extend(unreachable)
+                    greeting = None
+            if self._closed.is_set() or _is_given_up():
+                raise ClosedError("the rendezvous was closed, or the call given up")
+        raise waiting.given_up()
+
+    def _begin(
+        self, method: str, request: Any, response_type: type[Message], timeout_s: float
+    ) -> Any:
+        stub = unary_stub(self._channel, f"/{_SERVICE}/{method}", response_type)
+        try:
+            return stub.future(request, timeout=timeout_s, wait_for_ready=True)
+        except ValueError as error:  # what gRPC raises for a closed channel
+            if not self._closed.is_set():
+                raise
+            raise ClosedError(f"the rendezvous was closed ({error})") from None
+
+    def _finish(self, call: Any) -> Any:
+        try:
+            if (response := call.result()) is None:
+                raise ShardUnavailableError(f"the answer of {self.address} was lost on its way")
+            return response
+        except grpc.FutureCancelledError:
+            if _is_expired():
+                raise DeadlineError(
+                    f"the rendezvous at {self.address} did not answer in time"
+                ) from None
+            raise ClosedError("the call of the rendezvous was cancelled") from None
+        except grpc.RpcError as error:
+            if self._closed.is_set():
+                raise ClosedError("the rendezvous was closed") from None
+            raise from_rpc_error(
+                error, shard_index=None, address=self.address, role="rendezvous"
+            ) from None
+
+
+def _is_given_up() -> bool:
+    """Whether the call that this thread runs was cancelled before its time was over."""
+    call = current_call()
+    return call is not None and call.cancelled.is_set() and not call.is_expired
+
+
+def _is_expired() -> bool:
+    """Whether the call that this thread runs was cancelled because its time was over."""
+    call = current_call()
+    return call is not None and call.is_expired
+
+
+class _Waiting:
+    """How far one join is, for whoever wonders at its end."""
+
+    def __init__(self, address: str, request: pb.JoinGroupRequest, timeout_s: float) -> None:
+        self.poll_interval_s = 2 * POLL_INTERVAL_S_MIN
+        """The longest pause before the next question."""
+        self._address = address
+        self._spec, self._rank = request.spec, request.rank
+        self._timeout_s = timeout_s
+        self._began_s = self._answered_s = time.monotonic()
+        self._last: pb.JoinGroupResponse | None = None
+        self._error: Exception | None = None
+
+    @property
+    def greeting_deadline_s(self) -> float:
+        """Until when members are greeted, so that all can still be told who was not reached."""
+        return self._began_s + self._timeout_s - min(_TELLING_S_MAX, self._timeout_s / 4)
+
+    @property
+    def remaining_s(self) -> float:
+        """Until the deadline."""
+        return self._began_s + self._timeout_s - time.monotonic()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the rendezvous answered the last question."""
+        return self._error is None
+
+    def answered(self, response: pb.JoinGroupResponse) -> None:
+        """The rendezvous is there."""
+        is_new = self._last is None or self._last.generation != response.generation
+        self.poll_interval_s = (
+            2 * POLL_INTERVAL_S_MIN
+            if is_new
+            else min(1.5 * self.poll_interval_s, POLL_INTERVAL_S_MAX)
+        )
+        self._last, self._answered_s, self._error = response, time.monotonic(), None
+
+    def failed(self, error: Exception) -> None:
+        """It is not."""
+        self._error = error
+
+    def given_up(self) -> Exception:
+        """What the caller is told at the deadline."""
+        last, name, size = self._last, self._spec.name, self._spec.size
+        if last is None:
+            return ShardUnavailableError(
+                f"no rendezvous at {self._address}: rank {self._rank} of group {name!r} waited "
+                f"{self._timeout_s:g} s ({self._error or 'no answer'}); check that shard 0 of the "
+                "cluster runs there and can be reached from here",
+                rank=self._rank,
+            )
+        missing = tuple(last.missing_ranks)
+        count = len(last.members) or size
+        there = [rank for rank in range(count) if rank not in missing]
+        verb = "have not reached all others" if last.members else "did not come"
+        parts = [
+            f"group {name!r}: {in_words(missing)} of {count} {verb} within {self._timeout_s:g} s; "
+            f"{in_words(there)} did"
+        ]
+        parts += [f"refused: {refusal}" for refusal in last.refusals]
+        silence_s = time.monotonic() - self._answered_s
+        if self._error is not None and silence_s > _SILENCE_S:
+            parts.append(f"the rendezvous has not answered for {silence_s:.3g} s ({self._error})")
+        parts.append(f"start the workers that are missing, or raise timeout_s ({self._address})")
+        return WorkersMissingError("; ".join(parts), missing_ranks=missing, rank=self._rank)

@@ -1,0 +1,234 @@
+"""What a gathering consists of: leases, those who apply, and the members of a generation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shardwell.group.rendezvous.validation import clipped
+from shardwell.v1 import group_pb2 as pb
+
+INCARNATION_BITS = 32
+"""Of a generation's number, below its count."""
+_DESCRIPTION_SIZE_MAX_BYTES = 200
+
+
+class Lease:
+    """How long somebody counts as alive without a word of it."""
+
+    __slots__ = ("_is_spared", "duration_s", "end_s", "heard_s")
+
+    def __init__(self, duration_s: float, now_s: float, *, heard: bool = True) -> None:
+        self.duration_s = duration_s
+        self.end_s = now_s + duration_s
+        self.heard_s = now_s if heard else None
+        """When there was a word of it last; None: never."""
+        self._is_spared = False
+
+    def renew(self, duration_s: float, now_s: float) -> None:
+        """There was a word of it."""
+        self.duration_s, self.end_s, self.heard_s = duration_s, now_s + duration_s, now_s
+        self._is_spared = False
+
+    def spare(self, silence_s: float, now_s: float) -> None:
+        """Nobody at all was heard of for a while, which may be the fault of the way here.
+
+        Who lives renews about four times a lease, and so gets the time to be heard again. Once
+        for each word of it: else whoever asks now and then would keep the dead alive.
+        """
+        if silence_s > self.duration_s / 2 and not self._is_spared:
+            self.end_s = max(self.end_s, now_s + self.duration_s / 2)
+            self._is_spared = True
+
+
+class Applicant:
+    """A worker that asks for a place in the next generation."""
+
+    __slots__ = (
+        "asked_rank",
+        "asked_s",
+        "lease",
+        "member",
+        "previous_generation",
+        "rank",
+        "replacement_wait_s",
+        "spec",
+    )
+
+    def __init__(self, request: pb.JoinGroupRequest, now_s: float) -> None:
+        self.member = request.member
+        self.spec = request.spec
+        """What it expects of the group."""
+        self.rank = self.asked_rank = request.rank
+        """The one it wants, or had in the generation that it was a member of; another, where ranks
+        have closed up since and that one is taken."""
+        self.previous_generation = request.previous_generation
+        self.replacement_wait_s = request.replacement_wait_ms / 1000
+        self.asked_s = now_s
+        """When it asked first."""
+        self.lease = Lease(request.lease_ms / 1000, now_s)
+
+    def asks_the_same(self, request: pb.JoinGroupRequest) -> bool:
+        """Whether `request` is another of the calls that this applicant makes again and again."""
+        return (
+            self.member == request.member
+            and self.spec == request.spec
+            and self.asked_rank == request.rank
+            and self.previous_generation == request.previous_generation
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Seat:
+    """A rank of a generation."""
+
+    rank: int
+    member: pb.Member | None
+    """Who has it; None: this server was started anew, and has not heard of it yet."""
+    lease: Lease
+    lost_reason: str = ""
+    """Why it is gone; empty while it lives."""
+    has_left: bool = False
+    """It is gone because it left in order."""
+    is_expired: bool = False
+    """It is gone because its lease ended."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """Members that have reached one another, until all of them are gone."""
+
+    number: int
+    seats: list[Seat]
+    """By rank."""
+    is_adopted: bool = False
+    """It was formed before this server was started."""
+
+    @classmethod
+    def adopted(cls, number: int, member_count: int, lease_s: float, now_s: float) -> Generation:
+        """One that this server knows of from one of its members."""
+        seats = [
+            Seat(rank=rank, member=None, lease=Lease(lease_s, now_s, heard=False))
+            for rank in range(member_count)
+        ]
+        return cls(number=number, seats=seats, is_adopted=True)
+
+    def seat_of(self, member_id: str) -> Seat | None:
+        """The place of a member, living or lost."""
+        for seat in self.seats:
+            if seat.member is not None and seat.member.member_id == member_id:
+                return seat
+        return None
+
+    def answer(self, rank: int) -> pb.JoinGroupResponse:
+        """What its member of a rank is told that asks for it."""
+        unknown = [seat.rank for seat in self.seats if seat.member is None]
+        if unknown:  # they will make themselves known to this server
+            return pb.JoinGroupResponse(missing_ranks=unknown)
+        return pb.JoinGroupResponse(
+            generation=self.number,
+            members=[seat.member for seat in self.seats if seat.member is not None],
+            rank=rank,
+            ready=True,
+        )
+
+    def is_followed(self) -> bool:
+        """Whether this server has heard of more than half of its members."""
+        return 2 * sum(seat.member is not None for seat in self.seats) > len(self.seats)
+
+    def living(self) -> list[Seat]:
+        """Those that are not lost, by rank."""
+        return [seat for seat in self.seats if not seat.lost_reason]
+
+    def living_at(self, rank: int) -> Seat | None:
+        """The one that has a rank, unless it is lost."""
+        if rank < len(self.seats) and not self.seats[rank].lost_reason:
+            return self.seats[rank]
+        return None
+
+
+@dataclass(slots=True, kw_only=True)
+class Forming:
+    """A generation whose members still try to reach one another."""
+
+    number: int
+    applicants: list[Applicant]
+    """By the ranks they will have."""
+    checked_ids: set[str] = field(default_factory=set)
+    """Member ids of those that have reached all."""
+
+    def rank_of(self, member_id: str) -> int | None:
+        """The rank that a member will have."""
+        for rank, applicant in enumerate(self.applicants):
+            if applicant.member.member_id == member_id:
+                return rank
+        return None
+
+    def answer(self, rank: int, refusals: Iterable[str]) -> pb.JoinGroupResponse:
+        """What its member of a rank is told."""
+        return pb.JoinGroupResponse(
+            generation=self.number,
+            members=[applicant.member for applicant in self.applicants],
+            rank=rank,
+            missing_ranks=self.unchecked_ranks(),
+            refusals=refusals,
+        )
+
+    def unchecked_ranks(self) -> list[int]:
+        """Those who have not said that they reached all."""
+        return [
+            rank
+            for rank, applicant in enumerate(self.applicants)
+            if applicant.member.member_id not in self.checked_ids
+        ]
+
+
+class GenerationNumbers:
+    """Numbers of generations, of all groups: a count, and below it the server's incarnation.
+
+    The count makes each larger than any that this server has given or been told of. The incarnation
+    makes those of two lives of a server differ, though a life knows nothing of those before it.
+
+    Args:
+        incarnation: Of the server, INCARNATION_BITS drawn for this life.
+    """
+
+    def __init__(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self._count = 0
+
+    @property
+    def largest(self) -> int:
+        """No number that was given or noted is larger."""
+        return (self._count + 1 << INCARNATION_BITS) - 1
+
+    def is_own(self, number: int) -> bool:
+        """Whether the generation was formed here: what is no longer known of it is over."""
+        return incarnation_of(number) == self._incarnation
+
+    def take(self) -> int:
+        """The next one."""
+        self._count += 1
+        return self._count << INCARNATION_BITS | self._incarnation
+
+    def note(self, number: int) -> None:
+        """There has been this one, so that later ones are larger."""
+        self._count = max(self._count, number >> INCARNATION_BITS)
+
+
+def incarnation_of(number: int) -> int:
+    """Which life of a server formed a generation."""
+    return number & (1 << INCARNATION_BITS) - 1
+
+
+def described(rank: int, member: pb.Member | None) -> str:
+    """A worker, for messages."""
+    if member is None:
+        return f"rank {rank}"
+    text = clipped(member.description, _DESCRIPTION_SIZE_MAX_BYTES) or "no description"
+    return f"rank {rank} ({text}, at {clipped(member.address, _DESCRIPTION_SIZE_MAX_BYTES)})"
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Ranks, for messages."""
+    return ", ".join(str(rank) for rank in ranks) or "none"

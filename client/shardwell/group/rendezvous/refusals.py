@@ -1,0 +1,173 @@
+"""What a gathering tells workers that it refuses, and why: errors kept until they ask. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
+from shardwell.group.rendezvous.members import Applicant, Generation, Seat, described
+from shardwell.group.rendezvous.validation import clipped
+from shardwell.specs.parameter import codec_words
+from shardwell.v1 import group_pb2 as pb
+
+_VERDICT_COUNT_MAX = 1024
+_KEPT_S_MAX = 60.0
+_FAILED_S = 10.0
+_REASON_SIZE_MAX_BYTES = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """An error that a worker is told when it asks the next time."""
+
+    kind: type[ShardwellError]
+    message: str
+    rank: int
+    """Which rank it is about."""
+
+    def error(self) -> ShardwellError:
+        """To raise."""
+        return self.kind(self.message, rank=self.rank)
+
+
+class Refusals:
+    """Of one gathering.
+
+    Args:
+        count_max: How many texts are remembered for those who wait.
+    """
+
+    def __init__(self, count_max: int) -> None:
+        self.texts: deque[str] = deque(maxlen=count_max)
+        """The last ones, for a person who wonders why the group is not complete."""
+        self._verdicts: dict[str, tuple[float, Verdict]] = {}
+        self._failed: tuple[float, int, Verdict] | None = None
+
+    @property
+    def kept_until_s(self) -> float | None:
+        """When the last verdict is forgotten; None: there is none."""
+        ends = [until_s for until_s, _ in self._verdicts.values()]
+        if self._failed is not None:
+            ends.append(self._failed[0])
+        return max(ends, default=None)
+
+    def add(self, applicant: Applicant, verdict: Verdict, now_s: float) -> None:
+        """Keeps a verdict until the applicant asks again, or its lease would have ended."""
+        until_s = now_s + min(applicant.lease.duration_s, _KEPT_S_MAX)
+        self._verdicts[applicant.member.member_id] = (until_s, verdict)
+        while len(self._verdicts) > _VERDICT_COUNT_MAX:
+            del self._verdicts[next(iter(self._verdicts))]
+        self.note(verdict.message)
+
+    def note(self, message: str) -> None:
+        """Remembers a text."""
+        if message not in self.texts:
+            self.texts.append(message)
+
+    def fail(self, generation_number: int, verdict: Verdict, now_s: float) -> None:
+        """Whoever has checked this generation is told, again if need be, for a while."""
+        self._failed = (now_s + _FAILED_S, generation_number, verdict)
+
+    def raise_any(self, member_id: str, checked_generation: int = 0) -> None:
+        """Raises what the caller has to be told, once."""
+        _, verdict = self._verdicts.pop(member_id, (0.0, None))
+        if verdict is None and self._failed is not None and checked_generation == self._failed[1]:
+            verdict = self._failed[2]  # the answer with the verdict was lost on its way
+        if verdict is not None:
+            raise verdict.error()
+
+    def drop(self, member_id: str) -> None:
+        """Nobody will ask."""
+        self._verdicts.pop(member_id, None)
+
+    def expire(self, now_s: float) -> None:
+        """Forgets verdicts that nobody came for."""
+        for member_id, (until_s, _) in list(self._verdicts.items()):
+            if until_s <= now_s:
+                del self._verdicts[member_id]
+        if self._failed is not None and self._failed[0] <= now_s:
+            self._failed = None
+
+
+def differences(kept: pb.GroupSpec, got: pb.GroupSpec) -> str:
+    """What two specs of one name differ in, expected against got; empty where in nothing."""
+    pairs = (
+        ("size", str(kept.size), str(got.size)),
+        ("strategy", repr(kept.strategy), repr(got.strategy)),
+        ("codec", repr(codec_words(kept.codec)), repr(codec_words(got.codec))),
+        ("allow_non_finite", str(kept.allow_non_finite), str(got.allow_non_finite)),
+    )
+    return ", ".join(f"{what} {one}, got {other}" for what, one, other in pairs if one != other)
+
+
+def unreachable_text(
+    group: str, rank: int, applicants: list[Applicant], missed: pb.UnreachableMember
+) -> str:
+    """One member of a forming generation can't reach another."""
+    member, other = applicants[rank].member, applicants[missed.rank].member
+    return (
+        f"group {group!r}: {described(rank, member)} can't reach {described(missed.rank, other)}: "
+        f"{clipped(missed.reason, _REASON_SIZE_MAX_BYTES)}; check that nothing between them blocks "
+        "that address, and that the worker listens on one that the others can reach"
+    )
+
+
+def mismatch_text(kept: pb.GroupSpec, holder: str, applicant: Applicant) -> str:
+    """A worker asks for another group of the same name as that of one that lives."""
+    return (
+        f"group {kept.name!r} belongs to {holder}, which lives, with other settings than "
+        f"{described(applicant.rank, applicant.member)} asks for: "
+        f"{differences(kept, applicant.spec)}; give all workers the same, or this group another "
+        "name"
+    )
+
+
+def taken_text(group: str, applicant: Applicant, holder: pb.Member | None, note: str) -> str:
+    """Somebody that lives has the rank that an applicant wants."""
+    rank = applicant.rank
+    return (
+        f"rank {rank} of group {group!r} belongs to {described(rank, holder)}, which lives; "
+        f"{described(rank, applicant.member)} can't have it{note}; "
+        "give each worker a rank of its own"
+    )
+
+
+def stranger_error(request: pb.RenewLeaseRequest, member_count: int) -> ArgumentError:
+    """A worker says that it is a member of a generation, and is none."""
+    return ArgumentError(
+        f"generation {request.generation} of group {request.spec.name!r} has {member_count} "
+        f"members, and {described(request.rank, request.member)} of {request.member_count} is none "
+        "of them; join again",
+        rank=request.rank,
+    )
+
+
+def lost_error(group: str, seat: Seat) -> WorkerLostError:
+    """A member that was declared lost is back."""
+    advice = (
+        "the others go on without it; close the group, and join it again"
+        if seat.is_expired
+        else "rebuild the group, or join it again"
+    )
+    return WorkerLostError(
+        f"{described(seat.rank, seat.member)} of group {group!r} was declared lost: "
+        f"{seat.lost_reason}; {advice}",
+        rank=seat.rank,
+    )
+
+
+def left_behind_text(
+    group: str, number: int, rank: int, member: pb.Member, generation: Generation | None
+) -> str:
+    """A worker is a member of a generation that is over, or that can't be; another may live."""
+    if generation is None:
+        what = "is over: all its members were lost or left"
+    elif number < generation.number:
+        what = f"has been succeeded by generation {generation.number}"
+    else:
+        what = "is not known, and another lives"
+    return (
+        f"generation {number} of group {group!r} {what}; {described(rank, member)} is in none; "
+        "close the group, and join it again"
+    )

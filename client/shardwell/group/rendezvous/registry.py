@@ -1,0 +1,123 @@
+"""Where the workers of groups meet: all groups of one server, by name. Pure.
+
+Requests and the time in, answers out; the caller sees to it that one comes at a time. Served by
+shard 0 of a cluster, or by a worker (see group_service).
+"""
+
+from __future__ import annotations
+
+import math
+
+from shardwell.errors import LimitError
+from shardwell.group.rendezvous.members import GenerationNumbers
+from shardwell.group.rendezvous.state import Gathering
+from shardwell.group.rendezvous.validation import (
+    MeetingLimits,
+    check_join,
+    check_leave,
+    check_renew,
+)
+from shardwell.v1 import group_pb2 as pb
+
+_SWEEP_INTERVAL_S = 1.0
+
+
+class Meetings:
+    """All groups that are met for or live.
+
+    Args:
+        limits: Bounds of what is held.
+        incarnation: Of the server, INCARNATION_BITS drawn for this life: it keeps nothing, and yet
+            no generation may have the number of one that another life formed.
+    """
+
+    def __init__(self, limits: MeetingLimits | None = None, *, incarnation: int = 0) -> None:
+        self._limits = limits or MeetingLimits()
+        self._numbers = GenerationNumbers(incarnation)
+        self._gatherings: dict[str, Gathering] = {}
+        self._sweep_due_s = -math.inf
+
+    @property
+    def group_count(self) -> int:
+        """Groups that are held."""
+        return len(self._gatherings)
+
+    def join(self, request: pb.JoinGroupRequest, now_s: float) -> pb.JoinGroupResponse:
+        """See GroupService.JoinGroup.
+
+        Raises:
+            ArgumentError: the request can't be believed.
+            LimitError: a limit of the rendezvous, by name.
+            GroupMismatchError: somebody lives who has the name with another spec.
+            RankTakenError: a member that lives has the rank.
+            WorkerLostError: the caller was declared lost.
+            WorkerUnreachableError: a member can't reach another.
+        """
+        check_join(request, self._limits, self._numbers.largest)
+        gathering = self._gathering(request.spec, now_s)
+        try:
+            if not gathering.seating.knows(request.member.member_id):
+                self._check_room(request.spec.name)
+            return gathering.join(request, now_s)
+        finally:
+            self._forget_if_over(request.spec.name)
+
+    def renew(self, request: pb.RenewLeaseRequest, now_s: float) -> pb.RenewLeaseResponse:
+        """See GroupService.RenewLease.
+
+        Raises:
+            ArgumentError: the request can't be believed.
+            LimitError: a limit of the rendezvous, by name.
+            WorkerLostError: the caller was declared lost, or its generation was succeeded.
+        """
+        check_renew(request, self._limits, self._numbers.largest)
+        try:
+            return self._gathering(request.spec, now_s).renew(request, now_s)
+        finally:
+            self._forget_if_over(request.spec.name)
+
+    def leave(self, request: pb.LeaveGroupRequest, now_s: float) -> pb.LeaveGroupResponse:
+        """See GroupService.LeaveGroup.
+
+        Raises:
+            ArgumentError: the request can't be believed.
+        """
+        check_leave(request)
+        gathering = self._gatherings.get(request.group)
+        if gathering is not None:
+            gathering.leave(request.member_id, now_s)
+            self._forget_if_over(request.group)
+        return pb.LeaveGroupResponse()
+
+    def _gathering(self, spec: pb.GroupSpec, now_s: float) -> Gathering:
+        gathering = self._gatherings.get(spec.name)
+        if gathering is None:
+            self._sweep(now_s)
+            if len(self._gatherings) >= self._limits.group_count_max:
+                raise LimitError(
+                    f"group_count_max={self._limits.group_count_max} groups meet here already; "
+                    f"there is no room for {spec.name!r}; end one, or meet elsewhere"
+                )
+            gathering = Gathering(spec, self._numbers, self._limits, now_s)
+            self._gatherings[spec.name] = gathering
+        return gathering
+
+    def _sweep(self, now_s: float) -> None:
+        """Forgets groups of which nobody was heard for long; now and then, as it looks at all."""
+        if now_s >= self._sweep_due_s:
+            self._sweep_due_s = now_s + _SWEEP_INTERVAL_S
+            for name in [n for n, one in self._gatherings.items() if one.is_silent(now_s)]:
+                del self._gatherings[name]
+
+    def _check_room(self, name: str) -> None:
+        count = sum(len(one.seating.applicants) for one in self._gatherings.values())
+        if count >= self._limits.applicant_count_max:
+            raise LimitError(
+                f"applicant_count_max={self._limits.applicant_count_max} workers wait here "
+                f"already; there is no room for another of group {name!r}; try again later"
+            )
+
+    def _forget_if_over(self, name: str) -> None:
+        gathering = self._gatherings.get(name)
+        if gathering is not None and gathering.is_over():
+            del self._gatherings[name]

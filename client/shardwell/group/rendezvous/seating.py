@@ -1,0 +1,196 @@
+"""Who has which place of a group: the members that live, and those who ask for one. Pure.
+
+Who asks for the rank of another, the holder, contends for it, and has no place while it does. So
+does who asks for the group's name with other settings than those who are there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shardwell.group.rendezvous.members import (
+    Applicant,
+    Forming,
+    Generation,
+    Lease,
+    Seat,
+    described,
+)
+from shardwell.group.rendezvous.refusals import differences
+from shardwell.v1 import group_pb2 as pb
+
+
+class Holder(NamedTuple):
+    """Who has what another asks for."""
+
+    rank: int
+    """The rank that it has or asks for."""
+    member: pb.Member | None
+    """Who it is; None: this server was started anew, and has not heard of it yet."""
+    lease: Lease
+    """How long it counts as alive."""
+
+
+class Seating:
+    """The places of one group; `Gathering` decides who comes and goes."""
+
+    def __init__(self, spec: pb.GroupSpec) -> None:
+        self.spec = spec
+        """What those who are there agree on."""
+        self.applicants: dict[str, Applicant] = {}
+        """By member id, in the order in which they asked first."""
+        self.generation: Generation | None = None
+        """The one that has a living member."""
+        self.forming: Forming | None = None
+        """The one that follows."""
+
+    def knows(self, member_id: str) -> bool:
+        """Whether it waits or is a member."""
+        generation = self.generation
+        return member_id in self.applicants or (
+            generation is not None and generation.seat_of(member_id) is not None
+        )
+
+    def placed(self) -> dict[int, Applicant]:
+        """Those who would take part, by the ranks they want; others contend with the holders."""
+        placed: dict[int, Applicant] = {}
+        for applicant in self.agreeing():
+            seat = None if self.generation is None else self.generation.living_at(applicant.rank)
+            if (seat is None or self.is_back(seat, applicant)) and applicant.rank not in placed:
+                placed[applicant.rank] = applicant
+        return placed
+
+    def agreeing(self) -> list[Applicant]:
+        """Those who ask for the group as it is."""
+        return [one for one in self.applicants.values() if one.spec == self.spec]
+
+    def drop_those_left_behind(self) -> None:
+        """Takes out who wants to follow another generation; it is told so when it asks again."""
+        number = 0 if self.generation is None else self.generation.number
+        for applicant in list(self.applicants.values()):
+            if applicant.previous_generation not in (0, number):
+                self.remove(applicant.member.member_id)
+
+    def pass_on(self) -> None:
+        """The name belongs to whoever asked first, once nobody is there who agreed on its spec."""
+        if self.generation is None and self.applicants and not self.agreeing():
+            self.spec = next(iter(self.applicants.values())).spec
+
+    def holder(self, applicant: Applicant, placed: dict[int, Applicant]) -> Holder:
+        """Who has the rank that somebody contends for; or the name: the one heard of last."""
+        if applicant.spec != self.spec:
+            return max(self._holders(), key=lambda one: one.lease.heard_s or -math.inf)
+        rank = applicant.rank
+        seat = None if self.generation is None else self.generation.living_at(rank)
+        if seat is not None:
+            return Holder(rank, seat.member, seat.lease)
+        return Holder(rank, placed[rank].member, placed[rank].lease)
+
+    def _holders(self) -> list[Holder]:
+        """Those who have the group's name."""
+        waiting = [Holder(one.rank, one.member, one.lease) for one in self.agreeing()]
+        return [Holder(seat.rank, seat.member, seat.lease) for seat in self.living()] + waiting
+
+    def is_back(self, seat: Seat, applicant: Applicant | None = None) -> bool:
+        """Whether a living member has asked for the generation that follows its own."""
+        if seat.member is None or self.generation is None:
+            return False
+        found = self.applicants.get(seat.member.member_id)
+        return (
+            found is not None
+            and found.spec == self.spec
+            and found.previous_generation == self.generation.number
+            and (applicant is None or applicant is found)
+        )
+
+    def living(self) -> list[Seat]:
+        """The members of the generation that live, by rank."""
+        return [] if self.generation is None else self.generation.living()
+
+    def leases(self) -> list[Lease]:
+        """Of all that live, as members or applicants."""
+        waiting = [applicant.lease for applicant in self.applicants.values()]
+        return waiting + [seat.lease for seat in self.living()]
+
+    def free_ranks(self) -> list[int]:
+        """Ranks that nobody has."""
+        taken = self.placed().keys() | {seat.rank for seat in self.living()}
+        return [rank for rank in range(self.spec.size) if rank not in taken]
+
+    def remove(self, member_id: str) -> None:
+        """Takes an applicant out."""
+        if self.applicants.pop(member_id, None) is not None:
+            forming = self.forming
+            if forming is not None and forming.rank_of(member_id) is not None:
+                self.forming = None
+
+    # Answers.
+
+    def join_answer(
+        self, member_id: str, refusals: Iterable[str], now_s: float
+    ) -> pb.JoinGroupResponse:
+        """How far the generation is of one that has asked for a place."""
+        forming, generation = self.forming, self.generation
+        applicant = self.applicants.get(member_id)
+        if applicant is None:  # it was the last to check
+            seat = None if generation is None else generation.seat_of(member_id)
+            assert generation is not None
+            assert seat is not None
+            return generation.answer(seat.rank)
+        if applicant.spec != self.spec:
+            return self._contender_answer(applicant, now_s)
+        rank = None if forming is None else forming.rank_of(member_id)
+        if forming is not None and rank is not None:
+            return forming.answer(rank, refusals)
+        placed = self.placed()
+        missing = {rank for rank in range(self.spec.size) if rank not in placed}
+        notes = list(refusals)
+        asking: Iterable[Applicant] = self.agreeing()
+        if forming is not None:
+            missing, asking = set(range(len(forming.applicants))), ()
+            notes.append(f"generation {forming.number} is formed without this worker; it waits")
+        contending = {one.rank: one for one in asking if placed.get(one.rank) is not one}
+        for rank, contender in sorted(contending.items()):
+            missing.add(rank)
+            holder = self.holder(contender, placed)
+            notes.append(
+                f"rank {rank} belongs to {described(rank, holder.member)}, and another asks for "
+                f"it; whether that lives is known within "
+                f"{max(holder.lease.end_s - now_s, 0.0):.3g} s"
+            )
+        return pb.JoinGroupResponse(missing_ranks=sorted(missing), refusals=notes)
+
+    def _contender_answer(self, applicant: Applicant, now_s: float) -> pb.JoinGroupResponse:
+        """What is told to who asks for the group's name with other settings."""
+        holder = self.holder(applicant, {})
+        known_s = max(one.lease.end_s for one in self._holders()) - now_s
+        note = (
+            f"group {self.spec.name!r} belongs to {described(holder.rank, holder.member)} with "
+            f"other settings: {differences(self.spec, applicant.spec)}; whether anybody of it "
+            f"lives is known within {max(known_s, 0.0):.3g} s"
+        )
+        return pb.JoinGroupResponse(missing_ranks=range(applicant.spec.size), refusals=[note])
+
+    def renewal_answer(self, generation: Generation, seat: Seat) -> pb.RenewLeaseResponse:
+        """What a member of the generation is told of the others."""
+        lost = [
+            pb.LostMember(
+                rank=other.rank,
+                reason=other.lost_reason,
+                left=other.has_left,
+                expired=other.is_expired,
+            )
+            for other in generation.seats
+            if other.lost_reason
+        ]
+        if all(member.left for member in lost):
+            lost += [
+                pb.LostMember(
+                    rank=other.rank, reason="it asked to rebuild the group", rebuilds=True
+                )
+                for other in generation.seats
+                if other is not seat and self.is_back(other)
+            ]
+        return pb.RenewLeaseResponse(lost=lost, waiting_count=len(self.placed()))

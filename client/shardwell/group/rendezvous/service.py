@@ -1,0 +1,79 @@
+"""GroupService: the wire contract of group.proto, over Meetings."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+from shardwell.errors import WrongShardError
+from shardwell.group.rendezvous.members import INCARNATION_BITS
+from shardwell.group.rendezvous.registry import Meetings
+from shardwell.group.rendezvous.validation import MeetingLimits
+from shardwell.rpc.handlers import Answering
+from shardwell.v1 import group_pb2 as pb
+
+_LOG = logging.getLogger("shardwell.group")
+_SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"]
+GROUP_SERVICE_NAME = _SERVICE.full_name
+MakeUnary: TypeAlias = Callable[[Callable[[Any, Any], Any], Any], Any]
+
+
+class GroupService:
+    """Handlers, one method an RPC; none blocks. A worker may serve it as well as a shard.
+
+    Args:
+        shard_index: Which shard serves it: others than 0 refuse every call.
+        limits: Bounds of what is held.
+    """
+
+    def __init__(self, *, shard_index: int = 0, limits: MeetingLimits | None = None) -> None:
+        self._shard_index = shard_index
+        self._lock = threading.Lock()
+        self._meetings = Meetings(limits, incarnation=secrets.randbits(INCARNATION_BITS))
+        self._answering = Answering(_LOG, shard_index=shard_index, place="rendezvous")
+
+    def handler(self, unary: MakeUnary | None = None) -> grpc.GenericRpcHandler:
+        """All methods, for a server.
+
+        Args:
+            unary: Makes gRPC's handler of ours and the type of its request; None: for grpc.Server.
+        """
+        unary = unary or self._answering.unary
+        handlers = {
+            "JoinGroup": unary(self.join_group, pb.JoinGroupRequest),
+            "RenewLease": unary(self.renew_lease, pb.RenewLeaseRequest),
+            "LeaveGroup": unary(self.leave_group, pb.LeaveGroupRequest),
+        }
+        assert set(handlers) == {method.name for method in _SERVICE.methods}
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+
+    def join_group(self, request: pb.JoinGroupRequest, context: Any) -> pb.JoinGroupResponse:
+        """See the .proto."""
+        self._check_shard()
+        with self._lock:
+            return self._meetings.join(request, time.monotonic())
+
+    def renew_lease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
+        """See the .proto."""
+        self._check_shard()
+        with self._lock:
+            return self._meetings.renew(request, time.monotonic())
+
+    def leave_group(self, request: pb.LeaveGroupRequest, context: Any) -> pb.LeaveGroupResponse:
+        """See the .proto."""
+        self._check_shard()
+        with self._lock:
+            return self._meetings.leave(request, time.monotonic())
+
+    def _check_shard(self) -> None:
+        if self._shard_index != 0:
+            raise WrongShardError(
+                f"groups meet at shard 0; this is shard {self._shard_index}; "
+                "give the cluster's addresses in the order of the shards"
+            )

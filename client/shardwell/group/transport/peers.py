@@ -1,0 +1,221 @@
+"""The other members of a group, as one of them calls them: PeerService's client side."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, ShardwellError
+from shardwell.rpc.error_codes import from_rpc_error
+from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
+from shardwell.traffic import Traffic
+from shardwell.v1 import group_pb2, peer_pb2
+from shardwell.v1 import peer_pb2 as pb
+
+PENDING_COUNT_MAX = 16
+"""Chunks that wait to be sent to one rank, in calls where chunks go one way."""
+
+LEAVE_TIMEOUT_S = 60.0
+"""How long a rank that leaves waits until the others have received what it sent."""
+
+SERVICE_NAME = peer_pb2.DESCRIPTOR.services_by_name["PeerService"].full_name
+
+_LAST = pb.ReceiveChunksResponse(last=True).SerializeToString()
+_LAST_SIZE_MAX_BYTES = 64
+
+
+class Peer:
+    """The connection to one other member. Any thread may call it."""
+
+    def __init__(self, member: group_pb2.Member) -> None:
+        self.member = member
+        self._channel = grpc.insecure_channel(member.address, options=CHANNEL_OPTIONS)
+        self.agree: Any = self._channel.stream_stream(
+            f"/{SERVICE_NAME}/Agree",
+            request_serializer=pb.AgreeRequest.SerializeToString,
+            response_deserializer=pb.AgreeResponse.FromString,
+        )
+        self.receive_chunks: Any = self._channel.unary_stream(
+            f"/{SERVICE_NAME}/ReceiveChunks",
+            request_serializer=pb.ReceiveChunksRequest.SerializeToString,
+        )
+
+    def greet(self, group: str, timeout_s: float) -> None:
+        """Asks who is there, and returns if it is this member. Blocks.
+
+        Raises:
+            WorkerUnreachableError: somebody else is.
+            ShardUnavailableError: nobody can be reached there, or the connection broke.
+            DeadlineError: there was no answer in time.
+            ClosedError: the connection was closed.
+        """
+        greet = unary_stub(self._channel, f"/{SERVICE_NAME}/Greet", pb.GreetResponse)
+        request = pb.GreetRequest(group=group, member_id=self.member.member_id)
+        try:
+            if greet(request, timeout=timeout_s) is None:
+                raise ShardUnavailableError("its answer was lost on its way")
+        except grpc.RpcError as error:
+            raise from_rpc_error(
+                error, shard_index=None, address=self.member.address, role="worker"
+            ) from None
+        except ValueError as error:  # what gRPC raises for a closed channel
+            raise ClosedError(f"the connection was closed ({error})") from None
+
+    def close(self) -> None:
+        """Ends the connection and every call on it."""
+        self._channel.close()
+
+
+class Outgoing:
+    """The chunks for one rank of a generation, until that rank's stream takes them.
+
+    Args:
+        traffic: Counts what is sent.
+        on_failure: Called when the stream breaks, from a thread of gRPC's; with what happened.
+    """
+
+    def __init__(self, traffic: Traffic, on_failure: Callable[[str], None]) -> None:
+        self._on_failure = on_failure
+        self._traffic = traffic
+        # Bounded by the calls: see `group/schedule/collective.py`, and `await_room`.
+        self._messages: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._sent_count = 0
+        """Written by the engine's thread alone."""
+        self._taken_count = 0
+        """Written by the stream's thread alone."""
+        self._waits_for_room = False
+        self._is_open = False
+        self._is_cut = False
+        self._has_ended = threading.Event()
+
+    def send(self, message: bytes, element_count: int) -> None:
+        """Sends a chunk; does not block."""
+        self._sent_count += 1
+        self._messages.put((message, element_count))
+
+    def await_room(self, timeout_s: float) -> bool:
+        """Blocks while many chunks wait to be sent; whether there is room now."""
+        if self._has_room():
+            return True
+        with self._changed:
+            self._waits_for_room = True
+            has_room = self._changed.wait_for(self._has_room, max(timeout_s, 0.0))
+            self._waits_for_room = False
+        return has_room
+
+    def serve(self, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The stream that the other rank opened.
+
+        Raises:
+            ArgumentError: it has one already.
+        """
+        with self._changed:
+            if self._is_open:
+                raise ArgumentError("this rank has a stream of chunks already")
+            self._is_open = True
+        if not context.add_callback(self._ended):
+            self._ended()
+        while (entry := self._messages.get()) is not None:
+            message, element_count = entry
+            self._taken_count += 1
+            if self._waits_for_room:
+                with self._changed:
+                    self._changed.notify_all()
+            self._traffic.add_sent(len(message), element_count)
+            yield message
+        if not self._is_cut:
+            yield _LAST
+            self._has_ended.wait(LEAVE_TIMEOUT_S)
+
+    def finish(self) -> None:
+        """Nothing more is sent; does not block."""
+        self._messages.put(None)
+
+    def await_received(self, timeout_s: float) -> None:
+        """After `finish`: waits until all has been received, at most so long; ends the stream."""
+        if self._is_open or self._sent_count > self._taken_count:
+            self._has_ended.wait(timeout_s)
+        self.cut()
+
+    def cut(self) -> None:
+        """Ends the stream at once. Safe to repeat, from any thread."""
+        with self._changed:
+            self._is_cut = True
+            self._changed.notify_all()
+        self._messages.put(None)
+        self._has_ended.set()
+
+    def _has_room(self) -> bool:
+        return self._is_cut or self._sent_count - self._taken_count < PENDING_COUNT_MAX
+
+    def _ended(self) -> None:
+        """The stream is over, because the other rank has everything, or is gone."""
+        # The mark of `finish` may not be taken yet.
+        finished = self._taken_count == self._sent_count or self._is_cut
+        self._messages.put(None)
+        self._has_ended.set()
+        if not finished:
+            self._on_failure("it no longer takes what is sent to it")
+
+
+class Incoming:
+    """The stream of chunks from one rank of a generation, and the thread that reads it.
+
+    Args:
+        peer: The member that has the rank.
+        opening: What its server is told.
+        take: Called with each message.
+        on_failure: Called when the stream breaks; with what happened.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        opening: pb.PeerOpen,
+        take: Callable[[bytes], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._take = take
+        self._on_failure = on_failure
+        self._is_cut = False
+        self._call = peer.receive_chunks(pb.ReceiveChunksRequest(open=opening))
+        self._thread = threading.Thread(target=self._read, name="shardwell-incoming", daemon=True)
+        self._thread.start()
+
+    def cut(self) -> None:
+        """Ends the stream at once. Safe to repeat, from any thread."""
+        self._is_cut = True
+        self._call.cancel()
+
+    def close(self) -> None:
+        """Ends the stream and its thread."""
+        self.cut()
+        self._thread.join()
+
+    def _read(self) -> None:
+        why = "it ended its stream"
+        try:
+            for message in self._call:
+                if len(message) <= _LAST_SIZE_MAX_BYTES and _is_last(message):
+                    self.cut()
+                    return
+                self._take(message)
+        except grpc.RpcError as error:
+            why = str(error.details() or error.code().name)[:200]
+        except ShardwellError as error:
+            why = error.message
+        if not self._is_cut:
+            self._on_failure(why)
+
+
+def _is_last(message: bytes) -> bool:
+    try:
+        return bool(pb.ReceiveChunksResponse.FromString(message).last)
+    except DecodeError:
+        return False  # whoever takes it says what is wrong

@@ -1,0 +1,212 @@
+"""A member's server: PeerService, for the other members of its group."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shardwell.errors import (
+    ArgumentError,
+    LimitError,
+    ShardUnavailableError,
+    WorkerLostError,
+    WorkerUnreachableError,
+)
+from shardwell.group.generation import Generation
+from shardwell.group.transport.peers import SERVICE_NAME
+from shardwell.process.daemon_threads import DaemonThreads
+from shardwell.rpc.deadlines import Watchdog
+from shardwell.rpc.handlers import Answering, parsed
+from shardwell.rpc.options import listen_on, server_options
+from shardwell.v1 import peer_pb2 as pb
+
+_LOG = logging.getLogger("shardwell.group")
+_GENERATION_WAIT_S = 30.0
+"""How long a stream of a generation that this member does not know yet may wait until it does."""
+_GRACE_S = 0.5
+"""How long streams that are at their end may take to close; gRPC logs those that it cuts."""
+_OPEN_TIMEOUT_S = 5.0
+"""How long a stream may take to say who it is."""
+_UNOPENED_COUNT_MAX = 12
+"""Streams that have not said it yet: fewer than the spare threads, so that members find room."""
+_WAITING_COUNT_MAX = 1024
+"""Calls that may wait for a thread: what strangers open is refused as soon as it is looked at."""
+_SPARE_THREAD_COUNT = 16
+"""Threads beyond those of streams: for greetings, and for a rendezvous that is served here."""
+
+
+class PeerServer:
+    """Listens from the start; knows a generation at a time.
+
+    Args:
+        listen: HOST:PORT; port 0 takes a free one.
+        group: Name of the group.
+        member_id: Of this member.
+        size: Members that may have streams here.
+        more: Handlers of other services at the same address.
+
+    Raises:
+        ShardUnavailableError: the address can't be listened on.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        group: str,
+        member_id: str,
+        size: int,
+        more: tuple[grpc.GenericRpcHandler, ...] = (),
+    ) -> None:
+        self._group = group
+        self._member_id = member_id
+        self._generation: Generation | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._unopened_count = 0
+        self._watchdog = Watchdog()
+        thread_count = 2 * size + _SPARE_THREAD_COUNT
+        self._threads = DaemonThreads(thread_count, "shardwell-peer")
+        pool: Any = self._threads  # any executor will do, whatever gRPC's types say
+        self._server = grpc.server(
+            pool,
+            options=server_options(),
+            maximum_concurrent_rpcs=thread_count + _WAITING_COUNT_MAX,
+        )
+        self._server.add_generic_rpc_handlers((self._handler(), *more))
+        host = listen.rpartition(":")[0]
+        try:
+            port = listen_on(self._server, listen)
+        except OSError as error:
+            self._threads.shutdown()
+            raise ShardUnavailableError(
+                f"can't listen on {listen} for the other workers of group {group!r}: "
+                f"{error.strerror}; pass listen= with a free port, or 0, of this machine"
+            ) from None
+        self.address = f"{host}:{port}"
+        """Where it listens; the port is the one that was taken when 0 was asked for."""
+        self._server.start()
+
+    def begin(self, generation: Generation | None) -> None:
+        """Takes streams of this generation from now on, and no others."""
+        with self._changed:
+            self._generation = generation
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends all streams and threads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._server.stop(_GRACE_S).wait()
+        self._threads.shutdown()
+        self._watchdog.close()
+
+    def _handler(self) -> grpc.GenericRpcHandler:
+        answering = Answering(_LOG, shard_index=None, place="worker")
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Greet": answering.unary(self._greet, pb.GreetRequest),
+                "Agree": grpc.stream_stream_rpc_method_handler(
+                    answering.streaming(self._agree),  # parsed here: gRPC hangs on what is none
+                    response_serializer=pb.AgreeResponse.SerializeToString,
+                ),
+                "ReceiveChunks": grpc.unary_stream_rpc_method_handler(
+                    answering.streaming(parsed(self._receive_chunks, pb.ReceiveChunksRequest)),
+                ),
+            },
+        )
+
+    def _greet(self, request: pb.GreetRequest, context: grpc.ServicerContext) -> pb.GreetResponse:
+        if (request.group, request.member_id) != (self._group, self._member_id):
+            raise WorkerUnreachableError(
+                f"another worker answers here, of group {self._group!r}; is the address right?"
+            )
+        return pb.GreetResponse()
+
+    def _agree(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.AgreeResponse]:
+        requests = map(_agree_request, messages)
+        with self._opening(context):
+            first = next(requests, None)
+        if first is not None:
+            generation = self._generation_of(first.open)
+            yield from generation.serve_agreement(first.open, _with_event(first, requests), context)
+
+    def _receive_chunks(
+        self, request: pb.ReceiveChunksRequest, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        yield from self._generation_of(request.open).serve_chunks(request.open, context)
+
+    @contextlib.contextmanager
+    def _opening(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Bounds how long a stream, and how many of them, may be open without saying who it is.
+
+        Raises:
+            LimitError: as many are.
+        """
+        with self._changed:
+            if self._unopened_count >= _UNOPENED_COUNT_MAX:
+                raise LimitError(
+                    f"limit unopened_count_max={_UNOPENED_COUNT_MAX}: as many streams have not "
+                    "said who they are; send `open` at once"
+                )
+            self._unopened_count += 1
+        try:
+            with self._watchdog.watch(_OPEN_TIMEOUT_S, lambda: _cancel(context)):
+                yield
+        finally:
+            with self._changed:
+                self._unopened_count -= 1
+
+    def _generation_of(self, opening: pb.PeerOpen) -> Generation:
+        """The generation that a stream belongs to; waits while it is still to begin here.
+
+        Raises:
+            WorkerLostError: it is over, or was never meant for this member.
+        """
+        deadline_s = time.monotonic() + _GENERATION_WAIT_S
+        with self._changed:
+            while not self._closed:
+                generation = self._generation
+                number = 0 if generation is None else generation.number
+                if (opening.group, opening.to_member_id) != (self._group, self._member_id):
+                    break
+                if generation is not None and number == opening.generation:
+                    return generation
+                rest_s = deadline_s - time.monotonic()
+                if opening.generation < number or rest_s <= 0:
+                    break
+                self._changed.wait(rest_s)
+        raise WorkerLostError(
+            f"generation {opening.generation} of group {opening.group!r:.80} is not, or no more, "
+            f"what member {self._member_id} of group {self._group!r} is in"
+        )
+
+
+def _agree_request(message: bytes) -> pb.AgreeRequest:
+    try:
+        return pb.AgreeRequest.FromString(message)
+    except DecodeError as error:
+        raise ArgumentError(f"{len(message)} bytes that are no AgreeRequest: {error}") from None
+
+
+def _with_event(
+    first: pb.AgreeRequest, rest: Iterator[pb.AgreeRequest]
+) -> Iterator[pb.AgreeRequest]:
+    if first.WhichOneof("event") is not None:
+        yield first
+    yield from rest
+
+
+def _cancel(context: grpc.ServicerContext) -> None:
+    context.cancel()

@@ -1,0 +1,1 @@
+"""Arithmetic on arrays: codecs, sums, means and update rules. No I/O."""

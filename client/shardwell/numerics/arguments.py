@@ -1,0 +1,206 @@
+"""What callers pass as gradients and weights: accepted, converted or refused with a reason."""
+
+from __future__ import annotations
+
+import operator
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.errors import ArgumentError, NonFiniteError
+from shardwell.numerics.codec import Float32
+
+_ACCEPTED = (np.float32, np.float64, np.float16)
+_ANSWER_MARGIN_S_MAX = 1.0
+"""What an answer may take on its way between busy machines; of short timeouts, a quarter."""
+DURATION_S_MAX = 30 * 86400.0
+"""The longest time that can be asked for: waits that take it overflow in no library below."""
+TIMEOUT_S_MIN = 0.001
+"""The shortest deadline: they travel in milliseconds."""
+_CHECK_ELEMENT_COUNT = 256 * 1024
+"""1 MiB of float32: fetched from memory once, read twice."""
+
+
+def as_array(what: str, values: Any) -> npt.NDArray[Any]:
+    """What offers an array, such as a CPU tensor, as one: uncopied where it can be.
+
+    Raises:
+        ArgumentError: it offers none, or can't.
+    """
+    if not hasattr(values, "__array__"):
+        raise ArgumentError(f"{what} must be a NumPy array of float32; got {_told(values)}")
+    try:
+        return np.asarray(values)
+    except Exception as error:  # a tensor's, of several kinds: on a GPU, requires_grad, bfloat16
+        raise ArgumentError(
+            f"{what} must be a NumPy array of float32; got {_told(values)}, which gives none: "
+            f"{error}; pass tensor.detach().float().cpu().numpy()"
+        ) from None
+
+
+def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
+    """The values as one dimension of floating point numbers, uncopied where they are contiguous.
+
+    Args:
+        what: What they are, for messages ("gradient of 'model'").
+        values: A NumPy array (or what offers one, such as a CPU tensor) of any shape and layout
+            with `size` elements, float32, or float64 or float16, which are converted.
+        size: How many elements there must be; None: any number.
+
+    Raises:
+        ArgumentError: another type, dtype or number of elements.
+    """
+    if type(values) is np.ndarray and values.shape == (size,) and values.dtype == np.float32:
+        return values
+    array = as_array(what, values)
+    if array.dtype.type not in _ACCEPTED:
+        raise ArgumentError(
+            f"{what} must be float32 (float64 and float16 are converted); got {array.dtype}; "
+            "convert it with .astype(np.float32)"
+        )
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise ArgumentError(f"{what} has masked elements; fill them with .filled(0)")
+    if size is not None and array.size != size:
+        raise ArgumentError(
+            f"{what} must have {size} elements; got {array.size} in shape {array.shape}"
+        )
+    return array.reshape(-1)
+
+
+def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
+    """The caller's `out=`, or `what` it is called, as one dimension that can be written in place.
+
+    Raises:
+        ArgumentError: no writable C-contiguous float32 array of `size` elements, if that is given.
+    """
+    if (
+        not isinstance(out, np.ndarray)
+        or out.dtype != np.float32
+        or not out.dtype.isnative
+        or (size is not None and out.size != size)
+        or not out.flags.c_contiguous
+        or not out.flags.aligned
+        or not out.flags.writeable
+    ):
+        found = (
+            f"{out.dtype} of shape {out.shape}, contiguous={out.flags.c_contiguous}, "
+            f"writeable={out.flags.writeable}"
+            if isinstance(out, np.ndarray)
+            else _told(out)
+        )
+        length = "" if size is None else f" of {size} elements"
+        advice = (
+            "; pass tensor.detach().numpy(), which has the memory of a float32 tensor on the CPU"
+            if hasattr(out, "detach")
+            else ""
+        )
+        raise ArgumentError(
+            f"{what} must be a writable C-contiguous float32 NumPy array{length}; "
+            f"got {found}{advice}"
+        )
+    return np.asarray(out).reshape(-1)
+
+
+def as_writable(what: str, array: Any) -> Float32:
+    """An array of any size that is to be written in place, as one dimension.
+
+    Raises:
+        ArgumentError: as `as_output`.
+    """
+    return as_output(array, None, what)
+
+
+def _told(values: Any) -> str:
+    """What is no NumPy array, for messages: its type, and its dtype if it has one."""
+    kind, dtype = type(values).__name__, getattr(values, "dtype", None)
+    return kind if dtype is None else f"{kind} of {dtype!s:.40}"
+
+
+def finite_peak(
+    what: str,
+    values: npt.NDArray[Any],
+    parameter: str | None,
+    start: int = 0,
+    stop: int | None = None,
+    remedy: str = "skip or mend the step, or open the parameter with allow_non_finite=True",
+) -> float:
+    """Largest magnitude of values[start:stop] as float32.
+
+    Raises:
+        NonFiniteError: one is NaN or infinite; with the index of the first.
+    """
+    stop = values.size if stop is None else stop
+    peak = 0.0
+    for first in range(start, stop, _CHECK_ELEMENT_COUNT):
+        block = values[first : min(first + _CHECK_ELEMENT_COUNT, stop)]
+        if block.dtype.itemsize > 4:
+            with np.errstate(over="ignore"):
+                block = block.astype(np.float32)
+        # Two reductions without a temporary; NaN and infinity survive one of them.
+        low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
+        if not (isfinite(low) and isfinite(high)):
+            index = first + int(np.argmin(np.isfinite(block)))
+            raise NonFiniteError(
+                f"{what}: element {index} is {values[index]}, which is not a finite float32; "
+                f"{remedy}",
+                element_index=index,
+                parameter=parameter,
+            )
+        peak = max(peak, -low, high)
+    return peak
+
+
+def check_duration(
+    what: str, seconds: Any, low_s: float = 0.0, high_s: float = DURATION_S_MAX
+) -> float:
+    """Returns a length of time in seconds; NaN and infinity are none.
+
+    Raises:
+        ArgumentError: it is no number, or not from `low_s` to `high_s`.
+    """
+    good = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not good or not low_s <= seconds <= high_s:
+        raise ArgumentError(
+            f"{what} must be a number of seconds from {low_s:g} to {high_s:.8g}; got "
+            f"{seconds!r:.80}"
+        )
+    return float(seconds)
+
+
+def check_timeout(timeout_s: Any, what: str = "timeout_s") -> float:
+    """Returns how long a call may take: a length of time that is not 0.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    return check_duration(what, timeout_s, TIMEOUT_S_MIN)
+
+
+def check_integer(what: str, value: Any, low: int, high: int) -> int:
+    """Returns an integer, of any integer type, from `low` to `high`.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, (bool, np.bool_)) or not low <= number <= high:
+        raise ArgumentError(f"{what} must be an integer from {low} to {high}; got {value!r:.80}")
+    return number
+
+
+def wait_within(timeout_s: float) -> float:
+    """How long others may be waited for so that an answer that names them comes in time.
+
+    The timeout is the caller's: a shard, or rank 0, gives up a little before it, and says why.
+    """
+    return timeout_s - min(_ANSWER_MARGIN_S_MAX, timeout_s / 4)
+
+
+def wait_milliseconds(timeout_s: float) -> int:
+    """`wait_within` as it travels: at least 1, because 0 would mean none."""
+    return max(int(wait_within(timeout_s) * 1000), 1)

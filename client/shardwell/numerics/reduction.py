@@ -1,0 +1,94 @@
+"""Arrays of several workers in one memory, reduced in place, block by block. Pure.
+
+Not for arrays that travel: those are reduced chunk by chunk as they come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numkong
+import numpy as np
+
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32, blocks
+from shardwell.numerics.weighted_mean import Weights, divide
+
+ReductionName = Literal["sum", "mean", "max", "min"]
+REDUCTIONS: tuple[str, ...] = get_args(ReductionName)
+
+_LINE_ELEMENT_COUNT = 16
+"""A cache line of 64 bytes: two threads' parts never share one."""
+
+
+def part_of(element_count: int, part_count: int, index: int) -> tuple[int, int]:
+    """(start, stop) of one part of an array that is cut evenly, at cache lines; may be empty."""
+    line_count = -(-element_count // _LINE_ELEMENT_COUNT)
+    size = -(-line_count // part_count) * _LINE_ELEMENT_COUNT
+    return min(index * size, element_count), min((index + 1) * size, element_count)
+
+
+def reduce_block(
+    buffers: Sequence[Float32], reduction: str, weights: Weights, total: Float32
+) -> None:
+    """Writes the reduction of one block of all buffers, in their order, into all of them.
+
+    Args:
+        buffers: By rank, (n,) float32, contiguous; all get the same bits.
+        reduction: One of REDUCTIONS.
+        weights: Of a mean.
+        total: (n,) float32, overwritten.
+    """
+    with np.errstate(all="ignore"):
+        match reduction:
+            case "mean":
+                _mean(buffers, weights, total)
+            case "sum":
+                _fold(np.add, buffers, total)
+            case "max":
+                _fold(np.maximum, buffers, total)
+            case "min":
+                _fold(np.minimum, buffers, total)
+            case _:
+                raise AssertionError(reduction)
+    for buffer in buffers:
+        np.copyto(buffer, total)
+
+
+def first_non_finite(values: Float32) -> int | None:
+    """Index of the first NaN or infinity; None if all are finite."""
+    for start in blocks(values.size):
+        block = values[start : start + BLOCK_ELEMENT_COUNT]
+        # Two reductions without a temporary; NaN and infinity survive one of them.
+        low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return start + int(np.argmin(np.isfinite(block)))
+    return None
+
+
+def _fold(function: np.ufunc, buffers: Sequence[Float32], total: Float32) -> None:
+    first, *others = buffers
+    if not others:
+        np.copyto(total, first)
+        return
+    function(first, others[0], out=total)
+    for other in others[1:]:
+        function(total, other, out=total)
+
+
+def _mean(buffers: Sequence[Float32], weights: Weights, total: Float32) -> None:
+    is_first = True
+    for rank, buffer in enumerate(buffers):
+        factor = weights.factor(rank)
+        if factor == 0.0:
+            continue
+        if is_first:
+            np.multiply(buffer, np.float32(factor), out=total)
+            is_first = False
+        else:
+            numkong.blend(buffer, total, alpha=factor, beta=1.0, out=total)
+    if is_first:
+        total.fill(0.0)
+    elif weights.divisor != 1.0:
+        divide(total.copy(), weights.divisor, total)

@@ -1,0 +1,218 @@
+"""The optimizers of tables: rows, their mean gradients and their state, updated in place. Pure.
+
+As `update_rules`, in float32, and out of its parts. What is another here: a row has its own count
+of updates, so that Adam corrects its bias by the row's count and momentum starts with the row's
+first gradient; and two rules look at rows, RowWiseAdagrad and (because nothing else needs it) FTRL.
+
+Invariant: a row comes out with the same bits whichever rows are updated with it, and in whatever
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32
+from shardwell.numerics.update_rules import (
+    LARGEST,
+    AnyAdam,
+    Slots,
+    add_scaled,
+    clip_value_of,
+    decay_add,
+    decay_and_average,
+    follow_momentum,
+    rule_of,
+)
+from shardwell.specs import optimizers
+
+Counts: TypeAlias = npt.NDArray[np.int64]
+"""(n,) int64: updates that each row has had, this one included."""
+
+
+class _Rows(NamedTuple):
+    """Rows that are updated together: (n, dim) each, and slots (n, width)."""
+
+    weights: Float32
+    gradients: Float32
+    slots: Slots
+    temporary: Float32
+    counts: Counts
+
+    def flat(self) -> tuple[Float32, Float32, Slots, Float32]:
+        """Views as (n * width,), which is what numkong takes; without counts."""
+        slots = tuple(slot.reshape(-1) for slot in self.slots)
+        weights, gradients = self.weights.reshape(-1), self.gradients.reshape(-1)
+        return weights, gradients, slots, self.temporary.reshape(-1)
+
+
+_RowStep: TypeAlias = Callable[[_Rows, float], None]
+"""(rows, learning_rate): weights and slots are updated, gradients and temporary overwritten."""
+
+
+class RowUpdateRule:
+    """An optimizer ready to run on rows.
+
+    Args:
+        optimizer: One of `table_spec.OPTIMIZERS`.
+
+    Raises:
+        TypeError: it is none that knows rows.
+    """
+
+    def __init__(self, optimizer: optimizers.Optimizer) -> None:
+        self._clip_value = clip_value_of(optimizer)
+        self.initial_slots, self._step = _row_rule_of(optimizer)
+        """What each array of state is filled with at a row's start."""
+        self.learning_rate: float = getattr(optimizer, "learning_rate", 0.0)
+        """The spec's rate."""
+
+    def apply(
+        self,
+        weights: Float32,
+        gradients: Float32,
+        slots: Slots,
+        counts: Counts,
+        learning_rate: float,
+    ) -> None:
+        """Updates rows once. Any thread may call; NaN and infinity go through without a warning.
+
+        Args:
+            weights: (n, dim) float32, C-contiguous, updated.
+            gradients: The same of gradients; overwritten.
+            slots: State: an array for each of `initial_slots`, (n, dim) or for RowWiseAdagrad
+                (n, 1), contiguous, updated.
+            counts: (n,): 1 at a row's first update, and so on.
+            learning_rate: Of this update; with FTRL above 0.
+        """
+        assert all(rows.flags.c_contiguous for rows in (weights, gradients, *slots))
+        row_count, dim = weights.shape
+        step = max(BLOCK_ELEMENT_COUNT // dim, 1)
+        temporary = np.empty((min(step, row_count), dim), np.float32)
+        with np.errstate(all="ignore"):
+            for start in range(0, row_count, step):
+                block = slice(start, start + step)
+                gradient = gradients[block]
+                if self._clip_value > 0:
+                    np.clip(gradient, -self._clip_value, self._clip_value, out=gradient)
+                rows = _Rows(
+                    weights[block],
+                    gradient,
+                    tuple(slot[block] for slot in slots),
+                    temporary[: len(gradient)],
+                    counts[block],
+                )
+                self._step(rows, learning_rate)
+
+
+def _row_rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], _RowStep]:
+    match optimizer:
+        case optimizers.SGD() if optimizer.momentum:
+            return (0.0,), _sgd_with_momentum(optimizer)
+        case optimizers.SGD() | optimizers.Adagrad():
+            return _by_element(optimizer)
+        case optimizers.RowWiseAdagrad():
+            return (optimizer.initial_accumulator,), _row_wise_adagrad(optimizer)
+        case optimizers.Adam() | optimizers.AdamW():
+            return (0.0, 0.0), _adam(optimizer)
+        case optimizers.FTRL():
+            return (0.0, 0.0), _ftrl(optimizer)
+    raise TypeError(f"no update rule for rows with {optimizer!r}")
+
+
+def _by_element(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], _RowStep]:
+    """The rule of whole parameters, where it asks for no count."""
+    initial_slots, dense = rule_of(optimizer)
+
+    def step(rows: _Rows, rate: float) -> None:
+        dense(*rows.flat(), 0, rate)
+
+    return initial_slots, step
+
+
+def _sgd_with_momentum(spec: optimizers.SGD) -> _RowStep:
+    def step(rows: _Rows, rate: float) -> None:
+        weights, gradients, (momentum,), _ = rows.flat()
+        if spec.weight_decay:
+            add_scaled(gradients, weights, spec.weight_decay)
+        decay_add(momentum, spec.momentum, gradients, 1.0 - spec.dampening)
+        first = np.flatnonzero(rows.counts == 1)
+        if first.size:
+            rows.slots[0][first] = rows.gradients[first]
+        follow_momentum(spec, weights, gradients, momentum, rate)
+
+    return step
+
+
+def _row_wise_adagrad(spec: optimizers.RowWiseAdagrad) -> _RowStep:
+    def step(rows: _Rows, rate: float) -> None:
+        weights, gradients, (sums,), squares = rows.flat()
+        if spec.weight_decay:
+            add_scaled(gradients, weights, spec.weight_decay)
+        # Not by einsum, which adds up long rows in another order when there are several.
+        np.multiply(gradients, gradients, out=squares)
+        mean = np.add.reduce(rows.temporary, axis=1)
+        np.divide(mean, np.float32(rows.gradients.shape[1]), out=mean)
+        np.add(sums, mean, out=sums)
+        divisors = np.sqrt(sums)
+        np.add(divisors, np.float32(spec.epsilon), out=divisors)
+        np.divide(rows.gradients, divisors[:, np.newaxis], out=rows.gradients)
+        add_scaled(weights, gradients, -rate)
+
+    return step
+
+
+def _adam(spec: AnyAdam) -> _RowStep:
+    def step(rows: _Rows, rate: float) -> None:
+        decay_and_average(spec, *rows.flat(), rate)
+        temporary = rows.temporary
+        corrections = 1.0 / np.sqrt(1.0 - np.power(spec.beta2, rows.counts))
+        rates = -rate / (1.0 - np.power(spec.beta1, rows.counts))
+        np.multiply(temporary, _column(corrections), out=temporary)
+        np.add(temporary, np.float32(spec.epsilon), out=temporary)
+        np.divide(rows.slots[0], temporary, out=temporary)
+        np.multiply(temporary, _column(rates), out=temporary)
+        np.add(rows.weights, temporary, out=rows.weights)
+
+    return step
+
+
+def _ftrl(spec: optimizers.FTRL) -> _RowStep:
+    l1 = np.float32(min(spec.l1, LARGEST))
+
+    def step(rows: _Rows, rate: float) -> None:
+        assert rate > 0, "FTRL divides by its learning rate"
+        weights, gradients, (z, n), temporary, _ = rows
+        per_rate = np.float32(min(1.0 / rate, LARGEST))
+        np.add(z, gradients, out=z)
+        np.multiply(gradients, gradients, out=gradients)
+        np.sqrt(n, out=temporary)
+        np.add(n, gradients, out=n)
+        root = np.sqrt(n, out=gradients)
+        # Of roots of what is kept, so that the sum of all these is root / rate, as FTRL wants it.
+        np.subtract(root, temporary, out=temporary)
+        np.multiply(temporary, per_rate, out=temporary)
+        np.multiply(temporary, weights, out=temporary)
+        np.subtract(z, temporary, out=z)
+        # Now weights = -(z beyond l1) / (root / rate + constant).
+        np.clip(z, -l1, l1, out=temporary)
+        np.subtract(temporary, z, out=temporary)
+        divisors = np.multiply(root, per_rate, out=root)
+        constant = np.float32(min(spec.beta / rate + spec.l2, LARGEST))
+        if constant > 0:
+            np.add(divisors, constant, out=divisors)
+            np.divide(temporary, divisors, out=weights)
+        else:  # a divisor is 0 before the first gradient whose square float32 can hold
+            weights.fill(0.0)
+            np.divide(temporary, divisors, out=weights, where=divisors != 0)
+
+    return step
+
+
+def _column(values: npt.NDArray[np.float64]) -> Float32:
+    """As (n, 1) float32."""
+    return values.astype(np.float32)[:, np.newaxis]

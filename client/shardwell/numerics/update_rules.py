@@ -1,0 +1,251 @@
+"""The optimizers: one block of weights, its mean gradient and its state, updated in place. Pure.
+
+All arithmetic is float32, as in torch.optim. A rule may be applied to any partition of a parameter,
+block by block, because none looks beyond an element. Rows of tables, which have counts of their
+own, are updated by `row_update_rules`, out of the same parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numkong
+import numpy as np
+
+from shardwell.numerics.codec import Float32
+from shardwell.specs import optimizers
+
+Slots: TypeAlias = tuple[Float32, ...]
+Step: TypeAlias = Callable[[Float32, Float32, Slots, Float32, int, float], None]
+"""(weights, gradient, slots, temporary, update_count, learning_rate): weights and slots are
+updated, gradient and temporary overwritten; update_count is 1 at a parameter's first update."""
+
+AnyAdam: TypeAlias = optimizers.Adam | optimizers.AdamW
+
+SAFE_MAGNITUDE = 2.0**50
+"""Gradients below it, what weight decay adds to them included, can't take finite state beyond
+float32: rules add at most their squares, which are below half of what tells float32's largest
+numbers apart."""
+
+_SMALLEST, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
+
+
+class UpdateRule:
+    """An optimizer ready to run: how many arrays of state it keeps, and its arithmetic."""
+
+    def __init__(self, optimizer: optimizers.Optimizer) -> None:
+        self._clip_value = clip_value_of(optimizer)
+        self.learning_rate: float | None = getattr(optimizer, "learning_rate", None)
+        """The spec's rate; None where there is none."""
+        self.initial_slots, self._step = rule_of(optimizer)
+        """What each array of state is filled with at the start."""
+
+    def apply(
+        self,
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        *,
+        update_count: int,
+        learning_rate: float,
+    ) -> None:
+        """Updates one block. All arrays are (n,) float32, contiguous; see Step."""
+        if self._clip_value > 0:
+            np.clip(gradient, -self._clip_value, self._clip_value, out=gradient)
+        self._step(weights, gradient, slots, temporary, update_count, learning_rate)
+
+
+def clip_value_of(optimizer: optimizers.Optimizer) -> np.float32:
+    """Where gradients are clipped; 0: nowhere.
+
+    A bound that float32 can't hold is the nearest that it can, and never "no bound".
+    """
+    if not optimizer.clip_value:
+        return np.float32(0.0)
+    return np.float32(min(max(optimizer.clip_value, _SMALLEST), LARGEST))
+
+
+def decay_into_state(optimizer: optimizers.Optimizer) -> float:
+    """How much of a weight is added to its gradient before optimizer state sees it."""
+    if isinstance(optimizer, optimizers.AdamW) or not optimizer.slot_names:
+        return 0.0
+    return float(getattr(optimizer, "weight_decay", 0.0))
+
+
+def peak_of(values: Float32) -> float:
+    """The largest magnitude of contiguous values, 0 of none; infinite or NaN if one is."""
+    if not values.size:
+        return 0.0
+    return float(max(np.max(values), -np.min(values)))
+
+
+def rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], Step]:
+    """What state starts with, and the arithmetic, without clipping."""
+    match optimizer:
+        case optimizers.Average():
+            return (), _average
+        case optimizers.SGD():
+            return (() if optimizer.momentum == 0 else (0.0,)), _sgd(optimizer)
+        case optimizers.Adagrad():
+            return (optimizer.initial_accumulator,), _adagrad(optimizer)
+        case optimizers.RMSProp():
+            return ((0.0,) if optimizer.momentum == 0 else (0.0, 0.0)), _rms_prop(optimizer)
+        case optimizers.Adam() | optimizers.AdamW():
+            return (0.0, 0.0), _adam(optimizer)
+    raise TypeError(f"no update rule for {optimizer!r}")
+
+
+def add_scaled(target: Float32, source: Float32, factor: float) -> None:
+    """Target += factor * source, in one pass."""
+    numkong.blend(source, target, alpha=factor, beta=1.0, out=target)
+
+
+def decay_add(target: Float32, keep: float, source: Float32, factor: float) -> None:
+    """Sets target to keep * target + factor * source.
+
+    In two passes: in one, numkong rounds the last elements of an array in another way than the
+    others, and results would depend on how a parameter is cut.
+    """
+    np.multiply(target, np.float32(keep), out=target)
+    add_scaled(target, source, factor)
+
+
+def _average(
+    weights: Float32, gradient: Float32, slots: Slots, temporary: Float32, count: int, rate: float
+) -> None:
+    np.copyto(weights, gradient)
+
+
+def _sgd(spec: optimizers.SGD) -> Step:
+    def plain(
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        count: int,
+        rate: float,
+    ) -> None:
+        if spec.weight_decay:
+            add_scaled(gradient, weights, spec.weight_decay)
+        add_scaled(weights, gradient, -rate)
+
+    def with_momentum(
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        count: int,
+        rate: float,
+    ) -> None:
+        (momentum,) = slots
+        if spec.weight_decay:
+            add_scaled(gradient, weights, spec.weight_decay)
+        if count == 1:
+            np.copyto(momentum, gradient)
+        else:
+            decay_add(momentum, spec.momentum, gradient, 1.0 - spec.dampening)
+        follow_momentum(spec, weights, gradient, momentum, rate)
+
+    return plain if spec.momentum == 0 else with_momentum
+
+
+def follow_momentum(
+    spec: optimizers.SGD, weights: Float32, gradient: Float32, momentum: Float32, rate: float
+) -> None:
+    """Moves weights along their momentum, or along where it leads; gradient is overwritten."""
+    if spec.nesterov:
+        add_scaled(gradient, momentum, spec.momentum)
+        add_scaled(weights, gradient, -rate)
+    else:
+        add_scaled(weights, momentum, -rate)
+
+
+def _adagrad(spec: optimizers.Adagrad) -> Step:
+    def step(
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        count: int,
+        rate: float,
+    ) -> None:
+        (squares,) = slots
+        if spec.weight_decay:
+            add_scaled(gradient, weights, spec.weight_decay)
+        np.multiply(gradient, gradient, out=temporary)
+        np.add(squares, temporary, out=squares)
+        np.sqrt(squares, out=temporary)
+        np.add(temporary, np.float32(spec.epsilon), out=temporary)
+        np.divide(gradient, temporary, out=temporary)
+        add_scaled(weights, temporary, -rate)
+
+    return step
+
+
+def _rms_prop(spec: optimizers.RMSProp) -> Step:
+    def step(
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        count: int,
+        rate: float,
+    ) -> None:
+        squares = slots[0]
+        if spec.weight_decay:
+            add_scaled(gradient, weights, spec.weight_decay)
+        np.multiply(gradient, gradient, out=temporary)
+        decay_add(squares, spec.decay, temporary, 1.0 - spec.decay)
+        np.sqrt(squares, out=temporary)
+        np.add(temporary, np.float32(spec.epsilon), out=temporary)
+        np.divide(gradient, temporary, out=temporary)
+        if spec.momentum:
+            momentum = slots[1]
+            decay_add(momentum, spec.momentum, temporary, 1.0)
+            temporary = momentum
+        add_scaled(weights, temporary, -rate)
+
+    return step
+
+
+def _adam(spec: AnyAdam) -> Step:
+    def step(
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        count: int,
+        rate: float,
+    ) -> None:
+        first, _ = slots
+        decay_and_average(spec, weights, gradient, slots, temporary, rate)
+        correction = math.sqrt(1.0 - spec.beta2**count)
+        np.multiply(temporary, np.float32(1.0 / correction), out=temporary)
+        np.add(temporary, np.float32(spec.epsilon), out=temporary)
+        np.divide(first, temporary, out=temporary)
+        add_scaled(weights, temporary, -rate / (1.0 - spec.beta1**count))
+
+    return step
+
+
+def decay_and_average(
+    spec: AnyAdam,
+    weights: Float32,
+    gradient: Float32,
+    slots: Slots,
+    temporary: Float32,
+    rate: float,
+) -> None:
+    """What Adam does before it corrects bias; leaves the root of the second moment in temporary."""
+    first, second = slots
+    if spec.weight_decay and isinstance(spec, optimizers.AdamW):
+        np.multiply(weights, np.float32(1.0 - rate * spec.weight_decay), out=weights)
+    elif spec.weight_decay:
+        add_scaled(gradient, weights, spec.weight_decay)
+    decay_add(first, spec.beta1, gradient, 1.0 - spec.beta1)
+    np.multiply(gradient, gradient, out=temporary)
+    decay_add(second, spec.beta2, temporary, 1.0 - spec.beta2)
+    np.sqrt(second, out=temporary)

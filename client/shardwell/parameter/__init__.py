@@ -1,0 +1,1 @@
+"""A dense parameter, as a worker sees it."""

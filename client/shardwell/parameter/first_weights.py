@@ -1,0 +1,233 @@
+"""Sets a parameter's first weights so that one client's values stand as a whole.
+
+Shard 0 grants a claim; its holder sends the values to the other shards, then to shard 0, whose
+success decides that they stand, then tells the others so (docs/adr/0005-steps.md).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from shardwell.errors import DeadlineError, InitSupersededError, ShardwellError
+from shardwell.numerics.arguments import wait_milliseconds
+from shardwell.numerics.codec import CODECS, Scratch
+from shardwell.placement.slices import Slice, slice_of
+from shardwell.rpc.asking import ask_all
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.traffic import Traffic
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
+from shardwell.wire import checksum
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
+
+_RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
+_PAUSE_S_MAX = 0.5
+# Finiteness was checked, or is not asked for.
+_CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
+
+
+class FirstValues(Protocol):
+    """What is to stand, read piece by piece."""
+
+    size: int
+    """Elements of the parameter."""
+    array_count: int
+    """1: the weights; more: the arrays of optimizer state too."""
+    version: int
+    """Updates that they have seen."""
+    learning_rate: float | None
+    """From that version on; None: the spec's."""
+    load_id: int
+    """See InitWeightsRequest; 0: none."""
+
+    def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
+        """A range of an array, (where.size,) of floating point numbers; any thread calls it."""
+
+
+class GivenWeights:
+    """Weights that the caller passed. See FirstValues."""
+
+    array_count = 1
+    version = 0
+    learning_rate: float | None = None
+    load_id = 0
+
+    def __init__(self, weights: npt.NDArray[Any]) -> None:
+        self.size = weights.size
+        self._weights = weights
+
+    def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
+        """See FirstValues: a view."""
+        return self._weights[where.offset : where.stop]
+
+
+class FirstWeights:
+    """One client's values for one parameter."""
+
+    def __init__(
+        self,
+        name: str,
+        values: FirstValues,
+        channels: list[ShardChannel],
+        *,
+        worker_id: str,
+        traffic: Traffic,
+        attempts: Attempts,
+    ) -> None:
+        self._name = name
+        self._values = values
+        self._channels = channels
+        self._worker_id = worker_id
+        self._traffic = traffic
+        self._attempts = attempts
+        self._epoch = 0
+        self._above_epoch = 0
+        """What a shard that refused the last claim has seen."""
+        self._failure: ShardwellError | None = None
+        self.is_own = False
+        """Once settled: whether it is this client's values that stand."""
+
+    def settle(self) -> int:
+        """Blocks until this client's values or another's stand; returns the version.
+
+        Safe to repeat: another claim is granted to the worker that has the last one.
+
+        Raises:
+            DeadlineError: another client claimed to set them and did not finish in time.
+        """
+        pause_s = 0.02
+        while True:
+            claim = self._claim()
+            if claim.initialized:
+                confirm(self._name, self._channels, claim.epoch, self._attempts)
+                self.is_own = claim.epoch != 0 and claim.epoch == self._epoch
+                return claim.version
+            if claim.granted:
+                self._epoch = claim.epoch
+                try:
+                    version = self._send(claim.epoch)
+                    confirm(self._name, self._channels, claim.epoch, self._attempts)
+                    self.is_own = True
+                    return version
+                except InitSupersededError as error:
+                    # Somebody was granted a later claim; shard 0 may have forgotten that.
+                    self._above_epoch = max(self._above_epoch, error.init_epoch)
+            # Not all at once: those who take turns in claiming would take it from one another.
+            self._attempts.pause(random.uniform(0.5, 1.5) * pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    def _claim(self) -> pb.ClaimInitResponse:
+        remaining_s = self._attempts.remaining_s
+        if remaining_s <= 0:
+            raise DeadlineError(
+                f"first weights of {self._name!r}: another client claimed to set them and has not "
+                "finished; check that client, or raise timeout_s",
+                parameter=self._name,
+                shard_index=0,
+            )
+        shard = self._channels[0]
+        return shard.call(
+            "ClaimInit",
+            pb.ClaimInitRequest(
+                shard=shard.identity,
+                parameter=self._name,
+                worker_id=self._worker_id,
+                wait_timeout_ms=wait_milliseconds(self._attempts.rest_s),
+                above_epoch=self._above_epoch,
+            ),
+            pb.ClaimInitResponse,
+            timeout_s=self._attempts.rest_s,
+            parameter=self._name,
+        )
+
+    def _send(self, epoch: int) -> int:
+        """Sends the values, to shard 0 last."""
+        ask_all(self._channels[1:], partial(self._send_to, epoch=epoch))
+        return self._send_to(self._channels[0], epoch=epoch)
+
+    def _send_to(self, channel: ShardChannel, *, epoch: int) -> int:
+        """Sends one shard's slice; returns the version."""
+        where = slice_of(self._values.size, channel.shard_index, len(self._channels))
+        try:
+            with channel.translated(self._name):
+                messages = self._messages(channel, where, epoch)
+                timeout_s = self._attempts.rest_s
+                if self._values.array_count == 1 and len(_ranges(where)) == 1:
+                    call = channel.init_weights_at_once.future(*messages, timeout=timeout_s)
+                else:
+                    call = channel.init_weights.future(
+                        self._ended_by_failure(messages), timeout=timeout_s
+                    )
+                version: int = channel.result_of(call, self._name).version
+        finally:
+            if self._failure is not None:
+                raise self._failure from None
+        return version
+
+    def _ended_by_failure(self, messages: Iterator[bytes]) -> Iterator[bytes]:
+        """The same; values that can't be read end the stream, which no shard then believes."""
+        try:
+            yield from messages
+        except ShardwellError as error:
+            self._failure = error
+
+    def _messages(self, channel: ShardChannel, where: Slice, epoch: int) -> Iterator[bytes]:
+        opening = types_pb2.StreamOpen(
+            shard=channel.identity,
+            parameter=self._name,
+            worker_id=self._worker_id,
+            session=channel.session.number,
+        )
+        header = pb.InitWeightsRequest(
+            open=opening,
+            epoch=epoch,
+            version=self._values.version,
+            learning_rate=self._values.learning_rate,
+            load_id=self._values.load_id,
+        )
+        context = checksum.first_weights_context(header)
+        scratch = Scratch()
+        # An empty slice has one range of its own, without elements: its CRC32C covers `open`.
+        array_count = self._values.array_count if where.size else 1
+        for array_index in range(array_count):
+            for index, part in enumerate(_ranges(where)):
+                header.array_index = array_index
+                values = self._values.read(array_index, part)
+                start = checksum.first_weights(context, array_index)
+                message = _CODEC.encode(
+                    header, header.chunk, part, index, values, scratch, start=start
+                )
+                self._traffic.add_sent(len(message), part.size)
+                yield message
+                header = pb.InitWeightsRequest()
+
+
+def _ranges(where: Slice) -> list[Slice]:
+    """The pieces that a slice is sent in; an empty one is one piece."""
+    count = where.chunk_count(_RANGE_ELEMENT_COUNT)
+    return [where.chunk(index, _RANGE_ELEMENT_COUNT) for index in range(count)] or [where]
+
+
+def confirm(name: str, channels: list[ShardChannel], epoch: int, attempts: Attempts) -> None:
+    """Tells all shards but shard 0 that its first weights, of that epoch, stand.
+
+    Safe to repeat, by any client: the one that set them may have died before it could.
+    """
+    if epoch == 0:
+        return
+    ask_all(
+        channels[1:],
+        lambda channel: channel.call(
+            "ConfirmInit",
+            pb.ConfirmInitRequest(shard=channel.identity, parameter=name, epoch=epoch),
+            pb.ConfirmInitResponse,
+            timeout_s=attempts.rest_s,
+            parameter=name,
+        ),
+    )

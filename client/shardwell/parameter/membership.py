@@ -1,0 +1,255 @@
+"""Opens a parameter on all shards of a cluster, and tells whether they agree on where it stands."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from functools import partial
+
+from shardwell.errors import (
+    CorruptChunkError,
+    StepOrderError,
+    UnknownParameterError,
+    WrongShardError,
+)
+from shardwell.numerics.codec import CODECS
+from shardwell.parameter.first_weights import confirm
+from shardwell.parameter.transfer import Part
+from shardwell.placement.slices import Slice, slice_of
+from shardwell.rpc.asking import ask_all
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.take_over import check_next_step, common_tenure, take_place
+from shardwell.specs.names import check_name
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
+
+
+def find_spec(name: str, channels: list[ShardChannel], attempts: Attempts) -> ParameterSpec | None:
+    """The spec of a parameter that a shard holds; None if none does.
+
+    Raises:
+        ArgumentError: no parameter can have that name, or its spec can't be read.
+        WrongShardError: another shard answers at an address.
+    """
+    check_name("parameter name", name)
+    for channel in channels:
+        for found in attempts.run(partial(_parameters, channel, name, attempts)):
+            return ParameterSpec.from_proto(found.spec)
+    return None
+
+
+def _parameters(
+    channel: ShardChannel, name: str, attempts: Attempts
+) -> Sequence[pb.ParameterStatus]:
+    """What a shard holds of a parameter, if anything."""
+    status = channel.call(
+        "GetStatus",
+        pb.GetStatusRequest(parameter=name),
+        pb.GetStatusResponse,
+        timeout_s=attempts.rest_s,
+    )
+    if status.shard != channel.identity:
+        raise WrongShardError(
+            f"{channel.address} is shard {status.shard.shard_index} of cluster "
+            f"{status.shard.cluster_id!r} now; it was shard {channel.shard_index} of "
+            f"{channel.identity.cluster_id!r}; connect again",
+            shard_index=channel.shard_index,
+        )
+    return status.parameters
+
+
+class Opening:
+    """One worker's calls about one parameter as a whole; all are safe to repeat, and repeated."""
+
+    def __init__(self, spec: ParameterSpec, channels: list[ShardChannel], worker_id: str) -> None:
+        self._spec = spec
+        self._channels = channels
+        self._worker_id = worker_id
+        self.tenure = 0
+        """Of this worker's places, which its gradients name; 0: none, or they are for good."""
+        self._opened_in = 0
+
+    def open(self, attempts: Attempts) -> tuple[list[Part], int]:
+        """Creates or joins the parameter on all shards.
+
+        Returns:
+            The parts that have elements, in the order of the shards, and the step at which this
+            worker is to go on.
+
+        Raises:
+            SpecMismatchError, LimitError: a shard refuses.
+            StepOrderError: the shards do not have the same past.
+            CorruptChunkError: a shard cuts the parameter in another way.
+        """
+        # While one shard is waited for the others go on, so all are asked again.
+        join = partial(join_all, self._spec, self._channels, attempts, worker_id=self._worker_id)
+        answers = attempts.run(join)
+        unconfirmed: StepOrderError | None = None
+        if answers[0].initialized and not all(answer.initialized for answer in answers):
+            # Whoever set the first weights, or restored them, did not come so far, or not yet.
+            epoch = answers[0].init_epoch
+            try:
+                attempts.run(lambda: confirm(self._spec.name, self._channels, epoch, attempts))
+            except StepOrderError as error:
+                unconfirmed = error
+            answers = attempts.run(join)
+        parts: list[Part] = []
+        for channel, answer in zip(self._channels, answers, strict=True):
+            if answer.slice_size:
+                first_chunk = parts[-1].first_chunk + len(parts[-1].chunks) if parts else 0
+                parts.append(self._part(channel, answer, first_chunk))
+        next_steps = [answer.next_step for answer in answers if answer.slice_size]
+        if self._spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
+            # Training may go on between two answers: who seems to be behind is asked once more.
+            newest = max(next_steps)
+            answers = attempts.run(join)
+            next_steps = [min(a.next_step, newest) for a in answers if a.slice_size]
+        if self._spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
+            raise StepOrderError(
+                f"shards disagree on where parameter {self._spec.name!r} stands: this worker's "
+                f"next step is {min(next_steps)} on one and {max(next_steps)} on another; a shard "
+                "lost its memory; start the training again under another name",
+                parameter=self._spec.name,
+            )
+        if unconfirmed is not None:
+            raise unconfirmed
+        tenures = {answer.tenure for answer in answers}
+        self.tenure = self._opened_in = common_tenure(tenures)
+        return parts, min(next_steps) if len(tenures) == 1 else 0
+
+    def take_seat(self, opened_at: int, attempts: Attempts) -> None:
+        """Takes this worker's place among worker_count: shard 0 decides, the others follow.
+
+        Args:
+            opened_at: The step at which the worker was to go on when it opened the parameter.
+            attempts: Those of the call.
+
+        Raises:
+            SeatsTakenError, NotInitializedError, WorkerIdInUseError: see the errors.
+            StepOrderError: an earlier process of this worker went on since, or its place was given
+                to another one.
+        """
+        tenure = secrets.randbits(63) + 1
+        take = partial(
+            join_all,
+            self._spec,
+            self._channels,
+            attempts,
+            worker_id=self._worker_id,
+            take_seat=True,
+            tenure=tenure,
+        )
+        answers = take_place(attempts, take)
+        if len({answer.tenure for answer in answers}) > 1:  # some were given away, and others not
+            answers = take_place(attempts, partial(take, begins_anew=True))
+        self.tenure = common_tenure(answer.tenure for answer in answers)
+        name = self._spec.name
+        check_next_step(
+            f"parameter {name!r}",
+            min(answer.next_step for answer in answers if answer.slice_size),
+            opened_at,
+            took_over=any(answer.took_over for answer in answers),
+            lost_place=self._opened_in not in (0, self.tenure),
+            parameter=name,
+        )
+
+    def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
+        """The first step from now on that no chunk of any shard has passed.
+
+        That is this worker's next step, or, when that was interrupted and some chunks closed it,
+        the one after it. A worker that takes part is never further behind.
+        """
+
+        def ask(channel: ShardChannel) -> int:
+            here = attempts.beside().run(partial(_parameters, channel, self._spec.name, attempts))
+            if not here:
+                raise UnknownParameterError(
+                    f"shard {channel.shard_index} has no parameter {self._spec.name!r} any more; "
+                    "it lost its memory",
+                    shard_index=channel.shard_index,
+                    parameter=self._spec.name,
+                )
+            return here[0].version_max
+
+        newest = max(ask_all(self._channels, ask))
+        if newest > next_step + 1:
+            raise StepOrderError(
+                f"learning rate of {self._spec.name!r} from step {next_step}, this worker's next: "
+                f"chunks have reached step {newest}; pass now=True, or open the parameter again",
+                parameter=self._spec.name,
+            )
+        return max(newest, next_step)
+
+    def _part(
+        self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int
+    ) -> Part:
+        where = Slice(answer.slice_offset, answer.slice_size)
+        bytes_ = answer.chunk_element_count * CODECS[self._spec.codec_name].item_size
+        expected = slice_of(self._spec.size, channel.shard_index, len(self._channels))
+        if where != expected or not 64 <= bytes_ <= PAYLOAD_SIZE_MAX_BYTES:
+            raise CorruptChunkError(
+                f"shard {channel.shard_index} answers {where} in chunks of "
+                f"{answer.chunk_element_count} elements for {self._spec.name!r}; expected "
+                f"{expected}; run the same version everywhere",
+                shard_index=channel.shard_index,
+                parameter=self._spec.name,
+            )
+        return Part(channel, where, answer.chunk_element_count, first_chunk)
+
+
+def join_all(
+    spec: ParameterSpec,
+    channels: Sequence[ShardChannel],
+    attempts: Attempts,
+    *,
+    worker_id: str = "",
+    take_seat: bool = False,
+    tenure: int = 0,
+    begins_anew: bool = False,
+) -> list[pb.CreateParameterResponse]:
+    """Creates or joins a parameter on shard 0, then on all others at once.
+
+    Shard 0 says which parameter of its name it has, and whether it has begun: a shard that has
+    another, or none, lost its memory.
+
+    Args:
+        spec: The parameter's.
+        channels: All shards, in order.
+        attempts: Bounds the calls.
+        worker_id: Who joins; "": somebody who will not contribute.
+        take_seat: Whether the worker takes its place.
+        tenure: See CreateParameterRequest.
+        begins_anew: The same.
+
+    Raises:
+        StepOrderError: a shard lost its memory.
+        ShardwellError: a shard refuses.
+    """
+
+    def join(
+        channel: ShardChannel, *, incarnation: int = 0, must_exist: bool = False
+    ) -> pb.CreateParameterResponse:
+        channel.has_places |= take_seat
+        return channel.call(
+            "CreateParameter",
+            pb.CreateParameterRequest(
+                shard=channel.identity,
+                worker_id=worker_id,
+                spec=spec.to_proto(),
+                take_seat=take_seat,
+                incarnation=incarnation,
+                must_exist=must_exist,
+                session=channel.session.number,
+                tenure=tenure,
+                begins_anew=begins_anew,
+            ),
+            pb.CreateParameterResponse,
+            timeout_s=attempts.rest_s,
+            parameter=spec.name,
+        )
+
+    first = join(channels[0])
+    others = partial(join, incarnation=first.incarnation, must_exist=first.begun)
+    return [first, *ask_all(channels[1:], others)]

@@ -1,0 +1,335 @@
+"""A dense parameter in a worker: first weights, gradients out, weights in.
+
+Calls block until they are done or their deadline has passed; meanwhile a shard that went away is
+waited for, and what it has not acknowledged is sent again. A Parameter may be used by several
+threads, whose calls then take turns. Its buffers are the caller's: nothing is kept of a gradient
+after the call returns.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardwell.errors import ArgumentError, DivergedError
+from shardwell.numerics.arguments import as_flat, as_output, check_integer, finite_peak
+from shardwell.numerics.codec import Float32
+from shardwell.parameter.exchange import Streams
+from shardwell.parameter.first_weights import FirstWeights, GivenWeights
+from shardwell.parameter.membership import Opening
+from shardwell.parameter.transfer import Gradient, Progress, Transfer
+from shardwell.rpc.call_scope import CallScope
+from shardwell.rpc.cluster import Shards
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.stream_pool import IdleLanes, LanePool
+from shardwell.specs.optimizers import check_learning_rate
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
+from shardwell.traffic import Traffic
+from shardwell.v1 import parameter_server_pb2 as pb
+
+
+class Parameter:
+    """Made by `Client.parameter`."""
+
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        shards: Shards,
+        *,
+        worker_id: str,
+        timeout_s: float,
+        traffic: Traffic,
+        idle_lanes: IdleLanes,
+    ) -> None:
+        self.spec = spec
+        """What all workers agreed on."""
+        self.next_step: int
+        """The step that this worker's next gradient joins; a restarted worker goes on here.
+
+        In asynchronous mode it is this worker's own count, from 0, and from 0 again when the shards
+        have given its place away meanwhile, for want of places: see `Limits.worker_count_max`.
+        """
+        self.version = 0
+        """Updates that the weights fetched last have seen (the fewest of their chunks)."""
+        self._shards = shards
+        self._worker_id = worker_id
+        self._traffic = traffic
+        what = f"parameter {spec.name!r}"
+        self._calls = CallScope(shards, timeout_s, what, parameter=spec.name)
+        self._pool = LanePool(spec.name, idle_lanes, what, parameter=spec.name)
+        self._has_seat = False
+        self._opening = Opening(spec, shards.channels, worker_id)
+        self._transfer = Transfer(spec, worker_id=worker_id, traffic=traffic)
+        self._streams: Streams
+        self._calls.run(self._open)
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name!r}, size={self.size}, mode={self.spec.mode!r})"
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self.spec.name
+
+    @property
+    def size(self) -> int:
+        """Number of float32 elements."""
+        return self.spec.size
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._calls.is_closed
+
+    def init(self, weights: Any, *, timeout_s: float | None = None) -> int:
+        """Sets the first weights; whoever calls first, in the whole cluster, decides them.
+
+        All workers may call it, each with its own values: one of them wins, as a whole, and the
+        others return when its weights stand. They travel as float32 and stand exactly.
+
+        Args:
+            weights: (size,) float32, or of any shape with as many elements.
+            timeout_s: See `Client`.
+
+        Returns:
+            The version: 0, or more if training has begun.
+
+        Raises:
+            ArgumentError, NonFiniteError: the weights can't be used; nothing was sent.
+            DeadlineError: the client that came first did not finish in time.
+        """
+
+        def settle(attempts: Attempts) -> int:
+            what = f"first weights of {self.name!r}"
+            values = as_flat(what, weights, self.size)
+            if not self.spec.allow_non_finite:
+                finite_peak(what, values, self.name)
+            first_weights = FirstWeights(
+                self.name,
+                GivenWeights(values),
+                self._shards.channels,
+                worker_id=self._worker_id,
+                traffic=self._traffic,
+                attempts=attempts,
+            )
+            version = attempts.run(first_weights.settle)
+            if self.spec.mode == "sync" and self.next_step < version:  # a checkpoint was restored
+                self._open(attempts)
+            return version
+
+        return self._calls.run(settle, timeout_s, in_turn=True)
+
+    def get_weights(
+        self, *, out: Float32 | None = None, min_version: int = 0, timeout_s: float | None = None
+    ) -> Float32:
+        """The weights, as the shards have them now.
+
+        Args:
+            out: Where to put them, a writable C-contiguous float32 array of `size` elements;
+                default: a new (size,) array. Its contents are undefined after an error.
+            min_version: Wait until every chunk has seen that many updates: `step + 1` for the
+                result of `step`.
+            timeout_s: See `Client`.
+
+        Raises:
+            NotInitializedError: nobody has called `init` yet.
+            DivergedError: weights became NaN or infinite.
+            WorkersMissingError: `min_version` was not reached in time; names who is missing.
+            DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
+        """
+        get = partial(self._get_weights, out, min_version)
+        return self._calls.run(get, timeout_s)
+
+    def get_weights_async(
+        self, *, out: Float32 | None = None, min_version: int = 0, timeout_s: float | None = None
+    ) -> Future[Float32]:
+        """`get_weights` without waiting: its result or error comes in the future.
+
+        `out` belongs to the call until then. Calls that wait hold up no other, up to 256 of a
+        client.
+
+        Raises:
+            LimitError: as many calls of the client are under way.
+            ClosedError: the parameter or its client was closed.
+        """
+        return self._calls.start(partial(self._get_weights, out, min_version), timeout_s)
+
+    def put_gradient(
+        self, gradient: Any, *, sample_count: int = 1, timeout_s: float | None = None
+    ) -> int:
+        """Adds a gradient to this worker's next step; returns when all shards have counted it.
+
+        Does not wait for the other workers, except for a step before this one. After an error the
+        step is still this worker's next: call again; what had been counted is not counted twice.
+
+        Args:
+            gradient: (size,) float32, or any shape and layout with as many elements; float64 and
+                float16 are converted. Read until the call returns.
+            sample_count: Weight in the step's mean, 0 to 2^24: sum(n_i * g_i) / sum(n_i). Has no
+                effect in asynchronous mode.
+            timeout_s: See `Client`.
+
+        Returns:
+            The step that it joined; `get_weights(min_version=step + 1)` has its effect.
+
+        Raises:
+            ArgumentError, NonFiniteError: the gradient can't be used; nothing was sent.
+            NotInitializedError, StepOrderError, SeatsTakenError: see the errors.
+            WorkersMissingError: an earlier step did not close in time.
+            DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
+        """
+
+        def put(attempts: Attempts) -> int:
+            work = self._gradient(gradient, sample_count, attempts)
+            streams, progress = self._streams, Progress()
+            attempts.run(lambda: streams.put_gradient(work, progress, attempts))
+            self.next_step = work.step + 1
+            return work.step
+
+        return self._calls.run(put, timeout_s, in_turn=True)
+
+    def exchange(
+        self,
+        gradient: Any,
+        *,
+        sample_count: int = 1,
+        out: Float32 | None = None,
+        timeout_s: float | None = None,
+    ) -> Float32:
+        """`put_gradient` and `get_weights` of its result at once, chunk by chunk.
+
+        While later chunks of the gradient leave, updated weights of earlier ones arrive, so that
+        both directions of the wire are busy. Synchronous mode: waits for the other workers.
+
+        Args:
+            gradient: See `put_gradient`.
+            sample_count: See `put_gradient`.
+            out: See `get_weights`. It must not overlap the gradient's memory.
+            timeout_s: See `Client`.
+
+        Returns:
+            The weights after this step: (size,) float32, `out` if given.
+
+        Raises:
+            DivergedError: the gradient is counted, and the step has ended; the weights that came
+                of it are not finite.
+            ShardwellError: as `put_gradient` and `get_weights`. The step is still this worker's
+                next: call again.
+        """
+
+        def exchange(attempts: Attempts) -> Float32:
+            work = self._gradient(gradient, sample_count, attempts)
+            flat = weights = np.empty(self.size, np.float32) if out is None else out
+            if out is not None:
+                flat = as_output(out, self.size)
+                if np.may_share_memory(flat, work.values):
+                    raise ArgumentError("out must not overlap the gradient; pass another array")
+            streams, progress = self._streams, Progress()
+            try:
+                self.version = attempts.run(
+                    lambda: streams.exchange(work, flat, progress, attempts)
+                )
+            except DivergedError:  # some of it is counted, so all of it is to be
+                counted = Progress()
+                attempts.run(lambda: streams.put_gradient(work, counted, attempts))
+                self.next_step = work.step + 1
+                raise
+            self.next_step = work.step + 1
+            return weights
+
+        return self._calls.run(exchange, timeout_s, in_turn=True)
+
+    def set_learning_rate(
+        self, learning_rate: float, *, now: bool = False, timeout_s: float | None = None
+    ) -> None:
+        """Changes the optimizer's learning rate on all shards, for all workers.
+
+        Synchronous mode: takes effect at this worker's next step, which is the same update on every
+        shard and chunk if this worker takes part. Asynchronous mode, or with `now`: at the first
+        step that no chunk of a shard has reached, which may be another step on another shard.
+
+        Raises:
+            ArgumentError: the rate is negative or not finite, or the optimizer has none.
+            StepOrderError: chunks are past this worker's next step; use `now`.
+        """
+        rate = check_learning_rate("learning_rate", learning_rate)
+
+        def set_rate(attempts: Attempts) -> None:
+            is_now = now or self.spec.mode == "async"
+            from_step = None if is_now else self._opening.first_step_ahead(self.next_step, attempts)
+            for channel in self._shards.channels:
+                request = pb.SetLearningRateRequest(
+                    shard=channel.identity,
+                    parameter=self.name,
+                    learning_rate=rate,
+                    from_step=from_step,
+                )
+                attempts.run(partial(self._tell, channel, request, attempts))
+
+        self._calls.run(set_rate, timeout_s, in_turn=True)
+
+    def reopen(self) -> None:
+        """Asks the shards again where this worker stands, and goes on at that `next_step`."""
+
+        def reopened(attempts: Attempts) -> None:
+            self._has_seat = False  # another process may have taken it over
+            self._open(attempts)
+
+        self._calls.run(reopened, in_turn=True)
+
+    def close(self) -> None:
+        """Ends this worker's calls of the parameter, which lives on in the cluster.
+
+        Calls of other threads end with ClosedError. From any thread; safe to repeat.
+        """
+        self._calls.close()
+
+    # What the verbs share, on a thread of the client's.
+
+    def _open(self, attempts: Attempts) -> None:
+        """Opens the parameter on all shards; sets `next_step`."""
+        parts, self.next_step = self._opening.open(attempts)
+        self._streams = Streams(
+            self.spec, parts, self._transfer, self._pool, worker_id=self._worker_id
+        )
+
+    def _get_weights(self, out: Float32 | None, min_version: int, attempts: Attempts) -> Float32:
+        min_version = check_integer("min_version", min_version, 0, STEP_MAX)
+        weights = np.empty(self.size, np.float32) if out is None else out
+        flat = weights if out is None else as_output(out, self.size)
+        streams = self._streams
+        self.version = attempts.run(lambda: streams.get_weights(flat, min_version, attempts))
+        return weights
+
+    def _gradient(self, gradient: Any, sample_count: int, attempts: Attempts) -> Gradient:
+        """Checks everything that can be checked before anything is sent; takes a seat, once."""
+        what = f"gradient of {self.name!r}"
+        values = as_flat(what, gradient, self.size)
+        count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
+        peaks = None
+        if not self.spec.allow_non_finite:
+            peaks = [
+                finite_peak(what, values, self.name, where.offset, where.stop)
+                for part in self._streams.parts
+                for where in part.chunks
+            ]
+        if not self._has_seat:
+            self._opening.take_seat(self.next_step, attempts)
+            self._transfer.tenure = self._opening.tenure
+            self._has_seat = True
+        return Gradient(values, self.next_step, count, peaks)
+
+    def _tell(
+        self, channel: ShardChannel, request: pb.SetLearningRateRequest, attempts: Attempts
+    ) -> None:
+        channel.call(
+            "SetLearningRate",
+            request,
+            pb.SetLearningRateResponse,
+            timeout_s=attempts.rest_s,
+            parameter=self.name,
+        )

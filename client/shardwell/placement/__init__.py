@@ -1,0 +1,1 @@
+"""Which shard owns which elements and rows."""

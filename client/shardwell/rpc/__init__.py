@@ -1,0 +1,1 @@
+"""Connections to shards: channels, streams, sessions, deadlines and retries."""

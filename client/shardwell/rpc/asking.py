@@ -1,0 +1,78 @@
+"""Asks many shards, or does many small things with them, at once instead of one after another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from shardwell.rpc.calls import Part, current_call
+
+_THREAD_COUNT_MAX = 8
+"""What one call has under way at once: as many as a shard answers without hurting others."""
+
+_TOGETHER_BYTES_MAX = 8 << 20
+"""What is up to that size is moved together with others; larger things fill the wire alone."""
+
+GivenT = TypeVar("GivenT")
+AnswerT = TypeVar("AnswerT")
+
+
+def ask_all(given: Sequence[GivenT], ask: Callable[[GivenT], AnswerT]) -> list[AnswerT]:
+    """What `ask` returns for each of `given`, in their order; some are asked at once.
+
+    Each is a part of the call that this thread runs, and is cancelled with it. After a failure
+    nothing more is begun, what is under way is cancelled, and its end waited for.
+
+    Args:
+        given: What is asked, shards for example.
+        ask: Asks one; called from several threads, and bounded by a deadline of its own.
+
+    Raises:
+        Exception: the failure that came first; of those that came at once, the first in order.
+    """
+    if len(given) < 2:
+        return [ask(each) for each in given]
+    call = current_call()
+    parts = [Part(call) for _ in given]
+
+    def asked(part: Part, each: GivenT) -> AnswerT:
+        with part.running():
+            return ask(each)
+
+    pool = ThreadPoolExecutor(min(len(given), _THREAD_COUNT_MAX), "shardwell-asking")
+    try:
+        futures: list[Future[AnswerT]] = [
+            pool.submit(asked, part, each) for part, each in zip(parts, given, strict=True)
+        ]
+        ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        failures = [future.exception() for future in futures if future in ended]
+    except BaseException:  # no thread can be started
+        pool.shutdown(wait=False, cancel_futures=True)
+        _cancel(parts)
+        raise
+    failure = next(filter(None, failures), None)
+    if failure is not None:
+        pool.shutdown(wait=False, cancel_futures=True)
+        _cancel(parts)
+    pool.shutdown()
+    if failure is not None:
+        raise failure
+    return [future.result() for future in futures]
+
+
+def batches(
+    given: Sequence[GivenT], size_bytes: Callable[[GivenT], int]
+) -> Iterator[Sequence[GivenT]]:
+    """All of `given` in order, cut for `ask_all`: small ones together, each large one alone."""
+    for is_large, group in itertools.groupby(
+        given, lambda each: size_bytes(each) > _TOGETHER_BYTES_MAX
+    ):
+        members = list(group)
+        yield from ([each] for each in members) if is_large else [members]
+
+
+def _cancel(parts: Sequence[Part]) -> None:
+    for part in parts:
+        part.cancel()

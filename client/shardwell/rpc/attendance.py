@@ -1,0 +1,140 @@
+"""A client's attendance on one shard: a call that stays open, by which the shard knows it lives.
+
+The call is made when the client connects, and made again when it broke: by gRPC's thread, at once,
+as gRPC holds it back until there is a connection; or by whoever needs it, see `ensure`. Nothing
+waits for it: a shard that does not know the session yet says so, and the call that needs it is
+attempted again. See docs/adr/0012-sessions.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from shardwell.errors import ShardUnavailableError, ShardwellError
+from shardwell.process.owner import OwnerProcess
+from shardwell.rpc.session import Session
+
+_LIFE_S_MIN = 1.0
+"""A call that ended sooner is made again after so long, so that no shard is asked in a loop."""
+_ID_BYTES = 4
+
+
+def new_session() -> Session:
+    """That of a client which connects now, in this process."""
+    return Session(secrets.randbits(63) + 1, socket.gethostname() or "localhost", os.getpid())
+
+
+def unique_worker_id() -> str:
+    """A worker id for a worker that is never restarted.
+
+    Host, process, and a random number that tells apart containers on one host.
+    """
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(_ID_BYTES)}"
+
+
+class Attendance:
+    """The call of one shard. Any thread may use it.
+
+    Args:
+        attend: Makes the call, which does not end by itself, without waiting for anything.
+        translate: The Shardwell error that the end of a call stands for.
+    """
+
+    def __init__(
+        self, attend: Callable[[], Any], translate: Callable[[Any], ShardwellError]
+    ) -> None:
+        self._attend = attend
+        self._translate = translate
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._count = 0
+        self._began_s = 0.0
+        self._refusal: ShardwellError | None = None
+        self._timer: threading.Timer | None = None
+        self._closed = False
+        self._owner = OwnerProcess("client")
+
+    def ensure(self) -> None:
+        """Makes the call if it is not open.
+
+        Raises:
+            ShardwellError: the shard has refused the last one; another one is made nevertheless.
+        """
+        with self._lock:
+            refusal, self._refusal = self._refusal, None
+            if not self._closed and self._call is None:
+                self._begin()
+        if refusal is not None:
+            raise refusal
+
+    def close(self) -> None:
+        """Ends the call, and makes none from now on. Safe to repeat."""
+        with self._lock:
+            self._closed = True
+            call, self._call = self._call, None
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        if call is not None:
+            call.cancel()
+
+    def _begin(self) -> None:
+        """Makes the call; the lock is held."""
+        self._began_s = time.monotonic()
+        self._count += 1
+        call = self._attend()
+        if call.add_callback(partial(_ended, weakref.ref(self), self._count)):
+            self._call = call
+        else:
+            self._refusal = self._refused(call)
+
+    def ended(self, number: int) -> None:
+        """The call of that number has ended; gRPC's thread says so."""
+        if not self._owner.is_here:  # gRPC ends the calls that a fork inherited
+            return
+        with self._lock:
+            call = self._call
+            if self._closed or call is None or number != self._count:
+                return
+            self._call = None
+            self._refusal = self._refused(call)
+            if self._refusal is not None:
+                return
+            with contextlib.suppress(ValueError, RuntimeError):  # the channel, or Python, is closed
+                if time.monotonic() - self._began_s >= _LIFE_S_MIN:
+                    self._begin()
+                else:
+                    self._timer = threading.Timer(_LIFE_S_MIN, _ensured, (weakref.ref(self),))
+                    self._timer.daemon = True
+                    self._timer.start()
+
+    def _refused(self, call: Any) -> ShardwellError | None:
+        """Why a call that has ended is not to be made again by itself; None: it is."""
+        error = self._translate(call)
+        return None if isinstance(error, ShardUnavailableError) else error
+
+
+# gRPC and timers keep what they are to call. That must not keep a client that nobody uses, nor a
+# call, which ends when nothing keeps it.
+
+
+def _ended(attendance: weakref.ref[Attendance], number: int) -> None:
+    found = attendance()
+    if found is not None:
+        found.ended(number)
+
+
+def _ensured(attendance: weakref.ref[Attendance]) -> None:
+    found = attendance()
+    if found is not None:
+        with contextlib.suppress(ShardwellError, ValueError):
+            found.ensure()

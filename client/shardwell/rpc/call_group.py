@@ -1,0 +1,116 @@
+"""Calls to several shards on behalf of one request: when one fails, none is waited for any more.
+
+Answers are read shard by shard; without this, a shard that died would go unnoticed while the reader
+waits at another one, perhaps for the same reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+import grpc
+
+from shardwell.rpc.calls import cancelled_by
+from shardwell.rpc.shard_channel import ShardChannel
+
+_READER_COUNT_MAX = 8
+"""Threads; further shards keep what they have to until it is their turn."""
+T = TypeVar("T")
+
+
+def _is_own_deadline(call: Any) -> bool:
+    """Whether the client's deadline ended a call, not an answer.
+
+    The others have the same deadline; the one that was waited for is the one to name.
+    """
+    return call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not call.trailing_metadata()
+
+
+class Siblings:
+    """The calls of one request, or the lanes of one set. Any thread may use it.
+
+    A context manager: its calls end with the block, and when the call is cancelled that this thread
+    runs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: list[Any] = []
+        self._first: tuple[ShardChannel, grpc.RpcError] | None = None
+        self._is_cancelled = False
+        self._block = contextlib.ExitStack()
+
+    def __enter__(self) -> Siblings:
+        self._block.enter_context(cancelled_by(self.cancel))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+        self._block.close()
+
+    def add(self, channel: ShardChannel, call: Any) -> Any:
+        """Takes a call in; returns it. It is cancelled when another one has failed."""
+        with self._lock:
+            self._calls.append(call)
+            failed = self._first is not None or self._is_cancelled
+        if failed or not call.add_callback(lambda: self._ended(channel, call)):
+            self._ended(channel, call)
+        return call
+
+    def failure(self, channel: ShardChannel, error: grpc.RpcError) -> tuple[ShardChannel, Any]:
+        """Which call failed first, given one that failed."""
+        with self._lock:
+            if self._first is None:
+                self._first = (channel, error)
+            return self._first
+
+    def cancel(self) -> None:
+        """Ends all calls, and those that are added later. Safe to repeat."""
+        with self._lock:
+            self._is_cancelled = True
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+    def read_all(self, readers: Iterable[Callable[[], T]]) -> list[T]:
+        """Reads the answers of all calls to their ends, several at once, each by its reader.
+
+        When one fails, the others are given up, and what it raised first is raised.
+        """
+        failures: list[BaseException] = []
+
+        def read(reader: Callable[[], T]) -> T:
+            try:
+                return reader()
+            except BaseException as error:
+                with self._lock:
+                    failures.append(error)
+                self.cancel()
+                raise
+
+        with ThreadPoolExecutor(_READER_COUNT_MAX, "shardwell-reader") as pool:
+            try:
+                futures = [pool.submit(read, reader) for reader in readers]
+                wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException:
+                self.cancel()
+                raise
+        if failures:
+            raise failures[0]
+        return [future.result() for future in futures]
+
+    def _ended(self, channel: ShardChannel, call: Any) -> None:
+        if call.is_active():  # another call failed before this one was added
+            call.cancel()
+            return
+        if call.code() is grpc.StatusCode.OK or _is_own_deadline(call):
+            return
+        with self._lock:
+            if self._first is not None:
+                return
+            self._first = (channel, call)
+        self.cancel()

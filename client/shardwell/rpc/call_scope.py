@@ -1,0 +1,156 @@
+"""The calls of one parameter, table or client: their deadlines, turns, attempts and end.
+
+A call runs on a thread of the client's (calls.py). Calls that use the worker's next step take
+turns; what a call asks of the shards is attempted again until it succeeds or its deadline has
+passed; and once `close` was called, that is the reason of any failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from shardwell.errors import ClosedError, DeadlineError, ShardwellError
+from shardwell.numerics.arguments import check_timeout
+from shardwell.rpc.calls import Cancellable, current_call
+from shardwell.rpc.cluster import Shards
+from shardwell.rpc.retry import Attempts
+
+_TURN_LOOK_INTERVAL_S = 0.1
+"""How often a call that waits for its turn looks whether it was cancelled."""
+
+ResultT = TypeVar("ResultT")
+
+
+class CallScope:
+    """Any thread may use it.
+
+    Args:
+        shards: The cluster.
+        timeout_s: Bound of calls that say nothing else.
+        what: What is called, for messages: "parameter 'model'".
+        where: What errors carry of it: `parameter`, `table`.
+    """
+
+    def __init__(self, shards: Shards, timeout_s: float, what: str, **where: Any) -> None:
+        self._shards = shards
+        self._timeout_s = timeout_s
+        self._what = what
+        self._where = where
+        self._turn_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._running: set[Cancellable] = set()
+        self.is_closed = False
+        """Whether `close` was called."""
+
+    def run(
+        self,
+        body: Callable[[Attempts], ResultT],
+        timeout_s: float | None = None,
+        *,
+        in_turn: bool = False,
+    ) -> ResultT:
+        """What `body` returns. Blocks until then, or until the deadline.
+
+        Args:
+            body: Runs on another thread; is given its deadline and its attempts.
+            timeout_s: Default: the client's.
+            in_turn: Whether to wait until no other call in turn is under way.
+
+        Raises:
+            ArgumentError: no such timeout can be.
+            ClosedError: this was closed, before or meanwhile.
+            ForkedError: this process was forked from the one that connected.
+            ShardwellError: whatever `body` raises.
+        """
+        bound_s = self._bound_s(timeout_s)
+        call = partial(self._attempted, body, bound_s, in_turn=in_turn)
+        return self._shards.threads.run(call, bound_s)
+
+    def start(
+        self, body: Callable[[Attempts], ResultT], timeout_s: float | None = None
+    ) -> Future[ResultT]:
+        """The same without waiting; errors of `body` come in the future."""
+        bound_s = self._bound_s(timeout_s)
+        return self._shards.threads.start(partial(self._attempted, body, bound_s), bound_s)
+
+    def check_open(self, cause: BaseException | None = None) -> None:
+        """Refuses to work after `close`; `cause` is what came of working while it was called.
+
+        Raises:
+            ClosedError: this was closed.
+        """
+        if self.is_closed:
+            raise ClosedError(
+                f"{self._what} was closed, or its client was; open it again, or connect again",
+                **self._where,
+            ) from cause
+
+    def close(self) -> None:
+        """Lets no call begin and ends those under way, soon. From any thread; safe to repeat."""
+        self.is_closed = True
+        self._shards.threads.soon(self._cancel)
+
+    def _bound_s(self, timeout_s: float | None) -> float:
+        self._shards.threads.owner.check()
+        self.check_open()
+        return check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+
+    # On a thread of the client's.
+
+    def _attempted(
+        self, body: Callable[[Attempts], ResultT], timeout_s: float, *, in_turn: bool = False
+    ) -> ResultT:
+        attempts = self._shards.attempts(timeout_s)
+        with self._noted(), self._turn(attempts) if in_turn else contextlib.nullcontext():
+            try:
+                self.check_open()
+                return body(attempts)
+            except (ShardwellError, ValueError) as error:  # ValueError: gRPC's, when closed
+                self.check_open(error)
+                raise
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """So that `close` finds the call."""
+        call = current_call()
+        assert call is not None
+        with self._lock:
+            self._running.add(call)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.discard(call)
+
+    def _cancel(self) -> None:
+        with self._lock:
+            calls = list(self._running)
+        for call in calls:
+            call.cancel()
+
+    @contextlib.contextmanager
+    def _turn(self, attempts: Attempts) -> Iterator[None]:
+        """Waits until no other thread's call is under way; that is bounded, too.
+
+        Raises:
+            DeadlineError: another call took too long.
+        """
+        call = current_call()
+        assert call is not None
+        while not self._turn_lock.acquire(timeout=min(attempts.rest_s, _TURN_LOOK_INTERVAL_S)):
+            if call.cancelled.is_set() or attempts.remaining_s <= 0:
+                self.check_open()
+                raise DeadlineError(
+                    f"another thread's call on {self._what} took longer than "
+                    f"{attempts.timeout_s:g} s; raise timeout_s, or let one thread call it",
+                    **self._where,
+                )
+        try:
+            yield
+        finally:
+            self._turn_lock.release()

@@ -1,0 +1,373 @@
+"""Calls that a signal, a fork or a stuck connection can't break.
+
+Python raises KeyboardInterrupt in the main thread between any two instructions, in grpcio too,
+which then never lets go of a lock that all later calls need. So whoever calls the SDK never calls
+gRPC, and takes no lock that anything else waits for: the call goes into a queue, from which a
+thread of the client takes it, and its outcome comes in another. Both are queue.SimpleQueue, whose
+operations are whole whatever signal comes. The threads here get no KeyboardInterrupt.
+
+States of a call:
+
+    queued -> running -> ended                      the outcome is there
+              running -> cancelled -> ended         the deadline passed, the caller was interrupted,
+                                                    or the client was closed
+Invariants:
+  - The caller waits no longer than the call's timeout and ABANDON_S, whatever the call's thread,
+    gRPC or its locks do: then it is told DeadlineError, and the thread is left to itself.
+  - A call that was cancelled has ended before its caller goes on, unless it had to be abandoned.
+  - What cancels (`holding`) runs on one thread of its own, never on the caller's.
+  - A process that was forked has none of the threads: each call in it is refused at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from shardwell.errors import ClosedError, DeadlineError, LimitError
+from shardwell.process.owner import OwnerProcess
+
+_LOG = logging.getLogger("shardwell")
+CALL_COUNT_MAX = 256
+"""Calls of one client that are under way at once; each has a thread."""
+LATE_S = 0.25
+"""How much later than its timeout a call is cancelled; before that it is to end by itself."""
+ABANDON_S = 3.0
+"""How much later its caller goes on, though the call has not ended."""
+_LOOK_INTERVAL_S = 0.1
+_IDLE_S = 10.0
+"""After so long without a call a thread ends, unless it is the last that waits for one."""
+
+ResultT = TypeVar("ResultT")
+
+
+class _Outcome(NamedTuple):
+    result: Any
+    error: BaseException | None
+
+
+class Cancellable:
+    """A call, or a part of one, that may be told to end. Any thread but a caller's may do so."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+        """Set once; what waits inside the call looks at it."""
+        self.is_expired = False
+        """Whether it was cancelled because its time was over."""
+        self._lock = threading.Lock()
+        self._acts: list[Callable[[], None]] = []
+
+    def cancel(self) -> None:
+        """Ends what it waits for. Safe to repeat."""
+        with self._lock:
+            self.cancelled.set()
+            acts = list(self._acts)
+        for act in acts:
+            act()
+
+    @contextlib.contextmanager
+    def holding(self, act: Callable[[], None]) -> Iterator[None]:
+        """While the block runs, or at once if it is too late, `act` is what cancels."""
+        with self._lock:
+            self._acts.append(act)
+            is_late = self.cancelled.is_set()
+        if is_late:
+            act()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._acts.remove(act)
+
+
+class Part(Cancellable):
+    """A part of a call, on a thread of its own: cancelled with the call, or alone.
+
+    Args:
+        call: The whole; None: there is none.
+    """
+
+    def __init__(self, call: Cancellable | None) -> None:
+        super().__init__()
+        self._call = call
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While the block runs, this thread runs the part."""
+        with contextlib.nullcontext() if self._call is None else self._call.holding(self._end):
+            before = current_call()
+            _current.call = self
+            try:
+                yield
+            finally:
+                _current.call = before
+
+    def _end(self) -> None:
+        """The whole was cancelled."""
+        assert self._call is not None
+        self.is_expired = self._call.is_expired
+        self.cancel()
+
+
+class Call(Cancellable, Generic[ResultT]):
+    """One call under way; made by `CallThreads`.
+
+    Args:
+        body: What it does.
+        timeout_s: How long it may take.
+        deliver: Receives the outcome, on the call's thread.
+    """
+
+    def __init__(
+        self,
+        body: Callable[[], ResultT],
+        timeout_s: float,
+        deliver: Callable[[_Outcome], None],
+    ) -> None:
+        super().__init__()
+        self.body = body
+        self.deliver = deliver
+        self.deadline_s = time.monotonic() + timeout_s
+        """When it is cancelled, by time.monotonic()."""
+        self.has_ended = False
+        """Whether its outcome is on its way, or there."""
+
+
+_current = threading.local()
+
+
+def current_call() -> Cancellable | None:
+    """The call, or the part of one, that this thread runs."""
+    call: Cancellable | None = getattr(_current, "call", None)
+    return call
+
+
+@contextlib.contextmanager
+def cancelled_by(act: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, `act` ends what it waits for, if this thread's call is cancelled."""
+    call = current_call()
+    with contextlib.nullcontext() if call is None else call.holding(act):
+        yield
+
+
+class CallThreads:
+    """The threads of one client. Any thread may call, and after `close` none.
+
+    They end with this object, too: none of them holds it.
+
+    Args:
+        name: What owns them, for the threads' names and for messages: "client".
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.owner = OwnerProcess(name)
+        """The process that has the threads."""
+        self._threads = _Threads(f"shardwell-{name}")
+        self._end = weakref.finalize(self, self._threads.end)
+        self._threads.start()
+
+    def run(self, body: Callable[[], ResultT], timeout_s: float) -> ResultT:
+        """What `body` returns or raises, from a thread of these. Blocks up to `timeout_s`.
+
+        What it returns may come to nobody, after an interrupt: it must let go of all by itself.
+
+        Args:
+            body: What is to be done.
+            timeout_s: When it is cancelled.
+
+        Raises:
+            DeadlineError: it did not end, even though it was cancelled.
+            ForkedError, ClosedError, LimitError: it was not begun.
+        """
+        outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+        call = Call(body, timeout_s, outcomes.put)
+        self._check_room()
+        try:
+            self._threads.queued.put(call)
+            outcome = outcomes.get(timeout=timeout_s + LATE_S + ABANDON_S)
+        except queue.Empty:
+            raise DeadlineError(
+                f"a call of this {self._name} did not end within {ABANDON_S:g} s after it was "
+                "cancelled: its connection is stuck; make another"
+            ) from None
+        except BaseException:
+            self.soon(call.cancel)
+            if not call.has_ended:
+                with contextlib.suppress(queue.Empty):
+                    outcomes.get(timeout=ABANDON_S)
+            raise
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.result  # type: ignore[no-any-return]
+
+    def start(self, body: Callable[[], ResultT], timeout_s: float) -> Future[ResultT]:
+        """The same without waiting.
+
+        Raises:
+            ForkedError, ClosedError, LimitError: it was not begun.
+        """
+        future: Future[ResultT] = Future()
+        future.set_running_or_notify_cancel()
+
+        def deliver(outcome: _Outcome) -> None:
+            if outcome.error is not None:
+                future.set_exception(outcome.error)
+            else:
+                future.set_result(outcome.result)
+
+        self._check_room()
+        self._threads.queued.put(Call(body, timeout_s, deliver))
+        return future
+
+    def soon(self, act: Callable[[], None]) -> None:
+        """Does it on the thread that cancels; for what may not be done on a caller's. No wait."""
+        self._threads.to_cancel.put(act)
+
+    def close(self, finish: Callable[[], None] | None = None) -> None:
+        """Cancels all calls, does `finish` on the thread that cancels, and ends the threads.
+
+        From any thread, also while Python collects garbage: it does not block. Safe to repeat.
+        """
+        self._threads.end(finish)
+
+    def _check_room(self) -> None:
+        self.owner.check()
+        if self._threads.is_ended:
+            raise ClosedError(f"the {self._name} was closed; connect again")
+        if self._threads.running_count >= CALL_COUNT_MAX:
+            raise LimitError(
+                f"limit call_count_max={CALL_COUNT_MAX}: as many calls of this {self._name} are "
+                "under way; wait for some of them"
+            )
+
+
+class _Threads:
+    """The threads' side of CallThreads. Callers use the queues, and take no lock of it."""
+
+    def __init__(self, name: str) -> None:
+        self.queued: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        """Calls to be run; None ends the threads."""
+        self.to_cancel: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """What the thread that cancels is to do; None ends it."""
+        self.is_ended = False
+        """Whether no call is to begin."""
+        self._name = name
+        self._lock = threading.Lock()
+        self._running: set[Call[Any]] = set()
+        self._idle_count = 0
+        self._canceller_sleeps = True
+
+    @property
+    def running_count(self) -> int:
+        """Calls that are under way."""
+        return len(self._running)
+
+    def start(self) -> None:
+        """Starts a thread that cancels, and one that waits for a call."""
+        self._thread(self._cancel)
+        self._thread(self._work)
+
+    def end(self, finish: Callable[[], None] | None = None) -> None:
+        """See CallThreads.close."""
+        self.is_ended = True
+        if finish is not None:
+            self.to_cancel.put(finish)
+        self.to_cancel.put(None)
+
+    def _thread(self, run: Callable[[], None]) -> None:
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._next_call()) is not None:
+            _current.call = call
+            outcome = _outcome_of(call)
+            _current.call = None
+            call.has_ended = True
+            with self._lock:
+                self._running.discard(call)
+            call.deliver(outcome)
+            del call, outcome  # what they hold is the caller's to let go
+
+    def _next_call(self) -> Call[Any] | None:
+        """Waits for a call, and sees to it that another thread waits for the next; None: end."""
+        with self._lock:
+            self._idle_count += 1
+        while True:
+            try:
+                call = self.queued.get(timeout=_IDLE_S)
+                break
+            except queue.Empty:
+                with self._lock:
+                    if self._idle_count > 1:
+                        self._idle_count -= 1
+                        return None
+        with self._lock:
+            self._idle_count -= 1
+            if call is None:
+                self.queued.put(None)  # for the next thread
+                return None
+            self._running.add(call)
+            is_last = self._idle_count == 0
+        if is_last:
+            # Without a thread to be had, calls take turns.
+            with contextlib.suppress(RuntimeError):
+                self._thread(self._work)
+        if self._canceller_sleeps:
+            self.to_cancel.put(lambda: None)
+        return call
+
+    def _cancel(self) -> None:
+        """Runs what cancels, when it is asked for or time is over."""
+        while True:
+            wait_s = None if self._canceller_sleeps else _LOOK_INTERVAL_S
+            try:
+                act = self.to_cancel.get(timeout=wait_s)
+            except queue.Empty:
+                act = self._cancel_late
+            if act is None:
+                break
+            _tried(act)
+            self._canceller_sleeps = False
+            with self._lock:
+                if not self._running:
+                    self._canceller_sleeps = True
+            del act
+        with self._lock:
+            calls = list(self._running)
+        for call in calls:
+            _tried(call.cancel)
+        self.queued.put(None)
+
+    def _cancel_late(self) -> None:
+        late_s = time.monotonic() - LATE_S
+        with self._lock:
+            late = [c for c in self._running if c.deadline_s < late_s and not c.is_expired]
+        for call in late:
+            call.is_expired = True
+            _tried(call.cancel)
+
+
+def _outcome_of(call: Call[Any]) -> _Outcome:
+    """Runs a call."""
+    if call.cancelled.is_set():
+        return _Outcome(None, ClosedError("the call was given up before it began"))
+    try:
+        return _Outcome(call.body(), None)
+    except BaseException as error:
+        return _Outcome(None, error)
+
+
+def _tried(act: Callable[[], None]) -> None:
+    """Does it; what fails must not keep others from being cancelled."""
+    try:
+        act()
+    except Exception:
+        _LOG.exception("a call could not be cancelled")

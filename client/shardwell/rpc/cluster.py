@@ -1,0 +1,238 @@
+"""All shards of a cluster, as a client sees them: connected to, and waited for when away."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+import grpc
+
+from shardwell.errors import (
+    ClosedError,
+    ShardUnavailableError,
+    ShardwellError,
+    WrongShardError,
+)
+from shardwell.process.descriptors import check_descriptors
+from shardwell.rpc.attendance import new_session
+from shardwell.rpc.calls import CallThreads, current_call
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.specs.names import parse_target
+from shardwell.v1 import parameter_server_pb2 as pb
+
+_DESCRIPTOR_COUNT = 16
+"""What gRPC needs in a process besides its connections, a few more counted."""
+_END_S = 1.0
+"""For telling the shards that a client has ended; one that does not answer learns it otherwise."""
+_LOG = logging.getLogger("shardwell")
+_SILENCE_S_MAX = 2.0
+"""Who waits longer than this is told what for: shards on their way are there sooner."""
+
+
+class Shards:
+    """The channels in the order of the shards, and waiting for one. Any thread may use it.
+
+    Whoever holds it keeps the connections. When nobody does, they end as by `close`: threads hold
+    none but what runs on them.
+
+    Args:
+        addresses: HOST:PORT of each shard, in order.
+        threads: Threads of the client, which end with it.
+    """
+
+    def __init__(self, addresses: list[str], threads: CallThreads) -> None:
+        self.session = new_session()
+        """Of this client."""
+        self.channels = [
+            ShardChannel(i, address, self.session) for i, address in enumerate(addresses)
+        ]
+        """One a shard, by index."""
+        self.threads = threads
+        """What calls run on."""
+        self._closed = threading.Event()
+        self._end = weakref.finalize(self, threads.close, _Closing(self.channels, self._closed))
+
+    def attempts(self, timeout_s: float) -> Attempts:
+        """Those of a call that begins now and may take so long."""
+        return Attempts(timeout_s, self)
+
+    def now_s(self) -> float:
+        """See `Surroundings`."""
+        return time.monotonic()
+
+    def jitter(self) -> float:
+        """See `Surroundings`."""
+        return random.random()
+
+    def pause(self, duration_s: float) -> None:
+        """Waits, until the call that this thread runs is cancelled at the most."""
+        call = current_call()
+        cancelled = self._closed if call is None else call.cancelled
+        if cancelled.wait(duration_s) and (call is None or not call.is_expired):
+            raise ClosedError("the call was given up, or the client was closed; connect again")
+
+    def await_shard(self, shard_index: int, timeout_s: float) -> bool:
+        """See `Surroundings`; `close` ends it at once."""
+        channel = self.channels[shard_index]
+        is_there = channel.answers(timeout_s)
+        if is_there:
+            channel.attend()
+        return is_there
+
+    def describe(self, shard_index: int) -> str:
+        """See `Surroundings`."""
+        return f"shard {shard_index} at {self.channels[shard_index].address}"
+
+    def end_session(self) -> None:
+        """Tells the shards where it has places that this client has ended in order.
+
+        As far as they can be reached. So the places are free at once, and the workers done. Blocks
+        for a second at the most.
+        """
+        with contextlib.suppress(ShardwellError):  # it was closed before, or a fork inherited it
+            self.threads.run(self._tell_end, _END_S)
+
+    def _tell_end(self) -> None:
+        deadline_s = time.monotonic() + _END_S
+        calls = []
+        for channel in self.channels:
+            if not channel.has_places:
+                continue
+            with contextlib.suppress(ValueError):  # gRPC's, for a closed channel
+                calls.append(channel.end_session(_END_S))
+        for call in calls:
+            with contextlib.suppress(grpc.RpcError, grpc.FutureTimeoutError):
+                call.result(max(deadline_s - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        """Ends all connections, the calls on them and all waits. Safe to repeat."""
+        self._end()
+
+
+class _Closing:
+    """Closes channels; knows nothing of the object whose they are."""
+
+    def __init__(self, channels: Sequence[ShardChannel], closed: threading.Event) -> None:
+        self._channels = channels
+        self._closed = closed
+
+    def __call__(self) -> None:
+        self._closed.set()
+        for channel in self._channels:
+            channel.close()
+
+
+def connect_shards(
+    target: str, *, worker_id: str, cluster_id: str | None, timeout_s: float
+) -> Shards:
+    """Connects to all shards and checks who answers; then attends on each.
+
+    Args:
+        target: See `parse_target`.
+        worker_id: Under which the client contributes.
+        cluster_id: What the cluster must be called; None takes what the shards agree on.
+        timeout_s: How long shards that are not there yet are waited for, all together.
+
+    Raises:
+        ShardUnavailableError: a shard did not answer in time; it is named.
+        WrongShardError: an address leads to another shard, count or cluster.
+        LimitError: this process has no descriptors left for it, or a shard has none.
+    """
+    addresses = parse_target(target)
+    check_descriptors(len(addresses) + _DESCRIPTOR_COUNT, f"a connection to {target:.200}")
+    threads = CallThreads("client")
+    try:
+        return threads.run(
+            lambda: _connected(addresses, threads, worker_id, cluster_id, timeout_s), timeout_s
+        )
+    except Exception:  # after Ctrl-C there may be connections, which end by themselves
+        threads.close()
+        raise
+
+
+def _connected(
+    addresses: list[str],
+    threads: CallThreads,
+    worker_id: str,
+    cluster_id: str | None,
+    timeout_s: float,
+) -> Shards:
+    shards = Shards(addresses, threads)
+    try:
+        attempts = shards.attempts(timeout_s)
+        for channel in shards.channels:
+            with _telling(channel, len(shards.channels), timeout_s):
+                _check(channel, shards.channels, cluster_id, attempts)
+            channel.worker_id = worker_id
+            channel.attend()
+    except BaseException:
+        shards.close()
+        raise
+    return shards
+
+
+@contextlib.contextmanager
+def _telling(channel: ShardChannel, shard_count: int, timeout_s: float) -> Iterator[None]:
+    """Logs what the block waits for, once it has waited for long."""
+
+    def tell() -> None:
+        _LOG.warning(
+            "still waiting for shard %d of %d at %s, which does not answer; connect gives up after "
+            "%g s (connect_timeout_s)",
+            channel.shard_index,
+            shard_count,
+            channel.address,
+            timeout_s,
+        )
+
+    timer = threading.Timer(_SILENCE_S_MAX, tell)
+    timer.name, timer.daemon = "shardwell-connect", True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _check(
+    channel: ShardChannel,
+    channels: list[ShardChannel],
+    cluster_id: str | None,
+    attempts: Attempts,
+) -> None:
+    """Asks a shard who it is; the first one's cluster id stands where none is expected."""
+    try:
+        status = attempts.run(
+            lambda: channel.call(
+                "GetStatus",
+                pb.GetStatusRequest(identity_only=True),
+                pb.GetStatusResponse,
+                timeout_s=attempts.rest_s,
+                wait_for_ready=True,
+            )
+        )
+    except (TimeoutError, ShardUnavailableError):
+        check_descriptors(1, f"a connection to {channel.address}")
+        raise ShardUnavailableError(
+            f"shard {channel.shard_index} of {len(channels)} at {channel.address} did not answer "
+            f"within {attempts.timeout_s:g} s; check that it runs and can be reached from here",
+            shard_index=channel.shard_index,
+        ) from None
+    expected_id = cluster_id or channels[0].identity.cluster_id or status.shard.cluster_id
+    expected = (channel.shard_index, len(channels), expected_id)
+    found = (status.shard.shard_index, status.shard.shard_count, status.shard.cluster_id)
+    if found != expected:
+        raise WrongShardError(
+            f"{channel.address} should be shard {expected[0]} of {expected[1]} of cluster "
+            f"{expected[2]!r}; it is shard {found[0]} of {found[1]} of cluster {found[2]!r}; "
+            "give all addresses, in the order of the shards",
+            shard_index=channel.shard_index,
+        )
+    channel.identity.CopyFrom(status.shard)

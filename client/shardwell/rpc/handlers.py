@@ -1,0 +1,123 @@
+"""How the handlers of a service end: with an answer, or with the status that stands for an error.
+
+Whatever a handler raises reaches the caller as one of Shardwell's errors; what is none of them is a
+defect, and is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shardwell.errors import (
+    ArgumentError,
+    CorruptChunkError,
+    InternalError,
+    LimitError,
+    ShardwellError,
+)
+from shardwell.rpc.error_codes import Status, to_status
+from shardwell.wire import checksum
+
+
+class Answering:
+    """Makes handlers of one service. Any thread may use it and them.
+
+    Args:
+        logger: Where refusals and defects are told.
+        shard_index: Which shard answers, for the errors; None: no shard does.
+        place: Whose log has the details of a defect, for the caller.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        *,
+        shard_index: int | None,
+        place: str,
+    ) -> None:
+        self._log = logger
+        self._shard_index = shard_index
+        self._place = place
+
+    def unary(self, call: Callable[..., Any], request_type: Any) -> grpc.RpcMethodHandler[Any, Any]:
+        """A handler of one request and one response, over `call(request, context)`."""
+        return grpc.unary_unary_rpc_method_handler(
+            self._handling(parsed(call, request_type)),
+            response_serializer=lambda response: response.SerializeToString(),
+        )
+
+    def answering(self, call: Callable[..., Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
+        """The call over a stream of requests, with errors turned into statuses."""
+        return self._handling(call)
+
+    def _handling(self, call: Callable[..., Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
+        def handle(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return call(request, context)
+            except Exception as error:
+                self._abort(context, error)
+
+        return handle
+
+    def streaming(
+        self, call: Callable[..., Iterator[Any]]
+    ) -> Callable[[Any, grpc.ServicerContext], Iterator[Any]]:
+        """The same for a call that yields."""
+
+        def handle(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            try:
+                yield from call(request, context)
+            except Exception as error:
+                self._abort(context, error)
+
+        return handle
+
+    def _abort(self, context: grpc.ServicerContext, error: Exception) -> None:
+        """Ends a call with the status that stands for `error`."""
+        if not context.is_active():
+            context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
+        status = status_of(error, self._log, shard_index=self._shard_index, place=self._place)
+        context.set_trailing_metadata(status.trailing_metadata)
+        context.abort(status.code, status.details)
+
+
+def status_of(
+    error: Exception, logger: logging.Logger, *, shard_index: int | None, place: str
+) -> Status:
+    """The status that stands for an error, which is logged; see `Answering`."""
+    if isinstance(error, MemoryError):
+        error = LimitError(f"the {place} has no memory left for this call; give it more")
+    if not isinstance(error, ShardwellError):
+        logger.error("a request failed", exc_info=error)
+        error = InternalError(f"{type(error).__name__}: {error}; see the {place}'s log")
+    error.shard_index = shard_index
+    status = to_status(error)
+    logger.warning("request refused", extra={"code": status.code.name, "reason": status.details})
+    return status
+
+
+def parsed(call: Callable[..., Any], request_type: Any) -> Callable[..., Any]:
+    """The call, given the message's bytes: what is no such message gets an answer of ours."""
+
+    def with_bytes(message: bytes, context: Any) -> Any:
+        try:
+            request = request_type.FromString(message)
+        except DecodeError as error:
+            raise ArgumentError(
+                f"{len(message)} bytes that are no {request_type.DESCRIPTOR.full_name}: {error}"
+            ) from None
+        if checksum.CRC_FIELD in request.DESCRIPTOR.fields_by_name:
+            found = checksum.of_request(request)
+            if found != request.crc32c:
+                raise CorruptChunkError(
+                    f"{request_type.DESCRIPTOR.name}: CRC32C of its fields is {found:#010x}; it "
+                    f"says {request.crc32c:#010x}, so it was damaged; send it again"
+                )
+        return call(request, context)
+
+    return with_bytes

@@ -1,0 +1,94 @@
+"""How connections behave, whoever is called: when a dead one is noticed, and a new one is tried."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
+    # A server whose machine vanished is noticed within half a minute, although no call ends.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    # While a ping of gRPC's own is unanswered it sends no other; its default is a minute.
+    ("grpc.http2.ping_timeout_ms", 15_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A server that comes back is noticed within about half a second, however long it was away; a
+    # refused connection costs well under a millisecond.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # How long one try to connect may take: a machine that vanished answers nothing at all.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # A server may come back under its name with another address.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    # Each client its own connection, so that several in one process do not share one TCP stream.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+KEEPALIVE_S = 30.0
+"""After how long a server notices that a client vanished, unless it is told another time."""
+
+
+def server_options(keepalive_s: float = KEEPALIVE_S) -> tuple[tuple[str, int], ...]:
+    """Options of a gRPC server.
+
+    Args:
+        keepalive_s: A client whose machine vanished is noticed within so long, and its calls end.
+    """
+    half_ms = int(keepalive_s * 500)
+    return (
+        ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
+        ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
+        ("grpc.keepalive_time_ms", half_ms),
+        ("grpc.keepalive_timeout_ms", half_ms),
+        # While a ping of gRPC's own is unanswered it sends no keepalive.
+        ("grpc.http2.ping_timeout_ms", half_ms),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    )
+
+
+def listen_on(server: grpc.Server | grpc.aio.Server, address: str) -> int:
+    """The port on which the server will listen; the one that was taken, where 0 is asked for.
+
+    Raises:
+        OSError: it can't be listened on. It is tried before gRPC does, which would tell of it in
+            lines of its own on stderr.
+    """
+    host, _, port = address.rpartition(":")
+    refused: OSError | None = None
+    for family, kind, protocol, _, found in socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM
+    ):
+        try:
+            with socket.socket(family, kind, protocol) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(found)
+        except OSError as error:
+            refused = error
+        else:
+            break
+    else:
+        if refused is not None:
+            raise refused
+    try:
+        return int(server.add_insecure_port(address))
+    except RuntimeError as error:
+        raise OSError(errno.EADDRNOTAVAIL, str(error)) from None
+
+
+def unary_stub(channel: grpc.Channel, method: str, response_type: type[Message]) -> Any:
+    """What calls `method`, "/package.Service/Name": one message there, one message back."""
+    return channel.unary_unary(
+        method,
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=response_type.FromString,
+    )

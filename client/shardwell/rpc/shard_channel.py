@@ -1,0 +1,273 @@
+"""The connection to one shard: its address, its calls and their deadlines.
+
+Every call ends in a result or a ShardwellError; whether it is made again is for others to decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from shardwell.errors import (
+    ClosedError,
+    LimitError,
+    ShardUnavailableError,
+    ShardwellError,
+    StepOrderError,
+)
+from shardwell.process.descriptors import check_descriptors
+from shardwell.rpc.attendance import Attendance, new_session
+from shardwell.rpc.calls import cancelled_by
+from shardwell.rpc.error_codes import from_rpc_error
+from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
+from shardwell.rpc.session import Session
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import session_pb2, table_pb2, types_pb2
+from shardwell.wire import checksum
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
+_TABLE_SERVICE = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
+_SESSION_SERVICE = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
+_ABSENT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+class CallCancelledError(grpc.RpcError):
+    """A call was cancelled on this side."""
+
+    def code(self) -> grpc.StatusCode:
+        """Says so."""
+        return grpc.StatusCode.CANCELLED
+
+    def details(self) -> str:
+        """Says what happened."""
+        return "the call was given up"
+
+    def trailing_metadata(self) -> tuple[()]:
+        """Has none."""
+        return ()
+
+
+class ShardChannel:
+    """One shard, as a client sees it. Any thread may call it."""
+
+    def __init__(self, shard_index: int, address: str, session: Session | None = None) -> None:
+        self.shard_index = shard_index
+        self.address = address
+        self.identity = types_pb2.ShardIdentity()
+        self.session = session or new_session()
+        """Of the client."""
+        self.worker_id = ""
+        """Under which the client contributes; empty before it attends."""
+        self.has_places = False
+        """Whether the client may have taken a place on the shard."""
+        self._closed = False
+        self._stubs: dict[str, Any] = {}
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        channel = self._channel
+        self.put_gradient: Any = channel.stream_unary(
+            f"/{_SERVICE}/PutGradient",
+            response_deserializer=pb.PutGradientResponse.FromString,
+        )
+        self.init_weights: Any = channel.stream_unary(
+            f"/{_SERVICE}/InitWeights",
+            response_deserializer=pb.InitWeightsResponse.FromString,
+        )
+        self.init_weights_at_once: Any = channel.unary_unary(
+            f"/{_SERVICE}/InitWeights",
+            response_deserializer=pb.InitWeightsResponse.FromString,
+        )
+        """A stream of one message, which needs no thread that writes it."""
+        self.get_weights: Any = channel.unary_stream(
+            f"/{_SERVICE}/GetWeights",
+            request_serializer=pb.GetWeightsRequest.SerializeToString,
+        )
+        self.snapshot: Any = channel.unary_stream(
+            f"/{_SERVICE}/Snapshot",
+            request_serializer=pb.SnapshotRequest.SerializeToString,
+        )
+        self.exchange: Any = channel.stream_stream(f"/{_SERVICE}/Exchange")
+        self.exchange_rows: Any = channel.stream_stream(f"/{_TABLE_SERVICE}/ExchangeRows")
+        self.scan_rows: Any = channel.unary_stream(
+            f"/{_TABLE_SERVICE}/ScanRows",
+            request_serializer=table_pb2.ScanRowsRequest.SerializeToString,
+        )
+        self.load_rows: Any = channel.stream_unary(
+            f"/{_TABLE_SERVICE}/LoadRows",
+            response_deserializer=table_pb2.LoadRowsResponse.FromString,
+        )
+        self._attend: Any = channel.unary_stream(
+            f"/{_SESSION_SERVICE}/Attend",
+            request_serializer=session_pb2.AttendRequest.SerializeToString,
+        )
+        self._end_session: Any = unary_stub(
+            channel, f"/{_SESSION_SERVICE}/EndSession", session_pb2.EndSessionResponse
+        )
+        self._attendance = Attendance(self._attended, self.translate)
+
+    def attend(self) -> None:
+        """Sees to it that the shard knows, or is about to know, that the client's session lives.
+
+        Raises:
+            LimitError: too many clients are connected.
+        """
+        if self.worker_id:
+            self._attendance.ensure()
+
+    def _attended(self) -> Any:
+        request = session_pb2.AttendRequest(
+            shard=self.identity,
+            worker_id=self.worker_id,
+            session=self.session.number,
+            host=self.session.host,
+            pid=self.session.pid,
+        )
+        return self._attend(request, wait_for_ready=True)
+
+    def end_session(self, timeout_s: float) -> Any:
+        """Tells the shard that the session has ended in order: a call that is under way."""
+        request = session_pb2.EndSessionRequest(shard=self.identity, session=self.session.number)
+        return self._end_session.future(request, timeout=timeout_s)
+
+    def call(
+        self,
+        method: str,
+        request: Any,
+        response_type: type[ResponseT],
+        *,
+        timeout_s: float,
+        wait_for_ready: bool = False,
+        parameter: str | None = None,
+        table: str | None = None,
+    ) -> ResponseT:
+        """A unary call, of TableService on behalf of a table; blocks up to `timeout_s`."""
+        service = _SERVICE if table is None else _TABLE_SERVICE
+        name = f"/{service}/{method}"
+        stub = self._stubs.get(name)
+        if stub is None:
+            stub = self._stubs[name] = unary_stub(self._channel, name, response_type)
+        if checksum.CRC_FIELD in request.DESCRIPTOR.fields_by_name:
+            request.crc32c = checksum.of_request(request)
+        with self.translated(parameter, table):
+            call = stub.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            response: ResponseT = self.result_of(call, parameter, table)
+            return response
+
+    def result_of(self, call: Any, parameter: str | None = None, table: str | None = None) -> Any:
+        """What a call with one answer returns; blocks.
+
+        Raises:
+            grpc.RpcError: it failed, or was cancelled.
+            ShardUnavailableError: gRPC has no answer, because its frame was damaged on its way.
+        """
+        with cancelled_by(call.cancel):
+            try:
+                response = call.result()
+            except grpc.FutureCancelledError:
+                raise CallCancelledError from None
+        return self.received(response, parameter, table)
+
+    def received(
+        self, response: ResponseT | None, parameter: str | None = None, table: str | None = None
+    ) -> ResponseT:
+        """The answer of a call that succeeded.
+
+        Raises:
+            ShardUnavailableError: gRPC has none, because its frame was damaged on its way.
+        """
+        if response is None:
+            raise ShardUnavailableError(
+                f"the answer of shard {self.shard_index} at {self.address} was lost; call again",
+                shard_index=self.shard_index,
+                parameter=parameter,
+                table=table,
+            )
+        return response
+
+    def answers(self, timeout_s: float) -> bool:
+        """Waits until the shard answers; False if it has not, or the connection broke again.
+
+        Blocks up to `timeout_s`, sending nothing before there is a connection, which gRPC tries to
+        make all the while.
+
+        Raises:
+            ClosedError: the channel was closed, before or meanwhile.
+        """
+        stub: Any = self._channel.unary_unary(
+            f"/{_SERVICE}/GetStatus",
+            request_serializer=pb.GetStatusRequest.SerializeToString,
+        )
+        question = pb.GetStatusRequest(identity_only=True)
+        with self.translated():
+            call = stub.future(question, timeout=timeout_s, wait_for_ready=True)
+        try:
+            with cancelled_by(call.cancel):
+                error = call.exception()
+        except grpc.FutureCancelledError as cancelled:
+            error = cancelled
+        if self._closed:
+            raise ClosedError("the client was closed; connect again")
+        # Any other status is an answer, and says more when the call itself is made again.
+        return error is None or call.code() not in _ABSENT
+
+    @contextlib.contextmanager
+    def translated(self, parameter: str | None = None, table: str | None = None) -> Iterator[None]:
+        """Turns gRPC's errors in the block into Shardwell's."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self.translate(error, parameter, table) from None
+        except ValueError as error:  # what gRPC raises for a closed channel
+            if not self._closed:
+                raise
+            raise ClosedError(f"the client was closed ({error}); connect again") from None
+
+    def translate(
+        self, error: grpc.RpcError, parameter: str | None = None, table: str | None = None
+    ) -> ShardwellError:
+        """The Shardwell error that a failed call of this shard stands for.
+
+        LimitError where this process has no descriptor left, so that it is not the shard's doing.
+        """
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            try:
+                check_descriptors(1, f"a connection to {self.address}")
+            except LimitError as lacking:
+                return lacking
+        return from_rpc_error(
+            error,
+            shard_index=self.shard_index,
+            address=self.address,
+            parameter=parameter,
+            table=table,
+        )
+
+    def close(self) -> None:
+        """Ends the connection and every call on it."""
+        self._closed = True
+        self._attendance.close()
+        self._channel.close()
+
+
+def went_on_elsewhere(
+    channel: ShardChannel, what: str, worker_id: str, *, expected: int, found: int, **where: Any
+) -> StepOrderError:
+    """A worker's step had closed before, and steps after it, which need that worker."""
+    return StepOrderError(
+        f"shard {channel.shard_index} is at version {found} of {what}; expected {expected}, which "
+        f"step {expected - 1} of worker {worker_id!r} makes: another process went on under that "
+        "worker_id, or other shards lost their newest steps; open it again and go on at its "
+        "next_step",
+        shard_index=channel.shard_index,
+        worker_id=worker_id,
+        **where,
+    )

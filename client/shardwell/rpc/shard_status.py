@@ -1,0 +1,199 @@
+"""What a shard says of itself and of what it holds, as values to read and print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.table import TableSpec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import table_pb2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterStatus:
+    """What one shard holds of one parameter."""
+
+    spec: ParameterSpec
+    """What all workers agreed on, the name among it."""
+    slice_offset: int
+    """First element of the shard's slice."""
+    slice_size: int
+    """Elements of the slice; 0 where a parameter has fewer elements than there are shards."""
+    initialized: bool
+    """Whether it has its first weights."""
+    version_min: int
+    """Updates that the chunk which is furthest behind has seen; also the oldest open step."""
+    version_max: int
+    """Updates that the chunk which is furthest ahead has seen."""
+    contributed_worker_ids: tuple[str, ...]
+    """Workers that have contributed all of step `version_min`; of very many, some."""
+    missing_worker_ids: tuple[str, ...]
+    """Known workers that have not; of very many, some."""
+    done_worker_ids: tuple[str, ...]
+    """Workers whose clients were closed, and that others need not wait for; of very many, some."""
+    contributed_worker_count: int
+    """How many have."""
+    missing_worker_count: int
+    """How many known ones have not."""
+    unknown_worker_count: int
+    """Workers of worker_count that never opened the parameter."""
+    counted_chunk_count: int
+    """Gradient chunks that were counted."""
+    duplicate_chunk_count: int
+    """Gradient chunks that came again and were not counted."""
+    learning_rate: float
+    """The next update's; 0 where the optimizer has none."""
+    load_id: int
+    """Of the checkpoint that its first weights came from; 0: none."""
+
+    @staticmethod
+    def from_proto(message: pb.ParameterStatus) -> ParameterStatus:
+        """The value that a message describes.
+
+        Raises:
+            ArgumentError: its spec is none.
+        """
+        return ParameterStatus(
+            spec=ParameterSpec.from_proto(message.spec),
+            slice_offset=message.slice_offset,
+            slice_size=message.slice_size,
+            initialized=message.initialized,
+            version_min=message.version_min,
+            version_max=message.version_max,
+            contributed_worker_ids=tuple(message.contributed_worker_ids),
+            missing_worker_ids=tuple(message.missing_worker_ids),
+            done_worker_ids=tuple(message.done_worker_ids),
+            contributed_worker_count=message.contributed_worker_count,
+            missing_worker_count=message.missing_worker_count,
+            unknown_worker_count=message.unknown_worker_count,
+            counted_chunk_count=message.counted_chunk_count,
+            duplicate_chunk_count=message.duplicate_chunk_count,
+            learning_rate=message.learning_rate,
+            load_id=message.load_id,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableStatus:
+    """What one shard holds of one table."""
+
+    spec: TableSpec
+    """What all workers agreed on, the name among it."""
+    row_count: int
+    """Rows that exist on the shard."""
+    row_capacity: int
+    """Rows that there is disk or memory for without asking for more."""
+    stored_bytes: int
+    """Bytes of rows and their optimizer state."""
+    version: int
+    """Synchronous mode: steps that have closed. Asynchronous mode: steps that were counted."""
+    contributed_worker_ids: tuple[str, ...]
+    """Synchronous mode: workers that have ended the open step; of very many, some."""
+    missing_worker_ids: tuple[str, ...]
+    """Synchronous mode: known workers that have not; of very many, some."""
+    done_worker_ids: tuple[str, ...]
+    """Workers whose clients were closed, and that others need not wait for; of very many, some."""
+    unknown_worker_count: int
+    """Workers of worker_count that never opened the table."""
+    counted_row_count: int
+    """Rows of gradients that were counted."""
+    duplicate_part_count: int
+    """Messages with gradients that came again and were not counted."""
+    learning_rate: float
+    """The next update's; 0 where the optimizer has none."""
+    loading: bool
+    """Whether a checkpoint is being restored into it."""
+    load_id: int
+    """Which restore it was, finished or not; 0: none."""
+    incarnation: int
+    """Tells it from other tables that had its name; where shards differ, one lost its memory."""
+
+    @staticmethod
+    def from_proto(message: table_pb2.TableStatus) -> TableStatus:
+        """The value that a message describes.
+
+        Raises:
+            ArgumentError: its spec is none.
+        """
+        return TableStatus(
+            spec=TableSpec.from_proto(message.spec),
+            row_count=message.row_count,
+            row_capacity=message.row_capacity,
+            stored_bytes=message.stored_bytes,
+            version=message.version,
+            contributed_worker_ids=tuple(message.contributed_worker_ids),
+            missing_worker_ids=tuple(message.missing_worker_ids),
+            done_worker_ids=tuple(message.done_worker_ids),
+            unknown_worker_count=message.unknown_worker_count,
+            counted_row_count=message.counted_row_count,
+            duplicate_part_count=message.duplicate_part_count,
+            learning_rate=message.learning_rate,
+            loading=message.loading,
+            load_id=message.load_id,
+            incarnation=message.incarnation,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardStatus:
+    """What one shard says of itself."""
+
+    shard_index: int
+    """Its place among the shards."""
+    shard_count: int
+    """Shards of the cluster."""
+    cluster_id: str
+    """Name of the cluster."""
+    address: str
+    """HOST:PORT at which it was asked."""
+    software_version: str
+    """Version of the shard's software."""
+    uptime_s: float
+    """Seconds since the process began to serve."""
+    stored_bytes: int
+    """Bytes of weights, sums, optimizer state and room for rows."""
+    received_payload_bytes: int
+    """Bytes of gradients and first weights that came in."""
+    sent_payload_bytes: int
+    """Bytes of weights and rows that went out."""
+    open_stream_count: int
+    """Streams that are open now."""
+    parameters: tuple[ParameterStatus, ...]
+    """What it holds of each parameter, by name."""
+    tables: tuple[TableStatus, ...]
+    """What it holds of each table, by name."""
+
+
+def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
+    """Asks a shard two questions, and waits up to `timeout_s` for each answer.
+
+    Raises:
+        ShardUnavailableError, DeadlineError: it does not answer.
+        ArgumentError: its answer is none; another version runs there.
+    """
+    shard = channel.call(
+        "GetStatus", pb.GetStatusRequest(), pb.GetStatusResponse, timeout_s=timeout_s
+    )
+    found = channel.call(
+        "GetTableStatus",
+        table_pb2.GetTableStatusRequest(shard=shard.shard),
+        table_pb2.GetTableStatusResponse,
+        timeout_s=timeout_s,
+        table="",
+    )
+    return ShardStatus(
+        shard_index=shard.shard.shard_index,
+        shard_count=shard.shard.shard_count,
+        cluster_id=shard.shard.cluster_id,
+        address=channel.address,
+        software_version=shard.software_version,
+        uptime_s=shard.uptime_s,
+        stored_bytes=shard.stored_bytes,
+        received_payload_bytes=shard.received_payload_bytes,
+        sent_payload_bytes=shard.sent_payload_bytes,
+        open_stream_count=shard.open_stream_count,
+        parameters=tuple(ParameterStatus.from_proto(entry) for entry in shard.parameters),
+        tables=tuple(TableStatus.from_proto(entry) for entry in found.tables),
+    )

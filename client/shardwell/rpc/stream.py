@@ -1,0 +1,91 @@
+"""A lane: one stream to one shard for one parameter or table, kept open from step to step.
+
+Opening a stream costs as much as a small step, so a lane outlives the step. It carries whatever
+messages it is given and hands out the answers in order; it knows nothing of what they say. After
+any failure it is dead, and the next step opens another.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from shardwell.rpc.call_group import Siblings
+from shardwell.rpc.shard_channel import ShardChannel
+
+
+class Lane:
+    """One stream. `submit` and `read` are for one thread at a time.
+
+    Args:
+        channel: The shard.
+        stream: Of its streams, the one that is opened: `channel.exchange`, say.
+        siblings: The lanes that it ends with.
+    """
+
+    def __init__(self, channel: ShardChannel, stream: Any, siblings: Siblings) -> None:
+        self.channel = channel
+        self.failure: BaseException | None = None
+        """What went wrong while messages were made, if anything."""
+        # Holds at most one step's messages and the end: the caller waits for the answers.
+        self._work: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
+        self._call = stream(self._messages())
+        if not self._call.add_callback(self._end_messages):
+            self._end_messages()
+        siblings.add(channel, self._call)
+
+    def submit(self, messages: Iterator[bytes]) -> None:
+        """Sends messages; they are made on a thread of gRPC's, one by one as they leave."""
+        self._work.put(messages)
+
+    def read(self) -> bytes:
+        """The next answer; blocks.
+
+        Raises:
+            grpc.RpcError: the stream has failed.
+        """
+        answer = next(self._call, None)
+        if answer is None:
+            raise StreamEndedError
+        return answer  # type: ignore[no-any-return]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the stream is alive, as far as is known."""
+        return bool(self._call.is_active())
+
+    def close(self) -> None:
+        """Ends the stream at once. Safe to repeat, from any thread."""
+        self._call.cancel()
+        self._end_messages()
+
+    def _messages(self) -> Iterator[bytes]:
+        while (messages := self._work.get()) is not None:
+            try:
+                yield from messages
+            except Exception as error:
+                self.failure = error
+                self._call.cancel()
+                return
+
+    def _end_messages(self) -> None:
+        self._work.put(None)
+
+
+class StreamEndedError(grpc.RpcError):
+    """The shard ended the stream without an error; to the caller it went away."""
+
+    def code(self) -> grpc.StatusCode:
+        """As for a shard that went away."""
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        """What happened."""
+        return "it ended the stream"
+
+    def trailing_metadata(self) -> tuple[()]:
+        """Has none."""
+        return ()

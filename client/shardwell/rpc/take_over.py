@@ -1,0 +1,94 @@
+"""A worker's place: taken over from a process that is gone, or is about to be noticed as gone.
+
+In asynchronous mode it has a tenure, see session.proto.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from shardwell.errors import StepOrderError, WorkerIdInUseError
+from shardwell.rpc.retry import Attempts
+
+TAKE_OVER_S = 2.0
+"""How long a place is asked for that belongs to a process which is connected: the end of one that
+was killed is not noticed at the instant."""
+_PAUSE_S_FIRST, _PAUSE_S_MAX = 0.05, 0.5
+"""Between two questions; doubled each time. A shard logs each that it refuses."""
+
+ResultT = TypeVar("ResultT")
+
+
+def take_place(
+    attempts: Attempts,
+    take: Callable[[], ResultT],
+    run: Callable[[Attempts, Callable[[], ResultT]], ResultT] = Attempts.run,
+) -> ResultT:
+    """The result of `take`, attempted again while another process's end may not be noticed yet.
+
+    Args:
+        attempts: Those of the call.
+        take: Asks a shard for the place.
+        run: How it is attempted.
+
+    Raises:
+        WorkerIdInUseError: the place belongs to a process that is connected, for 2 s; or that a
+            shard waits for, until the call's deadline.
+        ShardwellError: see `Attempts.run`.
+    """
+    began_with_s = attempts.remaining_s
+    pause_s = _PAUSE_S_FIRST
+    while True:
+        try:
+            return run(attempts, take)
+        except WorkerIdInUseError as error:
+            rest_s = attempts.remaining_s
+            if rest_s <= 0 or (error.free_in_s is None and began_with_s - rest_s > TAKE_OVER_S):
+                raise
+        attempts.pause(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+
+def common_tenure(tenures: Iterable[int]) -> int:
+    """The tenure of a worker's places on all shards; 0: it has none, or they are not of one."""
+    first, *others = tenures
+    return first if all(tenure == first for tenure in others) else 0
+
+
+def check_next_step(
+    what: str, next_step: int, opened_at: int, *, took_over: bool, lost_place: bool, **where: Any
+) -> None:
+    """Refuses to go on where things have changed since this process opened a parameter or table.
+
+    Its place may have been given away, with all that was known of its steps. Or an earlier process
+    of this worker went on.
+
+    That one's last step may have been under way; this process sends the same step then, and each
+    chunk of it counts once. More steps can't be known to this process.
+
+    Args:
+        what: "parameter 'm'", for the message.
+        next_step: This worker's, now that it has its place.
+        opened_at: The same when it was opened.
+        took_over: Whether the place was another session's.
+        lost_place: Whether the worker had a place then, of another tenure.
+        where: As errors carry it.
+
+    Raises:
+        StepOrderError: steps were counted meanwhile, or the place was given away.
+    """
+    if lost_place:
+        raise StepOrderError(
+            f"{what}: the place that this worker had when it opened it at step {opened_at} was "
+            "given to another one; open it again and go on as a new worker, at its next_step",
+            **where,
+        )
+    if took_over and next_step > opened_at + 1:
+        raise StepOrderError(
+            f"{what}: another process of this worker contributed up to step {next_step - 1} after "
+            f"this one had opened it at step {opened_at}; open it again and go on at its next_step",
+            **where,
+        )

@@ -1,0 +1,1 @@
+"""What users declare: parameters, tables, optimizers, initializers, and their names."""

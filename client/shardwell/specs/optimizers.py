@@ -1,0 +1,266 @@
+"""The optimizers: value objects, checked when made. Their arithmetic is in `update_rules`.
+
+The wire knows them through `to_proto` and `from_proto`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardwell.errors import ArgumentError
+from shardwell.specs.checks import check_number
+from shardwell.v1 import types_pb2
+
+
+def check_learning_rate(what: str, value: float, optimizer: Optimizer | None = None) -> float:
+    """Returns `value` if it can be a learning rate: finite and at least 0, with FTRL above 0.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    check_number(what, value)
+    if isinstance(optimizer, FTRL) and value == 0:
+        raise ArgumentError(f"{what} must be above 0 with FTRL, which divides by it; got {value!r}")
+    return float(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What all update rules share. Runs on the shards, per chunk, in float32."""
+
+    clip_value: float = 0.0
+    """Elements of the mean gradient are clipped to [-clip_value, clip_value] first. 0 (default):
+    no clipping."""
+
+    field_name: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("bool", bool):
+                if not isinstance(value, bool):
+                    raise ArgumentError(f"{self._name(field.name)} must be a bool; got {value!r}")
+            else:
+                below = 1.0 if field.name in _IN_UNIT_INTERVAL else math.inf
+                check_number(self._name(field.name), value, below=below)
+        if getattr(self, "epsilon", 1.0) == 0.0:
+            raise ArgumentError(f"{self._name('epsilon')} must be above 0; got 0.0")
+
+    def _name(self, field: str) -> str:
+        return f"{type(self).__name__}.{field}"
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """Arrays of state, in the order of the shards', named as torch.optim names them."""
+        return ()
+
+    def to_proto(self) -> types_pb2.Optimizer:
+        """The wire's form."""
+        rule = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        clip_value = rule.pop("clip_value")
+        message = types_pb2.Optimizer(clip_value=clip_value)
+        target = getattr(message, self.field_name)
+        target.SetInParent()
+        for name, value in rule.items():
+            setattr(target, name, value)
+        return message
+
+    @staticmethod
+    def from_proto(message: types_pb2.Optimizer) -> Optimizer:
+        """The value that a message describes.
+
+        Raises:
+            ArgumentError: no rule is set, or a value is out of range.
+        """
+        name = message.WhichOneof("rule")
+        kind = next((k for k in Optimizer.__subclasses__() if k.field_name == name), None)
+        if name is None or kind is None:
+            raise ArgumentError("optimizer.rule must be set; it is missing")
+        rule = getattr(message, name)
+        values = {field.name: getattr(rule, field.name) for field in rule.DESCRIPTOR.fields}
+        return kind(clip_value=message.clip_value, **values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWiseAdagrad(Optimizer):
+    """Adagrad with one sum of squares a row, as DLRM and TorchRec have it. Of tables only."""
+
+    learning_rate: float = dataclasses.field(kw_only=False)
+    """Step length, at least 0."""
+    epsilon: float = 1e-10
+    """Added to the denominator."""
+    initial_accumulator: float = 0.0
+    """Where the sums of mean squares start."""
+    weight_decay: float = 0.0
+    """L2 factor."""
+
+    field_name: ClassVar[str] = "row_wise_adagrad"
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("row_sum",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FTRL(Optimizer):
+    """FTRL-Proximal (McMahan et al., 2013): sparse weights by L1. Of tables only."""
+
+    learning_rate: float = dataclasses.field(kw_only=False)
+    """Step length (the paper's alpha), above 0."""
+    beta: float = 1.0
+    """Smooths the first steps; the paper's choice."""
+    l1: float = 0.0
+    """Elements whose |z| is not above it are 0."""
+    l2: float = 0.0
+    """L2 factor."""
+
+    field_name: ClassVar[str] = "ftrl"
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("z", "n")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_learning_rate("FTRL.learning_rate", self.learning_rate, self)
+
+
+OF_TABLES = (RowWiseAdagrad, FTRL)
+"""Those that know rows, and are refused for parameters."""
+
+_IN_UNIT_INTERVAL = frozenset({"momentum", "beta1", "beta2", "decay"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average(Optimizer):
+    """No optimizer: the weights become the step's mean gradient, so `exchange` is an all-reduce."""
+
+    field_name: ClassVar[str] = "average"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent, as torch.optim.SGD computes it."""
+
+    learning_rate: float = dataclasses.field(kw_only=False)
+    """Step length, at least 0. No default: it depends on the model."""
+    momentum: float = 0.0
+    """In [0, 1). 0 (default) keeps no state on the shard."""
+    dampening: float = 0.0
+    """In [0, 1]. 0 is the usual choice."""
+    nesterov: bool = False
+    """Nesterov's momentum; needs momentum above 0 and no dampening."""
+    weight_decay: float = 0.0
+    """L2 factor; 0 (default) is none."""
+
+    field_name: ClassVar[str] = "sgd"
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dampening > 1.0:
+            raise ArgumentError(f"SGD.dampening must be in [0, 1]; got {self.dampening}")
+        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
+            raise ArgumentError(
+                "SGD.nesterov needs momentum above 0 and dampening 0; got "
+                f"momentum={self.momentum}, dampening={self.dampening}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad(Optimizer):
+    """Adagrad (Duchi et al., 2011), as torch.optim.Adagrad computes it."""
+
+    learning_rate: float = dataclasses.field(kw_only=False)
+    """Step length, at least 0."""
+    epsilon: float = 1e-10
+    """Added to the denominator; the field's default."""
+    initial_accumulator: float = 0.0
+    """Where the sums of squares start."""
+    weight_decay: float = 0.0
+    """L2 factor."""
+
+    field_name: ClassVar[str] = "adagrad"
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("sum",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSProp(Optimizer):
+    """RMSProp (Tieleman and Hinton, 2012), as torch.optim.RMSprop computes it, not centered."""
+
+    learning_rate: float = dataclasses.field(kw_only=False)
+    """Step length, at least 0."""
+    decay: float = 0.99
+    """Of the running mean of squares; in [0, 1)."""
+    epsilon: float = 1e-8
+    """Added to the denominator."""
+    momentum: float = 0.0
+    """In [0, 1). 0 (default) keeps no second state."""
+    weight_decay: float = 0.0
+    """L2 factor."""
+
+    field_name: ClassVar[str] = "rms_prop"
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("square_avg", "momentum_buffer") if self.momentum else ("square_avg",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, 2015), as torch.optim.Adam computes it."""
+
+    learning_rate: float = dataclasses.field(default=1e-3, kw_only=False)
+    """Step length; the paper's default."""
+    beta1: float = 0.9
+    """Decay of the first moment; in [0, 1)."""
+    beta2: float = 0.999
+    """Decay of the second moment; in [0, 1)."""
+    epsilon: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.0
+    """L2 factor, added to the gradient."""
+
+    field_name: ClassVar[str] = "adam"
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as torch.optim.AdamW."""
+
+    learning_rate: float = dataclasses.field(default=1e-3, kw_only=False)
+    """Step length; the paper's default."""
+    beta1: float = 0.9
+    """Decay of the first moment; in [0, 1)."""
+    beta2: float = 0.999
+    """Decay of the second moment; in [0, 1)."""
+    epsilon: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.01
+    """Decoupled decay factor; the paper's (and torch's) default."""
+
+    field_name: ClassVar[str] = "adam_w"
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("exp_avg", "exp_avg_sq")

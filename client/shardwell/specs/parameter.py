@@ -1,0 +1,193 @@
+"""What a parameter is: the spec that every worker must agree on.
+
+Value objects, checked when made; the wire knows them through `to_proto` and `from_proto`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+from shardwell.errors import ArgumentError
+from shardwell.specs.checks import brief, check_whole_number, name_of
+from shardwell.specs.names import check_name
+from shardwell.specs.optimizers import OF_TABLES, Optimizer
+from shardwell.v1 import types_pb2
+
+CodecName = Literal["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
+ModeName = Literal["sync", "async"]
+
+SIZE_MAX = 2**48
+WORKER_COUNT_MAX = 2**16
+SAMPLE_COUNT_MAX = 2**24
+STEP_MAX = 2**62
+
+WIRE_CODECS = {
+    "fp32": types_pb2.CODEC_FP32,
+    "fp16": types_pb2.CODEC_FP16,
+    "bf16": types_pb2.CODEC_BF16,
+}
+WIRE_MODES = {"sync": types_pb2.MODE_SYNC, "async": types_pb2.MODE_ASYNC}
+
+
+def codec_words(codec: types_pb2.Codec) -> str:
+    """A codec of the wire for messages: the name that users give it."""
+    return next((name for name, value in WIRE_CODECS.items() if value == codec), f"{codec}")
+
+
+def codec_to_wire(codec: CodecName) -> tuple[types_pb2.Codec, types_pb2.Compression]:
+    """The wire's form of a codec's name."""
+    name = codec.removesuffix("+lz4")
+    lz4 = types_pb2.COMPRESSION_NONE if name == codec else types_pb2.COMPRESSION_LZ4
+    return WIRE_CODECS[name], lz4
+
+
+def codec_from_wire(codec: types_pb2.Codec, compression: types_pb2.Compression) -> str:
+    """The name that `codec_to_wire` was given.
+
+    Raises:
+        ArgumentError: one of them is unspecified or unknown.
+    """
+    name: str = name_of(WIRE_CODECS, "codec", codec)
+    if compression == types_pb2.COMPRESSION_LZ4:
+        return f"{name}+lz4"
+    if compression != types_pb2.COMPRESSION_NONE:
+        raise ArgumentError(f"compression {compression} is unspecified or unknown")
+    return name
+
+
+class TrainingSpec:
+    """What specs of parameters and of tables have in common."""
+
+    worker_count: int
+    codec: CodecName
+    mode: ModeName
+    allow_non_finite: bool
+
+    def check_training(self) -> None:
+        """Refuses what can't be.
+
+        Raises:
+            ArgumentError: a value is out of its range.
+        """
+        if self.codec not in get_args(CodecName):
+            raise ArgumentError(f"codec must be one of {get_args(CodecName)}; got {self.codec!r}")
+        if self.mode not in get_args(ModeName):
+            raise ArgumentError(f"mode must be 'sync' or 'async'; got {self.mode!r}")
+        if not isinstance(self.allow_non_finite, bool):
+            raise ArgumentError(f"allow_non_finite must be a bool; got {self.allow_non_finite!r}")
+        if self.mode == "sync":
+            check_whole_number("worker_count", self.worker_count, 1, WORKER_COUNT_MAX)
+        else:
+            check_whole_number("worker_count (in async mode)", self.worker_count, 0, 0)
+
+    @property
+    def lz4(self) -> bool:
+        """Whether what travels may be compressed."""
+        return self.codec.endswith("+lz4")
+
+    @property
+    def codec_name(self) -> str:
+        """The codec without its compression."""
+        return self.codec.removesuffix("+lz4")
+
+    def with_given(self, given: dict[str, Any]) -> Self:
+        """The same with other values of some fields.
+
+        Args:
+            given: The values by field. Where the mode makes worker_count meaningless, it is not
+                looked at; where it must be chosen, it is 1.
+
+        Raises:
+            ArgumentError: a value is out of its range.
+        """
+        values = dict(given)
+        if values.get("mode", self.mode) == "async":
+            values["worker_count"] = 0
+        elif self.mode == "async":
+            values.setdefault("worker_count", 1)
+        return dataclasses.replace(self, **values)  # type: ignore[type-var]
+
+    def differences(self, other: Self) -> list[str]:
+        """Fields in which `other` differs, each as "field: mine exists, theirs was asked for".
+
+        Of another mode, the mode first, and not the count of workers, which follows from it.
+        """
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        if self.mode != other.mode:
+            names = ["mode", *(name for name in names if name not in ("mode", "worker_count"))]
+        return [
+            f"{name}: {mine!r} exists, {theirs!r} was asked for"
+            for name in names
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name))
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec(TrainingSpec):
+    """What all workers of a parameter must agree on; checked when made.
+
+    Raises:
+        ArgumentError: a value is out of its range.
+    """
+
+    name: str
+    """1 to 128 letters, digits, `.`, `_`, `-`."""
+    size: int
+    """Number of float32 elements, 1 to 2^48."""
+    optimizer: Optimizer
+    """The update rule on the shards."""
+    worker_count: int
+    """Workers that make a synchronous step; 0 in asynchronous mode, where it has no meaning."""
+    codec: CodecName = "fp16"
+    """How chunks travel; fp16 halves the bytes and, scaled, neither overflows nor vanishes."""
+    mode: ModeName = "sync"
+    """`sync`: the mean of worker_count gradients a step; `async`: each gradient as it arrives."""
+    allow_non_finite: bool = False
+    """Let NaN and infinity through; the default refuses them, with their place."""
+
+    def __post_init__(self) -> None:
+        check_name("parameter name", self.name)
+        check_whole_number("size", self.size, 1, SIZE_MAX)
+        is_rule = isinstance(self.optimizer, Optimizer) and type(self.optimizer) is not Optimizer
+        if not is_rule or isinstance(self.optimizer, OF_TABLES):
+            raise ArgumentError(
+                "optimizer must be one of shardwell.SGD, Adagrad, RMSProp, Adam, AdamW, Average; "
+                f"got {brief(self.optimizer)}"
+            )
+        self.check_training()
+
+    def to_proto(self) -> types_pb2.ParameterSpec:
+        """The wire's form."""
+        codec, compression = codec_to_wire(self.codec)
+        return types_pb2.ParameterSpec(
+            name=self.name,
+            size=self.size,
+            codec=codec,
+            compression=compression,
+            mode=WIRE_MODES[self.mode],
+            worker_count=self.worker_count,
+            optimizer=self.optimizer.to_proto(),
+            allow_non_finite=self.allow_non_finite,
+        )
+
+    @staticmethod
+    def from_proto(message: types_pb2.ParameterSpec) -> ParameterSpec:
+        """The value that a message describes.
+
+        Raises:
+            ArgumentError: an enum is unspecified or unknown, or a value is out of range.
+        """
+        values: dict[str, Any] = {
+            "codec": codec_from_wire(message.codec, message.compression),
+            "mode": name_of(WIRE_MODES, "mode", message.mode),
+        }
+        return ParameterSpec(
+            name=message.name,
+            size=message.size,
+            optimizer=Optimizer.from_proto(message.optimizer),
+            worker_count=message.worker_count,
+            allow_non_finite=message.allow_non_finite,
+            **values,
+        )

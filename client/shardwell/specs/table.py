@@ -1,0 +1,115 @@
+"""What a table is: the spec that every worker must agree on. A value object, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwell.errors import ArgumentError
+from shardwell.specs.checks import brief, check_whole_number, name_of
+from shardwell.specs.initializers import Initializer
+from shardwell.specs.names import check_name
+from shardwell.specs.optimizers import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad
+from shardwell.specs.parameter import (
+    WIRE_MODES,
+    CodecName,
+    ModeName,
+    TrainingSpec,
+    codec_from_wire,
+    codec_to_wire,
+)
+from shardwell.v1 import table_pb2
+
+ROW_COUNT_MAX = 2**62
+DIM_MAX = 2**16
+OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, FTRL)
+"""Those that know rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec(TrainingSpec):
+    """What all workers of a table must agree on; checked when made.
+
+    Raises:
+        ArgumentError: a value is out of its range.
+    """
+
+    name: str
+    """1 to 128 letters, digits, `.`, `_`, `-`."""
+    row_count: int | None
+    """Ids are 0 to row_count - 1, row_count at most 2^62; None: any 64-bit integer is a key."""
+    dim: int
+    """Values of a row, 1 to 65536."""
+    optimizer: Optimizer
+    """The update rule of rows that have a gradient."""
+    initializer: Initializer
+    """What rows are before their first gradient."""
+    worker_count: int
+    """Workers that make a synchronous step; 0 in asynchronous mode, where it has no meaning."""
+    codec: CodecName = "fp16"
+    """How values travel."""
+    mode: ModeName = "sync"
+    """`sync`: the mean of worker_count gradients a step; `async`: each gradient as it arrives."""
+    allow_non_finite: bool = False
+    """Let NaN and infinity through; the default refuses them, with their place."""
+
+    def __post_init__(self) -> None:
+        check_name("table name", self.name)
+        if self.row_count is not None:
+            check_whole_number("row_count", self.row_count, 1, ROW_COUNT_MAX)
+        check_whole_number("dim", self.dim, 1, DIM_MAX)
+        if type(self.optimizer) not in OPTIMIZERS:
+            raise ArgumentError(
+                f"optimizer of a table must be one of {', '.join(k.__name__ for k in OPTIMIZERS)}; "
+                f"got {brief(self.optimizer)}"
+            )
+        if not isinstance(self.initializer, Initializer) or type(self.initializer) is Initializer:
+            raise ArgumentError(
+                "initializer must be one of shardwell.Zeros, Uniform, Normal; "
+                f"got {brief(self.initializer)}"
+            )
+        self.check_training()
+
+    @property
+    def slot_widths(self) -> tuple[int, ...]:
+        """Values that a row has of each array of optimizer state."""
+        width = 1 if isinstance(self.optimizer, RowWiseAdagrad) else self.dim
+        return (width,) * len(self.optimizer.slot_names)
+
+    def to_proto(self) -> table_pb2.TableSpec:
+        """The wire's form."""
+        codec, compression = codec_to_wire(self.codec)
+        return table_pb2.TableSpec(
+            name=self.name,
+            row_count=self.row_count or 0,
+            dim=self.dim,
+            optimizer=self.optimizer.to_proto(),
+            initializer=self.initializer.to_proto(),
+            codec=codec,
+            compression=compression,
+            mode=WIRE_MODES[self.mode],
+            worker_count=self.worker_count,
+            allow_non_finite=self.allow_non_finite,
+        )
+
+    @staticmethod
+    def from_proto(message: table_pb2.TableSpec) -> TableSpec:
+        """The value that a message describes.
+
+        Raises:
+            ArgumentError: an enum is unspecified or unknown, or a value is out of range.
+        """
+        values: dict[str, Any] = {
+            "codec": codec_from_wire(message.codec, message.compression),
+            "mode": name_of(WIRE_MODES, "mode", message.mode),
+        }
+        return TableSpec(
+            name=message.name,
+            row_count=message.row_count or None,
+            dim=message.dim,
+            optimizer=Optimizer.from_proto(message.optimizer),
+            initializer=Initializer.from_proto(message.initializer),
+            worker_count=message.worker_count,
+            allow_non_finite=message.allow_non_finite,
+            **values,
+        )

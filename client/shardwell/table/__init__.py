@@ -1,0 +1,1 @@
+"""A table of rows, as a worker sees it."""

@@ -1,0 +1,282 @@
+"""Ids of one call as they travel: each once, shard by shard, ascending; and back again.
+
+Pure, and whole-array NumPy: a call of 4,096 ids costs about a tenth of a millisecond here. What
+gradients of repeated ids add up to is `row_sums`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.errors import ArgumentError
+from shardwell.numerics.arguments import as_output
+from shardwell.numerics.codec import Float32
+from shardwell.placement.rows import Ids, RowPlacement
+
+_DIGIT_BITS = 16
+"""NumPy sorts 16-bit integers by radix, in linear time."""
+_RADIX_COUNT_MIN = 1024
+"""For fewer ids one sort of 64-bit integers is faster than two by radix."""
+_RADIX_COUNT_MIN_OF_WIDE = 16 * 1024
+"""The same where ids take more than two digits."""
+_NO_IDS: Ids = np.empty(0, np.int64)
+
+
+def as_ids(ids: Any, row_count: int | None) -> tuple[Ids, tuple[int, ...]]:
+    """Ids that a caller passed, as one dimension, and the shape that they had.
+
+    Args:
+        ids: An array of any integer dtype, shape and layout, what offers one, an integer, or a
+            list of integers. Unsigned ones from 2^63 on stand for the signed ones of the same bits.
+        row_count: Of the table; None: any 64-bit integer is a key.
+
+    Returns:
+        (n,) int64, copied only where it must be.
+
+    Raises:
+        ArgumentError: another dtype, or an id that is out of range; names the first.
+    """
+    array = ids if type(ids) is np.ndarray else _as_array(ids)
+    if array.dtype.kind not in "iu":
+        advice = "convert them with .astype(np.int64)"
+        if array.dtype.kind in "fc":
+            advice = (
+                "make them integers where they come from: floats round those from 2^53 on, and "
+                ".astype(np.int64) would give other ids"
+            )
+        raise ArgumentError(f"ids must be integers; got {array.dtype}{_example(array)}; {advice}")
+    flat = array.reshape(-1)
+    if row_count is not None and flat.size:
+        low, high = int(flat.min()), int(flat.max())
+        if low < 0 or high >= row_count:
+            place = int(np.argmax((flat < 0) | (flat >= row_count)))
+            where = f"at place {place}" if array.ndim < 2 else f"at {_place(place, array.shape)}"
+            raise ArgumentError(
+                f"row id {flat[place]} {where} is out of range; the table's ids are 0 to "
+                f"{row_count - 1}"
+            )
+    if flat.dtype == np.int64 and flat.dtype.isnative:
+        return np.ascontiguousarray(flat), array.shape
+    return flat.astype(np.int64), array.shape  # uint64 wraps: the same bits
+
+
+def as_row_output(out: Any, shape: tuple[int, ...]) -> Float32:
+    """The caller's `out=` for rows, or a new array if it is None.
+
+    Raises:
+        ArgumentError: no writable C-contiguous float32 array of that shape.
+    """
+    if out is None:
+        return np.empty(shape, np.float32)
+    as_output(out, math.prod(shape))
+    if out.shape != shape:
+        raise ArgumentError(f"out must be of shape {shape}; got {out.shape}")
+    return out  # type: ignore[no-any-return]
+
+
+def _as_array(ids: Any) -> npt.NDArray[Any]:
+    """What is no plain array, as one."""
+    if isinstance(ids, np.ma.MaskedArray) and np.ma.is_masked(ids):
+        raise ArgumentError("ids have masked elements; leave them out with .compressed()")
+    if isinstance(ids, (list, tuple)) and not ids:
+        return _NO_IDS
+    try:
+        array = np.asarray(ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(f"ids must be an array of integers; {error}") from None
+    if array.dtype.kind in "fO" and not isinstance(ids, np.ndarray):
+        return _whole_numbers(ids, array)
+    return array
+
+
+def _whole_numbers(ids: Any, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Python's integers that no one dtype holds, as int64; anything else as it is.
+
+    NumPy makes floats, which round, of a list with both a negative integer and one from 2^63 on.
+    """
+    exact = np.empty(array.shape, object)
+    try:
+        exact[...] = ids
+    except ValueError:  # ragged
+        return array
+    flat = exact.reshape(-1)
+    if not all(isinstance(one, (int, np.integer)) and type(one) is not bool for one in flat):
+        return array
+    for place, one in enumerate(flat):
+        if not -(2**63) <= one < 2**64:
+            where = place if array.ndim < 2 else _place(place, array.shape)
+            raise ArgumentError(f"ids must be integers of 64 bits; got {one} at place {where}")
+    signed = [int(one) if one < 2**63 else int(one) - 2**64 for one in flat]
+    return np.array(signed, np.int64).reshape(array.shape)
+
+
+def _example(array: npt.NDArray[Any]) -> str:
+    return f" (the first is {array.flat[0]!r:.40})" if array.size else ""
+
+
+def _place(flat_place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(index) for index in np.unravel_index(flat_place, shape))
+
+
+class Span(NamedTuple):
+    """Rows from `start` to below `stop`, of the rows of one call in the order of `ShardedIds`."""
+
+    start: int
+    stop: int
+
+
+class ShardedIds(NamedTuple):
+    """Ids without repeats, shard by shard, ascending on each."""
+
+    ids: Ids
+    """(u,) int64, contiguous."""
+    bounds: list[int]
+    """Those of shard s are ids[bounds[s] : bounds[s + 1]]."""
+
+    def messages(self, shard_index: int, row_count_max: int) -> list[Span]:
+        """A shard's rows cut into messages; none if it has none."""
+        start, stop = self.bounds[shard_index], self.bounds[shard_index + 1]
+        return [
+            Span(first, min(first + row_count_max, stop))
+            for first in range(start, stop, row_count_max)
+        ]
+
+    def shards(self) -> Iterator[int]:
+        """Shards that have some of the ids."""
+        for shard_index, (start, stop) in enumerate(
+            zip(self.bounds, self.bounds[1:], strict=False)
+        ):
+            if start < stop:
+                yield shard_index
+
+    def subset(self, places: Ids) -> ShardedIds:
+        """Those at the places, which ascend."""
+        bounds = np.searchsorted(places, self.bounds)
+        return ShardedIds(self.ids[places], bounds.tolist())
+
+
+class RowBatch:
+    """The ids of one call.
+
+    Args:
+        ids: (n,) int64; see `as_ids`.
+        shape: What the caller passed had.
+        placement: Of the table.
+    """
+
+    def __init__(self, ids: Ids, shape: tuple[int, ...], placement: RowPlacement) -> None:
+        self.ids = ids
+        """(n,) int64, as the caller has them."""
+        self.shape = shape
+        """That of the caller's ids."""
+        self._order: Ids | None = None
+        """(n,): places in `ids`, by id and then by place; None: they ascend already."""
+        self._is_first: npt.NDArray[np.bool_] | None = None
+        """(n,): whether an id differs from the one before it, in that order; None: all do."""
+        self._by_shard: Ids | None = None
+        """(u,): numbers of distinct ids, by id, in the order of `distinct`; None: the same."""
+        distinct = self._distinct()
+        count = placement.shard_count
+        if count == 1 or not distinct.size:
+            self.distinct = ShardedIds(distinct, [0, *[distinct.size] * count])
+            """What travels."""
+            return
+        shards = placement.shards_of(distinct)
+        self._by_shard = np.argsort(shards.astype(np.uint16), kind="stable")
+        bounds = np.bincount(shards, minlength=count).cumsum().tolist()
+        self.distinct = ShardedIds(distinct[self._by_shard], [0, *bounds])
+
+    def _distinct(self) -> Ids:
+        """The ids, ascending, each once."""
+        ids = self.ids
+        if bool(np.all(ids[1:] > ids[:-1])):
+            return ids
+        self._order = stable_order(ids)
+        ascending = ids[self._order]
+        is_first = np.empty(ids.size, np.bool_)
+        is_first[0] = True
+        np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+        if bool(is_first.all()):
+            return ascending
+        self._is_first = is_first
+        return ascending[is_first]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows in the order of `distinct` are in the caller's order too."""
+        return self._order is None and self._by_shard is None
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether an id is there twice."""
+        return self._is_first is not None
+
+    @cached_property
+    def inverse(self) -> Ids:
+        """(n,) int64: the row, in the order of `distinct`, of each of the caller's ids."""
+        count = self.distinct.ids.size
+        number: Ids = np.arange(count)
+        if self._by_shard is not None:
+            number = np.empty(count, np.int64)
+            number[self._by_shard] = np.arange(count)
+        if self._is_first is not None:
+            number = number[np.cumsum(self._is_first) - 1]
+        if self._order is None:
+            return number
+        inverse = np.empty(self.ids.size, np.int64)
+        inverse[self._order] = number
+        return inverse
+
+    @cached_property
+    def groups(self) -> tuple[Ids, Ids]:
+        """Of each distinct id, by id: where its places begin in `places`, and how many it has."""
+        if self._is_first is None:
+            return np.arange(self.ids.size), np.ones(self.ids.size, np.int64)
+        starts = np.flatnonzero(self._is_first)
+        return starts, np.diff(starts, append=self.ids.size)
+
+    @cached_property
+    def places(self) -> Ids:
+        """(n,): places in `ids`, by id and then by place."""
+        return np.arange(self.ids.size) if self._order is None else self._order
+
+    @property
+    def by_shard(self) -> Ids | None:
+        """(u,): numbers of distinct ids, by id, in the order of `distinct`; None: the same."""
+        return self._by_shard
+
+    def spread(self, rows: Float32, out: Float32) -> None:
+        """Gives every one of the caller's ids its row.
+
+        Args:
+            rows: (u, dim), in the order of `distinct`.
+            out: (n, dim), overwritten; may be `rows` if `is_plain`.
+        """
+        if not self.is_plain:
+            np.take(rows, self.inverse, axis=0, out=out, mode="clip")
+        elif out is not rows:
+            out[...] = rows
+
+
+def stable_order(ids: Ids) -> Ids:
+    """(n,): places of the ids, ascending, equal ones by place.
+
+    By 16-bit digits, each a radix sort, of what ids have above the lowest: 1.1 ms for 65,536 ids
+    below 2^32, where one sort of the ids takes 3.9.
+    """
+    low = ids.min()
+    digit_count = -(-(int(ids.max()) - int(low)).bit_length() // _DIGIT_BITS)
+    if ids.size < (_RADIX_COUNT_MIN if digit_count <= 2 else _RADIX_COUNT_MIN_OF_WIDE):
+        return np.argsort(ids, kind="stable")
+    words = ids.view(np.uint64) - low.view(np.uint64)
+    order = np.argsort(words.astype(np.uint16), kind="stable")
+    for digit in range(1, digit_count):
+        digits = (words >> np.uint64(_DIGIT_BITS * digit)).astype(np.uint16)
+        order = order[np.argsort(digits[order], kind="stable")]
+    return order

@@ -1,0 +1,359 @@
+"""One worker's calls about a table as a whole: opening, seats, learning rates, eviction, scans.
+
+All are safe to repeat, and repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from google.protobuf.message import Message
+
+from shardwell.errors import ArgumentError, CorruptChunkError, StepOrderError, UnknownTableError
+from shardwell.numerics.arguments import wait_milliseconds
+from shardwell.placement.rows import Ids
+from shardwell.rpc.asking import ask_all
+from shardwell.rpc.calls import cancelled_by
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import TableStatus
+from shardwell.rpc.take_over import common_tenure, take_place
+from shardwell.specs.names import check_name
+from shardwell.specs.table import TableSpec
+from shardwell.v1 import table_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire import messages as framing
+from shardwell.wire.rows import RowCodec, rows_per_message_max
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+class Standing(NamedTuple):
+    """Where a worker goes on."""
+
+    next_step: int
+    """The first step that it has not ended on every shard."""
+    is_begun: bool
+    """Whether some shard has counted some of that step."""
+    version: int
+    """See `Table.version`."""
+    row_count_max: int
+    """Rows of one message, on any shard."""
+    incarnation: int
+    """What the table is told by from others of its name; 0: nothing."""
+    took_over: bool
+    """Whether the worker's place was another session's, and this one has not contributed yet."""
+    tenure: int
+    """Of the worker's places; 0: it has none, or they are for good."""
+
+
+def find_table_spec(
+    name: str, channels: list[ShardChannel], attempts: Attempts
+) -> TableSpec | None:
+    """The spec of a table that a shard holds; None if none does.
+
+    Raises:
+        ArgumentError: no table can have that name, or its spec can't be read.
+    """
+    check_name("table name", name)
+
+    def ask(channel: ShardChannel) -> pb.GetTableStatusResponse:
+        return channel.call(
+            "GetTableStatus",
+            pb.GetTableStatusRequest(shard=channel.identity, table=name),
+            pb.GetTableStatusResponse,
+            timeout_s=attempts.rest_s,
+            table=name,
+        )
+
+    for channel in channels:
+        with contextlib.suppress(UnknownTableError):
+            for found in attempts.run(partial(ask, channel)).tables:
+                return TableSpec.from_proto(found.spec)
+    return None
+
+
+class TableOpening:
+    """Any thread may use it.
+
+    Args:
+        spec: The table.
+        channels: Of the shards, in order.
+        worker_id: Whose calls they are.
+    """
+
+    def __init__(self, spec: TableSpec, channels: list[ShardChannel], *, worker_id: str) -> None:
+        self._spec = spec
+        self._channels = channels
+        self._worker_id = worker_id
+
+    @property
+    def shard_count(self) -> int:
+        """Shards of the cluster."""
+        return len(self._channels)
+
+    def open(self, attempts: Attempts) -> Standing:
+        """Creates or joins the table on all shards.
+
+        Raises:
+            SpecMismatchError, LimitError: a shard refuses.
+            StepOrderError: the shards do not have the same past: one lost its memory.
+            CorruptChunkError: a shard has messages of a size that can't be.
+        """
+        return self._standing(attempts, take_seat=False)
+
+    def take_seat(self, attempts: Attempts) -> Standing:
+        """Takes this worker's place among worker_count: shard 0 decides, the others follow.
+
+        Raises:
+            SeatsTakenError: worker_count other workers have one.
+            WorkerIdInUseError: another process has this worker's.
+            StepOrderError: the shards do not have the same past.
+        """
+        return self._standing(attempts, take_seat=True)
+
+    def _standing(self, attempts: Attempts, *, take_seat: bool) -> Standing:
+        tenure = secrets.randbits(63) + 1 if take_seat else 0
+        answers = self._join_all(attempts, tenure)
+        if take_seat and len({answer.tenure for answer in answers}) > 1:
+            # Some of the worker's places were given away, and others not.
+            answers = self._join_all(attempts, tenure, begins_anew=True)
+        is_known = len({answer.tenure for answer in answers}) == 1
+        most = rows_per_message_max(self._spec)
+        for channel, answer in zip(self._channels, answers, strict=True):
+            if not 1 <= answer.rows_per_message_max <= most:
+                raise CorruptChunkError(
+                    f"shard {channel.shard_index} has messages of up to "
+                    f"{answer.rows_per_message_max} rows for table {self._spec.name!r}; expected "
+                    f"1 to {most}; run the same version everywhere",
+                    shard_index=channel.shard_index,
+                    table=self._spec.name,
+                )
+        steps = [answer.next_step if is_known else 0 for answer in answers]
+        # A synchronous table may go on between two answers, until this worker has its seats.
+        if take_seat or self._spec.mode == "async":
+            self._check_same_past("this worker's next step is", steps, attempts)
+        else:
+            self._check_versions([answer.version for answer in answers], attempts)
+        return Standing(
+            next_step=min(steps),
+            is_begun=max(steps) > min(steps)
+            or (is_known and any(answer.counted_part_count for answer in answers)),
+            version=min(answer.version for answer in answers),
+            row_count_max=min(answer.rows_per_message_max for answer in answers),
+            incarnation=answers[0].incarnation,
+            took_over=any(answer.took_over for answer in answers),
+            tenure=common_tenure(answer.tenure for answer in answers),
+        )
+
+    def _join_all(
+        self, attempts: Attempts, tenure: int, *, begins_anew: bool = False
+    ) -> list[pb.OpenTableResponse]:
+        """What the shards answer: shard 0, then all others; `tenure` 0: no place is taken."""
+
+        def join(
+            channel: ShardChannel, first: pb.OpenTableResponse | None = None
+        ) -> pb.OpenTableResponse:
+            own = attempts.beside()
+            return take_place(
+                own, partial(self._join, channel, own, first, tenure, begins_anew=begins_anew)
+            )
+
+        first = join(self._channels[0])
+        return [first, *ask_all(self._channels[1:], partial(join, first=first))]
+
+    def _check_versions(self, versions: list[int], attempts: Attempts) -> None:
+        """Refuses a synchronous table of which a shard is more than a step behind another.
+
+        No training makes it so: a worker sends a step when all shards have counted its last one.
+        Meanwhile it may go on, so who seems to be behind is asked once more.
+        """
+        newest = max(versions)
+        if newest - min(versions) > 1:
+            since = [min(status.version, newest) for status in self.status(attempts)]
+            self._check_same_past("the step that is open is", since, attempts)
+
+    def _check_same_past(self, what: str, steps: list[int], attempts: Attempts) -> None:
+        """Refuses shards that are further apart than any training makes them.
+
+        Where one is being restored, it is for the calls to come to say so.
+        """
+        low, high = min(steps), max(steps)
+        if high - low > 1 and not any(status.loading for status in self.status(attempts)):
+            raise StepOrderError(
+                f"shards disagree on where table {self._spec.name!r} stands: {what} {low} on shard "
+                f"{steps.index(low)} and {high} on shard {steps.index(high)}; a shard lost its "
+                "memory; restore a checkpoint, or start the training again under another name",
+                table=self._spec.name,
+            )
+
+    def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
+        """The first step from `next_step` on that no shard has closed.
+
+        That is this worker's next step, or, when that was interrupted and some shards closed it,
+        the one after it. A worker that takes part is never further behind.
+
+        Raises:
+            StepOrderError: a shard is further on.
+        """
+        newest = max(status.version for status in self.status(attempts))
+        if newest > next_step + 1:
+            raise StepOrderError(
+                f"learning rate of table {self._spec.name!r} from step {next_step}, this worker's "
+                f"next: a shard has reached step {newest}; pass now=True, or open the table again",
+                table=self._spec.name,
+            )
+        return max(newest, next_step)
+
+    def set_learning_rate(
+        self, learning_rate: float, from_step: int | None, attempts: Attempts
+    ) -> None:
+        """Changes the rate on all shards; `from_step` None: at once."""
+        self._every(
+            "SetTableLearningRate",
+            lambda channel: pb.SetTableLearningRateRequest(
+                shard=channel.identity,
+                table=self._spec.name,
+                learning_rate=learning_rate,
+                from_step=from_step,
+            ),
+            pb.SetTableLearningRateResponse,
+            attempts,
+        )
+
+    def evict(self, older_than_step: int, attempts: Attempts) -> int:
+        """Removes rows on all shards; returns how many."""
+        answers = self._every(
+            "EvictRows",
+            lambda channel: pb.EvictRowsRequest(
+                shard=channel.identity, table=self._spec.name, older_than_step=older_than_step
+            ),
+            pb.EvictRowsResponse,
+            attempts,
+        )
+        return sum(answer.evicted_row_count for answer in answers)
+
+    def status(self, attempts: Attempts) -> list[TableStatus]:
+        """What each shard holds of the table, in order.
+
+        Raises:
+            UnknownTableError: a shard has no such table.
+        """
+
+        def ask(channel: ShardChannel) -> TableStatus:
+            for found in attempts.beside().run(partial(self._held, channel, attempts)):
+                return TableStatus.from_proto(found)
+            raise UnknownTableError(
+                f"shard {channel.shard_index} has no table {self._spec.name!r} any more; it lost "
+                "its memory",
+                shard_index=channel.shard_index,
+                table=self._spec.name,
+            )
+
+        return ask_all(self._channels, ask)
+
+    def _held(self, channel: ShardChannel, attempts: Attempts) -> Sequence[pb.TableStatus]:
+        """What a shard holds of the table, if anything."""
+        return channel.call(
+            "GetTableStatus",
+            pb.GetTableStatusRequest(shard=channel.identity, table=self._spec.name),
+            pb.GetTableStatusResponse,
+            timeout_s=attempts.rest_s,
+            table=self._spec.name,
+        ).tables
+
+    def row_ids(self, attempts: Attempts) -> Ids:
+        """(n,) int64: ids of the rows that there are on all shards, ascending."""
+
+        def scan(channel: ShardChannel) -> Ids:
+            own = attempts.beside()
+            return own.run(partial(self._scanned, channel, own))
+
+        return np.unique(np.concatenate(ask_all(self._channels, scan)))
+
+    def _scanned(self, channel: ShardChannel, attempts: Attempts) -> Ids:
+        codec = RowCodec.of_scans(self._spec)
+        request = pb.ScanRowsRequest(
+            shard=channel.identity,
+            table=self._spec.name,
+            content=pb.ScanRowsRequest.CONTENT_IDS,
+            wait_timeout_ms=wait_milliseconds(attempts.rest_s),
+        )
+        found = [np.empty(0, np.int64)]
+        context = checksum.rows_scan_context(self._spec.name, request.content)
+        with channel.translated(table=self._spec.name):
+            call = channel.scan_rows(request, timeout=attempts.rest_s)
+            try:
+                with cancelled_by(call.cancel):
+                    for message in call:
+                        header, payload = framing.parse(pb.ScanRowsResponse, message)
+                        start = checksum.rows_scan(context, header)
+                        rows = codec.open(
+                            header.rows, payload, start=start, with_ids=True, with_values=False
+                        )
+                        found.append(rows.ids)
+            except ArgumentError as error:
+                raise CorruptChunkError(
+                    f"shard {channel.shard_index} answered for {self._spec.name!r}: "
+                    f"{error.message}",
+                    shard_index=channel.shard_index,
+                    table=self._spec.name,
+                ) from None
+            finally:
+                call.cancel()
+        return np.concatenate(found)
+
+    def _join(
+        self,
+        channel: ShardChannel,
+        attempts: Attempts,
+        first: pb.OpenTableResponse | None,
+        tenure: int,
+        *,
+        begins_anew: bool,
+    ) -> pb.OpenTableResponse:
+        """Creates or joins the table on one shard; `first` is what shard 0 said."""
+        take_seat = tenure > 0
+        channel.has_places |= take_seat
+        return channel.call(
+            "OpenTable",
+            pb.OpenTableRequest(
+                shard=channel.identity,
+                worker_id=self._worker_id,
+                spec=self._spec.to_proto(),
+                take_seat=take_seat,
+                incarnation=first.incarnation if first is not None else 0,
+                must_exist=first is not None and first.begun,
+                session=channel.session.number,
+                tenure=tenure,
+                begins_anew=begins_anew,
+            ),
+            pb.OpenTableResponse,
+            timeout_s=attempts.rest_s,
+            table=self._spec.name,
+        )
+
+    def _every(
+        self,
+        method: str,
+        request: Callable[[ShardChannel], Any],
+        response_type: type[ResponseT],
+        attempts: Attempts,
+    ) -> list[ResponseT]:
+        """The answers of all shards to a call, in order; where one refuses, no later is asked."""
+
+        def ask(channel: ShardChannel) -> ResponseT:
+            return channel.call(
+                method,
+                request(channel),
+                response_type,
+                timeout_s=attempts.rest_s,
+                table=self._spec.name,
+            )
+
+        return [attempts.run(partial(ask, channel)) for channel in self._channels]

@@ -1,0 +1,157 @@
+"""Rows for one table's callers: from what the worker keeps, a prefetch, or the shards."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from shardwell.errors import ClosedError, ShardwellError
+from shardwell.numerics.codec import Float32
+from shardwell.placement.rows import Ids
+from shardwell.rpc.call_scope import CallScope
+from shardwell.rpc.calls import cancelled_by
+from shardwell.rpc.retry import Attempts
+from shardwell.table.batch import RowBatch, ShardedIds
+from shardwell.table.exchange import TableStreams
+from shardwell.table.prefetches import Prefetched, Prefetches
+from shardwell.table.transfer import RowFetch, RowTransfer
+from shardwell.table.view import TableView
+
+
+class RowReading:
+    """Any thread may use it.
+
+    Args:
+        dim: Values of a row.
+        transfer: The messages that rows travel in.
+        streams: The streams to the shards.
+        calls: The table's calls.
+        view: The rows that this worker keeps.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        transfer: RowTransfer,
+        streams: TableStreams,
+        calls: CallScope,
+        view: TableView,
+    ) -> None:
+        self._dim = dim
+        self._transfer = transfer
+        self._streams = streams
+        self._calls = calls
+        self._prefetches = Prefetches()
+        self._view = view
+
+    def read(
+        self, batch: RowBatch, out: Float32, min_version: int, attempts: Attempts
+    ) -> int | None:
+        """Fills `out`, (n, dim), with the rows of a batch, as the shards have them or as kept.
+
+        Returns:
+            Steps that all of the rows have seen; None if there are none.
+        """
+        ids = batch.distinct
+        rows = self._room(batch, out)
+        found = None if min_version else self._view.find(ids.ids, rows)
+        if found is None:
+            return self._read_anew(batch, out, rows, min_version, attempts)
+        missing, version = found
+        if missing.size:
+            fetched = np.empty((missing.size, self._dim), np.float32)
+            newer = self._fetch(ids.subset(missing), fetched, 0, attempts)
+            rows[missing] = fetched
+            version = newer if version is None else min(version, newer)
+        batch.spread(rows, out)
+        return version
+
+    def question(self, batch: RowBatch, out: Float32) -> RowFetch:
+        """A fetch of all rows of a batch, whatever is kept; `RowBatch.spread` ends it."""
+        return RowFetch(
+            batch.distinct,
+            self._room(batch, out),
+            row_count_max=self._transfer.row_count_max,
+        )
+
+    def forget(self) -> None:
+        """Drops all that was fetched before."""
+        self._prefetches.clear()
+        self._view.clear()
+
+    # Ahead of time.
+
+    def prefetch(self, batch: RowBatch, ids: Ids) -> None:
+        """Begins to fetch all rows of a batch, whatever is kept; nobody writes to `ids`."""
+
+        def fetch(attempts: Attempts) -> Prefetched:
+            out = np.empty((ids.size, self._dim), np.float32)
+            return Prefetched(out, self._read_anew(batch, out, self._room(batch, out), 0, attempts))
+
+        call_count = self._view.call_count
+        self._prefetches.keep(ids, call_count, self._calls.start(fetch))
+
+    def prefetched(self, ids: Ids, min_version: int, attempts: Attempts) -> Prefetched | None:
+        """What was prefetched for the same ids, once it has come; None: they are to be read.
+
+        To be called once by each `get_rows`. One that failed, or has not come before the deadline,
+        is none: whoever reads, in the moment that is left to any attempt, learns which shard does
+        not answer.
+
+        Raises:
+            ClosedError: the table or the client was closed.
+        """
+        future = self._prefetches.take(ids, self._view.begin_get())
+        if future is None:
+            return None
+        come = threading.Event()
+        future.add_done_callback(lambda _: come.set())
+        with cancelled_by(come.set):
+            come.wait(attempts.rest_s)
+        if not future.done():
+            return None
+        try:
+            found = future.result()
+        except ClosedError:
+            raise
+        except ShardwellError:
+            return None
+        return found if min_version <= (found.version or 0) else None
+
+    def _room(self, batch: RowBatch, out: Float32) -> Float32:
+        """Where a batch's distinct rows are put before they are spread: `out` itself, if it can."""
+        if batch.is_plain:
+            return out
+        return np.empty((batch.distinct.ids.size, self._dim), np.float32)
+
+    def _read_anew(
+        self,
+        batch: RowBatch,
+        out: Float32,
+        rows: Float32,
+        min_version: int,
+        attempts: Attempts,
+    ) -> int | None:
+        """Fills `out` with rows of the shards; `rows` is what `_room` returned for it."""
+        version = None
+        if batch.distinct.ids.size:
+            version = self._fetch(batch.distinct, rows, min_version, attempts)
+        batch.spread(rows, out)
+        return version
+
+    def _fetch(self, ids: ShardedIds, rows: Float32, min_version: int, attempts: Attempts) -> int:
+        """Fetches rows, at least one, and keeps them; returns the version they all have seen."""
+        asked = self._view.moment()
+        fetch = RowFetch(
+            ids,
+            rows,
+            row_count_max=self._transfer.row_count_max,
+            min_version=min_version,
+            known_version=self._view.known_version,
+        )
+        attempts.run(lambda: self._streams.attempt(None, fetch, attempts))
+        version = int(fetch.version)
+        self._view.keep(ids.ids, rows, version, asked)
+        return version

@@ -1,0 +1,195 @@
+"""This worker's steps on one table: which is open, and what a call that failed has begun of it.
+
+Invariant: whatever fails, all that shards count of one step comes of one batch, as long as this
+object lives: a step that may be counted in part is sent again with the same rows, or abandoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwell.errors import DivergedError, StepOrderError
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.take_over import check_next_step
+from shardwell.specs.table import TableSpec
+from shardwell.table.batch import ShardedIds
+from shardwell.table.exchange import TableStreams
+from shardwell.table.gradient_sums import RowSums
+from shardwell.table.membership import Standing, TableOpening
+from shardwell.table.transfer import RowFetch, RowPut, RowTransfer
+from shardwell.table.view import Moment, TableView
+
+
+class _Begun(NamedTuple):
+    """A step that a call began and did not bring to its end."""
+
+    digest: tuple[int, ...] | None
+    """Of what it sent; None: the step is being abandoned."""
+    counted_shards: set[int]
+    """Shards that have told that they counted all of it."""
+
+
+class TableSteps:
+    """The caller sees to it that calls take turns.
+
+    Args:
+        spec: The table.
+        transfer: The messages that rows travel in; their size is set here.
+        opening: The calls about the table as a whole.
+        streams: The streams to the shards.
+        view: What this worker knows of the table; its next step is set here.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        *,
+        transfer: RowTransfer,
+        opening: TableOpening,
+        streams: TableStreams,
+        view: TableView,
+    ) -> None:
+        self._spec = spec
+        self._view = view
+        self._transfer = transfer
+        self._opening = opening
+        self._streams = streams
+        self._has_seat = False
+        self._opened_in = 0
+        self._begun: _Begun | None = None
+        self.is_begun = False
+        """See `Table.is_step_begun`."""
+
+    def open(self, attempts: Attempts) -> int:
+        """Opens the table on all shards and goes on where they say; returns their version."""
+        self._has_seat = False
+        standing = self._opening.open(attempts)
+        self._opened_in = standing.tenure
+        return self._stand(standing)
+
+    def put(
+        self,
+        ids: ShardedIds,
+        sums: RowSums,
+        sample_count: int,
+        fetch: RowFetch | None,
+        attempts: Attempts,
+        take: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Ends the next step with a gradient, then fetches rows; returns which step it was.
+
+        Args:
+            ids: The rows' ids.
+            sums: The rows' gradients.
+            sample_count: See `Table.put_row_gradients`.
+            fetch: The rows that are wanted then.
+            attempts: The call's deadline.
+            take: Called when all has come. When it fails, or anything else here, the step has not
+                ended for the caller, who makes the same call again.
+
+        Raises:
+            DivergedError: the step has ended, and the rows are not finite.
+            ShardwellError: see `Table.put_row_gradients`.
+        """
+        self._take_seat(attempts)
+        put = RowPut(
+            ids,
+            sums,
+            step=self._view.next_step,
+            sample_count=sample_count,
+            row_count_max=self._transfer.row_count_max,
+        )
+        if self._begun is not None:
+            self._repeat(self._begun, put)
+        if fetch is not None and self._spec.mode == "sync":
+            fetch.min_version, fetch.is_exact = put.step + 1, True
+        diverged: DivergedError | None = None
+        try:
+            begun = self._view.begin_step(ids.ids)
+            try:
+                self._run(put, fetch, attempts)
+            except DivergedError as error:  # of a step that is counted, so all of it is to be
+                diverged = error
+                self._run(put, None, attempts)
+            if diverged is None:
+                take()
+            self._end(begun, None if diverged else fetch)
+        except BaseException:
+            if put.is_sent or put.counted_shards:
+                self._begun, self.is_begun = _Begun(put.digest(), put.counted_shards), True
+            self._view.fail_step(put.step, is_begun=self._begun is not None)
+            raise
+        if diverged is not None:
+            raise diverged
+        return put.step
+
+    def abandon(self, attempts: Attempts) -> int:
+        """See `Table.abandon_step`."""
+        self._take_seat(attempts)
+        no_ids = ShardedIds(np.empty(0, np.int64), [0] * (self._opening.shard_count + 1))
+        put = RowPut(no_ids, None, step=self._view.next_step, sample_count=0, row_count_max=1)
+        self._begun, self.is_begun = _Begun(None, set()), True
+        begun = self._view.begin_step(None)
+        self._run(put, None, attempts)
+        self._end(begun, None)
+        return put.step
+
+    def _run(self, put: RowPut, fetch: RowFetch | None, attempts: Attempts) -> None:
+        attempts.run(lambda: self._streams.attempt(put, fetch, attempts))
+
+    def _end(self, begun: Moment, fetch: RowFetch | None) -> None:
+        if fetch is None or not fetch.ids.ids.size:
+            self._view.end_step(begun)
+        else:
+            self._view.end_step(begun, fetch.ids.ids, fetch.rows, int(fetch.version))
+        self._begun, self.is_begun = None, False
+
+    def _repeat(self, begun: _Begun, put: RowPut) -> None:
+        """Lets a step that was begun go on with the same rows only."""
+        if begun.digest is None or begun.digest != put.digest():
+            failed, way = "began to abandon it", ""
+            if begun.digest is not None:
+                failed, way = "sent other rows of it", "call again with those rows, or "
+            raise StepOrderError(
+                f"step {put.step} of table {self._spec.name!r}: a call that failed {failed}, and "
+                f"some may be counted; {way}end the step with abandon_step()",
+                table=self._spec.name,
+            )
+        put.counted_shards |= begun.counted_shards
+
+    def _take_seat(self, attempts: Attempts) -> None:
+        """Once; only then this worker's steps are the same on all shards for certain.
+
+        What an earlier process of this worker had sent may have been counted since the table was
+        opened. The step stays the one that was told then: sent again, it counts once.
+        """
+        if not self._has_seat:
+            told = self._view.next_step
+            standing = self._opening.take_seat(attempts)
+            check_next_step(
+                f"table {self._spec.name!r}",
+                standing.next_step,
+                told,
+                took_over=standing.took_over,
+                lost_place=self._opened_in not in (0, standing.tenure),
+                table=self._spec.name,
+            )
+            if standing.next_step == told + 1:
+                standing = standing._replace(next_step=told, is_begun=True)
+            self._stand(standing)
+            self._has_seat = True
+
+    def _stand(self, standing: Standing) -> int:
+        """Goes on where the shards say."""
+        self._transfer.row_count_max = standing.row_count_max
+        self._transfer.incarnation = standing.incarnation
+        is_other = standing.tenure != self._transfer.tenure
+        self._transfer.tenure = standing.tenure
+        if is_other or standing.next_step != self._view.next_step:
+            self._begun = None
+        self._view.stand(standing.next_step, is_begun=self._begun is not None)
+        self.is_begun = standing.is_begun or self._begun is not None
+        return standing.version

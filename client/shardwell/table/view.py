@@ -1,0 +1,192 @@
+"""What one worker knows of one table: its next step, and the rows that it keeps, with their age.
+
+One object that all calls share: those that send gradients report when a step begins and ends, those
+that fetch take rows out of it and leave rows in it. Pure but for its lock.
+
+Time is counted by this worker's clock. It goes on by one when a step of this worker ends, and with
+each `get_rows` that follows another one without a step between them.
+
+Invariants, whatever threads do, and wherever Ctrl-C comes:
+
+- A row that is found was asked for at most `staleness_steps` of the clock ago.
+- It includes every gradient that this worker has sent for it in a step that has ended. So nothing
+  is kept of what was fetched while a step of this worker was being sent or was begun by a call that
+  failed, of what was asked for before `clear`, or of a version that this worker's last step is not
+  in yet.
+- The version that comes with found rows is none that one of them has not seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from shardwell.numerics.codec import Float32
+from shardwell.placement.rows import Ids
+from shardwell.table.cache import RowCache
+
+
+class Moment(NamedTuple):
+    """When rows were asked for."""
+
+    clock: int
+    """This worker's clock."""
+    era: int
+    """Changes whenever what was asked for before must not be kept any more."""
+
+
+class TableView:
+    """See the module. Any thread may use it; steps are for one thread at a time.
+
+    Args:
+        cache: The rows that are kept; None keeps none.
+        is_sync: Whether versions count steps that all workers have ended.
+    """
+
+    def __init__(self, cache: RowCache | None, *, is_sync: bool) -> None:
+        self._cache = cache
+        self._is_sync = is_sync
+        self._lock = threading.Lock()
+        self._clock = 0
+        self._has_put = False
+        self._era = 0
+        self._is_sending = False
+        self.next_step = 0
+        """See `Table.next_step`."""
+        self.version = 0
+        """See `Table.version`."""
+        self.call_count = 0
+        """Calls so far that fetched rows or sent gradients; prefetches do not count."""
+
+    @property
+    def known_version(self) -> int:
+        """Steps that every shard has seen: all before this worker's last one.
+
+        A shard counts a step of a worker when those before it have closed; in asynchronous mode
+        each that it counts is one.
+        """
+        return max(self.next_step - 1, 0)
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """See `Table.cache_hit_rate`."""
+        if self._cache is None:
+            return 0.0
+        asked = self._cache.hit_count + self._cache.miss_count
+        return self._cache.hit_count / max(asked, 1)
+
+    # Rows.
+
+    def begin_get(self) -> int:
+        """Notes a call of `get_rows`; returns how many calls came before it."""
+        with self._lock:
+            self._clock += not self._has_put
+            self._has_put = False
+            self.call_count += 1
+            return self.call_count - 1
+
+    def moment(self) -> Moment:
+        """To be called before rows are asked for; the result is for `keep`."""
+        with self._lock:
+            return Moment(self._clock, self._era)
+
+    def find(self, ids: Ids, rows: Float32) -> tuple[Ids, int | None] | None:
+        """Copies the rows that are kept and new enough.
+
+        Args:
+            ids: (u,) int64, without repeats.
+            rows: (u, dim); those that are found are written.
+
+        Returns:
+            The places in `ids` of those that are missing, ascending, and the version that the
+            others have seen; None if no rows are kept at all.
+        """
+        if self._cache is None:
+            return None
+        with self._lock:
+            return self._cache.find(ids, self._clock, rows)
+
+    def keep(self, ids: Ids, rows: Float32, version: int, asked: Moment) -> None:
+        """Keeps rows that were fetched, if they may still be used.
+
+        Args:
+            ids: (u,) int64, without repeats.
+            rows: (u, dim); copied.
+            version: Steps that all of them have seen.
+            asked: What `moment` returned before they were asked for.
+        """
+        if self._cache is None:
+            return
+        with self._lock:
+            has_own = not self._is_sync or version >= self.next_step
+            if has_own and asked.era == self._era and not self._is_sending:
+                self._cache.add(ids, rows, asked.clock, version)
+
+    def clear(self) -> None:
+        """Forgets all rows, and what was asked for and has not come yet."""
+        with self._lock:
+            self._era += 1
+            if self._cache is not None:
+                self._cache.clear()
+
+    # Steps.
+
+    def stand(self, next_step: int, *, is_begun: bool) -> None:
+        """Goes on at another step.
+
+        Args:
+            next_step: The step.
+            is_begun: Whether a call of this worker has begun it, and failed.
+        """
+        with self._lock:
+            self.next_step = next_step
+            self._is_sending = is_begun
+
+    def begin_step(self, ids: Ids | None) -> Moment:
+        """To be called before anything of the next step is sent; `end_step` takes the result.
+
+        Args:
+            ids: The rows that it has gradients for; None: nobody knows which.
+        """
+        with self._lock:
+            self._is_sending = True
+            self._era += 1
+            self.call_count += 1
+            if self._cache is not None:
+                if ids is None:
+                    self._cache.clear()
+                else:
+                    self._cache.drop(ids)
+            return Moment(self._clock, self._era)
+
+    def end_step(
+        self, begun: Moment, ids: Ids | None = None, rows: Float32 | None = None, version: int = 0
+    ) -> None:
+        """To be called when all shards have counted the step.
+
+        Args:
+            begun: What `begin_step` returned.
+            ids: (u,) int64, of rows that were fetched after it, without repeats.
+            rows: (u, dim), the same; copied.
+            version: Steps that all of them have seen.
+        """
+        with self._lock:
+            if self._cache is not None and ids is not None and begun.era == self._era:
+                assert rows is not None
+                self._cache.add(ids, rows, begun.clock + 1, version)
+            self._clock += 1
+            self._has_put = True
+            self._era += 1  # what was asked for meanwhile may lack the step
+            self._is_sending = False
+            self.next_step += 1
+
+    def fail_step(self, step: int, *, is_begun: bool) -> None:
+        """To be called when a step did not end.
+
+        Args:
+            step: Which; it is the next one still.
+            is_begun: Whether shards may have counted some of it, or may yet.
+        """
+        with self._lock:
+            self.next_step = step
+            self._is_sending = is_begun

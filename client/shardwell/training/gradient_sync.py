@@ -1,0 +1,224 @@
+"""Ways of synchronising gradients that a training loop can exchange for one another.
+
+A loop calls `sync_gradients` once a step and goes on with the mean of all workers. Who computes it
+is decided by the object that the loop is given: nobody (LocalSync), the threads of this process
+(ThreadedSync), a group of processes (GroupSync) or the shards of a cluster (ServerSync).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from shardwell.errors import ArgumentError, NonFiniteError
+from shardwell.numerics.arguments import as_writable, check_integer, check_timeout
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.reduction import ReductionName, first_non_finite
+from shardwell.parameter.parameter import Parameter
+from shardwell.specs.optimizers import Average
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX
+
+
+@runtime_checkable
+class GradientSync(Protocol):
+    """Makes each worker's gradient the mean of all workers' gradients."""
+
+    def sync_gradients(self, array: Float32, *, sample_count: int = 1) -> None:
+        """Replaces the array by the mean of all workers' arrays; blocks until that is there.
+
+        Every worker calls it equally often, with arrays of one length. All get the same bits.
+
+        Args:
+            array: float32 of any shape, writable and C-contiguous; written in place.
+            sample_count: Weight of this worker's array, 0 to 2^24; 0 for all makes zeros.
+
+        Raises:
+            ArgumentError: the array or the count can't be used.
+            ShardwellError: see each kind; the array was not written, unless it says otherwise.
+        """
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are other workers to wait for."""
+
+    @property
+    def worker_count(self) -> int:
+        """Workers that take part, this one included."""
+
+
+class ReducingGroup(Protocol):
+    """What GroupSync and the trainer use of a group; `shardwell.join_group` gives one."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among the members now."""
+
+    @property
+    def size(self) -> int:
+        """Members now."""
+
+    def all_reduce(
+        self,
+        array: Float32,
+        op: ReductionName = "sum",
+        *,
+        sample_count: int = 1,
+        codec: Any = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Reduces in place."""
+
+    def broadcast(
+        self,
+        array: Float32,
+        root: int = 0,
+        *,
+        codec: Any = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Replaces the array by the root's."""
+
+    def join(self, *, timeout_s: float | None = None) -> int:
+        """Blocks until all have joined; returns the rank that joined last."""
+
+
+class LocalSync:
+    """One worker alone: its gradient is the mean. Checks as the others do; any thread may call.
+
+    Args:
+        allow_non_finite: Let NaN and infinity through; the default refuses them.
+    """
+
+    rank = 0
+
+    def __init__(self, *, allow_non_finite: bool = False) -> None:
+        self._allow_non_finite = allow_non_finite
+
+    @property
+    def is_distributed(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def worker_count(self) -> int:
+        """1."""
+        return 1
+
+    def sync_gradients(self, array: Float32, *, sample_count: int = 1) -> None:
+        """Leaves the array as it is; a `sample_count` of 0 makes zeros, as with several workers.
+
+        Raises:
+            ArgumentError: the array or the count can't be used.
+            NonFiniteError: an element is NaN or infinite.
+        """
+        flat = as_writable("array", array)
+        if check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX) == 0:
+            flat.fill(0.0)
+            return
+        index = None if self._allow_non_finite else first_non_finite(flat)
+        if index is not None:
+            raise NonFiniteError(
+                f"array: element {index} is {flat[index]}; skip or mend the step, or use "
+                "LocalSync(allow_non_finite=True)",
+                element_index=index,
+                rank=0,
+            )
+
+
+class GroupSync:
+    """The workers of a group reduce among themselves.
+
+    Args:
+        group: What `shardwell.join_group` gave. It stays the caller's to close.
+        timeout_s: Of each call; None is the group's own.
+    """
+
+    def __init__(self, group: ReducingGroup, timeout_s: float | None = None) -> None:
+        self.group = group
+        """The group."""
+        self._timeout_s = None if timeout_s is None else check_timeout(timeout_s)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank among the group's members now."""
+        return self.group.rank
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the group has other members now."""
+        return self.worker_count > 1
+
+    @property
+    def worker_count(self) -> int:
+        """The group's members now."""
+        return self.group.size
+
+    def sync_gradients(self, array: Float32, *, sample_count: int = 1) -> None:
+        """See GradientSync; travels in the group's codec.
+
+        Raises:
+            ShardwellError: as `Group.all_reduce`. After an error in the middle of it, each element
+                is what it was, or final.
+        """
+        self.group.all_reduce(
+            as_writable("array", array),
+            "mean",
+            sample_count=sample_count,
+            timeout_s=self._timeout_s,
+        )
+
+
+class ServerSync:
+    """The shards of a cluster average. Each worker has its own client and parameter.
+
+    It keeps one array as long as the parameter: an exchange reads the gradient until all of the
+    mean is there. Threads that share it take turns.
+
+    Args:
+        parameter: Opened with `optimizer=shardwell.Average()` and in sync mode. A trainer's
+            synchronises the loss too: its size is that of the weights and 1.
+        timeout_s: Of each call; None is the client's.
+
+    Raises:
+        ArgumentError: the parameter has another optimizer or mode.
+    """
+
+    def __init__(self, parameter: Parameter, timeout_s: float | None = None) -> None:
+        spec = parameter.spec
+        if not isinstance(spec.optimizer, Average) or spec.mode != "sync":
+            raise ArgumentError(
+                f"ServerSync needs a parameter with optimizer=shardwell.Average() and mode='sync'; "
+                f"{spec.name!r} has {type(spec.optimizer).__name__} and mode={spec.mode!r}; "
+                "open one of another name",
+                parameter=spec.name,
+            )
+        self.parameter = parameter
+        """The parameter."""
+        self._timeout_s = None if timeout_s is None else check_timeout(timeout_s)
+        self._lock = threading.Lock()
+        self._mean = np.empty(parameter.size, np.float32)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the parameter has other workers."""
+        return self.worker_count > 1
+
+    @property
+    def worker_count(self) -> int:
+        """The parameter's workers."""
+        return self.parameter.spec.worker_count
+
+    def sync_gradients(self, array: Float32, *, sample_count: int = 1) -> None:
+        """See GradientSync; `parameter.size` elements, in the parameter's codec.
+
+        Raises:
+            ShardwellError: as `Parameter.exchange`: call again, and nothing counts twice.
+        """
+        flat = as_writable("array", array)
+        with self._lock:
+            self.parameter.exchange(
+                flat, sample_count=sample_count, out=self._mean, timeout_s=self._timeout_s
+            )
+            np.copyto(flat, self._mean)

@@ -1,0 +1,332 @@
+"""All-reduce among the threads of one process, which share their arrays' memory.
+
+One generation is one all-reduce. Its states, guarded by one lock:
+
+    gathering     each rank brings its call. Ends when all have, which are then compared; or at the
+                  first deadline, or when a thread is interrupted: the object is then broken.
+    reducing and  all threads at once: each reduces its own part of all arrays, block by block, and
+    handing out   writes each block into all of them while it is in cache. A part is read and
+                  written by one thread alone, so nobody waits between the two.
+    over          all parts are done, or the generation has failed. Threads return.
+
+Calls come to the next generation, which gathers as soon as this one reduces. Invariants:
+(1) Nothing is written unless all ranks have come, with calls that agree.
+(2) A rank has at most one call under way. A generation reduces only when all its ranks have called,
+    so all calls of the one before have returned: no thread sees a later generation's values.
+(3) A call returns, or raises, only when no thread writes to its array any more.
+(4) What a generation ends with, all its threads get: the same bits, or the same error.
+(5) Sums are taken in order of rank: the same arrays give the same bits, whoever comes first.
+
+Each array is read twice (values that are not finite are looked for first) and written once. It
+keeps no memory between calls but each thread's block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from shardwell.errors import ArgumentError, DeadlineError, WorkerLostError, WorkersMissingError
+from shardwell.numerics.arguments import check_integer, check_timeout
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32
+from shardwell.numerics.reduction import ReductionName, part_of, reduce_block
+from shardwell.numerics.scratch import thread_scratch
+from shardwell.numerics.weighted_mean import Weights
+from shardwell.specs.rank_words import in_words
+from shardwell.training.thread_calls import ThreadCall, failure_of
+
+THREAD_COUNT_MAX = 1024
+_GATHERING, _REDUCING, _OVER = "gathering", "reducing and handing out", "over"
+
+Failure = Callable[[], Exception]
+
+
+class _Generation:
+    """One all-reduce; see the module. Guarded by the lock of its ThreadedSync."""
+
+    def __init__(self) -> None:
+        self.state = _GATHERING
+        self.calls: dict[int, ThreadCall] = {}
+        self.buffers: list[Float32] = []
+        self.weights = Weights(())
+        self.writing: set[int] = set()
+        """Ranks whose part is not done yet."""
+        self.failure: Failure | None = None
+        """Makes the error that all get, one for each thread."""
+
+
+class ThreadedSync:
+    """Synchronises the gradients of `worker_count` threads; reusable, for any lengths in turn.
+
+    Every thread calls the same methods in the same order, each with its own array. A thread's rank
+    is its seat, taken with `take_seat`, or else the lowest free one at its first call (then bits
+    may depend on which thread came first); or the `rank=` of the call. A seat whose thread has
+    ended is free.
+
+    Args:
+        worker_count: How many threads, 1 to 1024.
+        timeout_s: How long a call waits for the other threads.
+        allow_non_finite: Let NaN and infinity through; the default refuses them, for all threads.
+    """
+
+    def __init__(
+        self, worker_count: int, *, timeout_s: float = 60.0, allow_non_finite: bool = False
+    ) -> None:
+        self._worker_count = check_integer("worker_count", worker_count, 1, THREAD_COUNT_MAX)
+        self._timeout_s = check_timeout(timeout_s)
+        self._allow_non_finite = allow_non_finite
+        self._condition = threading.Condition()
+        self._seats: dict[int, threading.Thread] = {}
+        self._under_way: dict[int, threading.Thread] = {}
+        """Ranks whose call has not returned."""
+        self._next = _Generation()
+        """Where calls gather."""
+        self._broken: Failure | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are other threads."""
+        return self._worker_count > 1
+
+    @property
+    def worker_count(self) -> int:
+        """Threads that take part."""
+        return self._worker_count
+
+    @property
+    def rank(self) -> int:
+        """The calling thread's seat; takes the lowest free one if it has none.
+
+        Raises:
+            ArgumentError: all seats are taken.
+        """
+        with self._condition:
+            return self._seat(threading.current_thread())
+
+    def take_seat(self, rank: int) -> None:
+        """Makes `rank` the calling thread's, in place of the one that it may have. Repeatable.
+
+        Raises:
+            ArgumentError: another living thread has that seat, or there is none such.
+        """
+        rank = self._check_rank(rank)
+        thread = threading.current_thread()
+        with self._condition:
+            holder = self._seats.get(rank)
+            if holder is not None and holder is not thread and holder.is_alive():
+                raise ArgumentError(
+                    f"rank {rank} is the seat of thread {holder.name!r}; take another, or have "
+                    "that thread call leave_seat()",
+                    rank=rank,
+                )
+            self._leave(thread)
+            self._seats[rank] = thread
+
+    def leave_seat(self) -> None:
+        """Frees the calling thread's seat. Safe to repeat."""
+        with self._condition:
+            self._leave(threading.current_thread())
+
+    def sync_gradients(
+        self, array: Float32, *, sample_count: int = 1, rank: int | None = None
+    ) -> None:
+        """Replaces the array by the mean of all threads', weighted; see GradientSync.
+
+        Args:
+            array: float32 of any shape, writable and C-contiguous; other threads read and write
+                it until the call returns.
+            sample_count: Weight of this array, 0 to 2^24.
+            rank: Whose call it is; None: the calling thread's.
+
+        Raises:
+            ArgumentError: all threads' arrays are of no use; or this rank has a call under way.
+            CollectiveMismatchError: the threads called with different arrays or operations; all get
+                it, and no array was written.
+            NonFiniteError: an array has NaN or infinity; likewise for all.
+            WorkersMissingError: threads did not come in time. The object is then broken until
+                `reset`; no array was written.
+            WorkerLostError: it is broken, or a thread was interrupted while it took part.
+        """
+        self.all_reduce(array, "mean", sample_count=sample_count, rank=rank)
+
+    def all_reduce(
+        self,
+        array: Float32,
+        op: ReductionName = "sum",
+        *,
+        sample_count: int = 1,
+        rank: int | None = None,
+    ) -> None:
+        """Replaces the array by the reduction of all threads': "sum", "mean", "max" or "min".
+
+        Raises:
+            ShardwellError: see `sync_gradients`. A sum that float32 can't hold is infinite.
+        """
+        thread = threading.current_thread()
+        with self._condition:
+            self._check_usable()
+            place = self._seat(thread) if rank is None else self._check_rank(rank)
+        call = ThreadCall.of(array, op, sample_count, allow_non_finite=self._allow_non_finite)
+        with self._condition:
+            self._check_usable()
+            other = self._under_way.get(place)
+            if other is not None:
+                raise ArgumentError(
+                    f"rank {place} is used by two threads at once, {other.name!r} and "
+                    f"{thread.name!r}; give each thread a rank of its own",
+                    rank=place,
+                )
+            self._under_way[place] = thread
+            generation = self._next
+        try:
+            self._take_part(generation, place, call)
+        finally:
+            with self._condition:
+                del self._under_way[place]
+                self._condition.notify_all()
+
+    def reset(self) -> None:
+        """Makes a broken object usable again; calls that still wait fail first.
+
+        Seats stay with the threads that live. Not for a thread that is within a call.
+
+        Raises:
+            DeadlineError: calls have not returned within `timeout_s`.
+        """
+        with self._condition:
+            reason = "ThreadedSync.reset() was called meanwhile; call again"
+            self._break(self._next, lambda: WorkerLostError(reason))
+            if not self._condition.wait_for(lambda: not self._under_way, self._timeout_s):
+                raise DeadlineError(
+                    f"ranks {sorted(self._under_way)} have not returned from their calls within "
+                    f"{self._timeout_s:g} s; reset again when they have"
+                )
+            self._broken = None
+            self._next = _Generation()
+
+    # One call, on its own thread.
+
+    def _take_part(self, generation: _Generation, rank: int, call: ThreadCall) -> None:
+        try:
+            self._gather(generation, rank, call)
+            self._reduce(generation, rank)
+        except BaseException:
+            with self._condition:
+                if generation.failure is None:  # interrupted, or a defect: the others must know
+                    reason = f"rank {rank} was interrupted in the middle of a call"
+                    self._break(generation, lambda: WorkerLostError(reason, rank=rank))
+            raise
+        finally:
+            with self._condition:
+                self._part_is_done(generation, rank)
+                self._until_nobody_writes(generation)
+        with self._condition:
+            if generation.failure is not None:
+                raise generation.failure()
+
+    def _gather(self, generation: _Generation, rank: int, call: ThreadCall) -> None:
+        """Brings a call; returns when all have, or raises what is wrong with them."""
+        with self._condition:
+            if generation.state != _GATHERING:  # broken since
+                self._check_usable()
+            generation.calls[rank] = call
+            if len(generation.calls) == self._worker_count:
+                self._compare(generation)
+                self._condition.notify_all()
+            elif not self._condition.wait_for(
+                lambda: generation.state != _GATHERING, self._timeout_s
+            ):
+                self._break(generation, self._missing(generation))
+            if generation.failure is not None:
+                raise generation.failure()
+
+    def _compare(self, generation: _Generation) -> None:
+        """All have come: what this generation does, and room for the next."""
+        self._next = _Generation()
+        calls = [generation.calls[rank] for rank in range(self._worker_count)]
+        generation.failure = failure_of(calls)
+        if generation.failure is not None:
+            generation.state = _OVER
+            return
+        generation.state = _REDUCING
+        generation.buffers = [call.values for call in calls]
+        generation.weights = Weights([call.sample_count for call in calls])
+        generation.writing = set(range(self._worker_count))
+
+    def _reduce(self, generation: _Generation, rank: int) -> None:
+        """Reduces this rank's part of all arrays, and hands it out."""
+        buffers, reduction = generation.buffers, generation.calls[rank].op
+        total = thread_scratch().values
+        first, stop = part_of(buffers[0].size, len(buffers), rank)
+        for start in range(first, stop, BLOCK_ELEMENT_COUNT):
+            if generation.failure is not None:
+                return
+            end = min(start + BLOCK_ELEMENT_COUNT, stop)
+            block = [buffer[start:end] for buffer in buffers]
+            reduce_block(block, reduction, generation.weights, total[: end - start])
+
+    # Under the lock.
+
+    def _part_is_done(self, generation: _Generation, rank: int) -> None:
+        generation.writing.discard(rank)
+        if generation.state == _REDUCING and not generation.writing:
+            generation.state = _OVER
+            self._condition.notify_all()
+        elif generation.failure is not None:
+            self._condition.notify_all()
+
+    def _until_nobody_writes(self, generation: _Generation) -> None:
+        """Waits for parts that others work on: nothing but arithmetic, so a matter of moments."""
+        if not self._condition.wait_for(lambda: not generation.writing, self._timeout_s):
+            late = tuple(sorted(generation.writing))
+            message = f"{in_words(late)} did not reduce their parts within {self._timeout_s:g} s"
+            self._break(generation, lambda: WorkersMissingError(message, missing_ranks=late))
+
+    def _missing(self, generation: _Generation) -> Failure:
+        missing = tuple(sorted(set(range(self._worker_count)) - set(generation.calls)))
+        message = (
+            f"{in_words(missing)} of {self._worker_count} did not call within "
+            f"{self._timeout_s:g} s; no array was written; call reset() when all threads can go on"
+        )
+        rank = missing[0]
+        return lambda: WorkersMissingError(message, missing_ranks=missing, rank=rank)
+
+    def _break(self, generation: _Generation, failure: Failure) -> None:
+        """Ends a generation for all of its threads, and refuses calls until `reset`."""
+        if generation.failure is None and generation.state != _OVER:
+            generation.failure = failure
+            generation.state = _OVER
+        if self._broken is None:
+            self._broken = failure
+        self._condition.notify_all()
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            cause = self._broken()
+            raise WorkerLostError(
+                f"this ThreadedSync is broken: {cause}; call reset()",
+                rank=getattr(cause, "rank", None),
+            )
+
+    def _seat(self, thread: threading.Thread) -> int:
+        own = next((rank for rank, holder in self._seats.items() if holder is thread), None)
+        if own is not None:
+            return own
+        for rank in range(self._worker_count):
+            holder = self._seats.get(rank)
+            if holder is None or not holder.is_alive():
+                self._seats[rank] = thread
+                return rank
+        raise ArgumentError(
+            f"all {self._worker_count} seats are taken by other threads; thread {thread.name!r} "
+            "is one too many; make ThreadedSync with a larger worker_count"
+        )
+
+    def _leave(self, thread: threading.Thread) -> None:
+        for rank, holder in list(self._seats.items()):
+            if holder is thread:
+                del self._seats[rank]
+
+    def _check_rank(self, rank: Any) -> int:
+        return check_integer("rank", rank, 0, self._worker_count - 1)

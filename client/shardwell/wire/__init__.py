@@ -1,0 +1,1 @@
+"""The bytes of messages: framing, checksums, chunks and rows."""

@@ -1,0 +1,299 @@
+"""What the CRC32C of a message covers: its payload, and all that gives the payload a meaning. Pure.
+
+types.proto defines it, at `Chunk.crc32c`, from values alone, so that any language can compute it:
+
+    context | fields of the message | fields of its Chunk or Rows | payload
+
+The context is what the stream or call was opened for: a kind of message, a parameter or table, and
+for gradients the worker. It does not travel: each side computes it from what it believes, so that
+a payload that reaches another parameter, worker, step or call than it was meant for never fits.
+Each kind of message has one function below, which writers and readers share. Requests without a
+payload that change something have a CRC of all their fields.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fastcrc import crc32
+
+from shardwell.numerics.codec import Bytes
+from shardwell.placement.rows import Ids
+from shardwell.v1 import parameter_server_pb2, peer_pb2, table_pb2, types_pb2
+
+CRC_FIELD = "crc32c"
+"""Of requests that `of_request` is for."""
+_MASK = 2**64 - 1
+_DOUBLE = struct.Struct("<d")
+_NUMBERS = tuple(struct.Struct(f"<{count}Q") for count in range(12))
+
+
+class Kind(enum.IntEnum):
+    """The first number of a context."""
+
+    GRADIENT = 1
+    WEIGHTS = 2
+    FIRST_WEIGHTS = 3
+    SNAPSHOT = 4
+    ROW_GRADIENTS = 5
+    ROWS_FETCH = 6
+    ROWS_ANSWER = 7
+    ROWS_SCAN = 8
+    ROWS_LOAD = 9
+    PEER_CHUNK = 10
+
+
+def extended(crc: int, *values: int | str) -> int:
+    """A CRC32C that goes on over values, in the form that types.proto gives them."""
+    packed = b"".join(
+        _text(value) if isinstance(value, str) else _number(value) for value in values
+    )
+    return int(crc32.iscsi(packed, crc))
+
+
+def _number(value: int) -> bytes:
+    return (value & _MASK).to_bytes(8, "little")
+
+
+def _text(value: str) -> bytes:
+    written = value.encode()
+    return _number(len(written)) + written
+
+
+def _with_numbers(crc: int, *values: int) -> int:
+    """`extended` for a few numbers, in one go: it is called for every message."""
+    packed = _NUMBERS[len(values)].pack(*[value & _MASK for value in values])
+    return int(crc32.iscsi(packed, crc))
+
+
+def _bits(value: float) -> int:
+    """A double's eight bytes as a number."""
+    return int.from_bytes(_DOUBLE.pack(value), "little")
+
+
+def _optional(value: float | None) -> tuple[int, int]:
+    return (0, 0) if value is None else (1, _bits(value))
+
+
+def of_request(request: Any) -> int:
+    """The CRC32C of a request without a payload: of its type, and all its fields but the CRC."""
+    return extended(0, request.DESCRIPTOR.full_name, *_values(request))
+
+
+def _values(message: Any) -> Iterator[int | str]:
+    """The fields of a message, in the order of their numbers."""
+    for name, is_repeated, has_presence, is_message in _fields(message.DESCRIPTOR):
+        if is_repeated:
+            values = getattr(message, name)
+            yield len(values)
+        else:
+            is_there = not has_presence or message.HasField(name)
+            if has_presence:
+                yield is_there
+            values = (getattr(message, name),) if is_there or not is_message else ()
+        for value in values:
+            if is_message:
+                yield from _values(value)
+            else:
+                yield _bits(value) if isinstance(value, float) else value
+
+
+@functools.cache
+def _fields(descriptor: Any) -> list[tuple[str, bool, bool, bool]]:
+    """A message's fields but its CRC: name, whether it repeats, may be absent, is a message."""
+    return [
+        (field.name, field.is_repeated, field.has_presence, field.message_type is not None)
+        for field in sorted(descriptor.fields, key=lambda each: each.number)
+        if field.name != CRC_FIELD
+    ]
+
+
+# Contexts: what a stream or call was opened for.
+
+
+def gradient_context(parameter: str, worker_id: str) -> int:
+    """Of PutGradient, and of what Exchange is sent."""
+    return extended(0, Kind.GRADIENT, parameter, worker_id)
+
+
+def weights_context(parameter: str) -> int:
+    """Of answers of GetWeights and Exchange, which all workers share."""
+    return extended(0, Kind.WEIGHTS, parameter)
+
+
+def first_weights_context(opening: parameter_server_pb2.InitWeightsRequest) -> int:
+    """Of InitWeights, whose first message is `opening`."""
+    rate = opening.learning_rate if opening.HasField("learning_rate") else None
+    return extended(
+        0,
+        Kind.FIRST_WEIGHTS,
+        opening.open.parameter,
+        opening.epoch,
+        opening.version,
+        *_optional(rate),
+        opening.load_id,
+    )
+
+
+def snapshot_context(parameter: str) -> int:
+    """Of answers of Snapshot."""
+    return extended(0, Kind.SNAPSHOT, parameter)
+
+
+def row_gradients_context(table: str, worker_id: str) -> int:
+    """Of gradients that ExchangeRows is sent."""
+    return extended(0, Kind.ROW_GRADIENTS, table, worker_id)
+
+
+def rows_fetch_context(table: str) -> int:
+    """Of questions that ExchangeRows is sent."""
+    return extended(0, Kind.ROWS_FETCH, table)
+
+
+def rows_answer_context(table: str) -> int:
+    """Of rows that ExchangeRows answers; see `rows_answer`."""
+    return extended(0, Kind.ROWS_ANSWER, table)
+
+
+def rows_scan_context(table: str, content: int) -> int:
+    """Of answers of ScanRows."""
+    return extended(0, Kind.ROWS_SCAN, table, content)
+
+
+def rows_load_context(opening: table_pb2.LoadRowsRequest) -> int:
+    """Of LoadRows, whose first message is `opening`."""
+    rate = opening.learning_rate if opening.HasField("learning_rate") else None
+    return extended(
+        0,
+        Kind.ROWS_LOAD,
+        opening.open.table,
+        opening.open.incarnation,
+        opening.version,
+        *_optional(rate),
+        opening.load_id,
+    )
+
+
+def peer_context(
+    group: str,
+    generation: int,
+    call: peer_pb2.CollectiveCall,
+    ranks: Sequence[int],
+    sample_counts: Sequence[int],
+) -> int:
+    """Of the chunks of one collective.
+
+    Args:
+        group: Its name.
+        generation: Its number.
+        call: The call, as this rank announced it.
+        ranks: Those that take part, in order.
+        sample_counts: Theirs.
+    """
+    pairs = [number for pair in zip(ranks, sample_counts, strict=True) for number in pair]
+    return extended(
+        0,
+        Kind.PEER_CHUNK,
+        group,
+        generation,
+        call.call_index,
+        call.operation,
+        call.reduction,
+        call.codec,
+        call.element_count,
+        call.root,
+        len(ranks),
+        *pairs,
+    )
+
+
+# Fields of messages, besides their Chunk or Rows. Each takes its context and goes on from there.
+
+
+def gradient(context: int, header: types_pb2.GradientChunk) -> int:
+    """Goes on over a chunk of a gradient."""
+    return _with_numbers(context, header.step, header.sample_count, header.end_of_step)
+
+
+def weights(context: int, version: int) -> int:
+    """Goes on over a chunk of weights."""
+    return _with_numbers(context, version)
+
+
+def first_weights(context: int, array_index: int) -> int:
+    """Goes on over a range of first weights."""
+    return _with_numbers(context, array_index)
+
+
+def snapshot(context: int, header: parameter_server_pb2.SnapshotResponse) -> int:
+    """Goes on over a range of a snapshot."""
+    return _with_numbers(context, header.version, header.array_index, _bits(header.learning_rate))
+
+
+def row_gradients(context: int, header: table_pb2.RowGradients) -> int:
+    """Goes on over a part of a gradient of rows."""
+    return _with_numbers(
+        context,
+        header.step,
+        header.part_index,
+        header.end_of_step,
+        header.sample_count,
+        header.abandons,
+    )
+
+
+def rows_fetch(context: int, header: table_pb2.RowsFetch) -> int:
+    """Goes on over a question for rows."""
+    return _with_numbers(context, header.min_version)
+
+
+def rows_answer(context: int, ids: Ids | Bytes, version: int) -> int:
+    """Goes on over rows that are answered.
+
+    Args:
+        context: See `rows_answer_context`.
+        ids: That were asked for, or their bytes; contiguous.
+        version: Of the answer.
+    """
+    return _with_numbers(int(crc32.iscsi(ids.view("u1").data, context)), version)
+
+
+def rows_scan(context: int, header: table_pb2.ScanRowsResponse) -> int:
+    """Goes on over rows of a scan."""
+    return _with_numbers(context, header.version, _bits(header.learning_rate))
+
+
+def rows_load(context: int, *, finish: bool) -> int:
+    """Goes on over rows that are loaded."""
+    return _with_numbers(context, finish)
+
+
+def peer_chunk(context: int, stage: int) -> int:
+    """Goes on over a chunk of a collective."""
+    return _with_numbers(context, stage)
+
+
+# The end of all: what tells how a payload is written, and the payload.
+
+
+def of_chunk(start: int, chunk: types_pb2.Chunk, payload: Bytes) -> int:
+    """The CRC32C of a message with a Chunk; `start` has come so far."""
+    head = _with_numbers(
+        start,
+        chunk.chunk_index,
+        chunk.element_offset,
+        chunk.element_count,
+        chunk.scale_exponent,
+        chunk.lz4,
+    )
+    return int(crc32.iscsi(payload.data, head))
+
+
+def of_rows(start: int, rows: table_pb2.Rows, payload: Bytes) -> int:
+    """The CRC32C of a message with Rows; `start` has come so far."""
+    head = _with_numbers(start, rows.row_count, rows.scale_exponent, rows.lz4)
+    return int(crc32.iscsi(payload.data, head))

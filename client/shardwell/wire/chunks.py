@@ -1,0 +1,171 @@
+"""Chunks on the wire: values to a sealed message, and a message's payload to checked bytes.
+
+Here CRC, compression and geometry are written and checked; the arithmetic is numerics/codec.py's,
+the layout messages.py's, and what a CRC covers checksum.py's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import lz4.block
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from shardwell.errors import ArgumentError, CorruptChunkError
+from shardwell.numerics.codec import CODECS, Bytes, Codec, Scratch
+from shardwell.placement.slices import Slice
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.v1 import types_pb2
+from shardwell.wire import checksum
+from shardwell.wire.messages import OutgoingMessage
+
+PAYLOAD_SIZE_MAX_BYTES = 2**20
+"""Encoded bytes of a chunk. Large enough for gRPC's full speed (docs/adr/0002-chunking.md)."""
+
+
+class IntactChunk(NamedTuple):
+    """A chunk as its sender wrote it, for the stream or call that it came on."""
+
+    header: types_pb2.Chunk
+    payload: Bytes
+
+
+def check_chunk(chunk: types_pb2.Chunk, payload: Bytes, start: int) -> IntactChunk:
+    """Refuses a chunk that was damaged, or meant for something else.
+
+    To be called before anything that its message says is used.
+
+    Args:
+        chunk: The header that came.
+        payload: What came with it.
+        start: What its CRC32C begins with: see checksum.py.
+
+    Raises:
+        CorruptChunkError: the CRC32C does not fit.
+    """
+    found = checksum.of_chunk(start, chunk, payload)
+    if found != chunk.crc32c:
+        raise CorruptChunkError(
+            f"chunk {chunk.chunk_index}: CRC32C of its header, its {payload.size} payload bytes "
+            f"and what they were sent for is {found:#010x}; the message says {chunk.crc32c:#010x}, "
+            "so it was damaged or is not for this stream; send it again"
+        )
+    return IntactChunk(chunk, payload)
+
+
+class ChunkCodec:
+    """How one parameter's chunks are written and read. Stateless; any thread may use it."""
+
+    def __init__(self, codec: Codec, *, lz4: bool = False, allow_non_finite: bool = False) -> None:
+        self.codec = codec
+        self._lz4 = lz4
+        self._allow_non_finite = allow_non_finite
+
+    @staticmethod
+    def of(spec: ParameterSpec) -> ChunkCodec:
+        """The one that a spec asks for."""
+        return ChunkCodec(
+            CODECS[spec.codec_name], lz4=spec.lz4, allow_non_finite=spec.allow_non_finite
+        )
+
+    def encode(
+        self,
+        header: Message,
+        chunk: types_pb2.Chunk,
+        where: Slice,
+        chunk_index: int,
+        values: npt.NDArray[Any],
+        scratch: Scratch,
+        *,
+        start: int,
+        peak: float | None = None,
+        exponent_offset: int = 0,
+    ) -> bytes:
+        """A sealed message of one chunk.
+
+        Args:
+            header: The message without its payload.
+            chunk: The Chunk inside `header`; filled in.
+            where: The chunk's range in the parameter.
+            chunk_index: Its place in the slice.
+            values: (where.size,) floating point, any stride.
+            scratch: This thread's.
+            start: What its CRC32C begins with: see checksum.py.
+            peak: See `Codec.encode`.
+            exponent_offset: Says that the values are 2^exponent_offset times as large; for codecs
+                whose scale can say so.
+
+        Raises:
+            NonFiniteValueError: a value is not finite and the spec refuses it.
+        """
+        chunk.chunk_index = chunk_index
+        chunk.element_offset = where.offset
+        chunk.element_count = where.size
+        message = OutgoingMessage(header, where.size * self.codec.item_size)
+        exponent = self.codec.encode(
+            values, message.payload, scratch, allow_non_finite=self._allow_non_finite, peak=peak
+        )
+        chunk.scale_exponent = exponent + exponent_offset
+        if self._lz4:
+            packed = lz4.block.compress(message.payload, mode="fast", store_size=False)
+            if len(packed) < message.payload.size:
+                chunk.lz4 = True
+                message = OutgoingMessage(header, len(packed))
+                message.payload[:] = np.frombuffer(packed, np.uint8)
+        chunk.crc32c = checksum.of_chunk(start, chunk, message.payload)
+        return message.seal()
+
+    def open(self, intact: IntactChunk, where: Slice) -> Bytes:
+        """Checks a chunk against the range where it belongs; returns the codec's bytes.
+
+        Args:
+            intact: What came.
+            where: The range that its index stands for.
+
+        Raises:
+            CorruptChunkError: the length does not fit, or an LZ4 block is broken.
+            ArgumentError: offset or count do not fit; compression or a scale exponent that the
+                spec does not allow.
+        """
+        chunk, payload = intact
+        if (chunk.element_offset, chunk.element_count) != (where.offset, where.size):
+            raise ArgumentError(
+                f"chunk {chunk.chunk_index} covers elements {where.offset} to {where.stop - 1}; "
+                f"got offset {chunk.element_offset} and count {chunk.element_count}; "
+                "check slice_of and chunk_element_count"
+            )
+        self.codec.check_exponent(chunk.scale_exponent)
+        size = where.size * self.codec.item_size
+        if chunk.lz4:
+            payload = self._unpack(chunk, payload, size)
+        if payload.size != size:
+            raise CorruptChunkError(
+                f"chunk {chunk.chunk_index}: {where.size} elements of {self.codec.name} are "
+                f"{size} bytes; the payload has {payload.size}; check the codec"
+            )
+        return payload
+
+    def peak(self, chunk: types_pb2.Chunk, payload: Bytes) -> float:
+        """Largest magnitude of the values; infinity if one is not finite."""
+        return self.codec.peak(payload, chunk.scale_exponent)
+
+    def first_non_finite(self, chunk: types_pb2.Chunk, payload: Bytes) -> int | None:
+        """Index in the chunk of the first value that the spec refuses; None if there is none."""
+        if self._allow_non_finite:
+            return None
+        return self.codec.first_non_finite(payload, chunk.scale_exponent)
+
+    def _unpack(self, chunk: types_pb2.Chunk, payload: Bytes, size: int) -> Bytes:
+        if not self._lz4:
+            raise ArgumentError(
+                f"chunk {chunk.chunk_index} is compressed, but the spec says COMPRESSION_NONE"
+            )
+        try:
+            unpacked = lz4.block.decompress(payload, uncompressed_size=size)
+        except (lz4.block.LZ4BlockError, ValueError, MemoryError) as error:
+            raise CorruptChunkError(
+                f"chunk {chunk.chunk_index}: the payload is no LZ4 block of {size} bytes: {error}"
+            ) from None
+        return np.frombuffer(unpacked, np.uint8)

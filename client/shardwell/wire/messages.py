@@ -1,0 +1,162 @@
+"""Messages with a chunk, written and read without protobuf's copies.
+
+A message is protobuf's own bytes of the header fields, `padding` and `payload`, in that order, the
+payload last and aligned, so that any protobuf library reads it and the codec writes straight into
+it. Layout (all of a message that has a payload):
+
+    header fields | 0x72 len zeros | 0x7a len | payload      the payload at a multiple of 16
+
+Invariant: what `OutgoingMessage.seal` returns parses, with any protobuf library, to the header, the
+padding and the payload.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from shardwell.errors import CorruptChunkError
+from shardwell.numerics.codec import Bytes
+
+ALIGNMENT_BYTES = 16
+MESSAGE_SIZE_MAX_BYTES = 2**20 + 1024
+"""A payload of 1 MiB and 1 KiB of header: far below gRPC's default limit of 4 MiB."""
+
+_PADDING_TAG = 14 << 3 | 2
+_PAYLOAD_TAG = 15 << 3 | 2
+_PAYLOAD_HEAD = bytes((_PAYLOAD_TAG,))
+_HEADER_GROWTH_BYTES = 16  # scale_exponent (3), crc32c (5), lz4 (2), sub-message lengths (<= 4)
+
+# CPython lets whoever creates a bytes object without contents fill it before anyone else sees it.
+# This spares a copy of every payload.
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype = ctypes.py_object
+_new_bytes.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
+_bytes_address = ctypes.pythonapi.PyBytes_AsString
+_bytes_address.restype = ctypes.c_void_p
+_bytes_address.argtypes = (ctypes.py_object,)
+
+HeaderT = TypeVar("HeaderT", bound=Message)
+
+
+_SMALL_PAYLOAD_BYTES = 16 * 1024
+"""Below it, copying a payload costs less than sparing the copy."""
+_PADDINGS = tuple(bytes((_PADDING_TAG, size)) + bytes(size) for size in range(128))
+
+
+class OutgoingMessage:
+    """A message under construction: fill `payload`, complete the header, then `seal`."""
+
+    __slots__ = ("_memory", "_message", "_payload_head", "_prefix_size", "header", "payload")
+
+    def __init__(self, header: Message, payload_size_bytes: int) -> None:
+        self._payload_head = _PAYLOAD_HEAD + _varint(payload_size_bytes)
+        fixed = header.ByteSize() + _HEADER_GROWTH_BYTES + 2 + len(self._payload_head)
+        self._prefix_size = -(-fixed // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.header = header
+        self.payload: Bytes
+        """(payload_size_bytes,) uint8, aligned, uninitialised. Not to be used after `seal`."""
+        if payload_size_bytes <= _SMALL_PAYLOAD_BYTES:
+            self._message = b""
+            self.payload = np.empty(payload_size_bytes, np.uint8)
+            return
+        size = self._prefix_size + payload_size_bytes
+        self._message = _new_bytes(None, size)
+        memory = (ctypes.c_uint8 * size).from_address(_bytes_address(self._message))
+        self._memory: Bytes = np.frombuffer(memoryview(memory), np.uint8)
+        self.payload = self._memory[self._prefix_size :]
+
+    def seal(self) -> bytes:
+        """Writes the header's fields, as they are now, and hands out the message."""
+        head = self.header.SerializeToString()
+        padding = self._prefix_size - len(head) - 2 - len(self._payload_head)
+        assert padding >= 0, "the header grew more than was reserved"
+        parts = (head, _PADDINGS[padding], self._payload_head)
+        if not self._message:
+            return b"".join((*parts, self.payload.data))
+        self._memory[: self._prefix_size] = np.frombuffer(b"".join(parts), np.uint8)
+        return self._message
+
+
+def parse(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, Bytes]:
+    """The header of a message and its payload, uncopied where the writer aligned it.
+
+    Args:
+        header_type: The message's type; `payload` is left empty in the result.
+        message: What came over the wire.
+
+    Returns:
+        The header, and the payload as read-only uint8 at an aligned address (empty if absent).
+
+    Raises:
+        CorruptChunkError: the bytes are no such message.
+    """
+    small = len(message) <= _SMALL_PAYLOAD_BYTES
+    head_size, start = (None, 0) if small else _find_payload(message)
+    try:
+        if head_size is None:
+            whole = header_type.FromString(message)
+            payload: bytes = whole.payload  # type: ignore[attr-defined]
+            whole.ClearField("payload")
+            # Copied: where bytes of protobuf's lie is Python's affair, and of one byte not aligned.
+            values = np.frombuffer(payload, np.uint8).copy()
+            values.flags.writeable = False
+            return whole, values
+        header = header_type.FromString(message[:head_size])
+    except DecodeError as error:
+        raise CorruptChunkError(
+            f"{len(message)} bytes that are no {header_type.DESCRIPTOR.full_name}: {error}; "
+            "send the message again"
+        ) from None
+    values = np.frombuffer(message, np.uint8, offset=start) if start < len(message) else _EMPTY
+    if start % ALIGNMENT_BYTES:
+        values = values.copy()
+        values.flags.writeable = False
+    return header, values
+
+
+_EMPTY: Bytes = np.empty(0, np.uint8)
+
+
+def _find_payload(message: bytes) -> tuple[int | None, int]:
+    """Where the header ends and a payload that is last begins; (None, 0) if it is not last."""
+    position, size = 0, len(message)
+    while position < size:
+        field_start = position
+        tag = message[position]
+        kind = tag & 7
+        position += 1
+        if tag & 0x80 or kind not in (0, 1, 2, 5):
+            return None, 0
+        if kind == 1:
+            position += 8
+        elif kind == 5:
+            position += 4
+        else:
+            value, shift = 0, 0
+            while True:
+                if position >= size or shift > 63:
+                    return None, 0
+                byte = message[position]
+                position += 1
+                value |= (byte & 0x7F) << shift
+                shift += 7
+                if byte < 0x80:
+                    break
+            if kind == 2:
+                if tag == _PAYLOAD_TAG:
+                    return (field_start, position) if position + value == size else (None, 0)
+                position += value
+    return (size, size) if position == size else (None, 0)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

@@ -1,0 +1,170 @@
+"""Rows with all that is known of them: what ScanRows and LoadRows of table.proto carry.
+
+What rows.py is for rows as workers see them; everything here is as the shard keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from shardwell.errors import ArgumentError, CorruptChunkError, NonFiniteError
+from shardwell.numerics.codec import Bytes, Float32
+from shardwell.placement.rows import Ids
+from shardwell.specs.parameter import STEP_MAX
+from shardwell.specs.table import TableSpec
+from shardwell.v1 import table_pb2
+from shardwell.wire import checksum
+from shardwell.wire.messages import OutgoingMessage
+from shardwell.wire.rows import check_rows, rows_per_scan_message_max
+
+Int64 = npt.NDArray[np.int64]
+
+
+class RowState(NamedTuple):
+    """Rows; the arrays have one entry a row."""
+
+    ids: Ids
+    """(n,)."""
+    weights: Float32
+    """(n, dim)."""
+    slots: tuple[Float32, ...]
+    """Optimizer state: (n, width) each."""
+    update_counts: Int64
+    """(n,): gradients that were applied."""
+    last_steps: Int64
+    """(n,): the step that the last gradient joined."""
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[np.int64] | Float32, ...]:
+        """All, in the order of the wire."""
+        return (self.ids, self.weights, *self.slots, self.update_counts, self.last_steps)
+
+    def take(self, which: slice | npt.NDArray[np.bool_] | Ids) -> RowState:
+        """Some of the rows."""
+        return RowState(
+            self.ids[which],
+            self.weights[which],
+            tuple(slot[which] for slot in self.slots),
+            self.update_counts[which],
+            self.last_steps[which],
+        )
+
+    def pieces(self, size: int) -> list[RowState]:
+        """The same in pieces of `size` rows at the most."""
+        return [self.take(slice(at, at + size)) for at in range(0, self.ids.size, size)]
+
+
+def empty_state(spec: TableSpec, row_count: int) -> RowState:
+    """Room for so many rows."""
+    return RowState(
+        np.empty(row_count, np.int64),
+        np.empty((row_count, spec.dim), np.float32),
+        tuple(np.empty((row_count, width), np.float32) for width in spec.slot_widths),
+        np.empty(row_count, np.int64),
+        np.empty(row_count, np.int64),
+    )
+
+
+class RowStateCodec:
+    """How one table's rows with state are written and read. Stateless; any thread may use it."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self.row_count_max = rows_per_scan_message_max(spec)
+        """Rows of one message."""
+        self._spec = spec
+
+    def encode(
+        self, header: Message, rows: table_pb2.Rows, state: RowState, *, start: int
+    ) -> bytes:
+        """A sealed message.
+
+        Args:
+            header: The message without its payload.
+            rows: The Rows inside `header`; filled in.
+            state: `row_count_max` rows at the most.
+            start: What its CRC32C begins with: see checksum.py.
+        """
+        assert state.ids.size <= self.row_count_max
+        rows.row_count = state.ids.size
+        message = OutgoingMessage(header, sum(array.nbytes for array in state.arrays))
+        at = 0
+        for array in state.arrays:
+            message.payload[at : at + array.nbytes] = _bytes(array)
+            at += array.nbytes
+        rows.crc32c = checksum.of_rows(start, rows, message.payload)
+        return message.seal()
+
+    def open(self, rows: table_pb2.Rows, payload: Bytes, *, start: int) -> RowState:
+        """Checks rows that came; copies.
+
+        Args:
+            rows: Their header.
+            payload: What came with it.
+            start: What their CRC32C begins with: see checksum.py.
+
+        Raises:
+            CorruptChunkError: CRC or length do not fit.
+            ArgumentError: too many rows, or one that can't be.
+            NonFiniteError: a weight or state is not finite, and the spec refuses it.
+        """
+        check_rows(rows, payload, start)
+        count = rows.row_count
+        if count > self.row_count_max or rows.scale_exponent or rows.lz4:
+            raise ArgumentError(
+                f"rows with state come {self.row_count_max} in a message at the most, without "
+                f"scale_exponent and lz4; got {count}, {rows.scale_exponent} and {rows.lz4}"
+            )
+        state = empty_state(self._spec, count)
+        expected = sum(array.nbytes for array in state.arrays)
+        if payload.size != expected:
+            raise CorruptChunkError(
+                f"rows with state: {count} rows are {expected} bytes; the payload has "
+                f"{payload.size}; check row_count, dim and optimizer"
+            )
+        at = 0
+        for array in state.arrays:
+            _bytes(array)[:] = payload[at : at + array.nbytes]
+            at += array.nbytes
+        self.check(state)
+        return state
+
+    def check(self, state: RowState) -> None:
+        """Refuses counts, steps, weights and state that no row can have.
+
+        Raises:
+            ArgumentError, NonFiniteError: names the first such row.
+        """
+        for what, values, low in (
+            ("count of updates", state.update_counts, 1),
+            ("last step", state.last_steps, 0),
+        ):
+            is_bad = (values < low) | (values > STEP_MAX)
+            if is_bad.any():
+                row = int(np.argmax(is_bad))
+                raise ArgumentError(
+                    f"table {self._spec.name!r}: row id {state.ids[row]} has {what} {values[row]}; "
+                    f"expected {low} to {STEP_MAX}",
+                    table=self._spec.name,
+                )
+        if self._spec.allow_non_finite:
+            return
+        slot_names = [f" of the optimizer's {name!r}" for name in self._spec.optimizer.slot_names]
+        for what, array in zip(("", *slot_names), (state.weights, *state.slots), strict=True):
+            if not np.isfinite(array).all():
+                row, column = np.argwhere(~np.isfinite(array))[0]
+                raise NonFiniteError(
+                    f"table {self._spec.name!r}: column {column}{what} of row id {state.ids[row]} "
+                    "is not finite; lower the learning rate or clip, or open with "
+                    "allow_non_finite=True",
+                    element_index=int(row) * self._spec.dim + int(column),
+                    table=self._spec.name,
+                )
+
+
+def _bytes(array: npt.NDArray[np.int64] | Float32) -> Bytes:
+    """Its bytes: a view where rows lie together."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,0 +1,289 @@
+"""Rows on the wire: ids and values to a sealed message, and a payload to checked ids and bytes.
+
+What chunks.py is for chunks; the form is table.proto's `Rows`. A payload is ids, or values, or
+ids and then values; compression and scale are of the values alone, and what the CRC covers is
+checksum.py's. `open` has checked all that it returns, except the ids' order and range, which
+`check_ids` is for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import lz4.block
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from shardwell.errors import ArgumentError, CorruptChunkError
+from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32
+from shardwell.numerics.scratch import thread_scratch
+from shardwell.placement.rows import Ids, RowPlacement
+from shardwell.specs.table import TableSpec
+from shardwell.v1 import table_pb2
+from shardwell.wire import checksum
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
+from shardwell.wire.messages import OutgoingMessage
+
+ROWS_PER_MESSAGE_MAX = 65536
+"""However small rows are: working memory of one message is bounded by it."""
+ID_SIZE_BYTES = 8
+_NO_IDS: Ids = np.empty(0, np.int64)
+
+
+def rows_per_message_max(spec: TableSpec) -> int:
+    """Rows that a message of a gradient, a fetch or its answer can have, compressed or not."""
+    value_size = CODECS[spec.codec_name].item_size
+    return _fitting(ID_SIZE_BYTES + value_size * spec.dim)
+
+
+def rows_per_scan_message_max(spec: TableSpec) -> int:
+    """Rows that any message of ScanRows or LoadRows can have: with state, counts and steps."""
+    return _fitting(3 * ID_SIZE_BYTES + 4 * (spec.dim + sum(spec.slot_widths)))
+
+
+def _fitting(row_size_bytes: int) -> int:
+    return min(PAYLOAD_SIZE_MAX_BYTES // row_size_bytes, ROWS_PER_MESSAGE_MAX)
+
+
+class OpenedRows(NamedTuple):
+    """What a message brought; checked."""
+
+    ids: Ids
+    """(n,) int64, read-only; empty where the payload has values alone."""
+    values: Bytes
+    """The codec's bytes of (n, dim) values, read-only; empty where the payload has ids alone."""
+    exponent: int
+    """Of the values: see `Codec.decode`."""
+
+
+def check_rows(rows: table_pb2.Rows, payload: Bytes, start: int) -> None:
+    """Refuses rows that were damaged, or meant for something else.
+
+    Raises:
+        CorruptChunkError: the CRC32C does not fit.
+    """
+    found = checksum.of_rows(start, rows, payload)
+    if found != rows.crc32c:
+        raise CorruptChunkError(
+            f"rows: CRC32C of their header, their {payload.size} payload bytes and what they were "
+            f"sent for is {found:#010x}; the message says {rows.crc32c:#010x}, so it was damaged "
+            "or is not for this stream; send them again"
+        )
+
+
+class RowCodec:
+    """How one table's rows are written and read. Stateless; any thread may use it.
+
+    Args:
+        dim: Values of a row.
+        codec: How values are written.
+        row_count_max: Rows of one message.
+        lz4: Whether values may be compressed.
+        allow_non_finite: Whether NaN and infinity may be written.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        codec: Codec,
+        *,
+        row_count_max: int,
+        lz4: bool = False,
+        allow_non_finite: bool = False,
+    ) -> None:
+        self.dim = dim
+        self.codec = codec
+        self.row_count_max = row_count_max
+        self._lz4 = lz4
+        self._allow_non_finite = allow_non_finite
+
+    @staticmethod
+    def of(spec: TableSpec) -> RowCodec:
+        """The one of gradients, fetches and their answers."""
+        return RowCodec(
+            spec.dim,
+            CODECS[spec.codec_name],
+            row_count_max=rows_per_message_max(spec),
+            lz4=spec.lz4,
+            allow_non_finite=spec.allow_non_finite,
+        )
+
+    @staticmethod
+    def of_scans(spec: TableSpec) -> RowCodec:
+        """The one of ScanRows: ids, or ids and values as they are."""
+        return RowCodec(
+            spec.dim,
+            CODECS["fp32"],
+            row_count_max=rows_per_scan_message_max(spec),
+            allow_non_finite=True,
+        )
+
+    def encode(
+        self,
+        header: Message,
+        rows: table_pb2.Rows,
+        ids: Ids | None,
+        values: npt.NDArray[Any] | None,
+        *,
+        start: int,
+        peak: float | None = None,
+    ) -> bytes:
+        """A sealed message of rows.
+
+        Args:
+            header: The message without its payload.
+            rows: The Rows inside `header`; filled in.
+            ids: (n,) int64, any stride; None: the payload has none.
+            values: (n, dim) floating point, C-contiguous (else it is copied); None: none.
+            start: What its CRC32C begins with: see checksum.py.
+            peak: See `Codec.encode`; at least the largest magnitude.
+
+        Raises:
+            NonFiniteValueError: a value is not finite and the spec refuses it; `index` is
+                row * dim + column.
+        """
+        count = len(ids) if ids is not None else 0 if values is None else len(values)
+        rows.row_count = count
+        id_size = 0 if ids is None else ID_SIZE_BYTES * count
+        value_size = 0 if values is None else self.codec.item_size * self.dim * count
+        packed = b""
+        if self._lz4 and value_size:
+            assert values is not None
+            plain = np.empty(value_size, np.uint8)
+            rows.scale_exponent = self._write(values, plain, peak)
+            packed = lz4.block.compress(plain, mode="fast", store_size=False)
+            rows.lz4 = len(packed) < value_size
+            message = OutgoingMessage(header, id_size + min(len(packed), value_size))
+            written = np.frombuffer(packed, np.uint8) if rows.lz4 else plain
+            message.payload[id_size:] = written
+        else:
+            message = OutgoingMessage(header, id_size + value_size)
+            if value_size:
+                assert values is not None
+                rows.scale_exponent = self._write(values, message.payload[id_size:], peak)
+        if ids is not None:
+            message.payload[:id_size].view(np.int64)[:] = ids
+        rows.crc32c = checksum.of_rows(start, rows, message.payload)
+        return message.seal()
+
+    def _write(self, values: npt.NDArray[Any], payload: Bytes, peak: float | None) -> int:
+        return self.codec.encode(
+            values.reshape(-1),
+            payload,
+            thread_scratch(),
+            allow_non_finite=self._allow_non_finite,
+            peak=peak,
+        )
+
+    def open(
+        self,
+        rows: table_pb2.Rows,
+        payload: Bytes,
+        *,
+        start: int,
+        with_ids: bool,
+        with_values: bool,
+    ) -> OpenedRows:
+        """Checks rows that came; to be called before anything that their message says is used.
+
+        Args:
+            rows: Their header.
+            payload: What came with it, aligned.
+            start: What their CRC32C begins with: see checksum.py.
+            with_ids: Whether it begins with ids.
+            with_values: Whether values follow.
+
+        Raises:
+            CorruptChunkError: CRC or length do not fit, or an LZ4 block is broken.
+            ArgumentError: too many rows; compression or a scale exponent that the spec does not
+                allow.
+        """
+        check_rows(rows, payload, start)
+        count = rows.row_count
+        if count > self.row_count_max:
+            raise ArgumentError(
+                f"a message has at most {self.row_count_max} rows of this table; got {count}; "
+                "send several"
+            )
+        id_size = ID_SIZE_BYTES * count if with_ids else 0
+        value_size = self.codec.item_size * self.dim * count if with_values else 0
+        if not value_size and (rows.scale_exponent or rows.lz4):
+            raise ArgumentError(
+                f"rows without values have scale_exponent 0 and lz4 false; got "
+                f"{rows.scale_exponent} and {rows.lz4}"
+            )
+        self.codec.check_exponent(rows.scale_exponent)
+        values = payload[id_size:]
+        if rows.lz4 and payload.size >= id_size:
+            values = self._unpack(values, value_size)
+        if payload.size < id_size or values.size != value_size:
+            got = f"{payload.size} bytes" + (", the values unpacked" if rows.lz4 else "")
+            raise CorruptChunkError(
+                f"rows: {count} ids are {id_size} bytes and their values {value_size} in "
+                f"{self.codec.name}; the payload has {got}; check row_count, dim and codec"
+            )
+        ids = payload[:id_size].view(np.int64) if with_ids else _NO_IDS
+        return OpenedRows(ids, values, rows.scale_exponent)
+
+    def decode(self, opened: OpenedRows, values: Float32) -> None:
+        """Reads values that were opened into (n, dim) float32, C-contiguous, overwritten."""
+        self.codec.decode(opened.values, opened.exponent, values.reshape(-1))
+
+    def peak(self, opened: OpenedRows) -> float:
+        """Largest magnitude of the values; infinity if one is not finite."""
+        return self.codec.peak(opened.values, opened.exponent) if opened.values.size else 0.0
+
+    def first_non_finite(self, opened: OpenedRows) -> int | None:
+        """Place, row * dim + column, of the first value that the spec refuses; None: none is."""
+        if self._allow_non_finite or not opened.values.size:
+            return None
+        return self.codec.first_non_finite(opened.values, opened.exponent)
+
+    def _unpack(self, packed: Bytes, size: int) -> Bytes:
+        if not self._lz4:
+            raise ArgumentError("rows are compressed, but the spec says COMPRESSION_NONE")
+        try:
+            unpacked = lz4.block.decompress(packed, uncompressed_size=size)
+        except (lz4.block.LZ4BlockError, ValueError, MemoryError) as error:
+            raise CorruptChunkError(
+                f"rows: the values are no LZ4 block of {size} bytes: {error}"
+            ) from None
+        return np.frombuffer(unpacked, np.uint8)
+
+
+def check_ids(ids: Ids, placement: RowPlacement, shard_index: int) -> None:
+    """Refuses ids of a message that this shard can't have.
+
+    Args:
+        ids: (n,) int64.
+        placement: Of the table.
+        shard_index: This shard.
+
+    Raises:
+        ArgumentError: they do not ascend, one comes twice, is out of range, or is another shard's;
+            names the first such.
+    """
+    if not ids.size:
+        return
+    ascends = ids[1:] > ids[:-1]
+    if not ascends.all():
+        place = int(np.argmin(ascends)) + 1
+        raise ArgumentError(
+            f"ids of a message must ascend without repeats; id {ids[place]} at place {place} "
+            f"follows {ids[place - 1]}; sort them, and add up the gradients of an id"
+        )
+    if placement.row_count is not None and not 0 <= ids[0] <= ids[-1] < placement.row_count:
+        bad = ids[0] if ids[0] < 0 else ids[np.searchsorted(ids, placement.row_count)]
+        raise ArgumentError(
+            f"row id {bad} is out of range; the table's ids are 0 to {placement.row_count - 1}"
+        )
+    if placement.shard_count > 1:
+        shards = placement.shards_of(ids)
+        is_elsewhere = shards != shard_index
+        if is_elsewhere.any():
+            place = int(np.argmax(is_elsewhere))
+            raise ArgumentError(
+                f"row id {ids[place]} is on shard {shards[place]} of {placement.shard_count}, and "
+                f"was sent to shard {shard_index}; see table.proto for where rows are"
+            )

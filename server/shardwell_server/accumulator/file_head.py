@@ -1,0 +1,175 @@
+"""The first page of an accumulator's file: what it is, and whether it was closed.
+
+    offset  size
+         0    48  magic, format version, byte order, dim, rows, salt
+        48     4  CRC32C of these
+       128     8  state, and its complement in the upper half
+       136    44  which start of the machine opened it, and CRC32C
+       184    20  what was in it when it was closed: number of sums, total of their words, CRC32C
+
+CRCs start from the salt, but for the first. Everything is in the machine's byte order.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastcrc import crc32
+
+from shardwell.errors import StorageError
+from shardwell_server.accumulator.sum_layout import SumLayout
+from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile
+
+_MAGIC = b"shardwell sums\r\n"
+_FORMAT_VERSION = 1
+_BYTE_ORDER = 0x01020304
+_HEAD = struct.Struct("=16sIIQQQ")
+_CRC = struct.Struct("=I")
+_STATE_WORD = 128 // 8
+_BOOT = struct.Struct("=40s")
+_BOOT_OFFSET = 136
+_SUMMARY = struct.Struct("=QQ")
+_SUMMARY_OFFSET = 184
+HEAD_SIZE_BYTES = _HEAD.size + _CRC.size
+
+
+class State(enum.IntEnum):
+    """Of the file. Numbers are those in it."""
+
+    CLOSED = 1
+    """All is on disk, as the summary says."""
+    OPEN = 2
+    """A process has it, or was killed."""
+    CLEARING = 3
+    """A process is taking away all sums, or was killed while it did; nothing else is under way."""
+
+
+class Summary(NamedTuple):
+    """All sums in two numbers."""
+
+    row_count: int
+    """Rows that have one."""
+    total: int
+    """Sum of their words modulo 2^64."""
+
+
+def new_head(layout: SumLayout, salt: int) -> bytes:
+    """The first page of a new file, which is closed and has no sums."""
+    page = bytearray(PAGE_SIZE_BYTES)
+    packed = _HEAD.pack(_MAGIC, _FORMAT_VERSION, _BYTE_ORDER, layout.dim, layout.row_count, salt)
+    page[:HEAD_SIZE_BYTES] = packed + _CRC.pack(crc32.iscsi(packed))
+    struct.pack_into("=Q", page, 8 * _STATE_WORD, _word(State.CLOSED))
+    _put(page, _BOOT, _BOOT_OFFSET, salt, b"")
+    _put(page, _SUMMARY, _SUMMARY_OFFSET, salt, 0, 0)
+    return bytes(page)
+
+
+def check_head(path: Path, head: bytes, layout: SumLayout) -> int:
+    """The salt of a file for that layout, which begins with `head`.
+
+    Raises:
+        StorageError: it is no such file, damaged, or for something else.
+    """
+    remedy = "give the path of another file, or remove it"
+    if not head.startswith(_MAGIC):
+        raise StorageError(f"{path} is no file of a gradient accumulator, or damaged; {remedy}")
+    if len(head) < HEAD_SIZE_BYTES or head[_HEAD.size :] != _CRC.pack(
+        crc32.iscsi(head[: _HEAD.size])
+    ):
+        raise StorageError(f"{path}: its head was damaged; restore it from a copy, or remove it")
+    _, version, order, dim, row_count, salt = _HEAD.unpack(head[: _HEAD.size])
+    if (version, order) != (_FORMAT_VERSION, _BYTE_ORDER):
+        raise StorageError(
+            f"{path} has format version {version}, byte order {order:#010x}; expected "
+            f"{_FORMAT_VERSION}, {_BYTE_ORDER:#010x}: run the version of shardwell that wrote it, "
+            "on such a machine, or remove it"
+        )
+    if (dim, row_count) != (layout.dim, layout.row_count):
+        raise StorageError(
+            f"{path} has {row_count} rows of {dim} values; expected max_rows={layout.row_count}, "
+            f"dim={layout.dim}: {remedy}"
+        )
+    return int(salt)
+
+
+class FileState:
+    """What changes in the head."""
+
+    def __init__(self, file: MappedFile, salt: int) -> None:
+        self._path = file.path
+        self._words = file.words(0, _STATE_WORD + 1)
+        self._bytes = file.data.data
+        self._salt = salt
+
+    def get(self) -> State:
+        """The state.
+
+        Raises:
+            StorageError: it was damaged.
+        """
+        word = self._words[_STATE_WORD]
+        for state in State:
+            if word == _word(state):
+                return state
+        raise self._damaged(f"its state is {word:#018x}")
+
+    def set(self, state: State) -> None:
+        """Changes it, with one store."""
+        words, place, word = self.store(state)
+        words[place] = word
+
+    def store(self, state: State) -> tuple[memoryview[int], int, int]:
+        """What `set` stores: words, the place of one of them, and what it becomes."""
+        return self._words, _STATE_WORD, _word(state)
+
+    def boot_id(self) -> str:
+        """Which start of the machine opened the file last; "": it could not be told.
+
+        Raises:
+            StorageError: it was damaged.
+        """
+        found: bytes = self._checked(_BOOT, _BOOT_OFFSET, "what opened it")[0]
+        return found.rstrip(b"\0").decode()
+
+    def set_boot_id(self, boot_id: str) -> None:
+        """Notes it."""
+        _put(self._bytes, _BOOT, _BOOT_OFFSET, self._salt, boot_id.encode())
+
+    def summary(self) -> Summary:
+        """What was in a file that was closed.
+
+        Raises:
+            StorageError: it was damaged.
+        """
+        return Summary(*self._checked(_SUMMARY, _SUMMARY_OFFSET, "its summary"))
+
+    def set_summary(self, summary: Summary) -> None:
+        """Notes it."""
+        _put(self._bytes, _SUMMARY, _SUMMARY_OFFSET, self._salt, *summary)
+
+    def _checked(self, form: struct.Struct, offset: int, what: str) -> tuple[Any, ...]:
+        packed = bytes(self._bytes[offset : offset + form.size])
+        (crc,) = _CRC.unpack_from(self._bytes, offset + form.size)
+        if crc != crc32.iscsi(packed, self._salt):
+            raise self._damaged(what)
+        return form.unpack(packed)
+
+    def _damaged(self, what: str) -> StorageError:
+        return StorageError(
+            f"{self._path}: {what} was damaged; restore it from a copy, or remove it"
+        )
+
+
+def _put(
+    into: bytearray | memoryview, form: struct.Struct, offset: int, salt: int, *values: int | bytes
+) -> None:
+    packed = form.pack(*values)
+    packed += _CRC.pack(crc32.iscsi(packed, salt))
+    into[offset : offset + len(packed)] = packed
+
+
+def _word(state: State) -> int:
+    return state | (state ^ 0xFFFFFFFF) << 32

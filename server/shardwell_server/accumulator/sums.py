@@ -1,0 +1,279 @@
+"""Sums of gradients by row in one piece of memory, a file's or not: each batch whole or not at all.
+
+A row has a word: 0, or, where it has a sum, a check of the sum and the row's number, which no other
+file shares (store/mmap/row_checks.py). A batch is added in these writes; those of the undo are in
+store/mmap/row_undo.py:
+
+    undo: rows' numbers, words and sums as they were; valid     killed before: nothing was touched
+    sums, words                                                 killed before: taken back
+    undo: void, one store of 8 bytes                            the batch stands
+
+Whoever calls holds the locks of the rows. What has no disk space is never touched, not even read:
+on some file systems that takes a page.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from shardwell.errors import NonFiniteError, StorageError
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32
+from shardwell.numerics.scratch import thread_scratch
+from shardwell_server.accumulator.file_head import Summary
+from shardwell_server.accumulator.sum_layout import UNDO_ENTRY_COUNT, SumLayout
+from shardwell_server.accumulator.sum_memory import SumMemory
+from shardwell_server.store.gradient_rows import Flags, Rows, add_rows, first_bad_place
+from shardwell_server.store.lazy_memory import lazy_zeros
+from shardwell_server.store.mmap.row_checks import Checks, RowChecks
+from shardwell_server.store.mmap.row_undo import RowUndo
+from shardwell_server.store.row_arrays import gather
+from shardwell_server.store.table_contract import TableLayout
+
+RESERVED_SIZE_BYTES = 64 * 1024
+"""Disk space is taken for so many bytes of neighbouring rows at a time: a call of the system costs
+as much as writing them, and rows far apart take little more than their pages."""
+_UNDO_ROW_COUNT_MIN = 64
+_NUMBERS = (0, 1)
+"""Of words and sums among the arrays of an undo entry."""
+
+
+class StoredSums:
+    """The sums of an accumulator.
+
+    Args:
+        memory: Where they are.
+        layout: Of that memory.
+        salt: Of the words.
+        reached: Called after every write.
+    """
+
+    def __init__(
+        self, memory: SumMemory, layout: SumLayout, salt: int, reached: Callable[[str], None]
+    ) -> None:
+        self._memory = memory
+        self._layout = layout
+        self._reached = reached
+        row_count, dim = layout.row_count, layout.dim
+        self._block_row_count = BLOCK_ELEMENT_COUNT // dim
+        data, start = memory.data, layout.sums_offset
+        self._words: Checks = data[layout.words_offset :][: 8 * row_count].view(np.uint64)
+        sums = data[start : start + layout.row_size_bytes * row_count].view(np.float32)
+        self._sums: Float32 = sums.reshape(row_count, dim)
+        table = TableLayout(
+            name="accumulator",
+            dim=dim,
+            slot_widths=(),
+            row_capacity=row_count,
+            rows_per_change_max=row_count,
+            with_sum=True,
+        )
+        self._checks = RowChecks(table, salt)
+        self._rows_per_extent = -(-RESERVED_SIZE_BYTES // layout.row_size_bytes)
+        extent_count = -(-row_count // self._rows_per_extent)
+        self._is_reserved = lazy_zeros((extent_count,), np.bool_)
+        self._reserving = threading.Lock()
+        arrays = (self._words, self._sums)
+        size = layout.undo_entry_size_bytes
+        self._undo = [
+            RowUndo(memory, layout.undo_offset + n * size, arrays, row_count, salt, reached)
+            for n in range(UNDO_ENTRY_COUNT)
+        ]
+        self._undo_locks = [threading.Lock() for _ in self._undo]
+        self._undo_row_counts = [0] * UNDO_ENTRY_COUNT
+        self._is_changing = [False] * UNDO_ENTRY_COUNT
+        self.is_torn = False
+        """Whether a batch was interrupted while it was taken back, and is there in part.
+
+        Its rows may be believed after `take_back`, which nobody but its caller may be beside."""
+
+    def add(self, rows: Rows, gradients: Float32) -> None:
+        """Adds a batch: all of it, or nothing when it raises.
+
+        Args:
+            rows: (n,): ascending, without repeats; reserved.
+            gradients: (n, dim), finite.
+
+        Raises:
+            NonFiniteError: a sum would leave float32's range.
+            StorageError: there is no disk space for the undo; or see `check_whole`.
+        """
+        number = self._take_undo()
+        try:
+            self.check_whole()  # one who held rows already may have taken the entry
+            undo = self._roomy_undo(number, rows.size)
+            self._is_changing[number] = True
+            try:
+                words, sums = undo.save(0, rows, _NUMBERS)
+                has_sum = words != 0
+                for start in range(0, rows.size, self._block_row_count):
+                    part = slice(start, start + self._block_row_count)
+                    self._add_block(rows[part], sums[part], has_sum[part], gradients[part])
+                undo.void()
+            except BaseException:
+                if undo.pending() is not None:  # else it was not saved yet, or stands already
+                    undo.roll_back()  # where Ctrl-C may come, too
+                self._is_changing[number] = False
+                raise
+            self._is_changing[number] = False
+        finally:
+            # Before another gets the entry, or the rows; and in no call, where Ctrl-C may come.
+            self.is_torn |= self._is_changing[number]
+            self._undo_locks[number].release()
+
+    def check_whole(self) -> None:
+        """Refuses to go on where `is_torn`.
+
+        Raises:
+            StorageError: it is.
+        """
+        if self.is_torn:
+            raise StorageError(
+                "a call was interrupted, and again while it was taken back: some of its rows are "
+                "changed; close the accumulator, which takes it back in its file, and open another"
+            )
+
+    def _add_block(self, rows: Rows, sums: Float32, has_sum: Flags, gradients: Float32) -> None:
+        added = thread_scratch().values[: sums.size].reshape(sums.shape)
+        add_rows(sums, has_sum, gradients, out=added)
+        bad = first_bad_place(added)
+        if bad is not None:
+            raise NonFiniteError(
+                f"the sum of row {rows[bad.row]} would be {added[bad]} in column {bad.column}, "
+                "beyond float32; apply or clear the sums more often, or scale the gradients down"
+            )
+        self._sums[rows] = added
+        self._reached("sums")
+        self._words[rows] = self._words_of(rows, added)
+        self._reached("words")
+
+    def with_sum(self, rows: Rows) -> Rows:
+        """Those of the rows that have a sum; all are reserved."""
+        words = self._words[rows]
+        return rows if np.count_nonzero(words) == rows.size else rows[words != 0]
+
+    def get(self, row: int) -> Float32:
+        """(dim,) float32, a copy: the sum of a row, or zeros."""
+        found = np.zeros(self._layout.dim, np.float32)
+        if self._is_reserved[row // self._rows_per_extent] and self._words[row]:
+            np.copyto(found, self._sums[row])
+        return found
+
+    def blocks(self, rows: Rows) -> Iterator[tuple[Rows, Float32]]:
+        """Rows that have a sum, block by block, with a copy of their sums, which may be written.
+
+        (n,) and (n, dim); the copy is the thread's scratch `gradient`, good until the next one.
+        """
+        for start in range(0, rows.size, self._block_row_count):
+            part = rows[start : start + self._block_row_count]
+            yield part, self._gathered(part)
+
+    def clear(self, rows: Rows) -> None:
+        """Takes the rows' sums from them, one row after the other."""
+        self._words[rows] = 0
+        self._reached("words cleared")
+
+    def summary(self, rows: Rows) -> Summary:
+        """Of rows that are all that have a sum."""
+        return Summary(rows.size, int(self._words[rows].sum(dtype=np.uint64)))
+
+    def take_back(self) -> int:
+        """Takes back batches that were not finished, by a killed process or here; returns how many.
+
+        Raises:
+            StorageError: an entry of the undo was damaged.
+        """
+        for undo in self._undo:
+            self._memory.reserve(*undo.room(0)[0])
+        # All are looked at before anything is written.
+        try:
+            pending = [undo for undo in self._undo if undo.pending() is not None]
+        except StorageError:
+            raise StorageError(
+                f"{self._memory.path}: what takes back an unfinished call was damaged; restore it "
+                "from a copy, or remove it"
+            ) from None
+        for undo in pending:
+            undo.roll_back()
+        return len(pending)
+
+    def find(self) -> Rows:
+        """Ascending: the rows that have a sum in memory that another process has left."""
+        found = [np.arange(0)]
+        size = 8 * self._layout.row_count
+        for offset, length in self._memory.ranges(self._layout.words_offset, size):
+            first = -(-(offset - self._layout.words_offset) // 8)
+            last = (offset + length - self._layout.words_offset) // 8
+            found.append(np.flatnonzero(self._words[first:last]) + first)
+        rows: Rows = np.concatenate(found)
+        self._is_reserved[rows // self._rows_per_extent] = True
+        return rows
+
+    def first_damaged(self, rows: Rows) -> int | None:
+        """The first of the rows whose sum does not fit its word; None if all do."""
+        for start in range(0, rows.size, self._block_row_count):
+            part = rows[start : start + self._block_row_count]
+            bad = np.flatnonzero(self._words_of(part, self._gathered(part)) != self._words[part])
+            if bad.size:
+                return int(part[bad[0]])
+        return None
+
+    def _gathered(self, rows: Rows) -> Float32:
+        """(n, dim): a copy of sums."""
+        dim = self._layout.dim
+        into = thread_scratch().gradient[: rows.size * dim].reshape(rows.size, dim)
+        return gather(self._sums, rows, into)
+
+    def _words_of(self, rows: Rows, sums: Float32) -> Checks:
+        """What the words of rows with these sums are: not 0."""
+        found = self._checks.of_sums(rows, np.ones(rows.size, np.bool_), sums)
+        return np.maximum(found, np.uint64(1), out=found)
+
+    def reserve(self, rows: Rows) -> None:
+        """Makes room for rows.
+
+        Raises:
+            StorageError: there is no disk space; nothing changed.
+        """
+        extents = rows // self._rows_per_extent
+        if np.count_nonzero(self._is_reserved[extents]) == rows.size:
+            return
+        with self._reserving:
+            missing = np.unique(extents[~self._is_reserved[extents]])
+            # Neighbours with one call of the system.
+            for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
+                if run.size:
+                    first = int(run[0]) * self._rows_per_extent
+                    last = min((int(run[-1]) + 1) * self._rows_per_extent, self._layout.row_count)
+                    for start, size in (
+                        (self._layout.words_offset, 8),
+                        (self._layout.sums_offset, self._layout.row_size_bytes),
+                    ):
+                        self._memory.reserve(start + first * size, (last - first) * size)
+                    self._is_reserved[run] = True
+
+    def _take_undo(self) -> int:
+        """Locks an entry; waits while others, who wait for nothing, use all."""
+        for number, lock in enumerate(self._undo_locks):  # the first are in the cache
+            if lock.acquire(blocking=False):
+                return number
+        number = threading.get_ident() % UNDO_ENTRY_COUNT
+        self._undo_locks[number].acquire()
+        return number
+
+    def _roomy_undo(self, number: int, row_count: int) -> RowUndo:
+        """An entry that is locked, with room for so many rows.
+
+        Raises:
+            StorageError: there is no disk space; nothing changed.
+        """
+        undo = self._undo[number]
+        if row_count > self._undo_row_counts[number]:
+            wanted = max(1 << (row_count - 1).bit_length(), _UNDO_ROW_COUNT_MIN)
+            wanted = min(wanted, self._layout.row_count)
+            for offset, size in undo.room(wanted):
+                self._memory.reserve(offset, size)
+            self._undo_row_counts[number] = wanted
+        return undo

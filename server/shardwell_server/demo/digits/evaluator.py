@@ -1,0 +1,40 @@
+"""Measures the cluster's weights on held-out digits: a reader, which takes no worker's seat."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+import shardwell
+from shardwell.process.closeable import Closing
+from shardwell_server.demo.digits.samples import Samples
+from shardwell_server.demo.digits.worker import MODEL, Task, open_weights
+
+_TIMEOUT_S = 20.0
+
+
+class Examiner(Closing):
+    """A client that only fetches weights. A context manager."""
+
+    def __init__(self, task: Task, held_out: Samples) -> None:
+        self._held_out = held_out
+        self._weights = np.empty(MODEL.size, np.float32)
+        task = dataclasses.replace(task, worker_id=f"{task.parameter}-examiner")
+        self._client = shardwell.connect(
+            task.target, worker_id=task.worker_id, timeout_s=_TIMEOUT_S
+        )
+        try:
+            self._model = open_weights(self._client, task)
+        except BaseException:
+            self._client.close()
+            raise
+
+    def accuracy(self) -> float:
+        """Of the weights as they are on the shards now; a worker must have called `init`."""
+        self._model.get_weights(out=self._weights)
+        return MODEL.accuracy(self._weights, self._held_out.images, self._held_out.labels)
+
+    def close(self) -> None:
+        """Ends its connection."""
+        self._client.close()

@@ -1,0 +1,179 @@
+"""The demo's workers: child processes, and what they have told so far.
+
+Each worker has a thread that reads its reports and keeps the latest, so memory is bounded however
+late they are looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from shardwell.process.closeable import Closing
+from shardwell_server.demo.errors import DemoError
+from shardwell_server.demo.reports import Report, parse_line
+from shardwell_server.processes import PARENT_FLAG, ChildProcess, describe_exit
+
+SILENCE_MAX_S = 90.0
+"""A worker that reports nothing for so long is taken for stuck; longer than its own deadlines."""
+_GRACE_S = 2.0
+_STDERR_LINE_COUNT_MAX = 20
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "BLIS_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+}
+"""As many math threads as cores in every worker would have the workers fight for the cores."""
+
+
+class WorkerTask(Protocol):
+    """What a worker is to do, as far as its crew has to know."""
+
+    @property
+    def worker_id(self) -> str:
+        """Its name."""
+
+    @property
+    def step_count(self) -> int:
+        """Steps that it has made when it has done all."""
+
+    def command(self) -> list[str]:
+        """The command of this program that does it, and reports on its standard output."""
+
+
+class Member:
+    """One worker's process. Its fields are written by its own thread and read by any."""
+
+    def __init__(self, task: WorkerTask) -> None:
+        self.task = task
+        self.latest: Report | None = None
+        """What it reported last."""
+        self.loss: float | None = None
+        """The loss that it reported last."""
+        self.measures: Mapping[str, float] = {}
+        """The measures that it reported last."""
+        self.first_loss: float | None = None
+        """The loss of its first step."""
+        self.first_step_s: float | None = None
+        """When that was."""
+        self.heard_s = time.monotonic()
+        """When it reported last, or was started."""
+        self._error: str | None = None
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close
+        self._child = ChildProcess(
+            [*task.command(), PARENT_FLAG],
+            environment={**os.environ, **_ONE_THREAD},
+            stderr=self._stderr,
+        )
+        self._thread = threading.Thread(
+            target=self._read, name=f"demo-{task.worker_id}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def step(self) -> int:
+        """Steps that it has made, as far as it has told."""
+        return 0 if self.latest is None else self.latest.step
+
+    def has_finished(self) -> bool:
+        """Whether it has made all its steps and ended.
+
+        Raises:
+            DemoError: it has ended before, or reports nothing any more.
+        """
+        name = f"worker {self.task.worker_id}"
+        if self._thread.is_alive():
+            silence_s = time.monotonic() - self.heard_s
+            if silence_s > SILENCE_MAX_S:
+                raise DemoError(
+                    f"{name} (process {self._child.pid}) has reported nothing for "
+                    f"{silence_s:.0f} s, at step {self.step} of {self.task.step_count}",
+                    worker_id=self.task.worker_id,
+                )
+            return False
+        code = self._child.wait(_GRACE_S)
+        if code == 0 and self.step >= self.task.step_count:
+            return True
+        if self._error is not None:
+            raise DemoError(f"{name}: {self._error}", worker_id=self.task.worker_id)
+        told = self._stderr_tail()
+        raise DemoError(
+            f"{name} has ended with {describe_exit(code)} at step {self.step} of "
+            f"{self.task.step_count}" + (f"; its last words:\n{told}" if told else ""),
+            worker_id=self.task.worker_id,
+        )
+
+    def ask_to_stop(self) -> None:
+        """Sends SIGTERM; does not wait."""
+        self._child.ask_to_stop()
+
+    def close(self) -> None:
+        """Stops it if it runs, and waits for its end."""
+        self.ask_to_stop()
+        if self._child.wait(_GRACE_S) is None:
+            self._child.kill()
+        self._thread.join()  # reads to the end, so its stream may be closed
+        self._child.close(_GRACE_S)
+        self._stderr.close()
+
+    def _read(self) -> None:
+        while line := self._child.read_line():
+            try:
+                told = parse_line(line)
+            except ValueError:
+                continue  # something that a library printed
+            self.heard_s = time.monotonic()
+            if isinstance(told, str):
+                self._error = told
+                continue
+            if told.loss is not None:
+                self.loss = told.loss
+                if self.first_loss is None:
+                    self.first_loss = told.loss
+                    self.first_step_s = self.heard_s
+            if told.measures:
+                self.measures = told.measures
+            self.latest = told
+
+    def _stderr_tail(self) -> str:
+        self._stderr.seek(0)
+        return "".join(self._stderr.readlines()[-_STDERR_LINE_COUNT_MAX:]).rstrip()
+
+
+class Crew(Closing):
+    """All workers. A context manager that leaves none behind."""
+
+    def __init__(self, tasks: Sequence[WorkerTask]) -> None:
+        self.members: list[Member] = []
+        self._stack = contextlib.ExitStack()
+        try:
+            for task in tasks:
+                member = Member(task)
+                self.members.append(member)
+                self._stack.callback(member.close)
+        except BaseException:
+            self.close()
+            raise
+
+    def has_finished(self) -> bool:
+        """Whether all workers have made all their steps and ended.
+
+        Raises:
+            DemoError: one can't go on; it is named.
+        """
+        # Each is looked at, whatever the first says: any of them may have failed.
+        finished = [member.has_finished() for member in self.members]
+        return all(finished)
+
+    def close(self) -> None:
+        """Stops all workers and waits for their end. Safe to repeat."""
+        for member in self.members:
+            member.ask_to_stop()
+        self._stack.close()

@@ -1,0 +1,259 @@
+"""Workers on this machine from start to end: the first that fails stops all.
+
+One thread does it all, so that lines do not mix: it waits for output, for ends of processes and for
+signals, which all wake it through file descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+
+import click
+
+from shardwell_server import signals
+from shardwell_server.launch import reaper as keeper
+from shardwell_server.launch.output import RankOutput
+from shardwell_server.launch.rank_process import RankProcess, adopt_orphans
+from shardwell_server.processes import describe_exit
+
+_LOOK_INTERVAL_S = 0.05
+"""How often groups are looked at whose leader has ended: nothing wakes us for them."""
+_LAST_WORDS_S = 1.0
+"""How long output is waited for that a process holds open which has left its group."""
+_LAST_READ_COUNT_MAX = 16
+"""Reads of what one stream of an ended worker still holds: a whole pipe."""
+
+
+class LocalRun:
+    """N workers, until all have ended. Main thread only: it takes the signals.
+
+    Args:
+        program: Path of the executable.
+        command: Its arguments, its name first.
+        environments: The variables of each rank.
+        grace_s: How long workers that are asked to stop may take.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        grace_s: float,
+    ) -> None:
+        self._program = program
+        self._command = command
+        self._environments = environments
+        self._grace_s = grace_s
+        self._ranks: list[RankProcess] = []
+        self._failed_code: int | None = None
+        self._signal: int | None = None
+        self._stop_s: float | None = None
+        """When the workers were asked to stop."""
+        self._asked: set[int] = set()
+        """Ranks that were asked to stop: once is enough, a second SIGINT would hinder it."""
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        """Blocks until no worker is left; the exit code.
+
+        0 if all ended with it; that of the first that failed, or 128 and the number of the signal
+        that ended it; 128 and the number of the signal that stopped us.
+
+        Raises:
+            OSError: a worker can't be started; those that were are stopped.
+        """
+        adopt_orphans()
+        with self._selector, self._waking(), self._keeping() as keeper_fd:
+            try:
+                for rank, environment in enumerate(self._environments):
+                    if self._signal is None:
+                        self._start(rank, environment, keeper_fd)
+                self._watch(keeper_fd)
+            except BrokenPipeError as error:
+                _say(f"{error}; the workers are stopped")
+                self._failed_code = signals.EXIT_CODE_BASE + signal.SIGPIPE
+            finally:
+                self._end_all(keeper_fd)
+        if self._signal is not None:
+            return signals.EXIT_CODE_BASE + self._signal
+        return self._failed_code or 0
+
+    @contextlib.contextmanager
+    def _waking(self) -> Iterator[None]:
+        """Signals, and ends of workers, wake the selector."""
+        reading_fd, writing_fd = os.pipe()
+        for fd in (reading_fd, writing_fd):
+            os.set_blocking(fd, False)
+
+        def clear() -> None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(reading_fd, 4096)
+
+        self._selector.register(reading_fd, selectors.EVENT_READ, clear)
+        for number in signals.stop_signals():
+            signal.signal(number, self._handle)
+        earlier_handler = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        earlier_fd = signal.set_wakeup_fd(writing_fd, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.stop_signals())
+        try:
+            yield
+        finally:
+            signals.hold()
+            signal.set_wakeup_fd(earlier_fd)
+            signal.signal(signal.SIGCHLD, earlier_handler)
+            os.close(reading_fd)
+            os.close(writing_fd)
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[int]:
+        """A process that ends the workers if we are killed; yields where it is told of them."""
+        reading_fd, writing_fd = os.pipe()
+        with contextlib.ExitStack() as stack:
+            # Closing the pipe ends it.
+            stack.callback(os.close, writing_fd)
+            try:
+                watching = subprocess.Popen(
+                    [sys.executable, "-I", "-S", keeper.__file__, str(self._grace_s)],
+                    stdin=reading_fd,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            finally:
+                os.close(reading_fd)
+            closing = stack.pop_all()
+            try:
+                yield writing_fd
+            finally:
+                closing.close()
+                watching.wait()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Acts at once: the loop may be writing to a terminal that takes nothing."""
+        if self._signal is None:
+            self._signal = number
+            self._ask_to_stop(number)
+        else:
+            for rank in self._ranks:
+                rank.send(signal.SIGKILL)
+
+    def _start(self, rank: int, environment: Mapping[str, str], keeper_fd: int) -> None:
+        started = RankProcess(rank, self._program, self._command, environment, keeper_fd)
+        self._ranks.append(started)
+        for output in started.outputs:
+            self._selector.register(output, selectors.EVENT_READ)
+
+    def _watch(self, keeper_fd: int) -> None:
+        """Passes output on until all workers have ended and nothing of them is left."""
+        running = list(self._ranks)
+        left: list[RankProcess] = []
+        has_told = False
+        if self._signal is not None:
+            self._ask_to_stop(self._signal)  # it came while one was being started
+        while running or left:
+            if self._signal is not None and not has_told:
+                has_told = True
+                _say(
+                    f"{signal.Signals(self._signal).name}: workers have {self._grace_s:g} s to "
+                    "stop; another one kills them at once"
+                )
+            must_look = bool(left) or self._stop_s is not None
+            self._pass_on_output(_LOOK_INTERVAL_S if must_look else None)
+            ended = [rank for rank in running if rank.exit_code is not None]
+            running = [rank for rank in running if rank not in ended]
+            self._pass_on_last_words(ended)
+            self._judge(ended)
+            left = [rank for rank in left + ended if not _is_released(rank, keeper_fd)]
+            if self._stop_s is None and (self._failed_code is not None or (left and not running)):
+                self._ask_to_stop(signal.SIGTERM)
+            if self._stop_s is not None and time.monotonic() - self._stop_s > self._grace_s:
+                for rank in running:
+                    _say(f"rank {rank.rank} did not end within {self._grace_s:g} s and is killed")
+                return
+
+    def _judge(self, ended: list[RankProcess]) -> None:
+        """Notes and tells the first failure; those that a stop causes are none."""
+        failed = [rank for rank in ended if rank.exit_code != 0]
+        if not failed or self._stop_s is not None:
+            return
+        # Of several at once, one that was killed is the more likely cause.
+        failed.sort(key=lambda rank: ((rank.exit_code or 0) > 0, rank.rank))
+        first = failed[0].exit_code
+        assert first is not None
+        self._failed_code = first if first > 0 else signals.EXIT_CODE_BASE - first
+        for rank in failed:
+            _say(
+                f"rank {rank.rank} has ended with {describe_exit(rank.exit_code)}"
+                + ("; the others are stopped" if len(self._ranks) > len(failed) else "")
+            )
+
+    def _ask_to_stop(self, number: int) -> None:
+        """Sends a signal to those that have got none. Also called by the signals' handler."""
+        if self._stop_s is None:
+            self._stop_s = time.monotonic()
+        for rank in self._ranks:
+            if rank.rank not in self._asked:
+                self._asked.add(rank.rank)
+                rank.send(number)
+
+    def _end_all(self, keeper_fd: int) -> None:
+        """Kills what is left, and writes what it has said."""
+        for rank in self._ranks:
+            rank.kill()
+        outputs = [output for rank in self._ranks for output in rank.outputs]
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        try:
+            while any(o.is_open for o in outputs) and time.monotonic() < deadline_s:
+                self._pass_on_output(_LOOK_INTERVAL_S)
+            for output in outputs:
+                output.close()
+        except BrokenPipeError:
+            for output in outputs:
+                output.discard()
+        for rank in self._ranks:
+            _is_released(rank, keeper_fd)
+
+    def _pass_on_output(self, timeout_s: float | None) -> None:
+        """Waits for output, or to be woken; passes on a bounded part of what is there."""
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.fileobj, RankOutput):
+                self._pass_on(key.fileobj)
+            else:
+                key.data()
+
+    def _pass_on_last_words(self, ended: list[RankProcess]) -> None:
+        """So that they come before what we say of its end."""
+        for rank in ended:
+            for output in rank.outputs:
+                for _ in range(_LAST_READ_COUNT_MAX):
+                    if not output.is_open or not self._pass_on(output):
+                        break
+
+    def _pass_on(self, output: RankOutput) -> bool:
+        was_there = output.pass_on()
+        if not output.is_open:
+            self._selector.unregister(output)
+        return was_there
+
+
+def _is_released(rank: RankProcess, keeper_fd: int) -> bool:
+    """Whether nothing of the worker is left; the keeper then forgets it."""
+    if not rank.is_gone:
+        return False
+    with contextlib.suppress(BrokenPipeError):
+        os.write(keeper_fd, b"-%d\n" % rank.pid)
+    return True
+
+
+def _say(words: str) -> None:
+    click.secho(f"shardwell: {words}", fg="red", err=True)

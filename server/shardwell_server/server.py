@@ -1,0 +1,266 @@
+"""A shard as a running server: gRPC, health and reflection around a Shard."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shardwell.errors import ShardUnavailableError, ShardwellError
+from shardwell.group.rendezvous.service import GROUP_SERVICE_NAME, GroupService
+from shardwell.numerics.arguments import check_duration
+from shardwell.rpc.options import listen_on, server_options
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import table_pb2
+from shardwell_server.config import ShardConfig
+from shardwell_server.services.calls import Calls
+from shardwell_server.services.event_loop import EventLoop
+from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
+from shardwell_server.services.parameter_service import ParameterServerService
+from shardwell_server.services.sessions import SESSION_SERVICE_NAME, SessionService
+from shardwell_server.services.table_service import TableService
+from shardwell_server.services.work_threads import WorkThreads
+from shardwell_server.shard.shard import Shard
+from shardwell_server.store.files.data_dir import DataDir
+from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.mmap.store import MmapStore
+
+_LOG = logging.getLogger("shardwell_server")
+_WORK_THREAD_COUNT = 32
+"""More than cores, as some wait for the disk, which writes for all of them at once."""
+_UNARY_CALL_COUNT_MAX = 1024
+"""Calls beyond sessions and streams that wait for a thread, or for others: a burst of workers that
+start together is served, and a flood is refused."""
+_FILE_LOOK_INTERVAL_S = 0.5
+"""How long what is acknowledged may go into files that were removed."""
+_IMAGE_LOOK_INTERVAL_S = 0.5
+_IMAGE_RETRY_INTERVAL_S = 10.0
+"""After an image could not be written: mostly a full disk."""
+_LAST_ANSWERS_S = 0.5
+"""The end of the grace, in which streams that wait for other workers are answered."""
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
+TABLE_SERVICE_NAME = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
+
+
+class ShardServer:
+    """One shard, listening. A context manager: started on entry, stopped on exit.
+
+    Args:
+        config: Its place and limits.
+        data_dir: Its files, which it goes on from; None: it keeps everything in memory.
+
+    Raises:
+        StorageError: what the files hold can't be believed; names the file.
+        ShardUnavailableError: the address can't be listened on.
+    """
+
+    def __init__(self, config: ShardConfig, data_dir: DataDir | None = None) -> None:
+        self.config = config
+        self._stopping: Future[None] | None = None
+        self._is_closed = False
+        self._has_files = data_dir is not None
+        config.durability.check_files(data_dir is not None)
+        store = (
+            MmapStore(data_dir.path, durability=config.durability) if data_dir else MemoryStore()
+        )
+        if data_dir is None:
+            self.shard = Shard(config, store)
+        else:
+            self.shard = Shard(config, store, data_dir.path, origin=data_dir.origin)
+        self._syncer = threading.Thread(target=self._sync, name="shardwell-sync")
+        self._imager = threading.Thread(target=self._image, name="shardwell-image")
+        self._verifier = threading.Thread(target=self._verify, name="shardwell-verify")
+        self._looker = threading.Thread(target=self._look_at_files, name="shardwell-look")
+        self._loop = EventLoop()
+        try:
+            self.address = self._loop.run(self._listen())
+        except BaseException:
+            self._loop.close()
+            raise
+        """HOST:PORT that it listens on; the port is the one that was taken when 0 was asked for."""
+
+    async def _listen(self) -> str:
+        """Makes what lives on the loop; the address."""
+        config, limits = self.config, self.config.limits
+        self._streams = OpenStreams(limits.stream_count_max)
+        self._threads = WorkThreads(asyncio.get_running_loop(), _WORK_THREAD_COUNT)
+        self._calls = Calls(
+            self._threads,
+            self._streams,
+            shard_index=config.shard_index,
+            answer_bytes_max=limits.answer_bytes_max,
+        )
+        self._server = grpc.aio.server(
+            options=server_options(config.session_lease_s),
+            maximum_concurrent_rpcs=(
+                limits.session_count_max + limits.stream_count_max + _UNARY_CALL_COUNT_MAX
+            ),
+        )
+        service = ParameterServerService(self.shard, self._calls, self._streams)
+        tables = TableService(self.shard, self._calls)
+        sessions = SessionService(self.shard, self._calls)
+        meetings = GroupService(shard_index=config.shard_index)
+        self._server.add_generic_rpc_handlers(
+            (
+                service.handler(),
+                tables.handler(),
+                sessions.handler(),
+                meetings.handler(self._calls.unary),
+            )
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if config.reflection:
+            names = (
+                SERVICE_NAME,
+                TABLE_SERVICE_NAME,
+                SESSION_SERVICE_NAME,
+                GROUP_SERVICE_NAME,
+                health.SERVICE_NAME,
+                reflection.SERVICE_NAME,
+            )
+            reflection.enable_server_reflection(names, self._server)
+        host = config.listen.rpartition(":")[0]
+        try:
+            port = listen_on(self._server, config.listen)
+        except OSError as error:
+            self._threads.close()
+            await self._server.stop(None)
+            raise ShardUnavailableError(
+                f"shard {config.shard_index} can't listen on {config.listen}: "
+                f"{error.strerror}; give a free port, or 0 for any, and an address of this machine",
+                shard_index=config.shard_index,
+            ) from None
+        return f"{host}:{port}"
+
+    def start(self) -> None:
+        """Begins to answer; what an earlier process left is verified meanwhile."""
+        self._loop.run(self._server.start())
+        self._verifier.start()
+        if self.config.durability.interval_s is not None:
+            self._syncer.start()
+        if not self.config.durability.is_process:
+            self._imager.start()
+        self._loop.run(self._set_health(health_pb2.HealthCheckResponse.SERVING))
+        if self._has_files:
+            self._looker.start()
+        _LOG.info(
+            "shard is serving",
+            extra={
+                "address": self.address,
+                "shard_index": self.config.shard_index,
+                "shard_count": self.config.shard_count,
+                "cluster_id": self.config.cluster_id,
+            },
+        )
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """Stops: no new calls, open streams finish within the grace, then everything is released.
+
+        Safe to repeat. Blocks until all is down.
+        """
+        grace_s = self.config.grace_s if grace_s is None else check_duration("grace_s", grace_s)
+        if self._stopping is None:
+            self._stopping = self._loop.begin(self._stop(grace_s))
+        self._stopping.result()  # an interrupted stop goes on, and is waited for by the next
+        self.shard.stop()
+        for thread in (self._verifier, self._syncer, self._imager, self._looker):
+            if thread.ident is not None:
+                thread.join()
+        if not self._is_closed:
+            self._is_closed = True
+            self._threads.close()
+            self._loop.close()
+        self.shard.close()
+        _LOG.info("shard has stopped", extra={"shard_index": self.config.shard_index})
+
+    async def _stop(self, grace_s: float) -> None:
+        """Returns when no call is left."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        stopped = asyncio.ensure_future(self._server.stop(grace_s))
+        self.shard.sessions.stop()
+        self._streams.end_idle(LAST_READS_S)
+        answering_s = max(grace_s - _LAST_ANSWERS_S, 0.0)
+        reading_s = min(answering_s, LAST_READS_S)
+        await asyncio.wait([stopped], timeout=reading_s)
+        self._streams.end_idle(0.0)
+        await asyncio.wait([stopped], timeout=answering_s - reading_s)
+        if not stopped.done():  # what still waits for other workers is told so, not cut off
+            self.shard.stop()
+            self._calls.wake_all()
+        await stopped
+
+    def _verify(self) -> None:
+        """Reads everything once, so that damage is in the log before a worker meets it."""
+        for check in self.shard.checks():
+            if self.shard.is_stopping():
+                return
+            try:
+                check()
+            except ShardwellError as error:
+                _LOG.error("what was stored is damaged", extra={"reason": error.message})
+
+    def _look_at_files(self) -> None:
+        """Stops serving when the files are gone; every call gets the reason then."""
+        while not self.shard.wait_for_stop(_FILE_LOOK_INTERVAL_S):
+            try:
+                self.shard.look_at_files()
+            except ShardwellError as error:
+                _LOG.critical("the shard's files are gone", extra={"reason": error.message})
+                self._loop.run(self._give_up())
+                return
+
+    async def _give_up(self) -> None:
+        """Tells who asks, and who waits, that nothing is acknowledged any more."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._calls.wake_all()
+
+    def _sync(self) -> None:
+        """Keeps the promise of `--durability SECONDS`."""
+        interval_s = self.config.durability.interval_s or 0.0
+        due_s = time.monotonic() + interval_s
+        while not self.shard.wait_for_stop(max(due_s - time.monotonic(), 0.0)):
+            due_s = time.monotonic() + interval_s
+            self._logged(self.shard.sync)
+
+    def _image(self) -> None:
+        """Keeps journals short."""
+        pause_s = _IMAGE_LOOK_INTERVAL_S
+        while not self.shard.wait_for_stop(pause_s):
+            is_done = self._logged(self.shard.make_images)
+            pause_s = _IMAGE_LOOK_INTERVAL_S if is_done else _IMAGE_RETRY_INTERVAL_S
+
+    @staticmethod
+    def _logged(act: Callable[[], None]) -> bool:
+        """Whether it succeeded; an operator reads it where not."""
+        try:
+            act()
+        except ShardwellError as error:
+            _LOG.error("could not write to disk", extra={"reason": error.message})
+            return False
+        return True
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", SERVICE_NAME, TABLE_SERVICE_NAME):
+            await self._health.set(name, status)
+
+    def __enter__(self) -> ShardServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()

@@ -1,0 +1,301 @@
+"""ParameterServerService: the wire contract of protos/, over one Shard.
+
+Messages with payloads are read and written as bytes (see shardwell.wire.messages), and decoded
+where the handlers run (see calls.py), without the GIL.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+import grpc
+
+import shardwell
+from shardwell.errors import ArgumentError, CorruptChunkError, WrongShardError
+from shardwell.numerics.codec import Bytes
+from shardwell.specs.names import check_name
+from shardwell.specs.optimizers import check_learning_rate
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
+from shardwell.wire import messages as framing
+from shardwell_server.services.calls import Call, Calls, Handling, Read
+from shardwell_server.services.deadlines import patience_of, wanted
+from shardwell_server.services.first_weights import receive_first_weights
+from shardwell_server.services.newcomers import admit_newcomer
+from shardwell_server.services.open_streams import OpenStreams
+from shardwell_server.services.snapshots import snapshot_messages
+from shardwell_server.shard.deadline import Patience, until
+from shardwell_server.shard.members import Contributor
+from shardwell_server.shard.parameter.slice import ParameterSlice
+from shardwell_server.shard.shard import Shard
+from shardwell_server.shard.step_tracker import Seat
+
+_LOG = logging.getLogger("shardwell_server")
+_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
+_NO_WAIT_S = 1e-6
+_SHORT_ELEMENT_COUNT = 4096
+"""Of a slice that is counted and encoded in less time than a thread takes to be woken."""
+STATUS_NAME_COUNT_MAX = 1500
+"""Worker ids of each kind in one answer, so that it stays below the limit of a message."""
+
+
+class ParameterServerService:
+    """Handlers, one method an RPC."""
+
+    def __init__(self, shard: Shard, calls: Calls, streams: OpenStreams) -> None:
+        self._shard = shard
+        self._calls = calls
+        self._streams = streams
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All methods, for grpc.aio.Server."""
+        calls = self._calls
+        handlers = {
+            "CreateParameter": calls.unary(self.create_parameter, pb.CreateParameterRequest),
+            "ClaimInit": calls.unary(self.claim_init, pb.ClaimInitRequest),
+            "ConfirmInit": calls.unary(self.confirm_init, pb.ConfirmInitRequest),
+            "SetLearningRate": calls.unary(self.set_learning_rate, pb.SetLearningRateRequest),
+            "GetStatus": calls.unary(self.get_status, pb.GetStatusRequest),
+            "InitWeights": calls.messages(self.init_weights),
+            "PutGradient": calls.messages(self.put_gradient),
+            "GetWeights": calls.answers(self.get_weights, pb.GetWeightsRequest),
+            "Snapshot": calls.answers(self.snapshot, pb.SnapshotRequest),
+            "Exchange": calls.both(self.exchange),
+        }
+        assert set(handlers) == {method.name for method in _SERVICE.methods}
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+
+    # RPCs.
+
+    def create_parameter(
+        self, request: pb.CreateParameterRequest, call: Call
+    ) -> pb.CreateParameterResponse:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        named = request.worker_id or request.take_seat
+        worker_id = check_name("worker_id", request.worker_id) if named else ""
+        spec = ParameterSpec.from_proto(request.spec)
+        if request.must_exist and not self._shard.has_parameter(spec.name):
+            raise self._shard.lost_memory("parameter", spec.name)
+        if request.take_seat:
+            self._shard.parameter(spec.name)  # whoever takes a seat has opened it before
+        seat_for = None
+        if request.take_seat:
+            seat_for = Contributor[Seat](
+                worker_id,
+                self._shard.sessions.check(request.session, worker_id),
+                request.tenure,
+                asks=True,
+                begins_anew=request.begins_anew,
+            )
+        parameter, created = self._shard.create(spec)
+        response = parameter.join(
+            worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
+        )
+        response.created = created
+        if created:
+            _LOG.info("parameter created", extra={"parameter": spec.name, "size": spec.size})
+        return response
+
+    def claim_init(self, request: pb.ClaimInitRequest, call: Call) -> Handling:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        if request.shard.shard_index != 0:
+            raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
+        worker_id = check_name("worker_id", request.worker_id)
+        parameter = self._shard.parameter(request.parameter)
+        patience = self._patience(call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
+        return (yield from until(parameter.claim_init, worker_id, patience, request.above_epoch))
+
+    def init_weights(self, call: Call) -> Handling:
+        """See the .proto."""
+        version = yield from receive_first_weights(
+            self._opened, lambda size: self._shard.traffic.add(received=size)
+        )
+        return pb.InitWeightsResponse(version=version)
+
+    def confirm_init(self, request: pb.ConfirmInitRequest, call: Call) -> pb.ConfirmInitResponse:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        version = self._shard.parameter(request.parameter).confirm_init(request.epoch)
+        return pb.ConfirmInitResponse(version=version)
+
+    def put_gradient(self, call: Call) -> Handling:
+        """See the .proto."""
+        response = pb.PutGradientResponse()
+        source: _GradientSource | None = None
+        message = yield Read.NEXT_STEP
+        while message is not None:
+            request, payload = framing.parse(pb.PutGradientRequest, message)
+            source = source or self._source(request)
+            if _has_gradient(request, payload):
+                self._shard.traffic.add(received=payload.size)
+                patience = self._patience(call, request.gradient.wait_timeout_ms / 1000)
+                if (yield from until(source.contribute, request.gradient, payload, patience)):
+                    response.counted_chunk_count += 1
+                else:
+                    response.duplicate_chunk_count += 1
+            del message, request, payload  # not to be held while there is no other
+            message = yield Read.NEXT
+        if source is not None:
+            source.parameter.make_durable()
+        return response
+
+    def get_weights(self, request: pb.GetWeightsRequest, call: Call) -> Handling:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        parameter = self._shard.parameter(request.parameter)
+        patience = self._patience(call, request.wait_timeout_ms / 1000)
+        for index in range(parameter.chunk_count):
+            message = yield from until(
+                parameter.weights_message, index, request.min_version, patience
+            )
+            parameter.make_durable()  # nobody goes on from what could still be lost
+            self._shard.traffic.add(sent=len(message))
+            yield message
+
+    def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        yield from snapshot_messages(
+            self._shard.parameter(request.parameter),
+            request.version,
+            self._patience(call, request.wait_timeout_ms / 1000),
+            wanted(self._shard, call),
+            lambda size: self._shard.traffic.add(sent=size),
+        )
+
+    def exchange(self, call: Call) -> Handling:
+        """See the .proto."""
+        pending: deque[tuple[int, int, Patience]] = deque()
+        source: _GradientSource | None = None
+        is_between_steps = True
+        while True:
+            message = yield Read.NEXT_STEP if is_between_steps else Read.NEXT
+            if message is None:
+                break
+            request, payload = framing.parse(pb.ExchangeRequest, message)
+            if source is None or request.HasField("open"):
+                if not is_between_steps:
+                    raise ArgumentError("`open` came in the middle of a step; end it first")
+                source = self._source(request)
+                is_small = source.parameter.where.size <= _SHORT_ELEMENT_COUNT
+                call.is_short = is_small and self._shard.config.durability.is_process
+            if not _has_gradient(request, payload):
+                continue
+            gradient, parameter = request.gradient, source.parameter
+            self._shard.traffic.add(received=payload.size)
+            patience = self._patience(call, gradient.wait_timeout_ms / 1000)
+            yield from until(source.contribute, gradient, payload, patience)
+            version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
+            pending.append((gradient.chunk.chunk_index, version, patience))
+            is_between_steps = gradient.end_of_step
+            if len(pending) > 2 * parameter.chunk_count:
+                raise ArgumentError(
+                    f"{len(pending)} chunks were sent without end_of_step, of "
+                    f"{parameter.chunk_count}; read the answers first"
+                )
+            del message, request, payload, gradient  # not to be held while answers wait
+            yield from self._answers(parameter, pending, all_=is_between_steps)
+        if source is not None:
+            yield from self._answers(source.parameter, pending, all_=True)
+
+    def set_learning_rate(
+        self, request: pb.SetLearningRateRequest, call: Call
+    ) -> pb.SetLearningRateResponse:
+        """See the .proto."""
+        self._shard.check_identity(request.shard)
+        rate = check_learning_rate("learning_rate", request.learning_rate)
+        from_step = request.from_step if request.HasField("from_step") else None
+        self._shard.parameter(request.parameter).change_learning_rate(from_step, rate)
+        _LOG.info(
+            "learning rate changed",
+            extra={"parameter": request.parameter, "learning_rate": rate},
+        )
+        return pb.SetLearningRateResponse()
+
+    def get_status(self, request: pb.GetStatusRequest, call: Call) -> pb.GetStatusResponse:
+        """See the .proto."""
+        shard, config = self._shard, self._shard.config
+        if request.identity_only:  # what a client asks first
+            admit_newcomer()
+        parameters = [] if request.identity_only else shard.parameters()
+        if request.parameter:
+            parameters = [p for p in parameters if p.spec.name == request.parameter]
+        name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(parameters), 1), 1)
+        return pb.GetStatusResponse(
+            shard=types_pb2.ShardIdentity(
+                cluster_id=config.cluster_id,
+                shard_index=config.shard_index,
+                shard_count=config.shard_count,
+            ),
+            software_version=shardwell.__version__,
+            uptime_s=time.monotonic() - shard.started_s,
+            parameters=[parameter.describe(name_count_max) for parameter in parameters],
+            stored_bytes=shard.stored_bytes,
+            received_payload_bytes=shard.traffic.received_bytes,
+            sent_payload_bytes=shard.traffic.sent_bytes,
+            open_stream_count=self._streams.count,
+        )
+
+    # What they share.
+
+    def _opened(self, request: Any) -> ParameterSlice:
+        """The parameter that a stream's first message names."""
+        if not request.HasField("open"):
+            raise ArgumentError("a stream's first message must have `open`; it is missing")
+        self._shard.check_identity(request.open.shard)
+        check_name("worker_id", request.open.worker_id)
+        return self._shard.parameter(request.open.parameter)
+
+    def _source(self, request: Any) -> _GradientSource:
+        parameter, worker_id = self._opened(request), request.open.worker_id
+        session = self._shard.sessions.check(request.open.session, worker_id)
+        return _GradientSource(parameter, Contributor(worker_id, session, request.open.tenure))
+
+    def _answers(
+        self,
+        parameter: ParameterSlice,
+        pending: deque[tuple[int, int, Patience]],
+        *,
+        all_: bool,
+    ) -> Handling:
+        """The weights that are due, in order: those that are ready, or all."""
+        while pending:
+            index, version, patience = pending[0]
+            if not all_ and not parameter.is_ready(index, version):
+                return
+            message = yield from until(parameter.weights_message, index, version, patience)
+            parameter.make_durable()  # it acknowledges a gradient
+            pending.popleft()
+            self._shard.traffic.add(sent=len(message))
+            yield message
+
+    def _patience(self, call: Call, timeout_s: float) -> Patience:
+        return patience_of(self._shard, call, timeout_s)
+
+
+def _has_gradient(request: Any, payload: Bytes) -> bool:
+    """Whether a message has a chunk of a gradient; one that only opens a stream has none."""
+    has_gradient: bool = request.HasField("gradient")
+    if payload.size and not has_gradient:
+        raise CorruptChunkError("a message has a payload and no `gradient`; send it again")
+    return has_gradient
+
+
+class _GradientSource:
+    """Whose gradients a stream carries, and where they go."""
+
+    def __init__(self, parameter: ParameterSlice, contributor: Contributor[Seat]) -> None:
+        self.parameter = parameter
+        self._contributor = contributor
+
+    def contribute(
+        self, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
+    ) -> bool:
+        """See ParameterSlice.contribute."""
+        return self.parameter.contribute(self._contributor, gradient, payload, patience)

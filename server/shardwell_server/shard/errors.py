@@ -1,0 +1,125 @@
+"""Errors of a slice that are raised in more than one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwell.errors import DivergedError, NonFiniteError, WorkersMissingError
+from shardwell.placement.rows import Ids
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.table import TableSpec
+from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.step_tracker import StepLedger
+from shardwell_server.shard.table.step_tracker import TableLedger
+
+
+def non_finite(spec: ParameterSpec, element_index: int, what: str) -> NonFiniteError:
+    """The error for a value that is not finite, `what` saying whose."""
+    return NonFiniteError(
+        f"{what}, parameter {spec.name!r}: element {element_index} is not finite; "
+        "lower the learning rate or clip, or open with allow_non_finite=True",
+        element_index=element_index,
+        parameter=spec.name,
+    )
+
+
+def state_overflow(
+    what: str,
+    place: str,
+    whose: str,
+    slot_name: str,
+    *,
+    too_large: str,
+    element_index: int,
+    **where: Any,
+) -> NonFiniteError:
+    """The error for a gradient that optimizer state can't take.
+
+    Args:
+        what: The parameter or table.
+        place: Where in it.
+        whose: The gradient.
+        slot_name: The array of state.
+        too_large: "gradient", or "weight decay" where it is what that adds.
+        element_index: The place as errors carry it.
+        where: The parameter or table as errors carry it.
+    """
+    cause, advice = {
+        "gradient": ("it is so large", "clip gradients (clip_value=)"),
+        "weight decay": (
+            "what weight decay adds to it is so large, because weights are,",
+            "restore a checkpoint and lower the learning rate",
+        ),
+    }[too_large]
+    return NonFiniteError(
+        f"{whose}, {what}: {cause} that the optimizer's {slot_name!r} of {place} would be "
+        f"infinite for good; it is not counted; {advice}, or open with allow_non_finite=True",
+        element_index=element_index,
+        **where,
+    )
+
+
+def diverged(
+    spec: ParameterSpec, element_index: int, version: int, what: str = "weights"
+) -> DivergedError:
+    """The error for a weight, or what else `what` says, that is not finite any more."""
+    told = non_finite(spec, element_index, f"{what} at version {version}")
+    return DivergedError(told.message, element_index=element_index, parameter=spec.name)
+
+
+def workers_missing(
+    spec: ParameterSpec, ledger: StepLedger, chunk_index: int, version: int, patience: Patience
+) -> WorkersMissingError:
+    """Why a chunk has not reached `version`."""
+    step = ledger.records[chunk_index].version
+    missing, unknown = ledger.missing(step, chunk_index)
+    named = _names(missing, unknown, "parameter")
+    return WorkersMissingError(
+        f"parameter {spec.name!r}: waited {patience.timeout_s:g} s for version {version} "
+        f"of chunk {chunk_index}, which is at {step}; missing of "
+        f"{spec.worker_count} workers: {named or 'none (asynchronous)'}; "
+        "start them, or raise timeout_s",
+        missing_worker_ids=tuple(missing),
+        parameter=spec.name,
+    )
+
+
+def non_finite_row(spec: TableSpec, ids: Ids, place: int, what: str) -> NonFiniteError:
+    """The same for rows; `place` is row * dim + column among `ids`."""
+    row, column = divmod(place, spec.dim)
+    return NonFiniteError(
+        f"{what}, table {spec.name!r}: column {column} of row id {ids[row]} is not finite; "
+        "lower the learning rate or clip, or open with allow_non_finite=True",
+        element_index=place,
+        table=spec.name,
+    )
+
+
+def diverged_row(spec: TableSpec, ids: Ids, place: int, version: int) -> DivergedError:
+    """The same as `diverged`; `place` is row * dim + column among `ids`."""
+    told = non_finite_row(spec, ids, place, f"weights at version {version}")
+    return DivergedError(told.message, table=spec.name)
+
+
+def table_workers_missing(
+    spec: TableSpec, ledger: TableLedger, version: int, patience: Patience
+) -> WorkersMissingError:
+    """Why a table has not reached `version`."""
+    missing, unknown = ledger.missing(ledger.version)
+    return WorkersMissingError(
+        f"table {spec.name!r}: waited {patience.timeout_s:g} s for version {version}, and it is at "
+        f"{ledger.version}; missing of {spec.worker_count} workers: "
+        f"{_names(missing, unknown, 'table') or 'none'}; start them, or raise timeout_s",
+        missing_worker_ids=tuple(missing),
+        table=spec.name,
+    )
+
+
+def _names(missing: list[str], unknown_count: int, what: str) -> str:
+    """Those who are missing, of many some."""
+    named = ", ".join(repr(worker_id) for worker_id in missing[:8])
+    if len(missing) > 8:
+        named += f" and {len(missing) - 8} more"
+    if unknown_count:
+        named += (" and " if named else "") + f"{unknown_count} that never opened the {what}"
+    return named

@@ -1,0 +1,479 @@
+"""Who takes part in a parameter or a table, how many may, and which session each place belongs to.
+
+Pure. Those that send gradients have a seat. What a worker has contributed is kept with its seat,
+as the kind of ledger needs it. Sessions that opened the parameter without a seat are known while
+they are alive, so that their workers can be named when they are missing; they take nothing from
+anybody.
+
+A seat belongs to one session, its owner. When a session asks for the seat of its worker:
+
+    there is no seat                        take one, if there is room
+    the owner is the same session           it is there already
+    the owner has ended, or is not alive    take it over; the old owner's gradients are refused
+    the owner is another one, and alive     WorkerIdInUseError
+
+A synchronous parameter has worker_count seats, each taken at its worker's first gradient at the
+latest and kept for good. An asynchronous one has worker_count_max; when all are taken, a newcomer
+is given that of a worker that is gone. From its taking to that a worker has a *tenure*, by a number
+that it has drawn and that its gradients name. So a gradient of a tenure that is over is refused,
+whoever has the seat since, and whether or not its worker has another one. Steps are counted from 0
+in each tenure; in the storage they go on, so that what an earlier tenure left there is below
+`first_step` and counts for nothing in this one.
+
+Invariants:
+  - At any time one session at most can contribute under a worker_id.
+  - The seat of a session that is alive, or was so within the lease, is given to nobody else.
+  - Steps in the storage never decrease, whosever the seat is.
+
+The caller holds a lock around all that changes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from shardwell.errors import (
+    ArgumentError,
+    LimitError,
+    SeatsTakenError,
+    SessionUnknownError,
+    StepOrderError,
+    WorkerIdInUseError,
+)
+from shardwell.rpc.session import Session
+
+Event = dict[str, Any]
+TakesNote = Callable[[Event], None]
+"""How a change of seats is noted before it takes effect."""
+
+
+class Liveness(Protocol):
+    """What is known of sessions, by their numbers."""
+
+    def alive_for_s(self, number: int) -> float:
+        """For how many seconds a session counts as alive if nothing is heard of it.
+
+        math.inf while it attends; 0 when it is gone; else it is waited for since the shard was
+        started.
+        """
+
+    def spare_in_s(self, number: int) -> float:
+        """In how many seconds a session will have been gone for the lease; below 0: it has been.
+
+        math.inf while it attends.
+        """
+
+
+class Tenure(NamedTuple):
+    """Of a seat; see the module."""
+
+    number: int = 0
+    """Drawn by its worker; 0 where seats are kept for good."""
+    first_step: int = 0
+    """Which step in the storage its worker's step 0 is."""
+
+
+_FOR_GOOD = Tenure()
+
+
+class Seat(ABC):
+    """One worker's place. `owner` is None once the owner's session has ended in order.
+
+    All that it tells of steps is in the worker's own count.
+    """
+
+    def __init__(
+        self, worker_id: str, index: int, owner: Session | None, tenure: Tenure = _FOR_GOOD
+    ) -> None:
+        self.worker_id = worker_id
+        self.index = index
+        """0-based, in the order in which seats were taken."""
+        self.owner = owner
+        self.tenure = tenure
+        self.is_over = False
+        """Whether the tenure is."""
+        self.was_taken_over = False
+        """Whether the owner has it from another session, and has not contributed yet."""
+
+    def stored(self, step: int) -> int:
+        """What a step of the worker is in the storage."""
+        return self.tenure.first_step + step
+
+    @property
+    @abstractmethod
+    def unused_step(self) -> int:
+        """A step that nothing has been counted of, nor is being counted just now."""
+
+    def give_to(self, session: Session) -> None:
+        """Makes another session the owner."""
+        self.owner = session
+        self.was_taken_over = True
+        self.forget_checksums()
+
+    @abstractmethod
+    def forget_checksums(self) -> None:
+        """Forgets what the owner's last payloads were: those of another session may differ."""
+
+    def contributed(self, session: Session) -> None:
+        """Notes that something of a session's, which may have lost the seat meanwhile, counted."""
+        if self.owner is not None and self.owner.number == session.number:
+            self.was_taken_over = False
+
+    def check(self, contributor: Contributor[Any]) -> None:
+        """Refuses who has not the seat, or not any more.
+
+        Raises:
+            StepOrderError: the tenure is over.
+            WorkerIdInUseError: another session has taken it over.
+            SessionUnknownError: the session has ended.
+        """
+        number = self.tenure.number
+        if self.is_over or (number and number != contributor.tenure):
+            raise _tenure_is_over(contributor.worker_id)
+        session = contributor.session
+        owner = self.owner
+        if owner is None:
+            raise SessionUnknownError(
+                f"the session of worker {self.worker_id!r} has ended; connect again",
+                worker_id=self.worker_id,
+            )
+        if owner.number != session.number:
+            raise WorkerIdInUseError(
+                f"worker id {self.worker_id!r}: {owner} has taken over from this {session}, which "
+                "was not connected then; what this process sends under that id is not counted; "
+                "give each worker an id of its own",
+                worker_id=self.worker_id,
+            )
+
+
+SeatT = TypeVar("SeatT", bound=Seat)
+
+
+class Contributor(Generic[SeatT]):
+    """Who asks for a seat, or whose gradients a stream carries.
+
+    Args:
+        worker_id: Whose.
+        session: In which life of its process.
+        tenure: The number of its tenure, or of the one that it asks for; no matter where seats are
+            kept for good.
+        asks: Whether it asks for a seat, and contributes nothing.
+        begins_anew: With `asks`: whether the seat that it has is to have that tenure.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        session: Session,
+        tenure: int = 0,
+        *,
+        asks: bool = False,
+        begins_anew: bool = False,
+    ) -> None:
+        self.worker_id = worker_id
+        self.session = session
+        self.tenure = tenure
+        self.asks = asks
+        self.begins_anew = begins_anew
+        self.seat: SeatT | None = None
+        """Known once it has contributed."""
+
+
+# Events. That of a seat: who takes the next one. Of an owner: the same worker's other session.
+# Of a tenure: seat `seat_index` is that worker's from now on.
+
+
+def seat_event(seat: Seat) -> Event:
+    """What is logged when a worker takes the next seat."""
+    return {"kind": "seat", **_facts(seat.worker_id, seat.owner, seat.tenure)}
+
+
+def owner_event(worker_id: str, owner: Session | None) -> Event:
+    """What is logged when a worker's seat changes the owner."""
+    return {"kind": "owner", "worker_id": worker_id, "session": owner and list(owner)}
+
+
+def _facts(worker_id: str, owner: Session | None, tenure: Tenure) -> Event:
+    return {"worker_id": worker_id, "session": owner and list(owner), "tenure": list(tenure)}
+
+
+def owner_of(event: Event) -> Session | None:
+    """The owner that an event tells of."""
+    return None if event["session"] is None else Session(*event["session"])
+
+
+def tenure_of(event: Event) -> Tenure:
+    """The tenure that an event tells of."""
+    return Tenure(*event["tenure"])
+
+
+class Seats(ABC, Generic[SeatT]):
+    """The part of a ledger that knows workers.
+
+    Args:
+        worker_count: Workers that make a synchronous step; 0: asynchronous.
+        worker_count_max: Workers that may have a seat.
+        sessions: Which are alive.
+    """
+
+    def __init__(self, *, worker_count: int, worker_count_max: int, sessions: Liveness) -> None:
+        self._worker_count = worker_count
+        self._worker_count_max = worker_count_max
+        self._sessions = sessions
+        self._seats: dict[str, SeatT] = {}
+        """In the order of their indexes."""
+        self._ended: dict[str, None] = {}
+        """Those with a seat whose sessions have ended in order, the first one first."""
+        self._openers: dict[int, str] = {}
+        """Worker ids by the sessions that opened it, of which some may be gone, or unknown yet."""
+
+    @abstractmethod
+    def _fresh_seat(self, worker_id: str, index: int, owner: Session, tenure: Tenure) -> SeatT:
+        """The seat of a worker that has contributed nothing."""
+
+    @abstractmethod
+    def _seat_after(
+        self, seat: SeatT, worker_id: str, owner: Session | None, tenure: Tenure
+    ) -> SeatT:
+        """The same seat in a later tenure, with what the storage has of that."""
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether steps need all workers."""
+        return self._worker_count > 0
+
+    def remember(self, worker_id: str, session_number: int) -> None:
+        """Notes that a worker takes part, so that it can be named when it is missing.
+
+        While its session is alive, and while there is room: of very many, some are not named.
+        """
+        self._openers.pop(session_number, None)
+        if len(self._openers) >= self._worker_count_max:
+            self._openers = {
+                number: name
+                for number, name in self._openers.items()
+                if self._sessions.alive_for_s(number)
+            }
+        if len(self._openers) < self._worker_count_max:
+            self._openers[session_number] = worker_id
+
+    def seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
+        """The seat of a worker, which belongs to the session from now on; see the module.
+
+        Raises:
+            WorkerIdInUseError: another session has it, and is alive.
+            StepOrderError: it contributes in a tenure that is over.
+            SeatsTakenError: worker_count others have contributed already.
+            LimitError: as many workers as the limit allows have seats, and none is to be given
+                away.
+            ArgumentError: it asks for a seat without a tenure.
+        """
+        worker_id, session = contributor.worker_id, contributor.session
+        seat = self._seats.get(worker_id)
+        number = 0
+        if not self.is_sync:
+            self._check_tenure(contributor, seat)
+            number = contributor.tenure
+        if seat is None:
+            given = self._check_room(worker_id)
+            if given is not None:
+                return self._give(given, contributor, note)
+            seat = self._fresh_seat(worker_id, len(self._seats), session, Tenure(number))
+            note(seat_event(seat))
+            return self._sit(seat)
+        is_other = seat.owner is None or seat.owner.number != session.number
+        if is_other:
+            self._check_gone(worker_id, seat.owner, session)
+        if contributor.begins_anew and seat.tenure.number != number:
+            return self._give(seat, contributor, note)
+        if is_other:
+            note(owner_event(worker_id, session))
+            seat.give_to(session)
+            self._note_ended(seat)
+        return seat
+
+    def _check_tenure(self, contributor: Contributor[SeatT], seat: SeatT | None) -> None:
+        if contributor.asks:
+            if not contributor.tenure:
+                raise ArgumentError("tenure must be a number drawn at random, not 0; got 0")
+        elif seat is None or seat.tenure.number != contributor.tenure:
+            raise _tenure_is_over(contributor.worker_id)
+
+    def _give(self, seat: SeatT, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
+        """Ends a seat's tenure, and begins another."""
+        # Other threads may be counting: what has not been checked by now is refused.
+        seat.is_over = True
+        tenure = Tenure(contributor.tenure, seat.stored(seat.unused_step))
+        facts = _facts(contributor.worker_id, contributor.session, tenure)
+        try:
+            note({"kind": "tenure", "seat_index": seat.index, **facts})
+        except BaseException:
+            seat.is_over = False
+            raise
+        return self._replace(seat, contributor.worker_id, contributor.session, tenure)
+
+    def restore_tenure(self, event: Event) -> None:
+        """Goes on from a tenure that was noted.
+
+        Raises:
+            IndexError, KeyError, TypeError: there is no such seat, or the event is another's.
+        """
+        seat = self.seats[event["seat_index"]]
+        self._replace(seat, event["worker_id"], owner_of(event), tenure_of(event))
+
+    def _replace(self, seat: SeatT, worker_id: str, owner: Session | None, tenure: Tenure) -> SeatT:
+        made = self._seat_after(seat, worker_id, owner, tenure)
+        self._ended.pop(seat.worker_id, None)
+        seats = (made if each is seat else each for each in self.seats)
+        self._seats = {each.worker_id: each for each in seats}
+        self._note_ended(made)
+        return made
+
+    def events(self) -> list[Event]:
+        """The fewest events that lead to where the seats stand."""
+        return [
+            *map(seat_event, self.seats),
+            *(owner_event(worker_id, None) for worker_id in self._ended),  # for their order
+        ]
+
+    def _check_room(self, worker_id: str) -> SeatT | None:
+        """The seat that a newcomer is to be given; None: there is room for one more."""
+        if self.is_sync and len(self._seats) >= self._worker_count:
+            raise SeatsTakenError(
+                f"worker_count={self._worker_count} workers contribute already: "
+                f"{_names(self._seats)}; {worker_id!r} would be one more; a replacement must "
+                "use the worker_id of the worker that it replaces",
+                worker_id=worker_id,
+            )
+        if len(self._seats) < self._worker_count_max:
+            return None
+        advice = "reuse worker ids"
+        if not self.is_sync:
+            ended = next(iter(self._ended), None)
+            if ended is not None:  # nothing of it can come any more
+                return self._seats[ended]
+            spares = [(self._spare_in_s(seat), seat.index) for seat in self.seats]
+            spare_in_s, index = min(spares)
+            if spare_in_s <= 0:
+                return self.seats[index]
+            advice = "close clients that are done"
+            if spare_in_s < math.inf:
+                advice += (
+                    f", or try again in {spare_in_s:.3g} s, when a worker that is gone will have "
+                    "been so for session_lease_s"
+                )
+        raise LimitError(
+            f"limit worker_count_max={self._worker_count_max}: {worker_id!r} is one worker too "
+            f"many; {advice}; or raise the limit",
+            worker_id=worker_id,
+        )
+
+    def _spare_in_s(self, seat: SeatT) -> float:
+        assert seat.owner is not None
+        return self._sessions.spare_in_s(seat.owner.number)
+
+    def _check_gone(self, worker_id: str, owner: Session | None, session: Session) -> None:
+        if owner is None or not (alive_for_s := self._sessions.alive_for_s(owner.number)):
+            return
+        advice = "give each worker an id of its own"
+        if alive_for_s == math.inf:
+            free_in_s = None
+            advice += (
+                "; if that process is gone, its place is free when its connection has ended, at "
+                "the latest after the shard's session_lease_s"
+            )
+        else:
+            free_in_s = alive_for_s
+            advice += (
+                "; the shard was started again and waits for that process to come back, another "
+                f"{alive_for_s:.3g} s"
+            )
+        asks = "another client of it" if owner[1:] == session[1:] else f"this {session}"
+        raise WorkerIdInUseError(
+            f"worker id {worker_id!r} is in use: {owner} contributes under it, and so would "
+            f"{asks}; {advice}",
+            free_in_s=free_in_s,
+            worker_id=worker_id,
+        )
+
+    def set_owner(self, worker_id: str, owner: Session | None) -> None:
+        """Goes on from a change of owner that was noted; None: the last one ended in order.
+
+        Raises:
+            KeyError: the worker has no seat.
+        """
+        seat = self._seats[worker_id]
+        seat.owner = owner
+        self._note_ended(seat)
+
+    def _note_ended(self, seat: SeatT) -> None:
+        self._ended.pop(seat.worker_id, None)
+        if seat.owner is None:
+            self._ended[seat.worker_id] = None
+
+    def _sit(self, seat: SeatT) -> SeatT:
+        """Gives the next seat to its worker."""
+        self._seats[seat.worker_id] = seat
+        self._note_ended(seat)
+        return seat
+
+    def tenure_of(self, worker_id: str) -> int:
+        """The number of a worker's tenure; 0: it has no seat, or seats are kept for good."""
+        seat = self._seats.get(worker_id)
+        return 0 if seat is None else seat.tenure.number
+
+    @property
+    def seats(self) -> list[SeatT]:
+        """By index."""
+        return list(self._seats.values())  # others may join meanwhile
+
+    @property
+    def seated_worker_ids(self) -> list[str]:
+        """In the order of their seats."""
+        return list(self._seats)
+
+    @property
+    def done_worker_ids(self) -> list[str]:
+        """Those with a seat whose sessions have ended in order."""
+        return [seat.worker_id for seat in self.seats if seat.owner is None]
+
+    def owned_by(self, session_number: int) -> list[str]:
+        """Workers whose seats a session has; one at the most, as a session has one worker_id."""
+        return [
+            seat.worker_id
+            for seat in self.seats
+            if seat.owner is not None and seat.owner.number == session_number
+        ]
+
+    def _missing_beside(self, done: Iterable[str]) -> tuple[list[str], int]:
+        """Known workers that are not among `done`, and how many more were never seen."""
+        if not self.is_sync:
+            return [], 0
+        present = set(done)
+        candidates = dict.fromkeys(self._seats)
+        if len(candidates) < self._worker_count:
+            for number, worker_id in list(self._openers.items()):
+                if self._sessions.alive_for_s(number):
+                    candidates[worker_id] = None
+        missing = [worker_id for worker_id in candidates if worker_id not in present]
+        return missing, max(self._worker_count - len(present) - len(missing), 0)
+
+
+def _tenure_is_over(worker_id: str) -> StepOrderError:
+    return StepOrderError(
+        f"worker {worker_id!r} has not, or not any more, the place that it sends a gradient for: "
+        "when there are worker_count_max workers, that of one which has ended, or is away for "
+        "longer than session_lease_s, is given to a newcomer; the gradient is not counted now, and "
+        "whether it was before is not known any more; open the parameter or table again, and go on "
+        "as a new worker at its next_step",
+        worker_id=worker_id,
+    )
+
+
+def _names(worker_ids: Iterable[str], most: int = 8) -> str:
+    names = [repr(worker_id) for worker_id in worker_ids]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

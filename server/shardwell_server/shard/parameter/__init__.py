@@ -1,0 +1,1 @@
+"""One shard's part of a parameter."""

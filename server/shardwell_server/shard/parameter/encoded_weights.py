@@ -1,0 +1,67 @@
+"""Weights out of one slice, encoded once for all workers that are in step."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from shardwell.numerics.codec import NonFiniteValueError
+from shardwell.numerics.scratch import thread_scratch
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire.chunks import ChunkCodec
+from shardwell_server.shard.errors import diverged
+from shardwell_server.shard.parameter.chunk import Chunk
+
+
+class EncodedWeights:
+    """The messages of the chunks that were asked for last. Any thread may call it."""
+
+    def __init__(self, spec: ParameterSpec, *, count_max: int) -> None:
+        self._spec = spec
+        self._codec = ChunkCodec.of(spec)
+        self._context = checksum.weights_context(spec.name)
+        self._count_max = count_max
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+
+    def get(self, chunk_index: int, version: int) -> bytes | None:
+        """A chunk's message, if it is kept in that version."""
+        with self._lock:
+            kept = self._kept.get(chunk_index)
+        return kept[1] if kept is not None and kept[0] == version else None
+
+    def make(self, chunk: Chunk, chunk_index: int, version: int) -> bytes:
+        """A chunk's message, kept for the next; the chunk's lock is held.
+
+        Raises:
+            DivergedError: training diverged; the weights are not finite.
+        """
+        message = self._encode(chunk, chunk_index, version)
+        with self._lock:
+            self._kept[chunk_index] = (version, message)
+            self._kept.move_to_end(chunk_index)
+            if len(self._kept) > self._count_max:
+                self._kept.popitem(last=False)
+        return message
+
+    def forget(self) -> None:
+        """Encodings of other weights are not to be answered."""
+        with self._lock:
+            self._kept.clear()
+
+    def _encode(self, chunk: Chunk, chunk_index: int, version: int) -> bytes:
+        header = pb.ExchangeResponse(version=version)
+        try:
+            return self._codec.encode(
+                header,
+                header.chunk,
+                chunk.where,
+                chunk_index,
+                chunk.state.weights,
+                thread_scratch(),
+                start=checksum.weights(self._context, version),
+            )
+        except NonFiniteValueError as error:
+            raise diverged(self._spec, chunk.where.offset + error.index, version) from None

@@ -1,0 +1,248 @@
+"""Snapshots of a slice: each chunk as it was at one version, taken while training goes on.
+
+A chunk that is about to leave the version is copied first, into a spool. Whoever reads the snapshot
+takes the other chunks as they lie, when their turn comes. Neither waits for the other.
+
+Invariant: when `Snapshots.under_way` has begun, every chunk is either at or below the version, or
+kept in the spool as it was there (or the snapshot has failed, and says why).
+
+A chunk's lock is held around all that concerns it; the list of snapshots is replaced, never
+changed, so that closing a step costs one look at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from shardwell.errors import (
+    DeadlineError,
+    LimitError,
+    ShardwellError,
+    StepOrderError,
+    StorageError,
+)
+from shardwell.numerics.codec import Float32
+from shardwell.specs.parameter import ParameterSpec
+from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.errors import workers_missing
+from shardwell_server.shard.parameter.chunk import Chunk
+from shardwell_server.shard.parameter.register import Register
+from shardwell_server.shard.spool import Copied, Spool
+from shardwell_server.shard.step_tracker import StepLedger
+
+
+class Snapshot:
+    """One of them, under way."""
+
+    def __init__(
+        self,
+        version: int,
+        *,
+        chunk_count: int,
+        spool_dir: Path | None,
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        self.version = version
+        """That every chunk is taken at."""
+        self.learning_rate = 0.0
+        """Of the update that follows it, as of the chunk that was taken last."""
+        self.failure: ShardwellError | None = None
+        """Why it can't be had any more."""
+        self._is_taken = bytearray(chunk_count)
+        self._kept: dict[int, Copied] = {}
+        self._is_wanted = is_wanted
+        self._lock = threading.Lock()
+        self._spool = Spool(spool_dir)
+
+    def is_kept(self, chunk_index: int) -> bool:
+        """Whether a chunk is in the spool."""
+        return chunk_index in self._kept
+
+    def keep(self, chunk_index: int, arrays: Sequence[Float32], learning_rate: float) -> None:
+        """Copies a chunk that is about to leave the version, unless it was taken; never fails."""
+        if self._is_taken[chunk_index] or self.failure is not None:
+            return
+        if not self._is_wanted():
+            self.drop(DeadlineError("the snapshot was not read before its deadline; call again"))
+            return
+        try:
+            with self._lock:
+                if self.failure is not None:
+                    return
+                self._kept[chunk_index] = self._spool.copy(arrays)
+        except OSError as error:
+            self.drop(
+                StorageError(
+                    f"{self._spool.where}: copying chunk {chunk_index} for a snapshot failed: "
+                    f"{error.strerror}; free space on that disk, or make checkpoints while nobody "
+                    "trains"
+                )
+            )
+            return
+        self.note(chunk_index, learning_rate)
+
+    def note(self, chunk_index: int, learning_rate: float) -> None:
+        """Notes that a chunk was taken at the version, with the rate of the update that follows."""
+        self._is_taken[chunk_index] = True
+        self.learning_rate = learning_rate
+
+    def read(self, chunk_index: int, into: Sequence[Float32]) -> None:
+        """Reads a kept chunk.
+
+        Raises:
+            StorageError: the spool can't be read, or was damaged.
+        """
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            is_whole = self._spool.read(self._kept[chunk_index], into)
+        if not is_whole:
+            raise StorageError(
+                f"a copy of chunk {chunk_index} was damaged on its way through a file in "
+                f"{self._spool.where}; check that disk, then call again"
+            )
+
+    def drop(self, failure: ShardwellError) -> None:
+        """Ends it and frees its disk space. Safe to repeat."""
+        with self._lock:
+            self.failure = self.failure or failure
+            self._spool.close()
+
+
+class Snapshots:
+    """The snapshots of one slice that are under way, and how chunks are captured for them."""
+
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        chunks: Sequence[Chunk],
+        ledger: StepLedger,
+        register: Register,
+        *,
+        spool_dir: Path | None,
+        count_max: int,
+    ) -> None:
+        self.pending: tuple[Snapshot, ...] = ()
+        """Whoever closes a step looks here; mostly empty."""
+        self._spec = spec
+        self._chunks = chunks
+        self._ledger = ledger
+        self._register = register
+        self._spool_dir = spool_dir
+        self._count_max = count_max
+        self._lock = threading.Lock()
+
+    def before_close(self, chunk_index: int, learning_rate: float) -> None:
+        """Keeps a chunk for whom it matters; its lock is held, and its open step about to close.
+
+        With that rate: see `Snapshot.learning_rate`.
+        """
+        version = self._ledger.records[chunk_index].version
+        for snapshot in self.pending:
+            if snapshot.version == version:
+                snapshot.keep(chunk_index, self._chunks[chunk_index].arrays, learning_rate)
+
+    @contextlib.contextmanager
+    def under_way(self, version: int, is_wanted: Callable[[], bool]) -> Iterator[Snapshot | None]:
+        """While it lasts, every chunk can be captured at `version`; None in asynchronous mode.
+
+        Args:
+            version: Of every chunk.
+            is_wanted: Whether somebody still reads it; any thread calls it.
+
+        Raises:
+            NotInitializedError: there are no weights.
+            StepOrderError: a chunk has left the version already.
+            LimitError: too many are under way.
+        """
+        self._register.check_initialized()
+        if not self._ledger.is_sync:
+            yield None
+            return
+        snapshot = self._begin(version, is_wanted)
+        try:
+            for index, chunk in enumerate(self._chunks):
+                with chunk.changed:
+                    self._check_reachable(snapshot, index)
+            yield snapshot
+        finally:
+            with self._lock:
+                self.pending = tuple(other for other in self.pending if other is not snapshot)
+            snapshot.drop(StorageError("the snapshot has ended"))
+
+    def capture(
+        self,
+        chunk_index: int,
+        snapshot: Snapshot | None,
+        patience: Patience,
+        into: Sequence[Float32],
+    ) -> tuple[int, float]:
+        """Copies a chunk's arrays as the snapshot wants them, waiting until it is so far.
+
+        Args:
+            chunk_index: The chunk.
+            snapshot: What is under way.
+            patience: Bounds the wait.
+            into: One array for each of the chunk's, overwritten.
+
+        Returns:
+            Its version, and the learning rate of the update that follows.
+
+        Raises:
+            WorkersMissingError: the snapshot's version was not reached in time.
+            StorageError: see `Snapshot.read`; or an earlier process left a damaged chunk.
+        """
+        chunk, records = self._chunks[chunk_index], self._ledger.records
+        with chunk.changed:
+            if snapshot is not None and not snapshot.is_kept(chunk_index):
+                self._check_reachable(snapshot, chunk_index)
+                if records[chunk_index].version != snapshot.version:
+                    patience.wait(chunk.changed)
+                    raise workers_missing(
+                        self._spec, self._ledger, chunk_index, snapshot.version, patience
+                    )
+            if snapshot is None or not snapshot.is_kept(chunk_index):
+                chunk.verify()
+                for source, target in zip(chunk.arrays, into, strict=True):
+                    np.copyto(target, source)
+                version = records[chunk_index].version
+                rate = self._register.learning_rate(version)
+                if snapshot is not None:
+                    snapshot.note(chunk_index, rate)
+                return version, rate
+        snapshot.read(chunk_index, into)
+        return snapshot.version, snapshot.learning_rate
+
+    def _begin(self, version: int, is_wanted: Callable[[], bool]) -> Snapshot:
+        snapshot = Snapshot(
+            version,
+            chunk_count=len(self._chunks),
+            spool_dir=self._spool_dir,
+            is_wanted=is_wanted,
+        )
+        with self._lock:
+            if len(self.pending) >= self._count_max:
+                raise LimitError(
+                    f"limit snapshot_count_max={self._count_max}: as many snapshots of "
+                    f"{self._spec.name!r} are under way; call again when one has ended",
+                    parameter=self._spec.name,
+                )
+            self.pending = (*self.pending, snapshot)
+        return snapshot
+
+    def _check_reachable(self, snapshot: Snapshot, chunk_index: int) -> None:
+        """Refuses what is too late for a chunk; its lock is held."""
+        if snapshot.failure is not None:
+            raise snapshot.failure
+        found = self._ledger.records[chunk_index].version
+        if found > snapshot.version and not snapshot.is_kept(chunk_index):
+            raise StepOrderError(
+                f"snapshot of {self._spec.name!r} at version {snapshot.version}: chunk "
+                f"{chunk_index} is at {found} already; ask for a later version",
+                parameter=self._spec.name,
+            )

@@ -1,0 +1,106 @@
+"""Parts of gradients of rows as they come: checked but for their turn, and decoded."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwell.errors import ArgumentError
+from shardwell.numerics.codec import Bytes, Float32
+from shardwell.placement.rows import Ids, RowPlacement
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX
+from shardwell.specs.table import TableSpec
+from shardwell.v1 import table_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire.rows import RowCodec, check_ids
+from shardwell_server.shard.errors import non_finite_row
+
+PART_COUNT_MAX = 65536
+"""Parts of one step on one shard."""
+
+
+class Part(NamedTuple):
+    """A part of a step's gradient."""
+
+    ids: Ids
+    """(n,), ascending, each of this shard."""
+    gradients: Float32
+    """(n, dim), its own memory."""
+    header: pb.RowGradients
+    peak: float
+    """Largest magnitude of the gradients; infinity if one is not finite."""
+
+
+class PartReader:
+    """Opens parts for one table. Stateless; any thread may use it.
+
+    Args:
+        spec: The table.
+        codec: Of its rows.
+        placement: Of its ids.
+        shard_index: This shard.
+    """
+
+    def __init__(
+        self, spec: TableSpec, codec: RowCodec, placement: RowPlacement, shard_index: int
+    ) -> None:
+        self._spec = spec
+        self._codec = codec
+        self._placement = placement
+        self._shard_index = shard_index
+
+    def open(self, worker_id: str, header: pb.RowGradients, payload: Bytes) -> Part:
+        """The part that a message has.
+
+        Raises:
+            ArgumentError: a number is out of range, or an id of another shard.
+            CorruptChunkError: CRC or lengths do not fit.
+            NonFiniteError: a value is not finite; names id and column.
+        """
+        context = checksum.row_gradients_context(self._spec.name, worker_id)
+        start = checksum.row_gradients(context, header)
+        opened = self._codec.open(
+            header.rows, payload, start=start, with_ids=True, with_values=True
+        )
+        _check(header)
+        check_ids(opened.ids, self._placement, self._shard_index)
+        peak = self._codec.peak(opened)
+        if peak == math.inf and (bad := self._codec.first_non_finite(opened)) is not None:
+            raise non_finite_row(self._spec, opened.ids, bad, f"gradient of {worker_id!r}")
+        gradients = np.empty((opened.ids.size, self._spec.dim), np.float32)
+        self._codec.decode(opened, gradients)
+        return Part(opened.ids, gradients, header, peak)
+
+    def open_ids(self, fetch: pb.RowsFetch, payload: Bytes) -> Ids:
+        """The ids that a question has.
+
+        Raises:
+            ArgumentError, CorruptChunkError: as in `open`.
+        """
+        start = checksum.rows_fetch(checksum.rows_fetch_context(self._spec.name), fetch)
+        ids = self._codec.open(
+            fetch.rows, payload, start=start, with_ids=True, with_values=False
+        ).ids
+        check_ids(ids, self._placement, self._shard_index)
+        return ids
+
+
+def _check(header: pb.RowGradients) -> None:
+    if header.sample_count > SAMPLE_COUNT_MAX:
+        raise ArgumentError(
+            f"sample_count must be at most {SAMPLE_COUNT_MAX}; got {header.sample_count}"
+        )
+    if header.step > STEP_MAX:
+        raise ArgumentError(f"step must be at most {STEP_MAX}; got {header.step}")
+    if header.part_index >= PART_COUNT_MAX - (not header.end_of_step):
+        raise ArgumentError(
+            f"part_index must be below {PART_COUNT_MAX}, and the last part says end_of_step; got "
+            f"{header.part_index}; send larger parts"
+        )
+    if header.abandons and (header.rows.row_count or not header.end_of_step):
+        raise ArgumentError(
+            "a part that abandons a step has end_of_step and no rows; got "
+            f"end_of_step={header.end_of_step} and {header.rows.row_count} rows"
+        )

@@ -1,0 +1,110 @@
+"""Where in the storage a table's rows can be: what is free, what is new, and the limits of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardwell.errors import LimitError
+from shardwell_server.shard.byte_budget import StoredBytes
+from shardwell_server.store import FREE, TableLayout, TableStorage
+from shardwell_server.store.table_contract import Places
+
+_SMALLEST_STACK = 1024
+
+
+class RowPlaces:
+    """Places of one table. For one thread at a time, but for `row_count`.
+
+    Places that rows have left are given out before new ones.
+
+    Args:
+        layout: Of the storage.
+        storage: Which makes room.
+        stored_bytes: Of the shard; room counts as soon as it is made.
+        row_count_max: Rows that may exist.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        storage: TableStorage,
+        stored_bytes: StoredBytes,
+        row_count_max: int,
+    ) -> None:
+        self._layout = layout
+        self._storage = storage
+        self._stored_bytes = stored_bytes
+        self._row_count_max = row_count_max
+        self._used = storage.record.row_used
+        left = np.flatnonzero(storage.update_counts[: self._used] == FREE)
+        self._free: Places = np.empty(max(left.size, _SMALLEST_STACK), np.int64)
+        self._free[: left.size] = left
+        self._free_count = left.size
+        stored_bytes.add(storage.reserved_row_count * layout.row_size_bytes)
+
+    @property
+    def row_count(self) -> int:
+        """Rows that exist."""
+        return self._used - self._free_count
+
+    @property
+    def used(self) -> int:
+        """Places from 0 to below it have, or had, a row."""
+        return self._used
+
+    def plan(self, count: int) -> Places:
+        """Places for so many new rows, for which there is room then; `take` makes them theirs.
+
+        Raises:
+            LimitError: a limit of rows or bytes, by name; nothing changed.
+            StorageError: there is no disk space; nothing changed.
+        """
+        if self.row_count + count > self._row_count_max:
+            raise LimitError(
+                f"limit table_row_count_max={self._row_count_max}: table {self._layout.name!r} has "
+                f"{self.row_count} rows here, {count} more do not fit; evict rows, add shards, or "
+                "raise it",
+                table=self._layout.name,
+            )
+        reused = min(count, self._free_count)
+        places = np.empty(count, np.int64)
+        places[:reused] = self._free[self._free_count - reused : self._free_count]
+        needed = self._used + count - reused
+        places[reused:] = np.arange(self._used, needed)
+        if needed > self._storage.reserved_row_count:
+            self._reserve(needed)
+        return places
+
+    def take(self, places: Places) -> None:
+        """Those of the last `plan` have rows now."""
+        fresh = int(np.count_nonzero(places >= self._used))
+        self._used += fresh
+        self._free_count -= places.size - fresh
+
+    def give_back(self, places: Places) -> None:
+        """These have no rows any more."""
+        needed = self._free_count + places.size
+        if needed > self._free.size:
+            grown = np.empty(max(needed, 2 * self._free.size), np.int64)
+            grown[: self._free_count] = self._free[: self._free_count]
+            self._free = grown
+        self._free[self._free_count : needed] = places
+        self._free_count = needed
+
+    def _reserve(self, row_count: int) -> None:
+        size_bytes, before = self._layout.row_size_bytes, self._storage.reserved_row_count
+        stored = self._stored_bytes
+        if not stored.take((row_count - before) * size_bytes):
+            raise LimitError(
+                f"limit stored_bytes_max={stored.limit_bytes}: table {self._layout.name!r} needs "
+                f"{(row_count - before) * size_bytes} bytes here beside the {stored.count} in use; "
+                "evict rows, add shards, or raise it",
+                table=self._layout.name,
+            )
+        try:
+            self._storage.reserve(row_count)
+        except BaseException:
+            stored.add((before - row_count) * size_bytes)
+            raise
+        # The storage may make more room than it was asked for.
+        stored.add((self._storage.reserved_row_count - row_count) * size_bytes)

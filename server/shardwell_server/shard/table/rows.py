@@ -1,0 +1,442 @@
+"""Moves the bytes of a table's rows: out of the storage, and changed back into it.
+
+The caller is the only one who changes; it decides what counts, and gives the record that is to
+stand. A change is computed on copies; readers are kept out only while it is written back, so that
+they see each row before or after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.errors import ArgumentError
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.initial_rows import initial_rows
+from shardwell.numerics.row_update_rules import RowUpdateRule
+from shardwell.numerics.update_rules import decay_into_state, peak_of
+from shardwell.numerics.weighted_mean import divide
+from shardwell.placement.rows import Ids, RowPlacement
+from shardwell.specs.table import TableSpec
+from shardwell.wire.row_state import RowState
+from shardwell_server.shard.table.found_rows import index_of
+from shardwell_server.shard.table.reading_lock import ReadingLock
+from shardwell_server.shard.table.row_slots import RowPlaces
+from shardwell_server.shard.table.snapshot import TableSnapshots
+from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
+from shardwell_server.store.gradient_rows import Place, add_rows, first_bad_place, touched_rows
+from shardwell_server.store.table_contract import Int64, Places
+
+_NO_PLACES: Places = np.empty(0, np.int64)
+Flags = npt.NDArray[np.bool_]
+
+
+class NonFiniteSumError(ArithmeticError):
+    """A row's sum is beyond float32; `place` says which of the batch."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(f"row {place.row}, column {place.column}")
+        self.place = place
+
+
+class TableRows:
+    """The rows of one table on one shard.
+
+    `read` and `scan` may be called from any thread, the others from one at a time.
+
+    Args:
+        spec: The table.
+        placement: Of its ids.
+        shard_index: This shard.
+        storage: What is kept.
+        places: Of the storage.
+        batch_row_count_max: Rows of one change.
+        snapshots: Told of rows before they are written.
+
+    Raises:
+        StorageError: the storage has ids that can't be here.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        placement: RowPlacement,
+        shard_index: int,
+        storage: TableStorage,
+        places: RowPlaces,
+        *,
+        batch_row_count_max: int,
+        snapshots: TableSnapshots,
+    ) -> None:
+        self._spec = spec
+        self._snapshots = snapshots
+        self._storage = storage
+        self._places = places
+        self._rule = RowUpdateRule(spec.optimizer)
+        self._decay = decay_into_state(spec.optimizer)
+        self._lock = ReadingLock()
+        self._batch_row_count_max = batch_row_count_max
+        self._index = index_of(spec, storage, places, placement, shard_index)
+        # Which rows have a sum, so that nobody has to look for them.
+        self._touched = (
+            [touched_rows(storage.has_sum, places.used)] if spec.worker_count > 1 else []
+        )
+
+    # Reading.
+
+    def read(self, ids: Ids, into: Float32) -> int:
+        """Copies rows to `into`, (n, dim); returns the version at which they were read.
+
+        Raises:
+            StorageError: an earlier process left a damaged row.
+        """
+        storage = self._storage
+        with self._lock.reading():
+            places = self._index.find(ids)
+            is_missing = places < 0
+            some_are_missing = bool(is_missing.any())
+            storage.verify(places[~is_missing] if some_are_missing else places)
+            np.take(storage.weights, places, axis=0, out=into, mode="clip")
+            version = storage.record.version
+        if some_are_missing:
+            into[is_missing] = initial_rows(self._spec.initializer, ids[is_missing], self._spec.dim)
+        return version
+
+    def scan(self, start: int, stop: int, *, with_values: bool) -> tuple[Ids, Float32 | None]:
+        """Ids of the rows at places from `start` to below `stop`, and their values.
+
+        Raises:
+            StorageError: an earlier process left a damaged row.
+        """
+        storage = self._storage
+        with self._lock.reading():
+            counts = storage.update_counts[start : min(stop, storage.record.row_used)]
+            places = start + np.flatnonzero(counts != FREE)
+            storage.verify(places)
+            values = np.take(storage.weights, places, axis=0) if with_values else None
+            return storage.keys[places], values
+
+    def states(
+        self, start: int, stop: int, claim: Callable[[Places], Places] | None = None
+    ) -> RowState:
+        """The rows at places from `start` to below `stop`, with all that is known of them.
+
+        Args:
+            start: First place.
+            stop: Last place, and one more.
+            claim: Which of them are wanted; None: all that had an update.
+
+        Raises:
+            StorageError: an earlier process left a damaged row.
+        """
+        storage = self._storage
+        with self._lock.reading():
+            counts = storage.update_counts[start : min(stop, storage.record.row_used)]
+            places = start + np.flatnonzero(counts > 0)
+            if claim is not None:
+                places = claim(places)
+            storage.verify(places)
+            return self._gather(places)
+
+    def _gather(self, places: Places) -> RowState:
+        storage = self._storage
+        return RowState(
+            storage.keys[places],
+            np.take(storage.weights, places, axis=0),
+            tuple(np.take(slot, places, axis=0) for slot in storage.slots),
+            storage.update_counts[places],
+            storage.last_steps[places],
+        )
+
+    def verify(self, start: int, stop: int) -> None:
+        """Checks the rows at places from `start` to below `stop`.
+
+        Raises:
+            StorageError: an earlier process left a damaged row.
+        """
+        with self._lock.reading():
+            self._storage.verify(np.arange(start, min(stop, self._storage.record.row_used)))
+
+    def decay_peak(self, ids: Ids) -> float:
+        """The largest magnitude that weight decay adds to a gradient of rows, as state sees it."""
+        if not self._decay or not ids.size:
+            return 0.0
+        places = self._index.find(ids)
+        old = places[places >= 0]
+        self._storage.verify(old)
+        peak = peak_of(np.take(self._storage.weights, old, axis=0))
+        if old.size < ids.size:
+            new = initial_rows(self._spec.initializer, ids[places < 0], self._spec.dim)
+            peak = max(peak, peak_of(new))
+        return self._decay * peak
+
+    def state_overflow(
+        self, ids: Ids, gradients: Float32, learning_rate: float
+    ) -> tuple[str, Place] | None:
+        """The first value of optimizer state that gradients would make infinite or NaN.
+
+        On copies; nothing changes. For the one who changes rows.
+
+        Args:
+            ids: (n,), without repeats.
+            gradients: (n, dim), unchanged.
+            learning_rate: The rate of their update.
+
+        Returns:
+            The name of the array and the place; None: there is none.
+        """
+        places = self._index.find(ids)
+        is_new = places < 0
+        weights, slots = self._new_rows(ids)
+        old = places[~is_new]
+        weights[~is_new] = self._storage.weights[old]
+        for slot, stored in zip(slots, self._storage.slots, strict=True):
+            slot[~is_new] = stored[old]
+        counts = self._update_counts(places, is_new)
+        self._rule.apply(weights, gradients.copy(), slots, counts, learning_rate)
+        for name, slot in zip(self._spec.optimizer.slot_names, slots, strict=True):
+            if (bad := first_bad_place(slot)) is not None:
+                return name, bad
+        return None
+
+    # Changing.
+
+    def settle(self, record: TableRecord, position: Position | None) -> None:
+        """Changes the record, and no row."""
+        with self._changing(_NO_PLACES, values=False, sums=False) as (change, alone):
+            alone()
+            change.commit(record._replace(row_used=self._places.used), position)
+
+    def apply(
+        self,
+        ids: Ids,
+        gradients: Float32,
+        learning_rate: float,
+        record: TableRecord,
+        position: Position,
+    ) -> None:
+        """Updates rows with their gradients; creates those that do not exist.
+
+        Args:
+            ids: (n,), without repeats.
+            gradients: (n, dim), overwritten.
+            learning_rate: Of this update.
+            record: What is to stand with it.
+            position: The same.
+
+        Raises:
+            LimitError, StorageError: nothing changed.
+        """
+        step = self._storage.record.version
+        places, is_new = self._located(ids)
+        with self._changing(places, values=True, sums=False) as (change, alone):
+            self._begin(change.weights, change.slots, ids, is_new)
+            counts = self._update_counts(places, is_new)
+            self._rule.apply(change.weights, gradients, change.slots, counts, learning_rate)
+            alone()
+            change.write(weights=change.weights, slots=change.slots)
+            self._note(places, counts, step)
+            self._commit(change, ids, places, is_new, record, position)
+
+    def load(self, state: RowState, record: TableRecord) -> None:
+        """Creates rows with all that is known of them.
+
+        Raises:
+            ArgumentError: one exists; nothing changed.
+            LimitError, StorageError: nothing changed.
+        """
+        places, is_new = self._located(state.ids)
+        if not is_new.all():
+            raise ArgumentError(
+                f"table {self._spec.name!r}: row id {state.ids[~is_new][0]} was loaded before",
+                table=self._spec.name,
+            )
+        with self._changing(places, values=True, sums=False) as (change, alone):
+            alone()
+            change.write(weights=state.weights, slots=state.slots)
+            self._note(places, state.update_counts, state.last_steps)
+            self._commit(change, state.ids, places, is_new, record, None)
+
+    def add(
+        self,
+        ids: Ids,
+        gradients: Float32,
+        factor: float,
+        record: TableRecord,
+        position: Position,
+    ) -> None:
+        """Adds factor * gradients to the rows' sums; creates those that do not exist.
+
+        Args:
+            ids: (n,), without repeats.
+            gradients: (n, dim), overwritten.
+            factor: A float32.
+            record: What is to stand with it.
+            position: The same.
+
+        Raises:
+            NonFiniteSumError: the spec refuses it; nothing changed.
+            LimitError, StorageError: nothing changed.
+        """
+        storage, step = self._storage, self._storage.record.version
+        places, is_new = self._located(ids)
+        # A place that had a row before has values that a change must be able to take back.
+        has_old_values = bool((places[is_new] < self._places.used).any())
+        with self._changing(places, values=has_old_values, sums=True) as (change, alone):
+            assert change.sums is not None
+            assert storage.sums is not None
+            has_sum = np.take(storage.has_sum, places, mode="clip")
+            has_sum[is_new] = False
+            sums = add_rows(change.sums, has_sum, gradients, factor)
+            if not self._spec.allow_non_finite and (bad := first_bad_place(sums)) is not None:
+                raise NonFiniteSumError(bad)
+            new_places = places[is_new]
+            weights, slots = self._new_rows(ids[is_new])
+            alone()
+            storage.weights[new_places] = weights
+            for array, rows in zip(storage.slots, slots, strict=True):
+                array[new_places] = rows
+            self._note(new_places, np.zeros(new_places.size, np.int64), step)
+            change.write(sums=sums)
+            storage.has_sum[places] = True
+            self._commit(change, ids, places, is_new, record, position)
+        self._touched.append(places[~has_sum])
+
+    def close(
+        self, sample_total: int, shift: int, learning_rate: float, record: TableRecord
+    ) -> None:
+        """Updates all rows that have a sum with their mean, batch by batch; then `record` stands.
+
+        May be cut off after any batch, and begun again.
+
+        Raises:
+            StorageError: a row was damaged; what was closed before stays.
+        """
+        storage = self._storage
+        step, closing = storage.record.version, storage.record
+        divisor = math.ldexp(float(sample_total or 1), -shift if sample_total else 0)
+        touched = np.concatenate([*self._touched, _NO_PLACES])
+        touched.sort()
+        while touched.size:
+            places, rest = np.split(touched, [self._batch_row_count_max])
+            with self._changing(places, values=True, sums=True) as (change, alone):
+                assert change.sums is not None
+                means = np.empty_like(change.sums)
+                divide(change.sums, divisor, means)
+                counts = self._update_counts(places, None)
+                self._rule.apply(change.weights, means, change.slots, counts, learning_rate)
+                alone()
+                change.write(weights=change.weights, slots=change.slots)
+                self._note(places, counts, step)
+                storage.has_sum[places] = False
+                standing = closing if rest.size else record
+                change.commit(standing._replace(row_used=self._places.used), None)
+            touched = rest
+            self._touched = [touched]
+        if storage.record.version == step:
+            self.settle(record, None)
+
+    def evict(self, start: int, stop: int, older_than_step: int) -> int:
+        """Removes old rows without a sum, at places from `start` to below `stop`: how many.
+
+        Raises:
+            StorageError: a row was damaged.
+        """
+        storage, part = self._storage, slice(start, min(stop, self._places.used))
+        is_old = storage.update_counts[part] != FREE
+        is_old &= storage.last_steps[part] < older_than_step
+        is_old &= ~storage.has_sum[part]
+        old = start + np.flatnonzero(is_old)
+        for first in range(0, old.size, self._batch_row_count_max):
+            places = old[first : first + self._batch_row_count_max]
+            with self._changing(places, values=True, sums=False) as (change, alone):
+                alone()
+                storage.update_counts[places] = FREE
+                change.commit(storage.record, None)
+                self._index.remove(storage.keys[places])
+            self._places.give_back(places)
+        return old.size
+
+    # Parts of a change.
+
+    @contextlib.contextmanager
+    def _changing(
+        self, places: Places, *, values: bool, sums: bool
+    ) -> Iterator[tuple[RowChange, Callable[[], None]]]:
+        """A change, and what keeps readers out from then on, until it stands or was taken back."""
+
+        def be_alone() -> None:
+            if values:
+                self._snapshots.before_write(places, self._gather)
+            alone.enter_context(self._lock.writing())
+
+        with (
+            contextlib.ExitStack() as alone,
+            self._storage.change(places, values=values, sums=sums) as change,
+        ):
+            yield change, be_alone
+
+    def _located(self, ids: Ids) -> tuple[Places, Flags]:
+        """Each id's place, and whether it is new, in which case there is room."""
+        places = self._index.find(ids)
+        is_new = places < 0
+        count = int(np.count_nonzero(is_new))
+        if count:
+            places[is_new] = self._places.plan(count)
+        return places, is_new
+
+    def _new_rows(self, ids: Ids) -> tuple[Float32, tuple[Float32, ...]]:
+        """What rows are before their first update: weights and state."""
+        slots = [
+            np.full((ids.size, width), value, np.float32)
+            for width, value in zip(self._spec.slot_widths, self._rule.initial_slots, strict=True)
+        ]
+        return initial_rows(self._spec.initializer, ids, self._spec.dim), tuple(slots)
+
+    def _begin(self, weights: Float32, slots: tuple[Float32, ...], ids: Ids, is_new: Flags) -> None:
+        """Puts what new rows begin with into a batch of copies."""
+        if is_new.all():
+            initial_rows(self._spec.initializer, ids, self._spec.dim, out=weights)
+        elif is_new.any():
+            weights[is_new] = initial_rows(self._spec.initializer, ids[is_new], self._spec.dim)
+        else:
+            return
+        for slot, value in zip(slots, self._rule.initial_slots, strict=True):
+            slot[is_new] = value
+
+    def _update_counts(self, places: Places, is_new: Flags | None) -> npt.NDArray[np.int64]:
+        counts = np.take(self._storage.update_counts, places, mode="clip")
+        if is_new is not None:
+            counts[is_new] = 0
+        counts += 1
+        return counts
+
+    def _note(self, places: Places, counts: Int64, step: int | Int64) -> None:
+        """Writes what rows have beside values."""
+        self._storage.update_counts[places] = counts
+        self._storage.last_steps[places] = step
+
+    def _commit(
+        self,
+        change: RowChange,
+        ids: Ids,
+        places: Places,
+        is_new: Flags,
+        record: TableRecord,
+        position: Position | None,
+    ) -> None:
+        new_places, used = places[is_new], self._places.used
+        try:
+            if new_places.size:
+                self._storage.keys[new_places] = ids[is_new]
+                used = max(used, int(new_places.max()) + 1)
+                self._index.add(ids[is_new], new_places)
+            change.commit(record._replace(row_used=used), position)
+        except BaseException:
+            self._index.remove(ids[is_new])
+            raise
+        self._places.take(new_places)

@@ -1,0 +1,155 @@
+"""All rows of a table, block by block: ids, values, or all that is known of each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from shardwell.numerics.codec import Float32
+from shardwell.placement.rows import Ids
+from shardwell.specs.table import TableSpec
+from shardwell.wire.row_state import RowState
+from shardwell.wire.rows import rows_per_scan_message_max
+from shardwell_server.shard.deadline import Changes, Patience
+from shardwell_server.shard.errors import table_workers_missing
+from shardwell_server.shard.table.register import TableRegister
+from shardwell_server.shard.table.row_slots import RowPlaces
+from shardwell_server.shard.table.rows import TableRows
+from shardwell_server.shard.table.snapshot import TableSnapshot, TableSnapshots, too_late
+from shardwell_server.shard.table.step_tracker import TableLedger
+from shardwell_server.store import TableStorage
+
+
+class StateBatch(NamedTuple):
+    """Some rows of a scan."""
+
+    state: RowState
+    version: int
+    """Synchronous: that of the rows. Asynchronous: the table's when they were read."""
+    learning_rate: float
+    """Of the update that follows."""
+
+
+class TableScan:
+    """Of one table. `changed` is the lock under which it changes. Any thread may call it."""
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        storage: TableStorage,
+        *,
+        ledger: TableLedger,
+        register: TableRegister,
+        rows: TableRows,
+        places: RowPlaces,
+        snapshots: TableSnapshots,
+        changed: Changes,
+    ) -> None:
+        self.snapshots = snapshots
+        """Those under way."""
+        self._spec = spec
+        self._storage = storage
+        self._ledger = ledger
+        self._register = register
+        self._rows = rows
+        self._places = places
+        self._changed = changed
+        self._batch = rows_per_scan_message_max(spec)
+
+    def values(self, *, with_values: bool) -> Iterator[tuple[Ids, Float32 | None]]:
+        """All rows that exist, a message's worth at a time: ids, and values if they are wanted.
+
+        Each row as it is when its turn comes; one that is evicted and comes again meanwhile may be
+        missing.
+
+        Raises:
+            StorageError: an earlier process left a damaged row.
+        """
+        start = 0
+        while start < self._places.used:
+            ids, values = self._rows.scan(start, start + self._batch, with_values=with_values)
+            if ids.size:
+                yield ids, values
+            start += self._batch
+
+    @contextlib.contextmanager
+    def under_way(
+        self, version: int, is_wanted: Callable[[], bool]
+    ) -> Iterator[TableSnapshot | None]:
+        """While it lasts, `states` can have all rows at `version`; None in asynchronous mode.
+
+        Args:
+            version: Of every row.
+            is_wanted: Whether somebody still reads them; any thread calls it.
+
+        Raises:
+            StepOrderError: the table has left the version already.
+            LimitError: too many are under way.
+        """
+        if not self._ledger.is_sync:
+            yield None
+            return
+        with self.snapshots.under_way(version, is_wanted) as snapshot:
+            with self._changed:
+                found = self._ledger.version
+                if found == version and self._is_between_steps():
+                    self.begin_snapshots()
+                elif found >= version:
+                    raise too_late(self._spec, version, found)
+            yield snapshot
+
+    def begin_snapshots(self) -> None:
+        """Begins those that wait for the version that was reached now; `changed` is held."""
+        version = self._ledger.version
+        counts = self._storage.update_counts[: self._places.used]
+        self.snapshots.begin_at(version, counts, self._register.learning_rate(version))
+
+    def _is_between_steps(self) -> bool:
+        """Whether rows are as the last step left them; `changed` is held."""
+        if self._spec.worker_count > 1:  # gradients are summed beside the rows until it closes
+            return self._storage.record.contribution_count < self._spec.worker_count
+        return not any(self._ledger.next_part(seat.worker_id)[1] for seat in self._ledger.seats)
+
+    def check_begun(self, snapshot: TableSnapshot | None, patience: Patience) -> None:
+        """Returns once `states` can have all rows.
+
+        Args:
+            snapshot: What is under way.
+            patience: Bounds the wait for its version.
+
+        Raises:
+            NotYet: see `Patience.wait`.
+            StepOrderError: the table has passed the version.
+            WorkersMissingError: the version was not reached in time.
+        """
+        with self._changed:
+            if snapshot is not None and not snapshot.has_begun:
+                if snapshot.failure is not None:
+                    raise snapshot.failure
+                patience.wait(self._changed)
+                raise table_workers_missing(self._spec, self._ledger, snapshot.version, patience)
+
+    def states(self, snapshot: TableSnapshot | None) -> Iterator[StateBatch]:
+        """All rows with all that is known of them, a message's worth at a time.
+
+        Args:
+            snapshot: What is under way and has begun; None: each row as it is when its turn comes.
+
+        Raises:
+            StorageError: a row was damaged, or could not be kept.
+        """
+        if snapshot is None:
+            start = 0
+            while start < self._places.used:
+                state = self._rows.states(start, start + self._batch)
+                version = self._ledger.version
+                yield StateBatch(state, version, self._register.learning_rate(version))
+                start += self._batch
+            return
+        for start in range(0, snapshot.place_count, self._batch):
+            state = self._rows.states(start, start + self._batch, snapshot.claim)
+            yield StateBatch(state, snapshot.version, snapshot.learning_rate)
+        for kept in snapshot.kept():
+            for piece in kept.pieces(self._batch):
+                yield StateBatch(piece, snapshot.version, snapshot.learning_rate)

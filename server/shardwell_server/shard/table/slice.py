@@ -1,0 +1,488 @@
+"""One table on this shard: parts of gradients counted in their turn, steps that close, rows out.
+
+The ledger decides, rows.py moves bytes, the storage keeps them; here threads meet. Whoever
+changes anything holds `changed`, and waits for other workers there; a reader does not need it. A
+part is decoded and checked before it is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwell.errors import ArgumentError, StorageError
+from shardwell.numerics.codec import Bytes, NonFiniteValueError
+from shardwell.numerics.update_rules import SAFE_MAGNITUDE
+from shardwell.placement.rows import RowPlacement
+from shardwell.specs.table import TableSpec
+from shardwell.v1 import table_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire.rows import RowCodec
+from shardwell_server.config import Limits
+from shardwell_server.shard.byte_budget import StoredBytes
+from shardwell_server.shard.deadline import Changes, Patience
+from shardwell_server.shard.errors import (
+    diverged_row,
+    non_finite_row,
+    state_overflow,
+    table_workers_missing,
+)
+from shardwell_server.shard.members import Contributor, Liveness
+from shardwell_server.shard.parameter.averaging import shift_for
+from shardwell_server.shard.step_tracker import Decision
+from shardwell_server.shard.table.loading import TableLoading
+from shardwell_server.shard.table.parts import Part, PartReader
+from shardwell_server.shard.table.register import TableRegister
+from shardwell_server.shard.table.row_slots import RowPlaces
+from shardwell_server.shard.table.rows import NonFiniteSumError, TableRows
+from shardwell_server.shard.table.scan import TableScan
+from shardwell_server.shard.table.snapshot import TableSnapshots
+from shardwell_server.shard.table.step_tracker import Seat, TableLedger
+from shardwell_server.store import TableLayout, TableStorage
+
+_EVICT_ROW_COUNT = 2**20
+"""Places that are looked at between one moment and the next in which others may go on."""
+
+
+class TableSlice:
+    """See the module. All methods may be called from any thread.
+
+    Args:
+        spec: The table.
+        layout: Of its storage.
+        storage: What is kept; if an earlier process left it, `go_on` comes before anything else.
+        placement: Of its ids.
+        shard_index: This shard.
+        limits: Of this shard.
+        stored_bytes: The same.
+        sessions: Which are alive.
+        spool_dir: Where scans keep copies meanwhile; None: the system's temporary directory.
+
+    Raises:
+        StorageError: what an earlier process left can't be believed.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        layout: TableLayout,
+        storage: TableStorage,
+        placement: RowPlacement,
+        *,
+        shard_index: int,
+        limits: Limits,
+        stored_bytes: StoredBytes,
+        sessions: Liveness,
+        spool_dir: Path | None = None,
+    ) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.storage = storage
+        self._draws_incarnation = shard_index == 0
+        self._codec = RowCodec.of(spec)
+        self._reader = PartReader(spec, self._codec, placement, shard_index)
+        self._changed = Changes(threading.Lock())
+        self._ledger = TableLedger(
+            storage.record.version,
+            worker_count=spec.worker_count,
+            worker_count_max=limits.worker_count_max,
+            sessions=sessions,
+        )
+        self.register = TableRegister(spec, storage, self._ledger, limits)
+        """What changes rarely."""
+        self._places = RowPlaces(layout, storage, stored_bytes, limits.table_row_count_max)
+        snapshots = TableSnapshots(spec, spool_dir=spool_dir, count_max=limits.snapshot_count_max)
+        self._rows = TableRows(
+            spec,
+            placement,
+            shard_index,
+            storage,
+            self._places,
+            batch_row_count_max=layout.rows_per_change_max,
+            snapshots=snapshots,
+        )
+        parts: dict[str, Any] = {
+            "ledger": self._ledger,
+            "register": self.register,
+            "rows": self._rows,
+            "places": self._places,
+            "changed": self._changed,
+        }
+        self.scan = TableScan(spec, storage, snapshots=snapshots, **parts)
+        """Its rows, all of them."""
+        self.loading = TableLoading(
+            spec,
+            storage,
+            placement,
+            shard_index,
+            batch_row_count_max=layout.rows_per_change_max,
+            **parts,
+        )
+        """How a checkpoint comes in."""
+        self._sample_counts: dict[int, tuple[int, int]] = {}
+        self._counted_row_count = 0
+        self._duplicate_part_count = 0
+
+    def go_on(self) -> None:
+        """Closes a step that an earlier process was closing; damage is told to whoever meets it."""
+        with self._changed, contextlib.suppress(StorageError):
+            self.loading.drop_unfinished()
+            self._finish_step()
+
+    @property
+    def rows_per_message_max(self) -> int:
+        """Rows of a gradient, a fetch or an answer."""
+        return self._codec.row_count_max
+
+    @property
+    def version(self) -> int:
+        """Synchronous: steps that have closed. Asynchronous: steps that were counted."""
+        return self._ledger.version
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        return self.register.learning_rate(self.version)
+
+    # Taking part.
+
+    def join(
+        self,
+        worker_id: str,
+        session_number: int = 0,
+        *,
+        seat_for: Contributor[Seat] | None = None,
+        incarnation: int = 0,
+    ) -> pb.OpenTableResponse:
+        """Notes that a worker opened the table, if it has a name; tells it where it stands.
+
+        Args:
+            worker_id: See `ParameterSlice.join`.
+            session_number: The same.
+            seat_for: The same.
+            incarnation: That of other shards, and this one's too if nothing has begun; 0: none.
+
+        Raises:
+            StepOrderError: the table has begun with another incarnation.
+            SeatsTakenError, WorkerIdInUseError, LimitError: it asked for a seat and can't have one.
+            StorageError: it can't be noted.
+        """
+        with self._changed:
+            has_rows = self._places.row_count > 0 or self.loading.is_under_way
+            has_begun = has_rows or self.register.has_counted
+            if self._draws_incarnation and not (incarnation or self.register.incarnation):
+                incarnation = secrets.randbits(63) + 1
+            if incarnation and not (self.register.incarnation and has_begun):
+                self.register.note_incarnation(incarnation)
+            self.register.check_incarnation(incarnation)
+            took_over = False
+            if seat_for is not None:
+                took_over = self._seat(seat_for).was_taken_over
+            elif worker_id and session_number:
+                self._ledger.remember(worker_id, session_number)
+            step, part_count = self._ledger.next_part(worker_id)
+            response = pb.OpenTableResponse(
+                rows_per_message_max=self.rows_per_message_max,
+                version=self.version,
+                next_step=step,
+                counted_part_count=part_count,
+                row_count=self._places.row_count,
+                incarnation=self.register.incarnation,
+                begun=has_begun,
+                took_over=took_over,
+                tenure=self._ledger.tenure_of(worker_id),
+            )
+        self.make_durable()  # next_step tells that what came before it was counted
+        return response
+
+    def end_session(self, number: int) -> None:
+        """Notes that a session, by its number, has ended in order.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        with self._changed:
+            self.register.end_session(number)
+
+    # Gradients in.
+
+    def contribute(
+        self,
+        contributor: Contributor[Seat],
+        header: pb.RowGradients,
+        payload: Bytes,
+        patience: Patience,
+    ) -> bool:
+        """Counts a part of a step, once; blocks while an earlier step is open.
+
+        Everything is checked before anything is changed; the worker's seat is taken only then.
+
+        Returns:
+            False if it had been counted before.
+
+        Raises:
+            NotInitializedError: a checkpoint is being restored.
+            ArgumentError, CorruptChunkError, NonFiniteError: the part is refused.
+            SeatsTakenError, LimitError, StorageError: the same; nothing of it is counted.
+            WorkerIdInUseError, SessionUnknownError: the seat is another session's, or nobody's.
+            StepOrderError: see the ledger.
+            WorkersMissingError: the earlier step did not close in time.
+        """
+        part = self._reader.open(contributor.worker_id, header, payload)
+        with self._changed:
+            self.loading.check_standing()
+            seat = contributor.seat
+            if seat is None:
+                seat = contributor.seat = self._seat(contributor)
+            seat.check(contributor)  # another one may take it over at any time
+            decision = self._decide(seat, header)
+            if decision is Decision.WAIT:
+                self._finish_step()
+                decision = self._decide(seat, header)
+            if decision is Decision.WAIT:
+                patience.wait(self._changed)
+                raise table_workers_missing(self.spec, self._ledger, header.step, patience)
+            if decision is Decision.DUPLICATE:
+                self._duplicate_part_count += not header.abandons
+                return False
+            self._check_sample_count(seat, header)
+            self._count(seat, part)
+            seat.contributed(contributor.session)
+            self._counted_row_count += part.ids.size
+            self._finish_step()
+            return True
+
+    def _seat(self, contributor: Contributor[Seat]) -> Seat:
+        """See `TableRegister.seat`; `_changed` is held."""
+        seat = self.register.seat(contributor)
+        if seat.was_taken_over:
+            self._changed.notify_all()  # its last owner may wait
+        return seat
+
+    def _decide(self, seat: Seat, header: pb.RowGradients) -> Decision:
+        if header.abandons:
+            return self._ledger.decide_end(seat, header.step)
+        return self._ledger.decide(
+            seat,
+            header.step,
+            header.part_index,
+            ends_step=header.end_of_step,
+            crc32c=header.rows.crc32c,
+        )
+
+    def _check_sample_count(self, seat: Seat, header: pb.RowGradients) -> None:
+        """Refuses another weight in the middle of a step, as far as this process remembers."""
+        if header.abandons:
+            return
+        step, found = self._sample_counts.get(seat.index, (-1, 0))
+        if header.part_index and step == header.step and found != header.sample_count:
+            raise ArgumentError(
+                f"sample_count must be the same in all parts of a step; step {step} of "
+                f"{seat.worker_id!r} began with {found}, part {header.part_index} has "
+                f"{header.sample_count}"
+            )
+        self._sample_counts[seat.index] = (header.step, header.sample_count)
+
+    def _count(self, seat: Seat, part: Part) -> None:
+        """Makes a part stand; `_changed` is held."""
+        ids, gradients, header, peak = part
+        if not self.spec.allow_non_finite and not (
+            peak + self._rows.decay_peak(ids) < SAFE_MAGNITUDE
+        ):
+            self._check_state(seat, part)
+        record, ends = self.storage.record, header.end_of_step
+        done = 0 if header.abandons else header.part_index + 1
+        position = self._ledger.following(seat, ends_step=ends)
+        stored = seat.stored_position(position)
+        if self.spec.worker_count < 2:
+            following = record._replace(version=record.version + ends)
+            if self._ledger.is_sync and not header.sample_count:
+                gradients.fill(0.0)
+        else:
+            total = record.sample_total
+            following = record._replace(
+                contribution_count=record.contribution_count + ends,
+                sample_total=total + (done == 1) * header.sample_count,
+                # As long as nothing weighs anything, all sums are 0, whatever their scale.
+                shift=record.shift
+                if total
+                else shift_for(header.sample_count, self.spec.worker_count),
+            )
+        if not ids.size:
+            self._rows.settle(following, stored)
+        elif self.spec.worker_count < 2:
+            rate = self.register.learning_rate(record.version)
+            self._rows.apply(ids, gradients, rate, following, stored)
+        else:
+            factor = math.ldexp(float(header.sample_count), -following.shift)
+            try:
+                self._rows.add(ids, gradients, factor, following, stored)
+            except NonFiniteSumError as error:
+                place = error.place.row * self.spec.dim + error.place.column
+                what = f"sum of step {header.step} with the gradient of {seat.worker_id!r}"
+                raise non_finite_row(self.spec, ids, place, what) from None
+        self._ledger.record(seat, position, None if header.abandons else header.rows.crc32c)
+        self._catch_up()
+
+    def _check_state(self, seat: Seat, part: Part) -> None:
+        """Refuses a gradient that would take optimizer state beyond float32, for good.
+
+        In a mean with others it does so no more than alone.
+        """
+        if self._ledger.is_sync and not part.header.sample_count:
+            return
+        rate = self.register.learning_rate(self.storage.record.version)
+        found = self._rows.state_overflow(part.ids, part.gradients, rate)
+        if found is not None:
+            name, place = found
+            raise state_overflow(
+                f"table {self.spec.name!r}",
+                f"row id {part.ids[place.row]}, column {place.column}",
+                f"gradient of {seat.worker_id!r}",
+                name,
+                too_large="gradient" if part.peak >= SAFE_MAGNITUDE else "weight decay",
+                element_index=place.row * self.spec.dim + place.column,
+                table=self.spec.name,
+            )
+
+    def _catch_up(self) -> None:
+        """Has the ledger note steps that have closed in the storage, and wakes who waits."""
+        while self._ledger.version < self.storage.record.version:
+            self._ledger.close()
+            self.scan.begin_snapshots()
+            self._changed.notify_all()
+
+    def _finish_step(self) -> None:
+        """Closes the open step if all workers have ended it; nobody else changes anything."""
+        record = self.storage.record
+        if 1 < self.spec.worker_count <= record.contribution_count:
+            try:
+                self._rows.close(
+                    record.sample_total,
+                    record.shift,
+                    self.register.learning_rate(record.version),
+                    record._replace(
+                        version=record.version + 1, contribution_count=0, sample_total=0, shift=0
+                    ),
+                )
+            except BaseException:
+                self._changed.notify_all()  # whoever waits tries, or has the error, too
+                raise
+            self._catch_up()
+
+    # Rows out.
+
+    def rows_message(self, fetch: pb.RowsFetch, payload: Bytes, patience: Patience) -> bytes:
+        """The rows that are asked for as a sealed message, once the table has `min_version`.
+
+        Raises:
+            NotInitializedError: a checkpoint is being restored.
+            ArgumentError, CorruptChunkError: the question is refused.
+            WorkersMissingError: the steps before did not close in time.
+            DivergedError: training diverged; values are not finite.
+            StorageError: an earlier process left a damaged row.
+        """
+        ids = self._reader.open_ids(fetch, payload)
+        self.loading.check_standing()
+        self._wait_for(fetch.min_version, patience)
+        values = np.empty((ids.size, self.spec.dim), np.float32)
+        header = pb.ExchangeRowsResponse(version=self._rows.read(ids, values))
+        context = checksum.rows_answer_context(self.spec.name)
+        start = checksum.rows_answer(context, ids, header.version)
+        try:
+            return self._codec.encode(header, header.rows, None, values, start=start)
+        except NonFiniteValueError as error:
+            raise diverged_row(self.spec, ids, error.index, header.version) from None
+
+    def _wait_for(self, version: int, patience: Patience) -> None:
+        if self._ledger.is_sync and self.version < version:
+            with self._changed:
+                self._finish_step()
+                if self.version < version:
+                    patience.wait(self._changed)
+                    raise table_workers_missing(self.spec, self._ledger, version, patience)
+
+    # Keeping.
+
+    def evict(self, older_than_step: int) -> int:
+        """Removes rows whose last gradient joined an earlier step; returns how many.
+
+        Raises:
+            NotInitializedError: a checkpoint is being restored.
+            StorageError: a row was damaged.
+        """
+        count = start = 0
+        while start < self._places.used:
+            with self._changed:
+                self.loading.check_standing()
+                older = older_than_step
+                if self._ledger.is_sync:  # with one worker, the open step's rows have no sum
+                    older = min(older, self.version)
+                count += self._rows.evict(start, start + _EVICT_ROW_COUNT, older)
+            start += _EVICT_ROW_COUNT
+        self.make_durable()
+        return count
+
+    def checks(self) -> Iterator[Callable[[], None]]:
+        """See `Shard.checks`."""
+        batch = self.layout.rows_per_change_max
+        for start in range(0, self._places.used, batch):
+            yield functools.partial(self._rows.verify, start, start + batch)
+
+    def make_durable(self) -> None:
+        """Returns when what was counted may be acknowledged; StorageError if the disk failed."""
+        self.storage.make_durable()
+
+    def sync(self) -> None:
+        """Writes to disk what is not there yet; StorageError if the disk failed."""
+        self.storage.sync()
+
+    def make_image(self, is_stopping: Callable[[], bool]) -> None:
+        """Writes an image if it is time, and unless the shard is stopping meanwhile.
+
+        Raises:
+            StorageError: the disk failed, or is full; or a row was damaged.
+        """
+        self.storage.make_image(is_stopping)
+
+    # The rest.
+
+    def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
+        """See `TableRegister.change_learning_rate`."""
+        with self._changed:
+            self.loading.check_standing()
+            self.register.change_learning_rate(from_step, learning_rate)
+
+    def describe(self, name_count_max: int) -> pb.TableStatus:
+        """What GetTableStatus tells of it, with at most so many names of each kind."""
+        missing, unknown = self._ledger.missing(self.version)
+        done = self._ledger.done_worker_ids
+        if not self._ledger.has_begun(self.version):
+            missing = [worker_id for worker_id in missing if worker_id not in done]
+        contributed = self._ledger.contributed(self.version)
+        load_id = self.register.load_id  # before `loading`, so that no load looks finished too soon
+        return pb.TableStatus(
+            spec=self.spec.to_proto(),
+            row_count=self._places.row_count,
+            row_capacity=self.storage.reserved_row_count,
+            stored_bytes=self.storage.reserved_row_count * self.layout.row_size_bytes,
+            version=self.version,
+            contributed_worker_ids=contributed[:name_count_max],
+            missing_worker_ids=missing[:name_count_max],
+            unknown_worker_count=unknown,
+            counted_row_count=self._counted_row_count,
+            duplicate_part_count=self._duplicate_part_count,
+            learning_rate=self.learning_rate,
+            loading=self.loading.is_under_way,
+            load_id=load_id,
+            incarnation=self.register.incarnation,
+            done_worker_ids=done[:name_count_max],
+        )

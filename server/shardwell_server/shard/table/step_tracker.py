@@ -1,0 +1,229 @@
+"""Who has contributed which parts of which step to a table. Pure: events in, decisions out.
+
+On each shard a worker's step is part 0, 1, ..., the last of which ends it. Its position is (o, c):
+its open step, and the parts of it that are counted. v is the table's version (steps that have
+closed; asynchronous: that were ended). Synchronous, a worker that is new, or known to a table that
+was restored since, goes on at the open step: where o < v, its position counts as (v, 0).
+
+    part (s, k) of a worker at (o, c)
+    s < o, or s = o and k < c    DUPLICATE   acknowledge, do not count
+    the latter, ending the step  StepOrderError: more parts were counted, of other rows
+    either, of the last step of the seat's owner, with another CRC: StepOrderError
+    sync: s < v                  StepOrderError: closed without it
+    s = o and k = c              COUNT; sync, o = v + 1: WAIT until v closes
+    otherwise                    StepOrderError: parts or steps were skipped
+
+An abandoned step is ended with the parts that were counted: as above, k having no meaning.
+
+    counted, step not ended      (o, c + 1)
+    counted, step ended          (o + 1, 0); async: v + 1
+    sync, worker_count at v + 1  complete; nothing counts until `close`: v + 1
+
+Invariants:
+  - Positions never decrease, so a part counts once however often it is sent.
+  - Synchronous: o <= v + 1; a step closes when worker_count workers, who hold all the seats, have
+    ended it, so nobody who has contributed is left behind.
+  - Versions only grow, by one for each step that closes (asynchronous: that a worker ends).
+
+The caller holds the table's lock around all of it.
+"""
+
+from __future__ import annotations
+
+from shardwell.errors import StepOrderError
+from shardwell.rpc.session import Session
+from shardwell_server.shard import members as seats
+from shardwell_server.shard.members import Event, Liveness, Seats, Tenure, owner_of, tenure_of
+from shardwell_server.shard.step_tracker import Decision
+from shardwell_server.store.table_contract import Position
+
+
+class Seat(seats.Seat):
+    """One worker, and where it stands.
+
+    Args:
+        worker_id: Who.
+        stored: The seat's position in the storage, whoever's.
+        owner: See `seats.Seat`.
+        tenure: The same.
+    """
+
+    def __init__(
+        self, worker_id: str, stored: Position, owner: Session | None, tenure: Tenure
+    ) -> None:
+        super().__init__(worker_id, stored.seat_index, owner, tenure)
+        step = stored.step - tenure.first_step
+        self.position = stored._replace(step=step) if step >= 0 else Position(self.index)
+        self.forget_checksums()
+
+    def stored_position(self, position: Position) -> Position:
+        """What a position of the worker is in the storage."""
+        return position._replace(step=self.stored(position.step))
+
+    @property
+    def unused_step(self) -> int:
+        """See `seats.Seat`."""
+        return self.position.step + 1  # some parts of the open one may be counted
+
+    def forget_checksums(self) -> None:
+        """See `seats.Seat`."""
+        self.last_step = -1
+        self.part_crc32cs: dict[int, int] = {}
+        """CRCs of the payloads of `last_step`'s parts that were counted, as far as known."""
+
+
+class TableLedger(Seats[Seat]):
+    """The contributions to one table on one shard. `worker_count` 0 means asynchronous.
+
+    Args:
+        version: Where the table stands.
+        worker_count: Workers that make a synchronous step.
+        worker_count_max: Workers that may have a seat.
+        sessions: Which are alive.
+    """
+
+    def __init__(
+        self, version: int, *, worker_count: int, worker_count_max: int, sessions: Liveness
+    ) -> None:
+        super().__init__(
+            worker_count=worker_count, worker_count_max=worker_count_max, sessions=sessions
+        )
+        self.version = version
+        """Steps that have closed, which is also the number of the open one; asynchronous: steps
+        that were ended. Set by the caller when a checkpoint is restored."""
+
+    def _fresh_seat(self, worker_id: str, index: int, owner: Session, tenure: Tenure) -> Seat:
+        return Seat(worker_id, Position(index), owner, tenure)
+
+    def _seat_after(
+        self, seat: Seat, worker_id: str, owner: Session | None, tenure: Tenure
+    ) -> Seat:
+        return Seat(worker_id, seat.stored_position(seat.position), owner, tenure)
+
+    def restore_seat(self, event: Event, stored: Position) -> Seat:
+        """Gives a worker the next seat, as was logged, with the position that the storage has."""
+        assert stored.seat_index == len(self._seats)
+        return self._sit(Seat(event["worker_id"], stored, owner_of(event), tenure_of(event)))
+
+    def decide(
+        self,
+        seat: Seat,
+        step: int,
+        part_index: int,
+        *,
+        ends_step: bool,
+        crc32c: int | None = None,
+    ) -> Decision:
+        """What to do with a part of `seat`'s step, which may be its last.
+
+        `crc32c` is its payload's; None: it is not compared.
+
+        Raises:
+            StepOrderError: see the table above.
+        """
+        _, open_step, part_count = seat.position
+        if (step, part_index) < (open_step, part_count):
+            if ends_step and step == open_step:  # to acknowledge it would leave the step open
+                raise StepOrderError(
+                    f"worker {seat.worker_id!r} ended step {step} with part {part_index}, and "
+                    f"{part_count} parts of it are counted here, which were not the last: those "
+                    "had other rows; send them again, or abandon the step",
+                    worker_id=seat.worker_id,
+                )
+            counted = seat.part_crc32cs.get(part_index) if step == seat.last_step else None
+            if crc32c is not None and counted not in (None, crc32c):
+                raise StepOrderError(
+                    f"worker {seat.worker_id!r} sent part {part_index} of step {step} again with "
+                    f"other rows or gradients than were counted (crc32c {crc32c:#010x}, counted "
+                    f"{counted:#010x}); send the same again, or abandon the step, or, if it has "
+                    "ended, open the table again and go on at its next_step",
+                    worker_id=seat.worker_id,
+                )
+            return Decision.DUPLICATE
+        self._check_step(seat, step)
+        _, expected = self._next_part(seat)
+        if part_index != expected:
+            raise StepOrderError(
+                f"worker {seat.worker_id!r} sent part {part_index} of step {step}, of which "
+                f"{expected} are counted here; send part {expected}, or abandon the step",
+                worker_id=seat.worker_id,
+            )
+        return self._turn(step)
+
+    def decide_end(self, seat: Seat, step: int) -> Decision:
+        """What to do with the end of `seat`'s step when it abandons the rest of it.
+
+        Raises:
+            StepOrderError: see the table above.
+        """
+        if step < seat.position.step:
+            return Decision.DUPLICATE
+        self._check_step(seat, step)
+        return self._turn(step)
+
+    def _check_step(self, seat: Seat, step: int) -> None:
+        expected, _ = self._next_part(seat)
+        if step != expected:
+            reason = "closed without it" if step < expected else "was not its next"
+            raise StepOrderError(
+                f"worker {seat.worker_id!r} sent step {step}, which {reason}: expected step "
+                f"{expected}; open the table again and go on at its next_step",
+                worker_id=seat.worker_id,
+            )
+
+    def _turn(self, step: int) -> Decision:
+        return Decision.WAIT if self.is_sync and step > self.version else Decision.COUNT
+
+    def following(self, seat: Seat, *, ends_step: bool) -> Position:
+        """Where a worker will stand with one part more, or with its step ended."""
+        step, part_count = self._next_part(seat)
+        if ends_step:
+            return Position(seat.index, step + 1)
+        return Position(seat.index, step, part_count + 1)
+
+    def record(self, seat: Seat, following: Position, crc32c: int | None = None) -> None:
+        """Counts a part, or an end, for which a decision was COUNT."""
+        step, part_index = self._next_part(seat)
+        ended = following.step > step
+        if step != seat.last_step:
+            seat.last_step, seat.part_crc32cs = step, {}
+        if crc32c is not None:
+            seat.part_crc32cs[part_index] = crc32c
+        seat.position = following
+        if ended and not self.is_sync:
+            self.version += 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Synchronous: all workers have ended the open step; it is to be closed."""
+        return self.is_sync and len(self.contributed(self.version)) >= self._worker_count
+
+    def close(self) -> None:
+        """The open step, which was complete, has been applied."""
+        assert self.is_complete
+        self.version += 1
+
+    def next_part(self, worker_id: str) -> tuple[int, int]:
+        """A worker's open step, and how many parts of it are counted."""
+        seat = self._seats.get(worker_id)
+        if seat is None:
+            return (self.version if self.is_sync else 0), 0
+        return self._next_part(seat)
+
+    def _next_part(self, seat: Seat) -> tuple[int, int]:
+        _, step, part_count = seat.position
+        if self.is_sync and step < self.version:
+            return self.version, 0
+        return step, part_count
+
+    def contributed(self, step: int) -> list[str]:
+        """Workers that have ended `step`."""
+        return [seat.worker_id for seat in self.seats if seat.position.step > step]
+
+    def has_begun(self, step: int) -> bool:
+        """Whether any worker has contributed to `step`."""
+        return any(seat.position[1:] > (step, 0) for seat in self.seats)
+
+    def missing(self, step: int) -> tuple[list[str], int]:
+        """Known workers that have not ended `step`, and how many more were never seen."""
+        return self._missing_beside(self.contributed(step))

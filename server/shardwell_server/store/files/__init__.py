@@ -1,0 +1,1 @@
+"""Files and directories that the kinds of stores are made of."""

@@ -1,0 +1,102 @@
+"""Directories that are made whole or not at all, numbered, so that no path is made from a name.
+
+000001/        one that stands
+000002.new/    one whose making was cut off; removed at the next start
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shardwell.errors import StorageError
+from shardwell_server.store.files.mapped import storage_error, sync_directory
+
+
+class Numbered:
+    """The directories below one path. One thread at a time.
+
+    Args:
+        path: Where they are.
+        reached: Called after every write.
+        is_synced: Whether names are on disk when a call returns, not only with the kernel.
+    """
+
+    def __init__(self, path: Path, reached: Callable[[str], None], *, is_synced: bool) -> None:
+        self._path = path
+        self._reached = reached
+        self._is_synced = is_synced
+        self._next_number = 1
+        self._given_up: Path | None = None
+        """What has the next number's name because it could not be removed."""
+
+    def standing(self) -> Iterator[Path]:
+        """Those that stand, in order; removes what was never made. To be called first.
+
+        Raises:
+            StorageError: something else is there, or it can't be read.
+        """
+        try:
+            self._path.mkdir(exist_ok=True)
+            entries = sorted(self._path.iterdir())
+        except OSError as error:
+            raise storage_error(self._path, error, "reading it") from None
+        for entry in entries:
+            number = entry.name.removesuffix(".new")
+            if not (number.isdecimal() and entry.is_dir()):
+                raise StorageError(f"{entry} is none of shardwell's files; move it away")
+            self._next_number = max(self._next_number, int(number) + 1)
+            if entry.name.endswith(".new"):
+                try:
+                    shutil.rmtree(entry)
+                except OSError as error:
+                    raise storage_error(entry, error, "removing what was never made") from None
+            else:
+                yield entry
+
+    @contextlib.contextmanager
+    def making(self, fill: Callable[[Path], None], doing: str) -> Iterator[Path]:
+        """A new directory, which `fill` has filled under another name; yields it.
+
+        When the block fails, there is none; what could not be removed then is, at the next call.
+
+        Raises:
+            StorageError: it can't be made; `doing` says in the message what failed.
+        """
+        directory = self._path / f"{self._next_number:06d}"
+        at = making = directory.with_suffix(".new")
+        try:
+            self._path.mkdir(exist_ok=True)
+            if directory == self._given_up:  # nobody else's, who may have copied one there
+                os.replace(directory, making)
+                self._given_up = None
+            if making.exists():
+                shutil.rmtree(making)
+            making.mkdir()
+            fill(making)
+            self._reached("files")
+            if self._is_synced:
+                sync_directory(making)
+            os.replace(making, directory)
+            at = directory
+            if self._is_synced:
+                sync_directory(self._path)
+            self._reached("files' name")
+            yield directory
+        except Exception as error:
+            with contextlib.suppress(OSError, MemoryError):
+                if at is directory:
+                    self._given_up = directory
+                    os.replace(directory, making)
+                    self._given_up = None
+                shutil.rmtree(making, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise storage_error(directory, error, doing) from None
+            if isinstance(error, (MemoryError, OverflowError)):
+                reason = str(error) or "no memory"
+                raise StorageError(f"{directory}: {doing} failed: {reason}; add shards") from None
+            raise
+        self._next_number += 1

@@ -1,0 +1,66 @@
+"""Whether files are as their last process left them, or the machine lost power since.
+
+The kernel keeps what a killed process wrote; what it had not yet written to disk goes with the
+machine. So `boot.json` holds which start of the machine wrote last, and whether all was synced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from shardwell_server.store.files.mapped import storage_error, sync_directory
+
+_BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Boot:
+    """One directory's mark.
+
+    Args:
+        path: The directory.
+        boot_id: This start of the machine; default: the kernel's, None where it tells none.
+    """
+
+    def __init__(self, path: Path, boot_id: str | None = None) -> None:
+        self._path = path / "boot.json"
+        self._boot_id = boot_id or kernel_boot_id()
+
+    def is_torn(self) -> bool:
+        """Whether files may lack writes, or have some without earlier ones."""
+        try:
+            found = json.loads(self._path.read_text())
+            state, boot_id = found["state"], found["boot_id"]
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, KeyError, TypeError):
+            return True  # it was cut off by what it is to tell of
+        if state == "clean":
+            return False
+        return state != "running" or boot_id is None or boot_id != self._boot_id
+
+    def mark(self, state: str) -> None:
+        """Notes a state: "recovering" from torn files, "running", or "clean", when all is synced.
+
+        Raises:
+            StorageError: it can't be written.
+        """
+        written = self._path.with_suffix(".new")
+        try:
+            with written.open("w") as file:
+                json.dump({"boot_id": self._boot_id, "state": state}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(written, self._path)
+            sync_directory(self._path.parent)
+        except OSError as error:
+            raise storage_error(self._path, error, "writing it") from None
+
+
+def kernel_boot_id() -> str | None:
+    """This start of the machine; None where the kernel tells none."""
+    try:
+        return _BOOT_ID_PATH.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,172 @@
+"""A shard's directory: whose it is, and that one process at a time uses it.
+
+The directory itself is locked, which nothing but its own removal can undo.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fastcrc import crc32
+
+from shardwell.errors import StorageError
+from shardwell.process.closeable import Closing
+from shardwell_server.config import ShardConfig
+from shardwell_server.store.files.presence import identity_of, is_at
+
+_FORMAT_VERSION = 1
+_IDENTITY_NAME = "shard.json"
+_CHECK_NAME = "crc32c"
+"""Its field with the CRC32C of the others, as JSON in one line."""
+
+
+class DataDirError(StorageError):
+    """A data directory can't be used; the message says which file, and what to do."""
+
+
+def kept_cluster_id(path: Path) -> str | None:
+    """The cluster that a directory belongs to; None if it belongs to none, or can't be read."""
+    try:
+        return str(_read(path / _IDENTITY_NAME)["cluster_id"])
+    except (OSError, ValueError):
+        return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The identity in a file; ValueError says how it is damaged."""
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict):
+        raise ValueError("it holds no JSON object")
+    check = found.pop(_CHECK_NAME, None)
+    if check != _check_of(found):
+        raise ValueError(f"it was damaged: {_CHECK_NAME} {check!r}, expected {_check_of(found)}")
+    if found.get("format_version") != _FORMAT_VERSION:
+        raise ValueError(
+            f"format_version {found.get('format_version')!r}, expected {_FORMAT_VERSION}; run the "
+            "version that wrote it"
+        )
+    return found
+
+
+def _check_of(identity: dict[str, Any]) -> int:
+    return crc32.iscsi(json.dumps(identity).encode())
+
+
+def _in_words(identity: dict[str, Any]) -> str:
+    return (
+        f"shard {identity['shard_index']} of {identity['shard_count']} of cluster "
+        f"{identity['cluster_id']!r}"
+    )
+
+
+class DataDir(Closing):
+    """A directory claimed for one shard by this process, until `close`.
+
+    Raises:
+        DataDirError: it can't be written, belongs to another shard, is newer, or is in use.
+    """
+
+    def __init__(self, path: Path, config: ShardConfig) -> None:
+        self.path = path
+        identity_path = path / _IDENTITY_NAME
+        identity = {
+            "format_version": _FORMAT_VERSION,
+            "cluster_id": config.cluster_id,
+            "shard_index": config.shard_index,
+            "shard_count": config.shard_count,
+        }
+        self._directory = self._locked(path)
+        try:
+            self.is_new = self._check_or_write(identity_path, identity)
+            """Whether it was empty, so that the shard begins without parameters and tables."""
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def origin(self) -> str:
+        """What its shard began with, for whoever finds that it lacks something."""
+        if self.is_new:
+            return f"its data directory {self.path} was empty when it started"
+        return f"its data directory {self.path} has no files of it: they are older, or another's"
+
+    @staticmethod
+    def _locked(path: Path) -> int:
+        """The directory that the path leads to, open and locked; made if there is none."""
+        try:
+            while True:
+                path.mkdir(parents=True, exist_ok=True)
+                directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.utime(directory)  # refused where nothing can be written
+                    if is_at(identity_of(os.fstat(directory)), path):
+                        return directory
+                except BaseException:
+                    os.close(directory)
+                    raise
+                os.close(directory)  # it was moved away meanwhile
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                raise DataDirError(
+                    f"data directory {path} is in use by another process; a shard has its own"
+                ) from None
+            if error.errno in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise DataDirError(
+                    f"data directory {path} can't be locked ({error.strerror}), so that a second "
+                    "process could use it unnoticed; give one on a local file system"
+                ) from None
+            raise DataDirError(
+                f"data directory {path}: {error.strerror}; give a directory that this user can "
+                "write to"
+            ) from None
+
+    @staticmethod
+    def _check_or_write(path: Path, identity: dict[str, object]) -> bool:
+        """Whether there was none, and it is written now."""
+        try:
+            found = _read(path)
+        except FileNotFoundError:
+            DataDir._write(path, identity)
+            return True
+        except (OSError, ValueError) as error:
+            raise DataDirError(
+                f"{path} can't be read ({error}); restore it, or move the directory away"
+            ) from None
+        if found != identity:
+            raise DataDirError(
+                f"{path} belongs to another shard: expected {_in_words(identity)}, found "
+                f"{_in_words(found)}; start the shard that it belongs to, or give another directory"
+            )
+        return False
+
+    @staticmethod
+    def _write(path: Path, identity: dict[str, object]) -> None:
+        if any((path.parent / name).exists() for name in ("parameters", "tables")):
+            raise DataDirError(
+                f"{path} is missing, and beside it is the data of a shard, expected to be "
+                f"{_in_words(identity)}; restore it, or give another directory"
+            )
+        written = path.with_suffix(".json.new")
+        try:
+            with written.open("w") as file:
+                checked = {**identity, _CHECK_NAME: _check_of(identity)}
+                file.write(json.dumps(checked, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(written, path)
+        except OSError as error:
+            raise DataDirError(
+                f"{path} can't be written: {error.strerror}; free space on that disk, or give a "
+                "directory that this user can write to"
+            ) from None
+
+    def close(self) -> None:
+        """Lets another process have it, though one that was forked meanwhile has it open."""
+        fcntl.flock(self._directory, fcntl.LOCK_UN)
+        os.close(self._directory)

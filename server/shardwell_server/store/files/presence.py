@@ -1,0 +1,127 @@
+"""Whether files that are mapped still have their names.
+
+A mapped file lives on when its name is removed, and the next start will not find it. So a store
+looks at the names now and then, and acknowledges nothing any more once one is gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from shardwell.errors import StorageError
+from shardwell_server.store.files.mapped import MappedFile
+
+
+class NamedFiles:
+    """The files of one directory, which are to keep their names. One thread at a time.
+
+    Args:
+        directory: Where they are.
+        files: Those that are mapped, and must stay the same files.
+        names: Others that must be there; they may be replaced.
+    """
+
+    def __init__(self, directory: Path, files: Sequence[MappedFile], names: Sequence[str]) -> None:
+        self._directory = str(directory)
+        self._files = files
+        self._names = [str(directory / name) for name in names]
+        self._seen: tuple[int, int] | None = None
+        self._trusted: tuple[int, int] | None = None
+
+    def missing(self) -> str | None:
+        """The path of one that has lost its name; None if all are there.
+
+        A directory that did not change since all were there twice is not looked into: its time of
+        change is too coarse to be trusted at once.
+        """
+        try:
+            found = os.stat(self._directory)
+            stamp = (found.st_ino, found.st_mtime_ns)
+        except OSError:
+            return self._directory
+        if stamp == self._trusted:
+            return None
+        for file in self._files:
+            if not is_at(file.identity, file.path):
+                return str(file.path)
+        for path in self._names:
+            if not os.path.lexists(path):
+                return path
+        self._trusted = stamp if stamp == self._seen else None
+        self._seen = stamp
+        return None
+
+
+class Presence:
+    """Of a store's directory and all that is in it; once something is gone, it is gone for good.
+
+    `check` may be called from any thread, `look` from one at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity: tuple[int, int] | None = None
+        self._gone: str | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether something was missing at any look."""
+        return self._gone is not None
+
+    def begin(self) -> None:
+        """Notes which directory it is; to be called once, before the first look.
+
+        Raises:
+            OSError: there is none.
+        """
+        self._identity = identity_of(os.stat(self._path))
+
+    def check(self) -> None:
+        """Refuses to go on where `look` has found something missing.
+
+        Raises:
+            StorageError: it did.
+        """
+        if self._gone is not None:
+            raise StorageError(self._gone)
+
+    def look(self, names: Sequence[str], opened: Iterable[NamedFiles]) -> None:
+        """Looks whether all are there: the directory, `names` in it, and what was opened.
+
+        Raises:
+            StorageError: something is missing, now or at an earlier look.
+        """
+        if self._gone is None:
+            self._gone = self._missing(names, opened)
+        self.check()
+
+    def _missing(self, names: Sequence[str], opened: Iterable[NamedFiles]) -> str | None:
+        assert self._identity is not None
+        if not is_at(self._identity, self._path):
+            what = f"data directory {self._path} was removed, moved or replaced"
+        else:
+            paths = (str(self._path / name) for name in names)
+            missing = next((path for path in paths if not os.path.lexists(path)), None)
+            missing = missing or next(filter(None, (files.missing() for files in opened)), None)
+            if missing is None:
+                return None
+            what = f"data directory {self._path} has lost {missing}, which was removed or replaced"
+        return (
+            f"{what} while the shard runs: nothing is acknowledged any more; stop the shard, put "
+            "the directory back as it was, or restore a checkpoint, and start it again"
+        )
+
+
+def identity_of(found: os.stat_result) -> tuple[int, int]:
+    """What tells a file from all others, whatever its name."""
+    return (found.st_dev, found.st_ino)
+
+
+def is_at(identity: tuple[int, int], path: Path) -> bool:
+    """Whether a path leads to the file of an identity."""
+    try:
+        return identity_of(os.stat(path)) == identity
+    except OSError:
+        return False

@@ -1,0 +1,168 @@
+"""Mapped files as large as they may ever get, whose disk space is taken step by step.
+
+The whole file is mapped from the start, so that growing moves nothing: addresses stay, and threads
+that read go on. What was never reserved is a hole; it must not be written, because a write to a
+mapped page that the full disk has no room for kills the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Self
+
+from shardwell.errors import StorageError
+from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile, storage_error
+
+EXTENT_BYTES_MIN = 1 << 20
+"""Disk space is taken so much at a time at first, then as much as there is already,"""
+EXTENT_BYTES_MAX = 64 << 20
+"""up to here: a call of the system now and then, and little that is not needed yet."""
+
+
+def extended(reserved: int, wanted: int, capacity: int, unit_bytes: int = 1) -> int:
+    """How much to reserve when `wanted` is needed: more, so that it is needed rarely.
+
+    All in units of `unit_bytes`: bytes, or rows.
+
+    Args:
+        reserved: What is reserved.
+        wanted: What is needed; at most `capacity`.
+        capacity: The most that there may be.
+        unit_bytes: Bytes of a unit, in all files together.
+    """
+    extent_bytes = min(max(reserved * unit_bytes, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
+    return min(max(wanted, reserved + extent_bytes // unit_bytes), capacity)
+
+
+class SparseFile(MappedFile):
+    """A mapped file with room for its first `reserved_bytes`. One thread at a time reserves.
+
+    Attributes:
+        data: (size,) uint8, writable up to `reserved_bytes`.
+        reserved_bytes: 0 where the file was opened: what an earlier process had is told again.
+    """
+
+    reserved_bytes = 0
+
+    @classmethod
+    def create(cls, path: Path, size_bytes: int) -> Self:
+        """A new file of zeros without disk space.
+
+        Raises:
+            OSError: it can't be made, or file systems or limits forbid one that large.
+        """
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(file, size_bytes)
+            return cls(path, file, size_bytes)
+        finally:
+            os.close(file)
+
+    def expect_random_access(self) -> None:
+        """Has a page that is not in memory read alone, without those that follow it."""
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_RANDOM)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Takes disk space for the first `size_bytes`, in whole pages; exactly, see `extended`.
+
+        What is there already is left as it is.
+
+        Raises:
+            StorageError: there is none; nothing changed.
+        """
+        size_bytes = min(-(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES, self.data.size)
+        if size_bytes <= self.reserved_bytes:
+            return
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.posix_fallocate(file, self.reserved_bytes, size_bytes - self.reserved_bytes)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise storage_error(self.path, error, "taking disk space for more rows") from None
+        self.reserved_bytes = size_bytes
+
+    def give_back(self, kept_bytes: int, taken_bytes: int) -> None:
+        """Makes a hole from `kept_bytes`, whole pages, to `taken_bytes`; what was there is lost.
+
+        A call that failed may have taken some of it. Where the file system takes nothing back, it
+        stays known as reserved, and is there when it is asked for next.
+        """
+        end = min(-(-taken_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES, self.data.size)
+        if self._mapping is None or end <= kept_bytes:
+            return
+        with contextlib.suppress(OSError):
+            _remove(self._mapping, kept_bytes, end - kept_bytes)
+            self.reserved_bytes = min(self.reserved_bytes, kept_bytes)
+
+    def stands_reserved(self, size_bytes: int) -> None:
+        """Notes that an earlier process has reserved that much; nothing is asked of the disk."""
+        pages = -(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+        self.reserved_bytes = min(pages, self.data.size)
+
+
+def _remove(mapping: mmap.mmap, start: int, size_bytes: int) -> None:
+    """Makes a hole in the mapped file, whose size stays."""
+    mapping.madvise(mmap.MADV_REMOVE, start, size_bytes)
+
+
+def reserve_all(
+    files: list[tuple[SparseFile, int]], reserved: int, wanted: int, capacity: int
+) -> int:
+    """Reserves rows in files that all have them; returns how many are reserved now.
+
+    Takes more than is wanted where there is space (`extended`), else exactly that. What some files
+    have taken, when another could not, is given back: nothing is kept that nobody counts.
+
+    Args:
+        files: Each with the bytes that it has of one row.
+        reserved: Rows that all of them have room for.
+        wanted: Rows that are needed.
+        capacity: Rows that there may be.
+
+    Raises:
+        StorageError: there is no disk space for what is wanted; nothing changed.
+    """
+    row_bytes = sum(stride for _, stride in files)
+    before = [file.reserved_bytes for file, _ in files]
+    for row_count in (extended(reserved, wanted, capacity, row_bytes), wanted):
+        try:
+            for file, stride in files:
+                file.reserve(row_count * stride)
+        except StorageError:
+            for (file, stride), kept_bytes in zip(files, before, strict=True):
+                file.give_back(kept_bytes, row_count * stride)
+            if row_count == wanted:
+                raise
+        else:
+            return row_count
+    raise AssertionError("wanted is tried last")
+
+
+def copy_sparse(source: Path, target: Path) -> None:
+    """Copies a file's bytes, and its holes as holes; replaces what `target` held.
+
+    Raises:
+        OSError: it can't be done.
+    """
+    with source.open("rb") as read, target.open("wb") as written:
+        size = os.fstat(read.fileno()).st_size
+        os.ftruncate(written.fileno(), size)
+        end = 0
+        while end < size:
+            try:
+                start = os.lseek(read.fileno(), end, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # a hole up to the end
+                    return
+                raise
+            end = os.lseek(read.fileno(), start, os.SEEK_HOLE)
+            os.lseek(written.fileno(), start, os.SEEK_SET)
+            while start < end:
+                start += os.sendfile(written.fileno(), read.fileno(), start, end - start)

@@ -1,0 +1,312 @@
+"""What was counted, in order, in files that are synced to disk.
+
+The image of a parameter or table (journaled_parameter.py and journaled_table.py in store/mmap/) and
+the journal since make it again after its machine lost power. Segments are numbered; an image of
+number k needs the segments from k on. A segment:
+
+    magic, bytes that were synced, CRC of both | entries (parameter_entries.py, table_entries.py)
+
+Behind what was synced a loss of power may leave anything, in any order of blocks: there the first
+entry that is not whole is the end. Before it, such an entry was damaged, and what it and those
+behind it had was acknowledged. What was synced is noted after each sync, and so is on disk after
+the next one, or when the kernel writes it by itself, within half a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from fastcrc import crc32
+
+from shardwell.errors import StorageError
+from shardwell.numerics.codec import Bytes
+from shardwell_server.store.files.mapped import storage_error, sync_directory, sync_file
+
+Part: TypeAlias = "bytes | memoryview[int]"
+"""Bytes of an entry."""
+EntryT = TypeVar("EntryT")
+_MAGIC = 0x314C5753  # "SWL1"
+_HEAD = struct.Struct("<IQ")
+_CRC = struct.Struct("<I")
+HEAD_BYTES = _HEAD.size + _CRC.size
+"""Where a segment's first entry begins."""
+_PREFIX = "journal-"
+FAILED_NAME = "failed-journal"
+"""A file that is there while a segment may lack what could not be synced."""
+
+
+def segments(directory: Path) -> dict[int, Path]:
+    """The segments in a directory by number, in order."""
+    found = {
+        int(path.name.removeprefix(_PREFIX)): path
+        for path in directory.glob(f"{_PREFIX}*")
+        if path.suffix != ".new"
+    }
+    return dict(sorted(found.items()))
+
+
+class NotWholeError(Exception):
+    """Where an entry should begin there is none, or not all of it."""
+
+    def __init__(self, what: str, *, is_cut: bool) -> None:
+        super().__init__(what)
+        self.is_cut = is_cut
+        """Whether it is whole as far as the file goes, as a killed process may leave it."""
+
+
+def forget_segment_begun(directory: Path) -> None:
+    """Removes a segment that a killed process had begun to make."""
+    for path in directory.glob(f"{_PREFIX}*.new"):
+        path.unlink()
+
+
+def read_segment(
+    path: Path, of: str, read: Callable[[Bytes, int], tuple[EntryT, int]]
+) -> Iterator[tuple[EntryT, int]]:
+    """The whole entries of a segment, and where each ends.
+
+    Args:
+        path: Of the segment.
+        of: The parameter or table, for messages.
+        read: The entry that begins at an offset, and its end. Raises NotWholeError.
+
+    Raises:
+        StorageError: what was synced was damaged.
+    """
+    data = _mapped(path)
+    synced_bytes = _synced_bytes(path, data)
+    start = HEAD_BYTES
+    while start < data.size:
+        try:
+            entry, end = read(data, start)
+        except NotWholeError as error:
+            if start < synced_bytes and not error.is_cut:
+                what = f"the entry at byte {start} ({of}, {error})"
+                raise _damaged(path, what, synced_bytes) from None
+            return
+        yield entry, end
+        start = end
+
+
+def cut_off(path: Path, end: int) -> None:
+    """Takes off what lies behind the last whole entry and was never synced.
+
+    Raises:
+        StorageError: the disk failed.
+    """
+    try:
+        data = _mapped(path)
+        end = max(end, _synced_bytes(path, data))
+        if data.size > end:
+            os.truncate(path, end)
+    except OSError as error:
+        raise storage_error(path, error, "cutting off what was never synced") from None
+
+
+def sync_segments(directory: Path) -> None:
+    """Returns when all that an earlier process wrote is on disk, and noted to be.
+
+    Where it was killed, the last entry may be cut off by the end of the file.
+
+    Raises:
+        OSError: the disk failed.
+        StorageError: a segment was damaged.
+    """
+    for path in segments(directory).values():
+        sync_file(path)
+        size_bytes = path.stat().st_size
+        if (directory / FAILED_NAME).exists() or _synced_bytes(path, _mapped(path)) == size_bytes:
+            continue
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(file, _head(size_bytes), 0)
+            os.fdatasync(file)
+        finally:
+            os.close(file)
+
+
+def _mapped(path: Path) -> Bytes:
+    data: Bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    return data
+
+
+def _head(synced_bytes: int) -> bytes:
+    head = _HEAD.pack(_MAGIC, synced_bytes)
+    return head + _CRC.pack(crc32.iscsi(head))
+
+
+def _synced_bytes(path: Path, data: Bytes) -> int:
+    """How much of a segment was synced, as its head says."""
+    head = data[:HEAD_BYTES].tobytes()
+    synced_bytes: int = _HEAD.unpack(head[: _HEAD.size])[1] if len(head) == HEAD_BYTES else 0
+    if head != _head(synced_bytes):
+        raise _damaged(path, "its first bytes", 0)
+    if synced_bytes > data.size:
+        raise _damaged(path, f"its end (it has {data.size} bytes)", synced_bytes)
+    return synced_bytes
+
+
+def _damaged(path: Path, what: str, synced_bytes: int) -> StorageError:
+    synced = f"; {synced_bytes} bytes were synced" if synced_bytes else ""
+    return StorageError(
+        f"{path}: {what} was damaged{synced}; what was acknowledged from there on would be lost; "
+        "restore the directory from a copy, or a checkpoint into an empty one"
+    )
+
+
+class Journal:
+    """The segment that is written. Any thread may append; who appends orders the entries."""
+
+    def __init__(self, directory: Path, reached: Callable[[str], None]) -> None:
+        self._reached = reached
+        self._directory = directory
+        self._append_lock = threading.Lock()
+        self._sync_lock = threading.Lock()
+        self._file = -1
+        self._let_go: Callable[[], object] = lambda: None
+        self._size = HEAD_BYTES
+        self._written = 0
+        self._synced = 0
+        self.has_failed = (directory / FAILED_NAME).exists()
+        """Whether a sync has failed, now or in an earlier process, and no image was made since."""
+        self.number = 0
+        """Of the segment that is written."""
+
+    def begin_segment(self, *, anyway: bool = False) -> int:
+        """Goes on in a new segment; returns its number.
+
+        Unless nothing was written to this one, which is then as good; but for `anyway`.
+
+        Raises:
+            StorageError: it can't be made.
+        """
+        if self._file >= 0 and self._size == HEAD_BYTES and not anyway:
+            return self.number
+        number = max([self.number, *segments(self._directory)], default=0) + 1
+        path = self._path(number)
+        making = path.with_suffix(".new")
+        file = -1
+        try:
+            file = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            os.pwrite(file, _head(HEAD_BYTES), 0)
+            os.fdatasync(file)
+            making.rename(path)  # so what has a segment's name has a head
+            self._reached("journal segment")
+            sync_directory(self._directory)
+        except OSError as error:
+            if file >= 0:
+                os.close(file)
+            with contextlib.suppress(OSError):
+                making.unlink()
+            raise storage_error(path, error, "beginning it") from None
+        with self._sync_lock, self._append_lock:
+            if self._file >= 0:
+                with contextlib.suppress(OSError):  # told by the next `sync`
+                    self._sync_file()
+                    os.fdatasync(self._file)  # what it has noted, too
+                self._let_go()
+            self._file, self._size, self.number = file, HEAD_BYTES, number
+            self._let_go = weakref.finalize(self, os.close, file)  # when it is dropped, too
+        return number
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the segment that is written."""
+        return self._size
+
+    def append(self, parts: Sequence[Part]) -> None:
+        """Adds an entry; it is durable after the next `sync`.
+
+        Raises:
+            StorageError: it can't be written; nothing changed.
+        """
+        size = sum(len(part) for part in parts)
+        with self._append_lock:
+            try:
+                written = os.pwritev(self._file, parts, self._size)
+                while written < size:  # a signal, or a disk that is nearly full
+                    rest = b"".join(bytes(part) for part in parts)[written:]
+                    written += os.pwrite(self._file, rest, self._size + written)
+            except OSError as error:
+                os.ftruncate(self._file, self._size)
+                raise storage_error(self._path(self.number), error, "writing a gradient") from None
+            self._reached("journal entry")
+            self._size += size
+            self._written += 1
+
+    def sync(self) -> None:
+        """Returns when everything appended before is on disk; threads share the disk's work.
+
+        Raises:
+            StorageError: the disk failed; what was not synced must not be acknowledged.
+        """
+        wanted = self._written
+        if self._synced >= wanted and not self.has_failed:
+            return
+        with self._sync_lock:
+            if self._synced >= wanted and not self.has_failed:
+                return
+            try:
+                self._sync_file()
+            except OSError as error:
+                raise storage_error(self._path(self.number), error, "syncing it") from None
+
+    def _sync_file(self) -> None:
+        """One `fdatasync`; the lock of syncs is held."""
+        wanted = self._written
+        if self.has_failed:  # the kernel tells of a lost page once
+            raise OSError(errno.EIO, "an earlier sync failed, until an image is written")
+        self._ask_disk()
+        self._synced = wanted
+
+    def _ask_disk(self) -> None:
+        """One `fdatasync`, which is noted; or that the disk has failed."""
+        size_bytes = self._size
+        try:
+            os.fdatasync(self._file)
+            os.pwrite(self._file, _head(size_bytes), 0)
+        except OSError:
+            self.has_failed = True
+            with contextlib.suppress(OSError):
+                (self._directory / FAILED_NAME).touch()
+            raise
+
+    def sync_segment(self) -> None:
+        """Returns when the segment that is written is on disk, whatever has failed before it.
+
+        For an image that was begun with it, and needs no other.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        with self._sync_lock:
+            self._ask_disk()
+
+    def repaired(self) -> None:
+        """An image stands that was begun after the newest segment was."""
+        with self._sync_lock:
+            if self.has_failed:
+                (self._directory / FAILED_NAME).unlink(missing_ok=True)
+                self.has_failed = False
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{_PREFIX}{number:06d}"
+
+    def close(self) -> None:
+        """Syncs and closes."""
+        with self._sync_lock, self._append_lock:
+            if self._file >= 0:
+                try:
+                    self._sync_file()
+                finally:
+                    self._let_go()
+                    self._file = -1

@@ -1,0 +1,71 @@
+"""One contribution to one chunk, as journals of parameters keep it (journal.py).
+
+    magic, payload length, chunk, seat, sequence, step, samples, exponent, learning
+    rate, CRC of the payload, CRC of all these  |  the codec's bytes
+
+An entry is appended before the chunk's record stands. So the last of several entries with the same
+chunk and sequence is the one that counted: the shard was killed before the others' records stood.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from fastcrc import crc32
+
+from shardwell.numerics.codec import Bytes
+from shardwell_server.store.contract import JournalEntry
+from shardwell_server.store.journal.journal import NotWholeError, Part, read_segment
+
+_MAGIC = 0x314A5753  # "SWJ1"
+_HEAD = struct.Struct("<IIIIQQqidI")
+_CRC = struct.Struct("<I")
+_HEAD_BYTES = _HEAD.size + _CRC.size
+
+
+def pack_entry(entry: JournalEntry, salt: int) -> list[Part]:
+    """What is appended for an entry."""
+    head = _HEAD.pack(
+        _MAGIC,
+        entry.payload.size,
+        entry.chunk_index,
+        entry.seat_index,
+        entry.sequence,
+        entry.step,
+        entry.sample_count,
+        entry.exponent,
+        entry.learning_rate,
+        crc32.iscsi(entry.payload.data),
+    )
+    return [head, _CRC.pack(crc32.iscsi(head, salt)), entry.payload.data]
+
+
+def read_entries(path: Path, name: str, salt: int) -> Iterator[tuple[JournalEntry, int]]:
+    """The whole entries of a segment of a parameter's, and where each ends.
+
+    Raises:
+        StorageError: what was synced was damaged.
+    """
+
+    def read(data: Bytes, start: int) -> tuple[JournalEntry, int]:
+        begin = start + _HEAD_BYTES
+        if begin > data.size:
+            raise NotWholeError("its head", is_cut=True)
+        head = data[start : start + _HEAD.size].tobytes()
+        magic, length, chunk, seat, sequence, step, samples, exponent, rate, crc = _HEAD.unpack(
+            head
+        )
+        (head_crc,) = _CRC.unpack(data[start + _HEAD.size : begin].tobytes())
+        if magic != _MAGIC or head_crc != crc32.iscsi(head, salt):
+            raise NotWholeError("its head", is_cut=False)
+        end = begin + length
+        payload = np.array(data[begin:end])  # aligned for the codecs
+        if crc != crc32.iscsi(payload.data):
+            what = f"a gradient of step {step} for chunk {chunk}"
+            raise NotWholeError(what, is_cut=end > data.size)
+        return JournalEntry(chunk, seat, sequence, step, samples, exponent, rate, payload), end
+
+    return read_segment(path, f"parameter {name!r}", read)

@@ -1,0 +1,190 @@
+"""A store in plain memory: as fast as it gets, gone with the process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from shardwell.errors import LimitError
+from shardwell.numerics.codec import Bytes, Float32
+from shardwell_server.store.contract import (
+    Begin,
+    ChunkRecord,
+    JournalEntry,
+    Layout,
+    ParameterStorage,
+    Transition,
+    nothing,
+)
+from shardwell_server.store.event import Event
+from shardwell_server.store.memory.table import MemoryTable
+from shardwell_server.store.table_contract import TableLayout, TableStorage
+
+
+class _MemoryChange:
+    """Nothing to do: what is written stands."""
+
+    def before(self, start: int, stop: int) -> None:
+        """See ChunkChange."""
+
+    def after(self, start: int, stop: int) -> None:
+        """See ChunkChange."""
+
+    def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
+        """See ChunkChange."""
+
+    def __enter__(self) -> _MemoryChange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class MemoryParameter:
+    """See ParameterStorage. Pages are touched when first written; an unused array costs nothing."""
+
+    def __init__(self, layout: Layout) -> None:
+        def zeros() -> Float32:
+            return np.zeros(layout.slice_size, np.float32)
+
+        self.weights = zeros()
+        self.gradient_sum = zeros() if layout.with_sum else None
+        self.slots = tuple(zeros() for _ in layout.initial_slots)
+        for slot, value in zip(self.slots, layout.initial_slots, strict=True):
+            if value:
+                slot[:] = value
+        self._chunk_count = layout.chunk_count
+        self._change = _MemoryChange()
+
+    def records(self) -> list[ChunkRecord]:
+        """See ParameterStorage."""
+        return [ChunkRecord()] * self._chunk_count
+
+    def last_steps(self) -> list[list[int]]:
+        """See ParameterStorage."""
+        return []
+
+    def events(self) -> Sequence[Event]:
+        """See ParameterStorage."""
+        return ()
+
+    def log(self, event: Event) -> None:
+        """See ParameterStorage."""
+
+    def compact(self, events: Sequence[Event]) -> None:
+        """See ParameterStorage."""
+
+    def add_seat(self) -> None:
+        """See ParameterStorage."""
+
+    def change(self, chunk_index: int, transition: Transition) -> _MemoryChange:
+        """See ParameterStorage."""
+        return self._change
+
+    is_torn = False
+    """See ParameterStorage."""
+    wants_image = False
+    """See ParameterStorage."""
+
+    def journal(
+        self,
+        chunk_index: int,
+        seat_index: int,
+        step: int,
+        sample_count: int,
+        exponent: int,
+        learning_rate: float,
+        payload: Bytes,
+    ) -> None:
+        """See ParameterStorage."""
+
+    def make_durable(self) -> None:
+        """See ParameterStorage."""
+
+    def sync(self) -> None:
+        """See ParameterStorage."""
+
+    def replay(self) -> Sequence[JournalEntry]:
+        """See ParameterStorage."""
+        return ()
+
+    @contextlib.contextmanager
+    def imaging(self) -> Iterator[Callable[[int], None]]:
+        """See ParameterStorage."""
+        yield lambda chunk_index: None
+
+    def settle(self, chunk_index: int, record: ChunkRecord) -> None:
+        """See ParameterStorage."""
+
+    def verify(self, chunk_index: int) -> None:
+        """See ParameterStorage."""
+
+
+class MemoryStore:
+    """See Store."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, MemoryParameter] = {}
+        self._tables: dict[str, MemoryTable] = {}
+
+    def recover(self) -> list[tuple[Layout, ParameterStorage]]:
+        """See Store: nothing ever is."""
+        return []
+
+    def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
+        """See Store: nothing ever is."""
+        return []
+
+    def check_present(self) -> None:
+        """Memory has no names to lose."""
+
+    def look(self) -> None:
+        """Memory has no names to lose."""
+
+    def recovered(self) -> None:
+        """See Store."""
+
+    def create(self, layout: Layout, begin: Begin[ParameterStorage] = nothing) -> MemoryParameter:
+        """See Store."""
+        if layout.name in self._parameters:
+            raise ValueError(f"storage of {layout.name!r} exists")
+        try:
+            made = self._parameters[layout.name] = MemoryParameter(layout)
+            begin(made)
+        except BaseException as error:
+            self._parameters.pop(layout.name, None)
+            if not isinstance(error, MemoryError):
+                raise
+            raise LimitError(
+                f"no memory for {layout.slice_size} elements of {layout.name!r} with "
+                f"{len(layout.initial_slots)} slots of optimizer state; add shards or memory",
+                parameter=layout.name,
+            ) from None
+        return made
+
+    def create_table(
+        self, layout: TableLayout, begin: Begin[TableStorage] = nothing
+    ) -> MemoryTable:
+        """See Store."""
+        if layout.name in self._tables:
+            raise ValueError(f"storage of table {layout.name!r} exists")
+        try:
+            made = self._tables[layout.name] = MemoryTable(layout)
+            begin(made)
+        except BaseException as error:
+            self._tables.pop(layout.name, None)
+            if not isinstance(error, MemoryError):
+                raise
+            raise LimitError(
+                f"no address space for the {layout.row_capacity} rows that table {layout.name!r} "
+                f"may have, of {layout.row_size_bytes} bytes; add shards",
+                table=layout.name,
+            ) from None
+        return made
+
+    def close(self) -> None:
+        """See Store."""
+        self._parameters.clear()
+        self._tables.clear()

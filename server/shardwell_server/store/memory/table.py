@@ -1,0 +1,150 @@
+"""A table in plain memory: of the size that its rows have, gone with the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import numpy as np
+
+from shardwell.numerics.codec import Float32
+from shardwell_server.store.event import Event
+from shardwell_server.store.lazy_memory import lazy_zeros
+from shardwell_server.store.row_arrays import (
+    check_capacity,
+    gather,
+    make_arrays,
+    scatter,
+    scatter_rows,
+)
+from shardwell_server.store.table_contract import Places, Position, TableLayout, TableRecord
+
+
+class MemoryTable:
+    """See TableStorage."""
+
+    def __init__(self, layout: TableLayout) -> None:
+        """Raises MemoryError when there is no address space."""
+        arrays = make_arrays(layout, layout.row_capacity, lambda _, *shape: lazy_zeros(*shape))
+        self.keys, self.update_counts, self.last_steps, self.weights = arrays[:4]
+        self.slots, self.sums, self.has_sum = arrays[4:]
+        self.record = TableRecord()
+        self._arrays = arrays
+        self._layout = layout
+        self._reserved_row_count = 0
+        self._positions: list[Position] = []
+        batch = (layout, layout.rows_per_change_max, lambda _, *shape: lazy_zeros(*shape))
+        self._saved = make_arrays(*batch)
+        self._copies = make_arrays(*batch)
+
+    def positions(self) -> list[Position]:
+        """See TableStorage."""
+        return list(self._positions)
+
+    def events(self) -> Sequence[Event]:
+        """See TableStorage."""
+        return ()
+
+    def log(self, event: Event) -> None:
+        """See TableStorage."""
+
+    def compact(self, events: Sequence[Event]) -> None:
+        """See TableStorage."""
+
+    def add_seat(self) -> None:
+        """See TableStorage."""
+        self._positions.append(Position(len(self._positions)))
+
+    def reserve(self, row_count: int) -> None:
+        """See TableStorage."""
+        check_capacity(self._layout, row_count)
+        self._reserved_row_count = max(self._reserved_row_count, row_count)
+
+    @property
+    def reserved_row_count(self) -> int:
+        """See TableStorage."""
+        return self._reserved_row_count
+
+    undo_bytes = 0
+    """See TableStorage."""
+
+    def change(self, places: Places, *, values: bool, sums: bool) -> MemoryRowChange:
+        """See TableStorage."""
+        assert places.size <= self._layout.rows_per_change_max
+        return MemoryRowChange(self, places, values=values, sums=sums)
+
+    def verify(self, places: Places) -> None:
+        """See TableStorage."""
+
+    def make_durable(self) -> None:
+        """See TableStorage."""
+
+    def sync(self) -> None:
+        """See TableStorage."""
+
+    def make_image(self, is_stopping: Callable[[], bool]) -> None:
+        """See TableStorage."""
+
+
+class MemoryRowChange:
+    """See RowChange. The rows are copied twice, so that a change that fails can be taken back."""
+
+    def __init__(self, of: MemoryTable, places: Places, *, values: bool, sums: bool) -> None:
+        self._of = of
+        self._places = places
+        self._is_committed = False
+        self._writes_sums = sums
+        arrays, saved = of._arrays, of._saved
+        pairs = [
+            *(zip(arrays.of_values, saved.of_values, strict=True) if values else ()),
+            *(zip(arrays.of_sums, saved.of_sums, strict=True) if sums else ()),
+        ]
+        self._changing = [array for array, _ in pairs]
+        self._saved = [gather(array, places, into) for array, into in pairs]
+        n, copies = places.size, of._copies
+        self.weights: Float32 = copies.weights[: n * values]
+        self.slots: tuple[Float32, ...] = tuple(slot[: n * values] for slot in copies.slots)
+        self.sums: Float32 | None = None if copies.sums is None else copies.sums[: n * sums]
+        if values:
+            for copy, rows in zip((self.weights, *self.slots), self._saved[3:], strict=False):
+                np.copyto(copy, rows)
+        if sums and self.sums is not None:
+            np.copyto(self.sums, self._saved[-2])
+
+    def write(
+        self,
+        *,
+        weights: Float32 | None = None,
+        slots: Sequence[Float32] = (),
+        sums: Float32 | None = None,
+    ) -> None:
+        """See RowChange."""
+        of = self._of
+        if weights is not None:
+            scatter_rows(of.weights, self._places, weights)
+        for array, rows in zip(of.slots, slots, strict=bool(slots)):
+            scatter_rows(array, self._places, rows)
+        if sums is not None and of.sums is not None:
+            scatter_rows(of.sums, self._places, sums)
+
+    def commit(self, record: TableRecord, position: Position | None) -> None:
+        """See RowChange."""
+        of = self._of
+        if not self._writes_sums:
+            of.has_sum[of.record.row_used : record.row_used] = False
+        of.record = record
+        if position is not None:
+            of._positions[position.seat_index] = position
+        self._is_committed = True
+
+    def __enter__(self) -> MemoryRowChange:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._is_committed:
+            scatter(self._changing, self._places, self._saved)

@@ -1,0 +1,1 @@
+"""The store in memory-mapped files, which survives kill -9."""

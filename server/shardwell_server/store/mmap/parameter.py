@@ -1,0 +1,410 @@
+"""A slice in mapped files: whatever instruction its process is killed at, each chunk is whole.
+
+Files of a parameter's directory; the arrays are plain little-endian float32:
+
+    parameter.json    what it is
+    weights, gradient_sum, slot-0, slot-1
+    records           where each chunk stands, and CRCs of its arrays   (records/chunk_records.py)
+    marks             the last step of each worker for each chunk       (records/worker_steps.py)
+    undo              what chunks were that are being changed           (undo.py)
+    events            seats, first weights, learning rates              (records/event_log.py)
+
+A transition, in the order of its writes (docs/adr/0007-crash-safety.md has the proof):
+
+    FIRST        the sum, of no meaning so far      record    mark
+    ADD, CLOSE   undo: block, progress | the block  record    mark        for every block
+
+The record is the instant of change. Before it, an undo entry with the chunk's sequence number takes
+the blocks back; after it, the entry is void, and the mark is written again from the record.
+
+What is in the files is believed when its CRC fits: records, marks, events and undo at the start,
+arrays chunk by chunk (`verify`) before their first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from fastcrc import crc32
+
+from shardwell.errors import StorageError
+from shardwell.numerics.codec import Bytes, Float32, blocks
+from shardwell_server.store.contract import ChunkRecord, JournalEntry, Layout, Transition
+from shardwell_server.store.event import Event
+from shardwell_server.store.files.layout import write_layout
+from shardwell_server.store.files.mapped import MappedFile, sync_directory, sync_file
+from shardwell_server.store.files.presence import NamedFiles
+from shardwell_server.store.mmap import undo
+from shardwell_server.store.mmap.undo import Arrays, UndoArea
+from shardwell_server.store.records import chunk_records
+from shardwell_server.store.records.chunk_records import ChunkRecords, StoredRecord
+from shardwell_server.store.records.event_log import EventLog
+from shardwell_server.store.records.worker_steps import Marks, recover_marks, seat_count
+
+
+class MmapParameter:
+    """See ParameterStorage and the module."""
+
+    def __init__(
+        self,
+        directory: Path,
+        layout: Layout,
+        salt: int,
+        mapped: Callable[[Path, int], MappedFile],
+        reached: Callable[[str], None],
+    ) -> None:
+        """Maps the files with `mapped`, which makes or opens one of a name and size."""
+        self.directory = directory
+        self.is_torn = False
+        """See ParameterStorage."""
+        self._layout = layout
+        self._salt = salt
+        self._files: list[MappedFile] = []
+
+        def opened(name: str, size_bytes: int) -> MappedFile:
+            self._files.append(mapped(directory / name, size_bytes))
+            return self._files[-1]
+
+        def array(name: str) -> Float32:
+            values: Float32 = opened(name, 4 * layout.slice_size).data.view(np.float32)
+            return values
+
+        self.weights = array("weights")
+        self.gradient_sum = array("gradient_sum") if layout.with_sum else None
+        self.slots = tuple(array(f"slot-{i}") for i in range(len(layout.initial_slots)))
+        chunk_count = layout.chunk_count
+        file = opened("records", chunk_records.file_size(chunk_count))
+        self._records = ChunkRecords(file, chunk_count, salt, reached)
+        self._stored: list[StoredRecord] = []
+        file = opened("undo", undo.file_size(layout))
+        self._undo = UndoArea(file, layout, salt, reached)
+        self._marks = Marks(directory / "marks", chunk_count, salt, reached)
+        self._events = EventLog(directory / "events", salt, reached)
+        self._seat_count = 0
+        self._reached = reached
+        self.named_files = NamedFiles(directory, self._files, ("parameter.json", "marks", "events"))
+        """What must keep its name for as long as this is used."""
+        self.rolled_back_count = 0
+        """Changes that were cut off, and taken back when the files were opened."""
+
+    @classmethod
+    def create(
+        cls, directory: Path, layout: Layout, salt: int, reached: Callable[[str], None]
+    ) -> Self:
+        """New files in an empty directory.
+
+        Raises:
+            OSError: they can't be made.
+        """
+
+        def new(path: Path, size_bytes: int) -> MappedFile:
+            file = MappedFile.create(path, size_bytes)
+            reached("file")
+            return file
+
+        made = cls(directory, layout, salt, new, reached)
+        for slot, value in zip(made.slots, layout.initial_slots, strict=True):
+            if value:
+                slot[:] = value
+                reached("slot")
+        crcs: dict[int, tuple[int, ...]] = {}
+        for index in range(layout.chunk_count):
+            size = made._chunk(made.weights, index).size
+            if size not in crcs:  # two sizes at most
+                crcs[size] = made._crcs(index)
+            made._put(index, StoredRecord(0, ChunkRecord(), -1, -1, crcs[size]))
+        (directory / "marks").touch()
+        reached("file")
+        made._marks.open()
+        made._events.create()
+        write_layout(directory / "parameter.json", layout, salt)
+        return made
+
+    @classmethod
+    def recover(
+        cls,
+        directory: Path,
+        layout: Layout,
+        salt: int,
+        reached: Callable[[str], None],
+        *,
+        is_torn: bool = False,
+    ) -> Self:
+        """What an earlier process left: takes back what it was in the middle of.
+
+        Raises:
+            StorageError: a file was damaged; it is named.
+        """
+        made = cls(directory, layout, salt, MappedFile.open, reached)
+        made.is_torn = is_torn
+        made._stored = [made._records.get(index) for index in range(layout.chunk_count)]
+        for entry in made._undo.entries:
+            pending = entry.pending(layout.chunk_count)
+            if pending is None:
+                continue
+            index, sequence, transition = pending
+            if sequence == made._stored[index].sequence:
+                entry.roll_back(made._changing(index, transition))
+                made.verify(index)
+                made.rolled_back_count += 1
+            entry.void()
+        made._recover_marks()
+        return made
+
+    def _recover_marks(self) -> None:
+        self._seat_count = seat_count(self._events.read())
+        latest = [(stored.seat_index, stored.step) for stored in self._stored]
+        recover_marks(self._marks, self._seat_count, latest, is_torn=self.is_torn)
+
+    @property
+    def wants_image(self) -> bool:
+        """See ParameterStorage."""
+        return False
+
+    def records(self) -> list[ChunkRecord]:
+        """See ParameterStorage."""
+        return [stored.record for stored in self._stored]
+
+    def last_steps(self) -> list[list[int]]:
+        """See ParameterStorage."""
+        return [self._marks.row(seat) for seat in range(self._seat_count)]
+
+    def events(self) -> Sequence[Event]:
+        """See ParameterStorage."""
+        return self._events.read()
+
+    def log(self, event: Event) -> None:
+        """See ParameterStorage."""
+        self._events.append(event)
+        self._seat_count += event.get("kind") == "seat"
+
+    def compact(self, events: Sequence[Event]) -> None:
+        """See ParameterStorage."""
+        self._events.compact(events)
+
+    def add_seat(self) -> None:
+        """See ParameterStorage."""
+        self._marks.make_room(self._seat_count + 1)
+        self._marks.begin(self._seat_count)
+
+    def change(self, chunk_index: int, transition: Transition) -> _MmapChange:
+        """See ParameterStorage."""
+        return _MmapChange(self, chunk_index, transition)
+
+    def journal(
+        self,
+        chunk_index: int,
+        seat_index: int,
+        step: int,
+        sample_count: int,
+        exponent: int,
+        learning_rate: float,
+        payload: Bytes,
+    ) -> None:
+        """See ParameterStorage. What survives the process needs none."""
+
+    def make_durable(self) -> None:
+        """See ParameterStorage."""
+
+    def sync(self) -> None:
+        """See ParameterStorage."""
+
+    def replay(self) -> Iterable[JournalEntry]:
+        """See ParameterStorage."""
+        return ()
+
+    @contextlib.contextmanager
+    def imaging(self) -> Iterator[Callable[[int], None]]:
+        """See ParameterStorage."""
+        yield lambda chunk_index: None
+
+    def copy_chunk(self, source: MmapParameter, chunk_index: int) -> None:
+        """Makes a chunk what it is in another storage of the same layout.
+
+        Raises:
+            StorageError: there is no room for the marks.
+        """
+        for into, array in zip(self._arrays(), source._arrays(), strict=True):
+            np.copyto(self._chunk(into, chunk_index), source._chunk(array, chunk_index))
+        self._put(chunk_index, source._stored[chunk_index])
+        self._marks.make_room(source._seat_count)
+        for seat_index in range(source._seat_count):
+            step = source._marks.get(seat_index, chunk_index)
+            self._marks.put(seat_index, chunk_index, step)
+
+    def _arrays(self) -> Arrays:
+        total = () if self.gradient_sum is None else (self.gradient_sum,)
+        return (self.weights, *total, *self.slots)
+
+    def close(self) -> None:
+        """Writes everything to disk.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        self._sync_mapped()
+        self.sync_names()
+
+    def sync_contents(self) -> None:
+        """Makes what the files hold survive a loss of power; names are left to the caller.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        self._sync_mapped()
+        self._sync_unmapped()
+
+    def sync_names(self) -> None:
+        """Makes what is not mapped survive a loss of power, and the names of all files.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        self._sync_unmapped()
+        sync_directory(self.directory)
+        sync_directory(self.directory.parent)
+
+    def _sync_mapped(self) -> None:
+        for file in self._files:
+            file.sync()
+        self._marks.sync()
+
+    def _sync_unmapped(self) -> None:
+        for name in ("parameter.json", "events"):
+            sync_file(self.directory / name)
+
+    def settle(self, chunk_index: int, record: ChunkRecord) -> None:
+        """See ParameterStorage."""
+        stored = self._stored[chunk_index]
+        self._put(
+            chunk_index,
+            stored._replace(
+                sequence=stored.sequence + 1, record=record, crcs=self._crcs(chunk_index)
+            ),
+        )
+
+    def verify(self, chunk_index: int) -> None:
+        """See ParameterStorage."""
+        found = self._crcs(chunk_index)
+        has_sum = self._stored[chunk_index].record.total_factor != 0.0
+        self._check(chunk_index, found, [n for n in range(len(found)) if n != 1 or has_sum])
+
+    def _check(self, chunk_index: int, found: tuple[int, ...], numbers: Iterable[int]) -> None:
+        """Compares CRCs of a chunk's arrays with those that stand."""
+        stored, names = self._stored[chunk_index], ("weights", "gradient_sum", "slot-0", "slot-1")
+        for number in numbers:
+            if found[number] != stored.crcs[number]:
+                raise StorageError(
+                    f"{self.directory / names[number]}: chunk {chunk_index} of parameter "
+                    f"{self._layout.name!r} was damaged: CRC32C {found[number]:#010x}, expected "
+                    f"{stored.crcs[number]:#010x}; restore the directory from a copy or a "
+                    "checkpoint",
+                    parameter=self._layout.name,
+                )
+
+    def _chunk(self, array: Float32, chunk_index: int) -> Float32:
+        start = chunk_index * self._layout.chunk_element_count
+        return array[start : start + self._layout.chunk_element_count]
+
+    def _crcs(self, chunk_index: int) -> tuple[int, ...]:
+        """Of weights, sum (0 if there is none) and slots, as they lie."""
+        arrays = (self.weights, self.gradient_sum, *self.slots)
+        return tuple(
+            0 if array is None else _crc(self._chunk(array, chunk_index)) for array in arrays
+        )
+
+    def _changing(self, chunk_index: int, transition: Transition) -> Arrays:
+        """The arrays of a chunk that a transition writes."""
+        if transition is Transition.CLOSE:
+            return [self._chunk(array, chunk_index) for array in (self.weights, *self.slots)]
+        assert self.gradient_sum is not None
+        return [self._chunk(self.gradient_sum, chunk_index)]
+
+    def _put(self, chunk_index: int, stored: StoredRecord) -> None:
+        """Makes a record stand, on disk and then here."""
+        self._records.put(chunk_index, stored)
+        if chunk_index == len(self._stored):
+            self._stored.append(stored)
+        self._stored[chunk_index] = stored
+
+
+class _MmapChange:
+    """See ChunkChange."""
+
+    __slots__ = (
+        "_arrays",
+        "_chunk_index",
+        "_crcs",
+        "_entry",
+        "_is_committed",
+        "_of",
+        "_transition",
+    )
+
+    def __init__(self, of: MmapParameter, chunk_index: int, transition: Transition) -> None:
+        self._of = of
+        self._chunk_index = chunk_index
+        self._transition = transition
+        self._arrays = of._changing(chunk_index, transition)
+        self._crcs = [0] * len(self._arrays)
+        self._entry: undo.UndoEntry | None = None
+        self._is_committed = False
+
+    def __enter__(self) -> _MmapChange:
+        if self._transition is not Transition.FIRST:
+            self._entry = self._of._undo.take()
+            sequence = self._of._stored[self._chunk_index].sequence
+            self._entry.begin(self._chunk_index, sequence, self._transition)
+        return self
+
+    def before(self, start: int, stop: int) -> None:
+        """See ChunkChange."""
+        if self._entry is not None:
+            self._entry.save(self._arrays, start, stop)
+
+    def after(self, start: int, stop: int) -> None:
+        """See ChunkChange."""
+        self._of._reached("block")
+        crcs = self._crcs
+        for number, array in enumerate(self._arrays):
+            crcs[number] = crc32.iscsi(array[start:stop].view(np.uint8).data, crcs[number])
+
+    def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
+        """See ChunkChange."""
+        old = self._of._stored[self._chunk_index]
+        if self._transition is Transition.CLOSE:
+            crcs = (self._crcs[0], 0, *self._crcs[1:])
+        else:
+            crcs = (old.crcs[0], self._crcs[0], *old.crcs[2:])
+        stored = StoredRecord(old.sequence + 1, record, seat_index, step, crcs)
+        self._of._put(self._chunk_index, stored)
+        self._is_committed = True
+        self._of._marks.put(seat_index, self._chunk_index, step)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            try:
+                if not self._is_committed:
+                    entry.roll_back(self._arrays)
+            finally:
+                self._of._undo.give_back(entry)
+
+
+def _crc(values: Float32) -> int:
+    """CRC32C of an array's bytes."""
+    crc = 0
+    for start in blocks(values.size):
+        block = values[start : start + blocks(values.size).step]
+        crc = crc32.iscsi(block.view(np.uint8).data, crc)
+    return crc

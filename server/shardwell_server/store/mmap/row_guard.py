@@ -1,0 +1,197 @@
+"""The rows' checks in their files: written with every change, compared before rows are believed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.errors import StorageError
+from shardwell.numerics.codec import Float32
+from shardwell_server.store.lazy_memory import lazy_zeros
+from shardwell_server.store.mmap.row_checks import Checks, RowChecks
+from shardwell_server.store.row_arrays import RowArrays, Rows, WrittenRows, gather
+from shardwell_server.store.table_contract import Places, TableLayout
+
+_WEIGHTS = 3
+"""Weights among the arrays of values."""
+_KEYS_PER_PASS = 1 << 18
+_VALUES_PER_PASS = 1 << 20
+"""Rows, and values, that are checked at a time: some megabytes of working memory."""
+
+
+class RowGuard:
+    """The checks of one table.
+
+    Attributes:
+        arrays: All arrays that a change may write, checks too, in an order that stays.
+        of_values: Numbers among them of what a change of values writes.
+        of_sums: The same of a change of sums; empty where there are none.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        layout: TableLayout,
+        arrays: RowArrays,
+        salt: int,
+        array: Callable[[str, tuple[int, ...], npt.DTypeLike], Rows],
+    ) -> None:
+        """Maps the files of checks with `array`, as `make_arrays` does."""
+        shape = (layout.row_capacity,)
+        self._row_checks: Checks = array("row_checks", shape, np.uint64)
+        self._key_checks: Checks = array("key_checks", shape, np.uint64)
+        values = [*arrays.of_values, self._row_checks, self._key_checks]
+        sums: list[Rows] = []
+        if arrays.sums is not None:
+            self._sum_checks: Checks = array("sum_checks", shape, np.uint64)
+            sums = [*arrays.of_sums, self._sum_checks]
+        self.arrays = [*values, *sums]
+        self.of_values = range(len(values))
+        self.of_sums = range(len(values), len(self.arrays))
+        self._directory = directory
+        self._layout = layout
+        self._rows = arrays
+        self._checks = RowChecks(layout, salt)
+        self._lock = threading.Lock()
+        self._left_count = 0
+        self._verified: npt.NDArray[np.bool_] | None = None
+
+    def numbered(
+        self, weights: Float32 | None, slots: Sequence[Float32], sums: Float32 | None
+    ) -> list[tuple[int, Float32]]:
+        """Rows that there are of these arrays, each with the number of its array."""
+        found = list(enumerate(slots, start=_WEIGHTS + 1))
+        if weights is not None:
+            found.append((_WEIGHTS, weights))
+        return found if sums is None else [*found, (self.of_sums.start, sums)]
+
+    def write(
+        self,
+        places: Places,
+        copies: RowArrays,
+        row_used: int,
+        given: Mapping[int, Rows],
+        *,
+        values: bool,
+        sums: bool,
+    ) -> WrittenRows:
+        """Writes the checks of rows as they lie; returns the rows, without new ones.
+
+        Args:
+            places: Which were written; what is beyond `row_used` is left to `write_new`.
+            copies: Arrays to gather rows in.
+            row_used: Places from there on are new.
+            given: Rows at all places that need not be gathered, by number of their array.
+            values: Whether their values were written.
+            sums: Whether their sums were.
+        """
+        if places.size and places.max() >= row_used:
+            is_old = places < row_used
+            places, given = places[is_old], {n: rows[is_old] for n, rows in given.items()}
+
+        def rows_of(number: int, array: Rows, into: Rows) -> Rows:
+            rows = given.get(number)
+            return gather(array, places, into) if rows is None else rows
+
+        batch: list[Rows] = []
+        summed: list[Rows] = []
+        if values:
+            pairs = zip(self._rows.of_values, copies.of_values, strict=True)
+            batch = [rows_of(number, *pair) for number, pair in enumerate(pairs)]
+            self._row_checks[places] = self._checks.of_values(places, *batch)
+            self._key_checks[places] = self._checks.of_keys(places, *batch[:2])
+        if sums and self._rows.sums is not None and copies.sums is not None:
+            has_sum = gather(self._rows.has_sum, places, copies.has_sum)
+            if has_sum.any():
+                rows = rows_of(self.of_sums.start, self._rows.sums, copies.sums)
+                self._sum_checks[places] = self._checks.of_sums(places, has_sum, rows)
+                summed = [rows, has_sum]
+            else:
+                self._sum_checks[places] = self._checks.of_no_sums(places)
+        return WrittenRows(places, batch, summed, sums and not summed, row_used, [])
+
+    def write_new(self, start: int, stop: int) -> list[Rows]:
+        """Writes all checks of new rows at places [start, stop), as they lie; returns the rows."""
+        for part, places in _passes(start, stop, self._rows_per_pass):
+            batch = [array[part] for array in self._rows.of_values]
+            self._row_checks[part] = self._checks.of_values(places, *batch)
+            self._key_checks[part] = self._checks.of_keys(places, *batch[:2])
+            if self._rows.sums is not None:
+                self._sum_checks[part] = self._checks.of_sums(
+                    places, self._rows.has_sum[part], self._rows.sums[part]
+                )
+        every = self._rows.of_values if self._rows.sums is None else self._rows.all
+        return [array[start:stop] for array in every]
+
+    @property
+    def _rows_per_pass(self) -> int:
+        widest = max(self._layout.dim, *self._layout.slot_widths, 1)
+        return max(_VALUES_PER_PASS // widest, 1)
+
+    def check_keys(self, row_used: int) -> None:
+        """Checks keys, and which places are free and have no sum; all rows are unverified then.
+
+        Raises:
+            StorageError: one was damaged.
+        """
+        rows = self._rows
+        for part, places in _passes(0, row_used, _KEYS_PER_PASS):
+            found = self._checks.of_keys(places, rows.keys[part], rows.update_counts[part])
+            self._compare("keys", places, found, self._key_checks[part])
+            if rows.sums is not None:
+                flags = rows.has_sum[part].view(np.uint8)
+                without = np.flatnonzero(flags == 0)
+                none = self._checks.of_no_sums(places[without])
+                self._compare("has_sum", places[without], none, self._sum_checks[part][without])
+        self._left_count = row_used
+        self._verified = lazy_zeros((row_used,), np.bool_)
+
+    def verify(self, places: Places) -> None:
+        """See TableStorage. Any thread that may read the rows may call it."""
+        verified = self._verified
+        if verified is None:
+            return
+        places = places[places < verified.size]
+        places = places[~verified[places]]
+        for start in range(0, places.size, self._rows_per_pass):
+            self._verify_rows(places[start : start + self._rows_per_pass])
+        with self._lock:
+            self._left_count -= int(places.size - np.count_nonzero(verified[places]))
+            verified[places] = True
+            if self._left_count <= 0:
+                self._verified = None
+
+    def _verify_rows(self, places: Places) -> None:
+        rows = self._rows
+        batch = [np.take(array, places, axis=0) for array in rows.of_values]
+        found = self._checks.of_values(places, *batch)
+        self._compare("weights", places, found, self._row_checks[places])
+        if rows.sums is not None:
+            places = places[rows.has_sum[places]]
+            flags, sums = rows.has_sum[places], np.take(rows.sums, places, axis=0)
+            found = self._checks.of_sums(places, flags, sums)
+            self._compare("sums", places, found, self._sum_checks[places])
+
+    def _compare(self, name: str, places: Places, found: Checks, expected: Checks) -> None:
+        """Compares the checks of rows as they lie with those that stand."""
+        bad = np.flatnonzero(found != expected)
+        if bad.size:
+            place = places[bad[0]]
+            raise StorageError(
+                f"{self._directory / name}: the row at place {place} (id {self._rows.keys[place]}) "
+                f"of table {self._layout.name!r}, or what is about it in a file beside, was "
+                f"damaged: check {found[bad[0]]:#018x}, expected {expected[bad[0]]:#018x}; restore "
+                "the directory from a copy or a checkpoint",
+                table=self._layout.name,
+            )
+
+
+def _passes(start: int, stop: int, size: int) -> Iterator[tuple[slice, Places]]:
+    """Parts of a range of places, as slices and as arrays."""
+    for begin in range(start, stop, size):
+        end = min(begin + size, stop)
+        yield slice(begin, end), np.arange(begin, end)

@@ -1,0 +1,1 @@
+"""Small records that are one or the other after a kill, never a mixture."""

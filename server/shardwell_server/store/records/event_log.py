@@ -1,0 +1,166 @@
+"""Events of a parameter: lines of JSON, of which as many stand as the first line says.
+
+    shardwell events 1 00000000000000000151 5a3f09c1      length of what stands, CRC of this line
+    1b2c3d4e {"kind": "seat", "worker_id": "w0"}           CRC32C of the rest of the line
+
+`append` writes the line behind what stands, then the first line, in one call of the system that a
+kill can't divide. What lies behind was never acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fastcrc import crc32
+
+from shardwell.errors import StorageError
+from shardwell_server.store.event import Event
+from shardwell_server.store.files.mapped import reserve, storage_error, sync_directory
+
+_LOG = logging.getLogger("shardwell_server")
+_MAGIC = "shardwell events 1"
+_HEAD_BYTES = len(f"{_MAGIC} {0:020d} {0:08x}\n")
+_COMPACT_BYTES = 1 << 20
+"""Files are compacted when they are larger than that, and twice what they were afterwards."""
+_GROWTH_BYTES = 4096
+
+
+class EventLog:
+    """One parameter's. Any thread may append."""
+
+    def __init__(
+        self, path: Path, salt: int, reached: Callable[[str], None], *, is_synced: bool = False
+    ) -> None:
+        """`is_synced`: events are on disk when a call returns, not only with the kernel."""
+        self.is_synced = is_synced
+        self._path = path
+        self._salt = salt
+        self._reached = reached
+        self._lock = threading.Lock()
+        self._end = _HEAD_BYTES
+        self._reserved = 0
+        self._compact_at = _COMPACT_BYTES
+
+    def create(self, events: Sequence[Event] = ()) -> None:
+        """Writes a new file.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        lines = b"".join(self._line(event) for event in events)
+        end = _HEAD_BYTES + len(lines)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            reserve(file, end + _GROWTH_BYTES)
+            self._reached("room for events")
+            os.pwrite(file, lines, _HEAD_BYTES)
+            self._reached("all events")
+            os.pwrite(file, self._head(end), 0)
+            self._reached("all events' end")
+            if self.is_synced:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        self._end, self._reserved = end, end + _GROWTH_BYTES
+
+    def read(self) -> list[Event]:
+        """The events that stand, in order.
+
+        Raises:
+            StorageError: the file was damaged.
+        """
+        try:
+            data = self._path.read_bytes()
+        except OSError as error:
+            raise storage_error(self._path, error, "reading it") from None
+        head, end = data[:_HEAD_BYTES], 0
+        length = head[len(_MAGIC) : -9].strip()
+        if length.isdigit():
+            end = int(length)
+        if not _HEAD_BYTES <= end <= len(data) or head != self._head(end):
+            raise self._damaged("its first line")
+        events = []
+        for number, line in enumerate(data[_HEAD_BYTES:end].splitlines(keepends=True), start=2):
+            try:
+                event = json.loads(line[9:])
+            except ValueError:
+                raise self._damaged(f"line {number}") from None
+            if line != self._line(event):
+                raise self._damaged(f"line {number}")
+            events.append(event)
+        self._end, self._reserved = end, len(data)
+        return events
+
+    def append(self, event: Event) -> None:
+        """Adds an event; it stands when the call returns.
+
+        Raises:
+            StorageError: it can't be written; nothing changed.
+        """
+        line = self._line(event)
+        with self._lock:
+            end = self._end + len(line)
+            try:
+                file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    if end > self._reserved:
+                        reserve(file, end + _GROWTH_BYTES)
+                        self._reserved = end + _GROWTH_BYTES
+                        self._reached("room for events")
+                    os.pwrite(file, line, self._end)
+                    self._reached("event")
+                    if self.is_synced:
+                        os.fdatasync(file)
+                    os.pwrite(file, self._head(end), 0)
+                    self._reached("event's end")
+                    if self.is_synced:
+                        os.fdatasync(file)
+                finally:
+                    os.close(file)
+            except OSError as error:
+                raise storage_error(self._path, error, "writing an event") from None
+            self._end = end
+
+    def compact(self, events: Sequence[Event]) -> None:
+        """Replaces a large file by one with fewer events that say the same, where there is room."""
+        with self._lock:
+            if self._end < self._compact_at:
+                return
+            following = EventLog(self._path.with_suffix(".new"), self._salt, self._reached)
+            following.is_synced = self.is_synced
+            try:
+                following.create(events)
+                os.replace(following._path, self._path)
+                if self.is_synced:
+                    sync_directory(self._path.parent)
+                self._reached("compacted events' name")
+            except OSError as error:  # the events stand where they are
+                _LOG.warning(
+                    "events were not compacted",
+                    extra={"reason": storage_error(self._path, error, "compacting it").message},
+                )
+                with contextlib.suppress(OSError):
+                    following._path.unlink()
+                self._compact_at = 2 * self._end
+                return
+            self._end, self._reserved = following._end, following._reserved
+            self._compact_at = max(_COMPACT_BYTES, 2 * self._end)
+
+    def _line(self, event: Event) -> bytes:
+        text = json.dumps(event, sort_keys=True).encode()
+        return f"{crc32.iscsi(text, self._salt):08x} ".encode() + text + b"\n"
+
+    def _head(self, end: int) -> bytes:
+        text = f"{_MAGIC} {end:020d} "
+        return f"{text}{crc32.iscsi(text.encode(), self._salt):08x}\n".encode()
+
+    def _damaged(self, what: str) -> StorageError:
+        return StorageError(
+            f"{self._path}: {what} was damaged; restore the directory from a copy or a checkpoint"
+        )
