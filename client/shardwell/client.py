@@ -28,7 +28,7 @@ from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_status import ShardStatus, ask_status
-from shardwell.rpc.stream_pool import IdleLanes
+from shardwell.rpc.stream_pool import IdleStreams
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.initializers import Initializer, Uniform
 from shardwell.specs.names import check_name
@@ -129,8 +129,8 @@ class Client(Closing):
         self._calls = CallScope(self._shards, timeout_s, "the client")
         self._parameters = Opened[Parameter]()
         self._tables = Opened[Table]()
-        self._idle_lanes = IdleLanes(lambda channel: channel.exchange)
-        self._idle_row_lanes = IdleLanes(lambda channel: channel.exchange_rows)
+        self._idle_streams = IdleStreams(lambda channel: channel.exchange)
+        self._idle_row_streams = IdleStreams(lambda channel: channel.exchange_rows)
 
     @property
     def shard_count(self) -> int:
@@ -214,7 +214,7 @@ class Client(Closing):
             worker_id=self.worker_id,
             timeout_s=self._timeout_s,
             traffic=self.traffic,
-            idle_lanes=self._idle_lanes,
+            idle_streams=self._idle_streams,
         )
         return self._parameters.keep(name, made)
 
@@ -326,7 +326,7 @@ class Client(Closing):
             worker_id=self.worker_id,
             timeout_s=self._timeout_s,
             traffic=self.traffic,
-            idle_lanes=self._idle_row_lanes,
+            idle_streams=self._idle_row_streams,
             caching=caching,
         )
         return self._tables.keep(name, made)

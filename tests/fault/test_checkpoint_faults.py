@@ -24,7 +24,7 @@ from shardwell.v1 import types_pb2 as types
 from shardwell_server import LocalCluster
 from shardwell_server.config import ShardConfig
 from shardwell_server.server import ShardServer
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.store.files.data_dir import DataDir
 
 SIZE = 60  # 30 elements on each of two shards
@@ -335,8 +335,8 @@ def test_the_rate_of_a_restore_that_never_stood_is_forgotten(tmp_path) -> None:
         made = server.shard.create(
             shardwell.ParameterSpec(name="m", size=SIZE, optimizer=SGD, worker_count=1)
         )[0]
-        patience = Patience(0.0)
-        epoch = made.claim_init("restorer", patience).epoch
+        deadline = RequestDeadline(0.0)
+        epoch = made.claim_init("restorer", deadline).epoch
         logged: list[dict[str, Any]] = []
         real = made.storage.log
 
@@ -352,7 +352,7 @@ def test_the_rate_of_a_restore_that_never_stood_is_forgotten(tmp_path) -> None:
         made.storage.log = real
         assert [event["kind"] for event in logged] == ["first_weights"]
         assert (logged[0]["learning_rate"], logged[0]["from_step"]) == (0.125, 3)
-        epoch = made.claim_init("restorer", patience).epoch
+        epoch = made.claim_init("restorer", deadline).epoch
         made.set_first_weights(epoch, made.where, np.zeros(SIZE))
         made.finish_init(epoch)
         assert made._register.learning_rate(5) == 1.0

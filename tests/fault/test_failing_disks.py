@@ -28,8 +28,8 @@ from harness.story import (
     SYNC,
     State,
     contribute,
+    deadline,
     initialize,
-    patience,
     short_blocks,
     state_of,
     story,
@@ -174,7 +174,7 @@ def test_what_a_full_disk_lets_go_on(disk: SmallDisk) -> None:
         for worker in ("w0", "w1"):
             assert contribute(made, worker, 0, 0, np.full(16, 6, np.float32))
             assert not contribute(made, worker, 0, 0, np.full(16, 6, np.float32))
-        assert made.weights_message(0, 0, patience())
+        assert made.weights_message(0, 0, deadline())
         assert state_at(disk_copy(disk)) == state_of(shard)
         disk.empty()
         assert contribute(made, "w2", 0, 0, np.full(16, 6, np.float32))

@@ -26,7 +26,7 @@ from harness.telling import OtherStart, SameMachine
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.shard import tables
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store.memory.store import MemoryStore
@@ -66,10 +66,10 @@ def send(
     message = part(step, index, gradients, worker=worker, **options)
 
     def make(table: TableSlice) -> bool:
-        patience = Patience(0.0)
+        deadline = RequestDeadline(0.0)
         payload = np.frombuffer(message.payload, np.uint8)
         return table.contribute(
-            contributor(worker, tenure=tenure), message.gradient, payload, patience
+            contributor(worker, tenure=tenure), message.gradient, payload, deadline
         )
 
     return make
@@ -160,7 +160,9 @@ def state_of(table: TableSlice) -> dict[str, Any]:
         "version": status.version,
         "row_count": status.row_count,
         "rate": status.learning_rate,
-        "positions": [(seat.worker_id, seat.tenure, seat.position) for seat in table._ledger.seats],
+        "positions": [
+            (seat.worker_id, seat.tenure, seat.position) for seat in table._tracker.seats
+        ],
     }
 
 

@@ -33,8 +33,8 @@ TABLE = TableSpec(
     name="t", row_count=100, dim=2, optimizer=SGD, initializer=shardwell.Zeros(), worker_count=1
 )
 PARAMETER = ParameterSpec(name="p", size=100, optimizer=SGD, worker_count=1)
-TABLE_PARTS = ["TableLedger", "TableRegister", "RowPlaces", "TableRows", "TableScan"]
-PARAMETER_PARTS = ["StepLedger", "Register", "Snapshots", "EncodedWeights", "Contributions"]
+TABLE_PARTS = ["TableStepTracker", "TableRegister", "RowSlots", "TableRows", "TableScan"]
+PARAMETER_PARTS = ["StepTracker", "Register", "Snapshots", "EncodedWeights", "Contributions"]
 
 
 def config(kind: str) -> ShardConfig:

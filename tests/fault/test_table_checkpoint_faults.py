@@ -99,8 +99,8 @@ def test_a_shard_that_is_killed_during_a_restore(
     else:
         result = TableRestore._result
 
-        def killing_result(self: Any, lane: Any, siblings: Any) -> int:
-            count = result(self, lane, siblings)
+        def killing_result(self: Any, stream: Any, call_group: Any) -> int:
+            count = result(self, stream, call_group)
             kill()
             return count
 

@@ -14,7 +14,7 @@ import pytest
 
 import shardwell
 from harness.polling import eventually
-from shardwell.checkpoint.table_restore import TableRestore, _Lane
+from shardwell.checkpoint.table_restore import TableRestore, _UploadStream
 from shardwell.v1 import table_pb2
 
 DIM = 3
@@ -52,23 +52,23 @@ def saved(cluster, connect, tmp_path) -> Path:
 
 def cut_off(client: shardwell.Client, path: Path, finishing: int, monkeypatch: Any) -> None:
     """A restore that ends when one shard, alone, has finished."""
-    offer = _Lane.offer
+    offer = _UploadStream.offer
 
-    def only_one(self: _Lane, message: bytes | None) -> bool:
+    def only_one(self: _UploadStream, message: bytes | None) -> bool:
         is_end = message is None or table_pb2.LoadRowsRequest.FromString(message).finish
         if is_end and self.channel.shard_index != finishing:
             return True
         return offer(self, message)
 
-    def ending(self: TableRestore, lane: _Lane, siblings: Any) -> int:
-        if lane.channel.shard_index == finishing:
-            count: int = lane.call.result().row_count
+    def ending(self: TableRestore, stream: _UploadStream, call_group: Any) -> int:
+        if stream.channel.shard_index == finishing:
+            count: int = stream.call.result().row_count
             assert count
             raise EndedError
         return 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Lane, "offer", only_one)
+        patch.setattr(_UploadStream, "offer", only_one)
         patch.setattr(TableRestore, "_result", ending)
         patch.setattr(TableRestore, "_check_count", lambda *_: None)
         with pytest.raises(EndedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from shardwell.group.agreement.matching import RollCall, Verdicts
+from shardwell.group.agreement.matching import CallMatcher, Verdicts
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 
@@ -28,7 +28,7 @@ class Room:
     def __init__(self, size: int) -> None:
         self.size = size
         self.now_s = 100.0
-        self.roll_call = RollCall(size)
+        self.roll_call = CallMatcher(size)
         self.next_index = [0] * size
         self.told: dict[int, list[pb.Verdict]] = defaultdict(list)
         """By rank, in order."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import shardwell
-from shardwell.checkpoint.table_restore import _Lane
+from shardwell.checkpoint.table_restore import _UploadStream
 from shardwell.parameter.first_weights import FirstWeights
 from shardwell.rpc.shard_channel import ShardChannel
 
@@ -45,7 +45,7 @@ def restore(target: str, path: str, instant: int, chosen: dict[str, Any]) -> Non
     with shardwell.connect(target, worker_id="restorer") as client:
         patched: Any = ShardChannel
         patched.call = counted_call
-        for kind in (FirstWeights, _Lane):
+        for kind in (FirstWeights, _UploadStream):
             changed: Any = kind
             changed._messages = counted(changed._messages)
         client.restore_checkpoint(path, **chosen)

@@ -13,7 +13,7 @@ from shardwell.group.schedule.collective import Arrival, Collective
 from shardwell.group.schedule.plan import Operation, Plan
 from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
 from shardwell.numerics.codec import Float32
-from shardwell.numerics.weighted_mean import Weights
+from shardwell.numerics.weighted_mean import MeanFactors
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import messages as framing
 
@@ -54,7 +54,7 @@ def run(
             chunk_element_count=chunk,
         )
         is_mean = reduction is Reduction.MEAN
-        weights = Weights(list(sample_counts or [1] * size))
+        weights = MeanFactors(list(sample_counts or [1] * size))
         arithmetic = ChunkArithmetic(
             array,
             call_index=0,

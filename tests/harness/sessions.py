@@ -1,4 +1,4 @@
-"""Sessions for tests that call a slice or a ledger themselves: one a worker, always the same."""
+"""Sessions for tests that call a slice or a tracker themselves: one a worker, always the same."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def noted(event: Event) -> None:
     """Takes note of nothing."""
 
 
-def take(ledger: Seats[Any], worker_id: str, life: int = 0) -> Any:
-    """The seat of a worker in a ledger."""
-    return ledger.seat(applicant(worker_id, life), noted)
+def take(tracker: Seats[Any], worker_id: str, life: int = 0) -> Any:
+    """The seat of a worker in a tracker."""
+    return tracker.seat(applicant(worker_id, life), noted)
 
 
-def know(ledger: Seats[Any], worker_id: str, life: int = 0) -> None:
-    """Has a ledger remember a worker that opened it."""
-    ledger.remember(worker_id, session_of(worker_id, life).number)
+def know(tracker: Seats[Any], worker_id: str, life: int = 0) -> None:
+    """Has a tracker remember a worker that opened it."""
+    tracker.remember(worker_id, session_of(worker_id, life).number)

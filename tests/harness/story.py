@@ -21,7 +21,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits, ShardConfig
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store.records import event_log
@@ -69,8 +69,8 @@ def short_blocks() -> Iterator[None]:
         vars(scratch._OF_THREAD).update(old[2])
 
 
-def patience() -> Patience:
-    return Patience(0.0)
+def deadline() -> RequestDeadline:
+    return RequestDeadline(0.0)
 
 
 def contribute(
@@ -101,13 +101,13 @@ def contribute(
     message = pb.ExchangeRequest.FromString(sealed)
     payload = np.frombuffer(message.payload, np.uint8)
     return into.contribute(
-        contributor(worker_id, tenure=tenure), message.gradient, payload, patience()
+        contributor(worker_id, tenure=tenure), message.gradient, payload, deadline()
     )
 
 
 def initialize(into: ParameterSlice, worker_id: str, values: np.ndarray) -> bool:
     """Sets first weights in two parts, unless some stand; whether it did."""
-    claim = into.claim_init(worker_id, patience())
+    claim = into.claim_init(worker_id, deadline())
     if not claim.granted:
         return False
     half = values.size // 2
@@ -242,16 +242,16 @@ def state_of(shard: Shard) -> State:
 
 
 def _state_of(found: ParameterSlice) -> State:
-    ledger, register = found._ledger, found._register
+    tracker, register = found._tracker, found._register
     chunks = []
     for index in range(found.chunk_count):
         found.verify(index)
-        record, state = ledger.records[index], found._chunks[index].state
+        record, state = tracker.records[index], found._chunks[index].state
         has_sum = record.total_factor != 0.0
         chunks.append(
             {
                 "record": record,
-                "marks": [seat.last_step[index] for seat in ledger._seats.values()],
+                "marks": [seat.last_step[index] for seat in tracker._seats.values()],
                 "weights": state.weights.tobytes() if register.is_standing else None,
                 "sum": state.gradient_sum.tobytes() if has_sum else None,
                 "slots": [slot.tobytes() for slot in state.slots],
@@ -260,7 +260,7 @@ def _state_of(found: ParameterSlice) -> State:
     return {
         "spec": found.spec,
         "standing": register.is_standing,
-        "seats": [(seat.worker_id, seat.owner, seat.tenure) for seat in ledger.seats],
-        "rates": [register.learning_rate(ledger.version_min() + ahead) for ahead in range(5)],
+        "seats": [(seat.worker_id, seat.owner, seat.tenure) for seat in tracker.seats],
+        "rates": [register.learning_rate(tracker.version_min() + ahead) for ahead in range(5)],
         "chunks": chunks,
     }

@@ -17,7 +17,7 @@ from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell_server.config import ShardConfig
 from shardwell_server.services import row_states
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store.memory.store import MemoryStore
@@ -36,8 +36,8 @@ SPEC = TableSpec(
 Rows = dict[int, tuple[Any, ...]]
 
 
-def patience(timeout_s: float = 0.0) -> Patience:
-    return Patience(timeout_s)
+def deadline(timeout_s: float = 0.0) -> RequestDeadline:
+    return RequestDeadline(timeout_s)
 
 
 def shard_of(path: Path | None) -> Shard:
@@ -55,7 +55,7 @@ def give(table: TableSlice, gradients: dict[int, Any], worker: str = "w0", **opt
     message = part(step, options.pop("index", 0), gradients, worker=worker, **options)
     payload = np.frombuffer(message.payload, np.uint8)
     enter(table, worker)
-    table.contribute(contributor(worker), message.gradient, payload, patience())
+    table.contribute(contributor(worker), message.gradient, payload, deadline())
 
 
 def ones(*ids: int) -> dict[int, Any]:
@@ -86,7 +86,7 @@ def scanned(messages: Iterator[bytes], slot_widths: tuple[int, ...] = (2,)) -> R
 
 def scan(table: TableSlice, version: int, timeout_s: float = 0.0) -> Iterator[bytes]:
     return row_states.state_messages(
-        table, version, patience(timeout_s), lambda: True, lambda size: None
+        table, version, deadline(timeout_s), lambda: True, lambda size: None
     )
 
 

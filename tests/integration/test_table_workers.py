@@ -13,7 +13,7 @@ from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.row_model import OPTIMIZERS, ModelRows
 from harness.table_batches import DIM, open_table, random_ids, whole_numbers
 from harness.together import in_background, together
-from shardwell.rpc.stream_pool import IDLE_LANE_SET_COUNT_MAX, LANE_SET_COUNT_MAX
+from shardwell.rpc.stream_pool import IDLE_STREAM_SET_COUNT_MAX, STREAM_SET_COUNT_MAX
 from shardwell_server import Limits
 
 SGD = OPTIMIZERS["sgd"]
@@ -172,17 +172,17 @@ def test_more_calls_than_may_be_under_way_wait(cluster, connect) -> None:
     reader, writer = (open_table(connect(running, name)) for name in ("reader", "writer"))
     waiting = [
         in_background(lambda: reader.get_rows([1], min_version=1))
-        for _ in range(LANE_SET_COUNT_MAX)
+        for _ in range(STREAM_SET_COUNT_MAX)
     ]
     streams = running.servers[0]._streams
-    eventually("all have their streams", lambda: streams.count == LANE_SET_COUNT_MAX)
+    eventually("all have their streams", lambda: streams.count == STREAM_SET_COUNT_MAX)
     with pytest.raises(shardwell.DeadlineError, match="8 calls of other threads on table 'rows'"):
         reader.get_rows([1], timeout_s=0.2)
     late = in_background(lambda: reader.get_rows([1]))
     writer.put_row_gradients([1], np.ones((1, DIM)))
     for each in (*waiting, late):
         assert each.result(PATIENCE_S)[0, 0] == -0.5
-    kept = IDLE_LANE_SET_COUNT_MAX + 1  # and the writer's
+    kept = IDLE_STREAM_SET_COUNT_MAX + 1  # and the writer's
     eventually("few are kept", lambda: streams.count == kept)
 
 

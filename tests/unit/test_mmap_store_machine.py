@@ -322,17 +322,17 @@ class StoreMachine(RuleBasedStateMachine):
         for name, model in self.models.items():
             made = found[name]
             assert made._register.is_standing == model.is_standing
-            seats = made._ledger.seats
+            seats = made._tracker.seats
             assert [(seat.worker_id, seat.tenure.number) for seat in seats] == [
                 (worker, model.tenures[worker]) for worker in model.seats
             ]
-            assert set(made._ledger.done_worker_ids) == set(model.ended)
+            assert set(made._tracker.done_worker_ids) == set(model.ended)
             for index in range(len(model.sizes)):
                 made.verify(index)
-                record, state = made._ledger.records[index], made._chunks[index].state
+                record, state = made._tracker.records[index], made._chunks[index].state
                 assert record.version == model.versions[index]
                 assert record.contribution_count == len(model.open_step[index])
-                marks = [seat.last_step[index] for seat in made._ledger._seats.values()]
+                marks = [seat.last_step[index] for seat in made._tracker._seats.values()]
                 assert marks == [model.last[worker][index] for worker in model.seats]
                 if model.is_standing:
                     np.testing.assert_array_equal(state.weights, model.weights[index])

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shardwell.errors import StorageError
-from shardwell_server.store.files.atomic_directory import Numbered
+from shardwell_server.store.files.atomic_directory import AtomicDirectories
 
 
-def numbered(path: Path) -> Numbered:
-    made = Numbered(path, lambda _: None, is_synced=False)
+def numbered(path: Path) -> AtomicDirectories:
+    made = AtomicDirectories(path, lambda _: None, is_synced=False)
     assert list(made.standing()) == []
     return made
 

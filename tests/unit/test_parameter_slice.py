@@ -27,7 +27,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.store import Layout
 from shardwell_server.store.memory.store import MemoryStore
@@ -73,12 +73,12 @@ def slice_of(
         sessions=AllAlive(),
     )
     if not isinstance(optimizer, Average):
-        made.finish_init(made.claim_init("w0", patience()).epoch)
+        made.finish_init(made.claim_init("w0", deadline()).epoch)
     return made
 
 
-def patience() -> Patience:
-    return Patience(0.0)
+def deadline() -> RequestDeadline:
+    return RequestDeadline(0.0)
 
 
 def give(into: ParameterSlice, worker_id: str, step: int, *values: float) -> bool:
@@ -99,7 +99,7 @@ def give(into: ParameterSlice, worker_id: str, step: int, *values: float) -> boo
     message = pb.ExchangeRequest.FromString(sealed)
     payload = np.frombuffer(message.payload, np.uint8)
     enter(into, worker_id)
-    return into.contribute(contributor(worker_id), message.gradient, payload, patience())
+    return into.contribute(contributor(worker_id), message.gradient, payload, deadline())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
@@ -174,7 +174,7 @@ def test_weights_that_diverged_are_named() -> None:
     for step in range(2):
         give(made, "w0", step, 1.0, 3e38, 0.0, 0.0)
     with pytest.raises(DivergedError, match="weights at version 2") as caught:
-        made.weights_message(0, 2, patience())
+        made.weights_message(0, 2, deadline())
     assert caught.value.element_index == 1
 
 
@@ -194,7 +194,7 @@ def test_nothing_is_taken_before_the_first_weights() -> None:
     with pytest.raises(NotInitializedError, match="init"):
         give(made, "w0", 0, 1.0, 2.0, 3.0, 4.0)
     with pytest.raises(NotInitializedError, match="init"):
-        made.weights_message(0, 0, patience())
+        made.weights_message(0, 0, deadline())
 
 
 def test_an_empty_slice_can_be_described_after_a_worker_opened_a_stream() -> None:
@@ -224,7 +224,7 @@ def test_weights_that_stand_elsewhere_are_confirmed() -> None:
     made.set_first_weights(1, Slice(4, 4), np.ones(4, np.float32))
     made.finish_init(1)
     with pytest.raises(NotInitializedError):  # shard 0 has not accepted them yet
-        made.weights_message(0, 0, patience())
+        made.weights_message(0, 0, deadline())
     made.set_first_weights(3, Slice(4, 2), np.zeros(2, np.float32))  # a later claim, half sent
     for epoch in (1, 3):
         with pytest.raises(StepOrderError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwell.specs.rank_words import in_words
+from shardwell.specs.rank_words import format_ranks
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from shardwell.specs.rank_words import in_words
     ],
 )
 def test_many_are_counted(ranks, words) -> None:
-    assert in_words(ranks) == words
+    assert format_ranks(ranks) == words

@@ -12,7 +12,7 @@ import pytest
 
 from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.reduction import REDUCTIONS, first_non_finite, part_of, reduce_block
-from shardwell.numerics.weighted_mean import Weights
+from shardwell.numerics.weighted_mean import MeanFactors
 
 
 @pytest.mark.parametrize("part_count", range(1, 9))
@@ -32,7 +32,7 @@ def test_a_block_is_reduced_as_numpy_reduces(op: str, rank_count: int) -> None:
     values = np.random.default_rng(7).standard_normal((rank_count, 77)).astype(np.float32)
     buffers = [row.copy() for row in values]
     counts = list(range(1, rank_count + 1))
-    reduce_block(buffers, op, Weights(counts), np.empty(77, np.float32))
+    reduce_block(buffers, op, MeanFactors(counts), np.empty(77, np.float32))
     expected = {
         "sum": lambda: values.astype(np.float64).sum(axis=0),
         "mean": lambda: np.average(values.astype(np.float64), axis=0, weights=counts),

@@ -3,7 +3,7 @@
 And where there are more workers than places, nobody who is alive loses its own, and no gradient
 counts twice.
 
-Method: a hypothesis state machine drives Sessions and the seats of a StepLedger, with a clock of
+Method: a hypothesis state machine drives Sessions and the seats of a StepTracker, with a clock of
 its own and restarts, beside a model that keeps what each process did: when its calls opened and
 ended, who was given a place last, what was logged, and how much of each tenure was counted. Whether
 a session may have a place, whose place that is, and whether its gradient counts, is derived from
@@ -36,7 +36,7 @@ from shardwell.errors import (
 from shardwell.rpc.session import Session
 from shardwell_server.shard.members import Event, owner_event, owner_of
 from shardwell_server.shard.sessions import Sessions
-from shardwell_server.shard.step_tracker import Decision, StepLedger
+from shardwell_server.shard.step_tracker import Decision, StepTracker
 from shardwell_server.store import ChunkRecord
 
 WORKERS = ["w0", "w1", "w2", "w3"]
@@ -60,7 +60,7 @@ class Place:
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """The ledger has one chunk, two seats, and is asynchronous or not."""
+    """The tracker has one chunk, two seats, and is asynchronous or not."""
 
     @initialize(is_sync=st.booleans())
     def open(self, is_sync: bool) -> None:
@@ -84,7 +84,7 @@ class SessionMachine(RuleBasedStateMachine):
             return_s=RETURN_S,
             now_s=lambda: self.now_s,
         )
-        self.ledger = StepLedger(
+        self.tracker = StepTracker(
             [ChunkRecord()],
             worker_count=PLACE_COUNT if self.is_sync else 0,
             worker_count_max=PLACE_COUNT,
@@ -142,10 +142,10 @@ class SessionMachine(RuleBasedStateMachine):
         session = session_of(worker, life)
         self.sessions.end(session.number)
         owned = [place for place in self.places if place.owner == session]
-        assert self.ledger.owned_by(session.number) == [place.worker for place in owned]
+        assert self.tracker.owned_by(session.number) == [place.worker for place in owned]
         for place in owned:
             self.events.append(owner_event(place.worker, None))
-            self.ledger.set_owner(place.worker, None)
+            self.tracker.set_owner(place.worker, None)
             place.owner, place.ended = None, next(self.numbers)
         self.calls[session] = []
         self.note_left(session)
@@ -160,12 +160,12 @@ class SessionMachine(RuleBasedStateMachine):
         for event in self.events:
             match event["kind"]:
                 case "seat":
-                    index = len(self.ledger.seats)
-                    self.ledger.restore_seat(event, [self.stored[index] - 1])
+                    index = len(self.tracker.seats)
+                    self.tracker.restore_seat(event, [self.stored[index] - 1])
                 case "tenure":
-                    self.ledger.restore_tenure(event)
+                    self.tracker.restore_tenure(event)
                 case _:
-                    self.ledger.set_owner(event["worker_id"], owner_of(event))
+                    self.tracker.set_owner(event["worker_id"], owner_of(event))
 
     def spare(self) -> list[Place]:
         """Those that may be given to a newcomer, the one that is gone for longest first."""
@@ -195,7 +195,7 @@ class SessionMachine(RuleBasedStateMachine):
         place = self.place_of(worker)
         if place and place.owner not in (None, session) and self.may_live(place.owner):
             with pytest.raises(WorkerIdInUseError) as caught:
-                self.ledger.seat(asks, self.events.append)
+                self.tracker.seat(asks, self.events.append)
             assert str(place.owner) in caught.value.message
             assert str(session) in caught.value.message
             assert (caught.value.free_in_s is None) == bool(self.calls.get(place.owner))
@@ -206,13 +206,13 @@ class SessionMachine(RuleBasedStateMachine):
         if place is None and len(self.places) == PLACE_COUNT:
             if self.is_sync:
                 with pytest.raises(SeatsTakenError):
-                    self.ledger.seat(asks, self.events.append)
+                    self.tracker.seat(asks, self.events.append)
                 return
             given = self.given(asks)
             if given is None:
                 return
         else:
-            seat = self.ledger.seat(asks, self.events.append)
+            seat = self.tracker.seat(asks, self.events.append)
             begins = place is None or (anew and not self.is_sync)
             if begins or place.owner != session:
                 assert seat.was_taken_over == (not begins)
@@ -224,21 +224,21 @@ class SessionMachine(RuleBasedStateMachine):
         else:
             place.owner = session
             place.tenure = tenure if anew else place.tenure
-        seat = self.ledger.seat(applicant(worker, life, drawn), self.events.append)
+        seat = self.tracker.seat(applicant(worker, life, drawn), self.events.append)
         place = self.place_of(worker)
         assert place is not None
-        assert seat.tenure.number == self.ledger.tenure_of(worker) == place.tenure
+        assert seat.tenure.number == self.tracker.tenure_of(worker) == place.tenure
         self.known[session] = place.tenure
         self.give(worker, session)
 
     def given(self, asks: Any) -> Place | None:
         """The place that a newcomer gets where there are as many as the limit allows."""
-        before = {seat.index: seat for seat in self.ledger.seats}
+        before = {seat.index: seat for seat in self.tracker.seats}
         spare = self.spare()
         knows_all = len(self.left_s) <= SESSION_COUNT_MAX
         seat = None
         with contextlib.suppress(LimitError):
-            seat = self.ledger.seat(asks, self.events.append)
+            seat = self.tracker.seat(asks, self.events.append)
         if seat is None:
             assert not spare or not (knows_all or spare[0].owner is None)
             return None
@@ -256,14 +256,14 @@ class SessionMachine(RuleBasedStateMachine):
 
     def fail(self, asks: Any) -> None:
         """What can't be noted does not happen."""
-        before = [(seat, seat.worker_id, seat.owner, seat.is_over) for seat in self.ledger.seats]
+        before = [(seat, seat.worker_id, seat.owner, seat.is_over) for seat in self.tracker.seats]
 
         def note(event: Event) -> None:
             raise OSError("disk full")
 
         with contextlib.suppress(OSError, LimitError, SeatsTakenError):
-            self.ledger.seat(asks, note)
-        after = [(seat, seat.worker_id, seat.owner, seat.is_over) for seat in self.ledger.seats]
+            self.tracker.seat(asks, note)
+        after = [(seat, seat.worker_id, seat.owner, seat.is_over) for seat in self.tracker.seats]
         assert after == before
 
     @rule(worker=workers, life=lives)
@@ -299,7 +299,7 @@ class SessionMachine(RuleBasedStateMachine):
         step = self.counted[worker, tenure] - back
         seat = self.standing(worker, session, tenure)
         if seat is not None:
-            assert self.ledger.decide(seat, 0, step) is Decision.DUPLICATE
+            assert self.tracker.decide(seat, 0, step) is Decision.DUPLICATE
 
     def standing(self, worker: str, session: Session, tenure: int) -> Any:
         """The seat, if a gradient of a tenure may count; None: it was refused."""
@@ -307,14 +307,14 @@ class SessionMachine(RuleBasedStateMachine):
         place = self.place_of(worker)
         if not self.is_sync and (place is None or place.tenure != tenure):
             with pytest.raises(StepOrderError, match="given to a newcomer"):
-                self.ledger.seat(stream, self.events.append)
-            for seat in self.ledger.seats:
+                self.tracker.seat(stream, self.events.append)
+            for seat in self.tracker.seats:
                 if seat.worker_id == worker:
                     with pytest.raises(StepOrderError, match="given to a newcomer"):
                         seat.check(stream)
             return None
         assert place is not None
-        seat = next(seat for seat in self.ledger.seats if seat.worker_id == worker)
+        seat = next(seat for seat in self.tracker.seats if seat.worker_id == worker)
         if place.owner is None:
             with pytest.raises(SessionUnknownError, match="has ended"):
                 seat.check(stream)
@@ -333,11 +333,11 @@ class SessionMachine(RuleBasedStateMachine):
         if seat is None:
             return
         step = self.counted[worker, tenure]
-        expected = self.ledger.decide(seat, 0, step, 7)
+        expected = self.tracker.decide(seat, 0, step, 7)
         if self.is_sync and expected is Decision.WAIT:
             return
         assert expected is Decision.COUNT
-        self.ledger.record(seat, 0, step, self.ledger.following(0, 1), 7)
+        self.tracker.record(seat, 0, step, self.tracker.following(0, 1), 7)
         seat.contributed(session)
         assert not seat.was_taken_over
         self.counted[worker, tenure] += 1
@@ -353,15 +353,15 @@ class SessionMachine(RuleBasedStateMachine):
     def places_are_where_the_model_says(self) -> None:
         if not hasattr(self, "calls"):
             return
-        found = [(seat.worker_id, seat.owner, seat.tenure.number) for seat in self.ledger.seats]
+        found = [(seat.worker_id, seat.owner, seat.tenure.number) for seat in self.tracker.seats]
         assert found == [(place.worker, place.owner, place.tenure) for place in self.places]
-        assert [seat.index for seat in self.ledger.seats] == list(range(len(self.places)))
+        assert [seat.index for seat in self.tracker.seats] == list(range(len(self.places)))
         done = [place.worker for place in self.places if place.owner is None]
-        assert self.ledger.done_worker_ids == done
+        assert self.tracker.done_worker_ids == done
         for place in self.places:
             if not self.is_sync:
                 step = self.counted[place.worker, place.tenure]
-                assert self.ledger.next_step(place.worker) == step
+                assert self.tracker.next_step(place.worker) == step
 
 
 TestSessions = SessionMachine.TestCase
@@ -381,52 +381,52 @@ def test_a_shard_that_stops_ends_all_calls_and_takes_no_more() -> None:
 
 def test_of_very_many_who_opened_those_who_live_are_named() -> None:
     sessions = Sessions(count_max=9, lease_s=LEASE_S, return_s=0)
-    ledger = StepLedger(
+    tracker = StepTracker(
         [ChunkRecord()],
         worker_count=9,
         worker_count_max=3,
         sessions=sessions,
     )
     for number in range(1000):
-        ledger.remember(f"gone-{number}", number + 1)
+        tracker.remember(f"gone-{number}", number + 1)
     for name in ("w0", "w1"):
         sessions.attend(name, session_of(name), lambda: None)
-        ledger.remember(name, session_of(name).number)
-    assert ledger.missing(0) == (["w0", "w1"], 7)
+        tracker.remember(name, session_of(name).number)
+    assert tracker.missing(0) == (["w0", "w1"], 7)
     for number in range(1000):
-        ledger.remember(f"gone-{number}", number + 1)
-    assert ledger.missing(0) == (["w0", "w1"], 7)
+        tracker.remember(f"gone-{number}", number + 1)
+    assert tracker.missing(0) == (["w0", "w1"], 7)
 
 
 def test_an_asynchronous_place_has_a_tenure() -> None:
-    ledger = StepLedger(
+    tracker = StepTracker(
         [ChunkRecord()],
         worker_count=0,
         worker_count_max=1,
         sessions=Sessions(count_max=9, lease_s=LEASE_S, return_s=0),
     )
     with pytest.raises(ArgumentError, match="tenure must be"):
-        ledger.seat(applicant("w0", tenure=0), lambda event: None)
+        tracker.seat(applicant("w0", tenure=0), lambda event: None)
     with pytest.raises(StepOrderError, match="has not, or not any more, the place"):
-        ledger.seat(contributor("w0"), lambda event: None)
-    assert ledger.seats == []
+        tracker.seat(contributor("w0"), lambda event: None)
+    assert tracker.seats == []
 
 
 def test_when_a_place_will_be_free_is_told() -> None:
     now_s = 0.0
     sessions = Sessions(count_max=9, lease_s=LEASE_S, return_s=0, now_s=lambda: now_s)
-    ledger = StepLedger([ChunkRecord()], worker_count=0, worker_count_max=1, sessions=sessions)
+    tracker = StepTracker([ChunkRecord()], worker_count=0, worker_count_max=1, sessions=sessions)
     token = sessions.attend("w0", session_of("w0"), lambda: None)
-    take(ledger, "w0")
+    take(tracker, "w0")
     with pytest.raises(LimitError, match=r"^limit worker_count_max=1: 'w1' .* are done; or raise"):
-        take(ledger, "w1")
+        take(tracker, "w1")
     sessions.leave(session_of("w0"), token)
     now_s = 3.0
     with pytest.raises(LimitError, match=r"worker_count_max=1: 'w1' .* or try again in 5 s, when"):
-        take(ledger, "w1")
+        take(tracker, "w1")
     now_s = LEASE_S
-    assert take(ledger, "w1").index == 0
-    assert ledger.seated_worker_ids == ["w1"]
+    assert take(tracker, "w1").index == 0
+    assert tracker.seated_worker_ids == ["w1"]
 
 
 def test_of_very_many_that_left_none_is_gone_too_early() -> None:

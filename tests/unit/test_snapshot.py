@@ -30,7 +30,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.parameter.snapshot import Snapshot
 from shardwell_server.store import Layout
@@ -40,8 +40,8 @@ SIZE, CHUNK = 40, 16
 OPTIMIZER = SGD(learning_rate=1.0, momentum=0.5)
 
 
-def patience() -> Patience:
-    return Patience(0.0)
+def deadline() -> RequestDeadline:
+    return RequestDeadline(0.0)
 
 
 def make(
@@ -75,7 +75,7 @@ def make(
         spool_dir=spool_dir,
     )
     if initialized:
-        made.finish_init(made.claim_init("w0", patience()).epoch)
+        made.finish_init(made.claim_init("w0", deadline()).epoch)
     return made
 
 
@@ -100,7 +100,7 @@ def train(into: ParameterSlice, step: int, *chunks: int) -> None:
         message = pb.ExchangeRequest.FromString(sealed)
         payload = np.frombuffer(message.payload, np.uint8)
         enter(into, "w0")
-        assert into.contribute(contributor("w0"), message.gradient, payload, patience())
+        assert into.contribute(contributor("w0"), message.gradient, payload, deadline())
 
 
 def state_at(version: int) -> tuple[float, float]:
@@ -117,7 +117,7 @@ def captured(
 ) -> tuple[int, float, np.ndarray, np.ndarray]:
     size = of.where.chunk(index, CHUNK).size
     into = [np.full(size, np.nan, np.float32) for _ in range(of.array_count)]
-    version, rate = of.snapshots.capture(index, snapshot, patience(), into)
+    version, rate = of.snapshots.capture(index, snapshot, deadline(), into)
     return version, rate, into[0], into[1]
 
 
@@ -254,7 +254,7 @@ class TestRestoring:
 
     def test_training_goes_on_as_if_it_had_not_stopped(self) -> None:
         made = make(initialized=False)
-        epoch = made.claim_init("w0", patience()).epoch
+        epoch = made.claim_init("w0", deadline()).epoch
         self.set_all(made, epoch, *state_at(7))
         assert made.join("w0").next_step == 0
         assert made.finish_init(epoch, version=7, with_slots=True) == 7
@@ -265,15 +265,15 @@ class TestRestoring:
 
     def test_state_of_a_restore_that_ended_half_way_is_forgotten(self) -> None:
         made = make(initialized=False)
-        self.set_all(made, made.claim_init("w0", patience()).epoch, 3.0, 4.0)
-        epoch = made.claim_init("w0", patience()).epoch
+        self.set_all(made, made.claim_init("w0", deadline()).epoch, 3.0, 4.0)
+        epoch = made.claim_init("w0", deadline()).epoch
         made.set_first_weights(epoch, made.where, np.zeros(SIZE, np.float32))
         assert made.finish_init(epoch) == 0
         np.testing.assert_array_equal(made.storage.slots[0], 0)
 
     def test_a_rate_begins_with_the_weights(self) -> None:
         made = make(initialized=False)
-        epoch = made.claim_init("w0", patience()).epoch
+        epoch = made.claim_init("w0", deadline()).epoch
         self.set_all(made, epoch, 0.0, 0.0)
         made.finish_init(epoch, version=5, learning_rate=0.25, with_slots=True)
         assert made.describe(8).learning_rate == 0.25
@@ -282,7 +282,7 @@ class TestRestoring:
 
     def test_a_version_needs_its_state(self) -> None:
         made = make(initialized=False)
-        epoch = made.claim_init("w0", patience()).epoch
+        epoch = made.claim_init("w0", deadline()).epoch
         with pytest.raises(ValueError, match="1 arrays of state"):
             made.finish_init(epoch, version=5)
         with pytest.raises(ValueError, match="versions are"):

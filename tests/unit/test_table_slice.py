@@ -35,8 +35,8 @@ from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.rows import RowCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.byte_budget import StoredBytes
-from shardwell_server.shard.deadline import NotYet, Patience
+from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.deadline import NotYet, RequestDeadline
 from shardwell_server.shard.table.index import HashRowIndex
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store import TableLayout, TableStorage
@@ -61,8 +61,8 @@ SPEC = TableSpec(
 )
 
 
-def patience() -> Patience:
-    return Patience(0.0)
+def deadline() -> RequestDeadline:
+    return RequestDeadline(0.0)
 
 
 class Uncommitted:
@@ -111,7 +111,7 @@ def table_of(
     stored_bytes_max: int = 2**30,
     path: Path | None = None,
     **fields: Any,
-) -> tuple[TableSlice, FailingTable, StoredBytes]:
+) -> tuple[TableSlice, FailingTable, ByteBudget]:
     """A table whose changes have at most `batch` rows, in memory or on files."""
     spec = dataclasses.replace(SPEC, **fields)
     layout = TableLayout(
@@ -123,7 +123,7 @@ def table_of(
         with_sum=spec.worker_count > 1,
     )
     store = MemoryStore() if path is None else MmapStore(path, boot=SameMachine(path))
-    storage, stored = FailingTable(store.create_table(layout)), StoredBytes(stored_bytes_max)
+    storage, stored = FailingTable(store.create_table(layout)), ByteBudget(stored_bytes_max)
     made = TableSlice(
         spec,
         layout,
@@ -143,14 +143,14 @@ def give(
     message = part(step, options.pop("index", 0), gradients, worker=worker, **options)
     enter(table, worker)
     return table.contribute(
-        contributor(worker), message.gradient, np.frombuffer(message.payload, np.uint8), patience()
+        contributor(worker), message.gradient, np.frombuffer(message.payload, np.uint8), deadline()
     )
 
 
 def get(table: TableSlice, *ids: int, min_version: int = 0) -> list[list[float]]:
     message = asking(list(ids), min_version)
     payload = np.frombuffer(message.payload, np.uint8)
-    answer = table.rows_message(message.fetch, payload, patience())
+    answer = table.rows_message(message.fetch, payload, deadline())
     values, _ = answered(answer, table.spec.dim, list(ids))
     return values.tolist()
 
@@ -211,7 +211,7 @@ def test_no_reader_sees_half_a_row(tmp_path, on_files) -> None:
                 sealed = codec.encode(header, header.gradient.rows, ids, ones, start=start)
                 message = pb.ExchangeRowsRequest.FromString(sealed)
                 payload = np.frombuffer(message.payload, np.uint8)
-                table.contribute(contributor("w0"), message.gradient, payload, patience())
+                table.contribute(contributor("w0"), message.gradient, payload, deadline())
         finally:
             is_done.set()
         return step_count
@@ -220,7 +220,7 @@ def test_no_reader_sees_half_a_row(tmp_path, on_files) -> None:
         message, count = asking(list(range(row_count))), 0
         payload = np.frombuffer(message.payload, np.uint8)
         while not is_done.is_set():
-            answer = table.rows_message(message.fetch, payload, patience())
+            answer = table.rows_message(message.fetch, payload, deadline())
             values, version = answered(answer, dim, ids.tolist())
             assert (values == -version).all()
             count += 1
@@ -273,7 +273,7 @@ def test_who_waits_is_told_that_a_step_can_not_be_closed() -> None:
     woken: list[str] = []
     message = asking([1], 1)
     question = message.fetch, np.frombuffer(message.payload, np.uint8)
-    waiting = Patience(60.0, wake=lambda: woken.append("b"))
+    waiting = RequestDeadline(60.0, wake=lambda: woken.append("b"))
     give(table, 0, {1: [4, 8]}, "b")
     with pytest.raises(NotYet):
         table.rows_message(*question, waiting)
@@ -436,11 +436,11 @@ def test_all_codecs(codec) -> None:
     )
     assert message.gradient.rows.lz4 == codec.endswith("lz4")
     payload = np.frombuffer(message.payload, np.uint8)
-    assert table.contribute(contributor("w0"), message.gradient, payload, patience())
+    assert table.contribute(contributor("w0"), message.gradient, payload, deadline())
     fetch = asking(ids.tolist())
     payload = np.frombuffer(fetch.payload, np.uint8)
     answer = pb.ExchangeRowsResponse.FromString(
-        table.rows_message(fetch.fetch, payload, patience())
+        table.rows_message(fetch.fetch, payload, deadline())
     )
     payload = np.frombuffer(answer.payload, np.uint8)
     start = checksum.rows_answer(checksum.rows_answer_context(table.spec.name), ids, answer.version)
@@ -463,7 +463,7 @@ def test_who_waits_for_a_scan_that_failed_is_told_why() -> None:
     with table.scan.under_way(1, lambda: True) as snapshot:
         assert snapshot is not None
         with pytest.raises(NotYet):
-            table.scan.check_begun(snapshot, Patience(PATIENCE_S))
+            table.scan.check_begun(snapshot, RequestDeadline(PATIENCE_S))
         snapshot.drop(StorageError("the spool is gone"))
         with pytest.raises(StorageError, match="the spool is gone"):
-            table.scan.check_begun(snapshot, patience())
+            table.scan.check_begun(snapshot, deadline())

@@ -34,7 +34,7 @@ from shardwell.errors import SeatsTakenError, StepOrderError, WorkersMissingErro
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard import tables
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
@@ -52,7 +52,7 @@ KEYS = [
     for key in [*range(12), -1, -7, 2**63 - 1, -(2**63), *(k << 40 for k in range(1, 12))]
     if owner(key, 0, SHARD_COUNT) == 1
 ]
-PATIENCE = Patience(0.0)
+PATIENCE = RequestDeadline(0.0)
 
 
 class TableMachine(RuleBasedStateMachine):

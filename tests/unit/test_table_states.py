@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.table_states import (
+    deadline,
     give,
     ones,
-    patience,
     scan,
     scanned,
     table_of,
@@ -171,7 +171,7 @@ def test_as_many_scans_as_the_limit_allows() -> None:
 def test_a_reader_that_is_late_costs_training_nothing() -> None:
     table = table_of()
     give(table, ones(1))
-    messages = row_states.state_messages(table, 1, patience(), lambda: False, lambda size: None)
+    messages = row_states.state_messages(table, 1, deadline(), lambda: False, lambda size: None)
     next(messages)
     give(table, ones(1))
     assert table.version == 2

@@ -19,7 +19,7 @@ from harness.telling import SameMachine
 from shardwell.errors import LimitError, SpecMismatchError, StorageError, UnknownTableError
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
-from shardwell_server.shard.byte_budget import StoredBytes
+from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.shard.tables import Tables
 from shardwell_server.store import Store, TableLayout, TableStorage
 from shardwell_server.store.memory.store import MemoryStore
@@ -38,9 +38,9 @@ CONFIG = ShardConfig(shard_index=0, shard_count=2)
 
 
 def tables_of(
-    config: ShardConfig = CONFIG, store: Store | None = None, stored: StoredBytes | None = None
+    config: ShardConfig = CONFIG, store: Store | None = None, stored: ByteBudget | None = None
 ) -> Tables:
-    limit = stored or StoredBytes(config.limits.stored_bytes_max)
+    limit = stored or ByteBudget(config.limits.stored_bytes_max)
     return Tables(config, store or MemoryStore(), threading.Lock(), limit, sessions=AllAlive())
 
 
@@ -90,7 +90,7 @@ def test_the_undo_file_of_a_table_counts(tmp_path: Path) -> None:
     """Of one that is there already, too, whatever the limit has become."""
     size = 1 << 20
     config = dataclasses.replace(CONFIG, limits=Limits(stored_bytes_max=size))
-    stored = StoredBytes(size)
+    stored = ByteBudget(size)
     tables = tables_of(config, opened(tmp_path), stored)
     large, small = (dataclasses.replace(SPEC, name=str(n), row_count=n) for n in (10**6, 10))
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_the_undo_file_of_a_table_counts(tmp_path: Path) -> None:
     undo_bytes = (tmp_path / "tables" / "000001" / "undo").stat().st_size
     assert stored.count == undo_bytes > 0
     for limit in (size, 1):
-        again = StoredBytes(limit)
+        again = ByteBudget(limit)
         tables_of(config, opened(tmp_path), again)
         assert again.count == undo_bytes
 

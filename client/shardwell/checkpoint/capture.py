@@ -25,7 +25,7 @@ from shardwell.errors import (
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import CODECS
 from shardwell.placement.slices import Slice, slice_of
-from shardwell.rpc.call_group import Siblings
+from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
@@ -102,15 +102,15 @@ class ParameterSnapshot:
         )
 
     def _attempt(self, version: int, wait_s: float) -> CheckpointParameter:
-        with Siblings() as siblings:
+        with CallGroup() as call_group:
             calls = [
-                siblings.add(channel, self._call(channel, version, wait_s))
+                call_group.add(channel, self._call(channel, version, wait_s))
                 for channel, _ in self._parts
             ]
             for (channel, _), call in zip(self._parts, calls, strict=True):
-                self._begin(channel, call, siblings)
-            taken = siblings.read_all(
-                partial(self._receive, channel, where, version, call, siblings)
+                self._begin(channel, call, call_group)
+            taken = call_group.read_all(
+                partial(self._receive, channel, where, version, call, call_group)
                 for (channel, where), call in zip(self._parts, calls, strict=True)
             )
         rate = getattr(self._spec.optimizer, "learning_rate", None)
@@ -134,16 +134,16 @@ class ParameterSnapshot:
                 timeout=self._remaining_s(),
             )
 
-    def _begin(self, channel: ShardChannel, call: Any, siblings: Siblings) -> None:
+    def _begin(self, channel: ShardChannel, call: Any, call_group: CallGroup) -> None:
         """Reads the message that says that a shard has begun."""
-        header, _ = framing.parse(pb.SnapshotResponse, self._next(channel, call, siblings))
+        header, _ = framing.parse(pb.SnapshotResponse, self._next(channel, call, call_group))
         if header.array_count != len(self._names) or header.HasField("chunk"):
             raise self._corrupt(
                 channel, f"{header.array_count} arrays, expected {len(self._names)}"
             )
 
     def _receive(
-        self, channel: ShardChannel, where: Slice, version: int, call: Any, siblings: Siblings
+        self, channel: ShardChannel, where: Slice, version: int, call: Any, call_group: CallGroup
     ) -> _Taken:
         """Writes what one shard sends to its file."""
         name = slice_path(self._number, self._spec.name, channel.shard_index)
@@ -159,7 +159,7 @@ class ParameterSnapshot:
         version_min, version_max, rate = STEP_MAX, 0, 0.0
         with SliceWriter(path, self._names, where.size, metadata) as writer:
             while min(expected) < where.stop:
-                message = self._next(channel, call, siblings)
+                message = self._next(channel, call, call_group)
                 header, payload = framing.parse(pb.SnapshotResponse, message)
                 index, chunk = header.array_index, header.chunk
                 try:
@@ -199,12 +199,12 @@ class ParameterSnapshot:
             rate,
         )
 
-    def _next(self, channel: ShardChannel, call: Any, siblings: Siblings) -> bytes:
+    def _next(self, channel: ShardChannel, call: Any, call_group: CallGroup) -> bytes:
         """The next message; an answer that ends early is an error too."""
         try:
             message: bytes | None = next(call, None)
         except grpc.RpcError as error:
-            first_channel, first = siblings.failure(channel, error)
+            first_channel, first = call_group.failure(channel, error)
             raise first_channel.translate(first, self._spec.name) from None
         if message is None:
             raise self._corrupt(channel, "the end of its answer, too early")

@@ -18,7 +18,7 @@ from shardwell.checkpoint.format import CheckpointTable, RowsFile, rows_path
 from shardwell.checkpoint.rows_file import write_rows
 from shardwell.errors import ArgumentError, CorruptChunkError, DeadlineError
 from shardwell.numerics.arguments import wait_milliseconds
-from shardwell.rpc.call_group import Siblings
+from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.table import TableSpec
@@ -93,17 +93,17 @@ class TableSnapshot:
         )
 
     def _attempt(self, version: int, wait_s: float) -> CheckpointTable:
-        with Siblings() as siblings:
+        with CallGroup() as call_group:
             calls = [
-                siblings.add(channel, self._call(channel, version, wait_s))
+                call_group.add(channel, self._call(channel, version, wait_s))
                 for channel in self._channels
             ]
             firsts = [
-                self._next(channel, call, siblings)
+                self._next(channel, call, call_group)
                 for channel, call in zip(self._channels, calls, strict=True)
             ]
-            taken = siblings.read_all(
-                partial(self._receive, channel, first, version, call, siblings)
+            taken = call_group.read_all(
+                partial(self._receive, channel, first, version, call, call_group)
                 for channel, first, call in zip(self._channels, firsts, calls, strict=True)
             )
         rate = getattr(self._spec.optimizer, "learning_rate", None)
@@ -134,7 +134,7 @@ class TableSnapshot:
         message: bytes | None,
         version: int,
         call: Any,
-        siblings: Siblings,
+        call_group: CallGroup,
     ) -> _Taken:
         """Writes what one shard sends to its files."""
         files: list[RowsFile] = []
@@ -157,7 +157,7 @@ class TableSnapshot:
             if size_bytes >= FILE_SIZE_BYTES:
                 files.append(self._write(channel, len(files), states))
                 states, size_bytes = [], 0
-            message = self._next(channel, call, siblings)
+            message = self._next(channel, call, call_group)
         if states:
             files.append(self._write(channel, len(files), states))
         return _Taken(files, found, rate)
@@ -177,12 +177,12 @@ class TableSnapshot:
         row_count = sum(state.ids.size for state in states)
         return RowsFile(path=name, row_count=row_count, size_bytes=size_bytes, crc32c=crc)
 
-    def _next(self, channel: ShardChannel, call: Any, siblings: Siblings) -> bytes | None:
+    def _next(self, channel: ShardChannel, call: Any, call_group: CallGroup) -> bytes | None:
         """The next message; None at the end."""
         try:
             message: bytes | None = next(call, None)
         except grpc.RpcError as error:
-            first_channel, first = siblings.failure(channel, error)
+            first_channel, first = call_group.failure(channel, error)
             raise first_channel.translate(first, table=self._spec.name) from None
         return message
 

@@ -22,7 +22,7 @@ from shardwell.checkpoint.rows_file import RowsReader
 from shardwell.errors import ArgumentError, DeadlineError, StorageError
 from shardwell.placement.rows import RowPlacement
 from shardwell.rpc.asking import ask_all
-from shardwell.rpc.call_group import Siblings
+from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.traffic import Traffic
@@ -91,27 +91,29 @@ class TableRestore:
         for beginning in unfinished:
             ask_all(beginning, self._begin)
         channels = [channel for beginning in unfinished for channel in beginning]
-        lanes: list[_Lane] = []
-        with Siblings() as siblings:
+        streams: list[_UploadStream] = []
+        with CallGroup() as call_group:
             try:
                 for channel in channels:
-                    lanes.append(_Lane(channel, self._opening(channel), self._timeout_s()))
-                    siblings.add(channel, lanes[-1].call)
+                    streams.append(
+                        _UploadStream(channel, self._opening(channel), self._timeout_s())
+                    )
+                    call_group.add(channel, streams[-1].call)
                 for file in self._entry.files:
                     path = self._path / file.path
                     with RowsReader(path, self._entry.spec, file.row_count) as reader:
-                        self._send(reader, file.row_count, lanes, siblings)
+                        self._send(reader, file.row_count, streams, call_group)
                 end = self._message(
                     pb.LoadRowsRequest(finish=True), empty_state(self._entry.spec, 0)
                 )
-                for lane in lanes:
-                    self._put(lane, end, siblings)
-                    self._put(lane, None, siblings)
-                for lane in lanes:
-                    self._check_count(lane, self._result(lane, siblings))
+                for stream in streams:
+                    self._put(stream, end, call_group)
+                    self._put(stream, None, call_group)
+                for stream in streams:
+                    self._check_count(stream, self._result(stream, call_group))
             finally:
-                for lane in lanes:
-                    lane.stop()
+                for stream in streams:
+                    stream.stop()
 
     def _unfinished(self) -> list[list[ShardChannel]]:
         """The shards that it is to be done on; those of one list may begin at once.
@@ -141,12 +143,12 @@ class TableRestore:
                 channel.load_rows.future(iter([self._opening(channel)]), timeout=self._timeout_s())
             )
 
-    def _check_count(self, lane: _Lane, row_count: int) -> None:
-        if row_count != lane.row_count:
+    def _check_count(self, stream: _UploadStream, row_count: int) -> None:
+        if row_count != stream.row_count:
             raise StorageError(
                 f"table {self._entry.name!r} has {row_count} rows on shard "
-                f"{lane.channel.shard_index} after it was restored; {lane.row_count} were sent",
-                shard_index=lane.channel.shard_index,
+                f"{stream.channel.shard_index} after it was restored; {stream.row_count} were sent",
+                shard_index=stream.channel.shard_index,
                 table=self._entry.name,
             )
 
@@ -161,7 +163,11 @@ class TableRestore:
         return self._codec.encode(header, header.rows, state, start=start)
 
     def _send(
-        self, reader: RowsReader, row_count: int, lanes: list[_Lane], siblings: Siblings
+        self,
+        reader: RowsReader,
+        row_count: int,
+        streams: list[_UploadStream],
+        call_group: CallGroup,
     ) -> None:
         """Sends the rows of one file to their shards."""
         block = self._codec.row_count_max * self._placement.shard_count
@@ -169,13 +175,13 @@ class TableRestore:
             state = reader.read(start, min(start + block, row_count))
             self._check_ids(state)
             shards = self._placement.shards_of(state.ids)
-            for lane in lanes:
-                index = lane.channel.shard_index
+            for stream in streams:
+                index = stream.channel.shard_index
                 part = state.take(shards == index) if self._placement.shard_count > 1 else state
-                lane.row_count += part.ids.size
+                stream.row_count += part.ids.size
                 for piece in part.pieces(self._codec.row_count_max):
                     message = self._message(pb.LoadRowsRequest(), piece)
-                    self._put(lane, message, siblings)
+                    self._put(stream, message, call_group)
                     self._traffic.add_sent(len(message), piece.weights.size)
 
     def _check_ids(self, state: RowState) -> None:
@@ -189,22 +195,22 @@ class TableRestore:
                     table=self._entry.name,
                 )
 
-    def _put(self, lane: _Lane, message: bytes | None, siblings: Siblings) -> None:
-        """Hands a message to a lane, waiting as long as none has failed."""
-        while not lane.offer(message):
-            if not lane.call.is_active():
-                self._result(lane, siblings)
+    def _put(self, stream: _UploadStream, message: bytes | None, call_group: CallGroup) -> None:
+        """Hands a message to a stream, waiting as long as none has failed."""
+        while not stream.offer(message):
+            if not stream.call.is_active():
+                self._result(stream, call_group)
             self._timeout_s()
 
-    def _result(self, lane: _Lane, siblings: Siblings) -> int:
+    def _result(self, stream: _UploadStream, call_group: CallGroup) -> int:
         try:
-            answer = lane.channel.received(lane.call.result(), table=self._entry.name)
+            answer = stream.channel.received(stream.call.result(), table=self._entry.name)
             row_count: int = answer.row_count
         except grpc.RpcError as error:
-            channel, first = siblings.failure(lane.channel, error)
+            channel, first = call_group.failure(stream.channel, error)
             raise channel.translate(first, table=self._entry.name) from None
         except grpc.FutureCancelledError:
-            channel, first = siblings.failure(lane.channel, lane.call)
+            channel, first = call_group.failure(stream.channel, stream.call)
             raise channel.translate(first, table=self._entry.name) from None
         return row_count
 
@@ -223,7 +229,7 @@ def _has_past(status: pb.TableStatus) -> bool:
     return bool(status.load_id or status.version or status.row_count)
 
 
-class _Lane:
+class _UploadStream:
     """The stream to one shard; gRPC takes messages from it on a thread of its own."""
 
     def __init__(self, channel: ShardChannel, opening: bytes, timeout_s: float) -> None:

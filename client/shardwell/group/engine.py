@@ -29,7 +29,7 @@ from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.transport.peers import Outgoing
 from shardwell.numerics.arguments import wait_within
 from shardwell.numerics.codec import CODECS, Float32
-from shardwell.numerics.weighted_mean import Weights
+from shardwell.numerics.weighted_mean import MeanFactors
 from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
 
@@ -195,7 +195,7 @@ class Engine:
         call.place = (place, len(ranks))
         plan = plan_of(call, operation, self._strategy, self._rank, ranks)
         is_mean = call.reduction is Reduction.MEAN
-        weights = Weights(sample_counts)
+        weights = MeanFactors(sample_counts)
         arithmetic = ChunkArithmetic(
             call.array,
             call_index=verdict.call_index,

@@ -20,8 +20,8 @@ import grpc
 from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerLostError
 from shardwell.group.agreement.coordinator import (
     Agreement,
-    RollCallHost,
-    RollCallLink,
+    Coordinator,
+    CoordinatorLink,
     error_of,
     failure_of,
     lost,
@@ -74,12 +74,12 @@ class Generation:
         """Learns whether this rank itself was declared lost, before another is called lost here."""
         self._agreement: Agreement
         if rank == 0:
-            self._host: RollCallHost | None = RollCallHost(self.size, self._mailbox, self.end)
+            self._host: Coordinator | None = Coordinator(self.size, self._mailbox, self.end)
             self._agreement = self._host
         else:
             self._host = None
             peer = self._peer(0)
-            self._agreement = RollCallLink(peer, self._opening(0), self._mailbox, self.end)
+            self._agreement = CoordinatorLink(peer, self._opening(0), self._mailbox, self.end)
         self.engine = Engine(
             rank,
             self.size,

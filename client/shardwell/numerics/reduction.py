@@ -13,7 +13,7 @@ import numkong
 import numpy as np
 
 from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32, blocks
-from shardwell.numerics.weighted_mean import Weights, divide
+from shardwell.numerics.weighted_mean import MeanFactors, divide
 
 ReductionName = Literal["sum", "mean", "max", "min"]
 REDUCTIONS: tuple[str, ...] = get_args(ReductionName)
@@ -30,7 +30,7 @@ def part_of(element_count: int, part_count: int, index: int) -> tuple[int, int]:
 
 
 def reduce_block(
-    buffers: Sequence[Float32], reduction: str, weights: Weights, total: Float32
+    buffers: Sequence[Float32], reduction: str, weights: MeanFactors, total: Float32
 ) -> None:
     """Writes the reduction of one block of all buffers, in their order, into all of them.
 
@@ -77,7 +77,7 @@ def _fold(function: np.ufunc, buffers: Sequence[Float32], total: Float32) -> Non
         function(total, other, out=total)
 
 
-def _mean(buffers: Sequence[Float32], weights: Weights, total: Float32) -> None:
+def _mean(buffers: Sequence[Float32], weights: MeanFactors, total: Float32) -> None:
     is_first = True
     for rank, buffer in enumerate(buffers):
         factor = weights.factor(rank)

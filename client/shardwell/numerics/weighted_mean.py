@@ -44,7 +44,7 @@ def divide(total: npt.NDArray[np.float32], divisor: float, out: npt.NDArray[np.f
         out[beyond] = np.copysign(_FLOAT32_MAX, total[beyond])
 
 
-class Weights:
+class MeanFactors:
     """What each worker's values are multiplied with, and what their total is divided by.
 
     Args:

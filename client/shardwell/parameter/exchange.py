@@ -1,6 +1,6 @@
 """One parameter's streams to all shards that own some of it: one attempt of each verb.
 
-Every attempt ends with its calls ended, except the lanes of an exchange that succeeded, which are
+Every attempt ends with its calls ended, except the streams of an exchange that succeeded, which are
 kept for the next. Whether another attempt is made, and from which chunk on, is for the caller.
 """
 
@@ -14,9 +14,9 @@ from shardwell.errors import CorruptChunkError
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.transfer import Gradient, Part, Progress, Transfer
-from shardwell.rpc.call_group import Siblings
+from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.stream_pool import LanePool
+from shardwell.rpc.stream_pool import StreamPool
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 
@@ -37,7 +37,7 @@ class Streams:
         spec: ParameterSpec,
         parts: list[Part],
         transfer: Transfer,
-        pool: LanePool,
+        pool: StreamPool,
         *,
         worker_id: str,
     ) -> None:
@@ -50,9 +50,9 @@ class Streams:
 
     def get_weights(self, weights: Float32, min_version: int, attempts: Attempts) -> int:
         """Fills `weights`; returns the fewest updates that a chunk of them has seen."""
-        with Siblings() as siblings:
+        with CallGroup() as call_group:
             calls = [
-                siblings.add(
+                call_group.add(
                     part.channel,
                     part.channel.get_weights(
                         pb.GetWeightsRequest(
@@ -72,7 +72,7 @@ class Streams:
                 weights,
                 lambda number: next(calls[number], b""),
                 min_version,
-                siblings,
+                call_group,
                 Progress(),
             )
 
@@ -83,9 +83,9 @@ class Streams:
         parts = [
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
-        with Siblings() as siblings:
+        with CallGroup() as call_group:
             calls = [
-                siblings.add(
+                call_group.add(
                     part.channel,
                     part.channel.put_gradient.future(
                         _guarded(
@@ -103,7 +103,7 @@ class Streams:
                 try:
                     answer = part.channel.received(call.result(), self._spec.name)
                 except (grpc.RpcError, grpc.FutureCancelledError):
-                    channel, error = siblings.failure(part.channel, call)
+                    channel, error = call_group.failure(part.channel, call)
                     raise channel.translate(error, self._spec.name) from None
                 if failures:
                     raise failures[0]
@@ -127,12 +127,14 @@ class Streams:
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
         first = self._transfer.first_row(self.parts, progress)
         wait_ms = wait_milliseconds(attempts.rest_s)
-        with self._pool.borrowed(attempts.rest_s) as lanes:
+        with self._pool.borrowed(attempts.rest_s) as streams:
             opened = []
             for part in self.parts:
-                lane, opens = lanes.lane(part.channel, (self._spec.name, self._transfer.tenure))
-                opened.append(lane)
-                lane.submit(
+                stream, opens = streams.stream(
+                    part.channel, (self._spec.name, self._transfer.tenure)
+                )
+                opened.append(stream)
+                stream.submit(
                     self._transfer.messages(
                         pb.ExchangeRequest, part, work, wait_ms, opens=opens, first=first
                     )
@@ -142,7 +144,7 @@ class Streams:
                 weights,
                 lambda number: opened[number].read(),
                 min_version,
-                lanes.siblings,
+                streams.call_group,
                 progress,
                 is_exchange=True,
             )

@@ -25,7 +25,7 @@ from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.stream_pool import IdleLanes, LanePool
+from shardwell.rpc.stream_pool import IdleStreams, StreamPool
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.traffic import Traffic
@@ -43,7 +43,7 @@ class Parameter:
         worker_id: str,
         timeout_s: float,
         traffic: Traffic,
-        idle_lanes: IdleLanes,
+        idle_streams: IdleStreams,
     ) -> None:
         self.spec = spec
         """What all workers agreed on."""
@@ -60,7 +60,7 @@ class Parameter:
         self._traffic = traffic
         what = f"parameter {spec.name!r}"
         self._calls = CallScope(shards, timeout_s, what, parameter=spec.name)
-        self._pool = LanePool(spec.name, idle_lanes, what, parameter=spec.name)
+        self._pool = StreamPool(spec.name, idle_streams, what, parameter=spec.name)
         self._has_seat = False
         self._opening = Opening(spec, shards.channels, worker_id)
         self._transfer = Transfer(spec, worker_id=worker_id, traffic=traffic)

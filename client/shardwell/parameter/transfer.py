@@ -14,7 +14,7 @@ from shardwell.errors import CorruptChunkError, DeadlineError, NonFiniteError, S
 from shardwell.numerics.codec import Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
-from shardwell.rpc.call_group import Siblings
+from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.calls import current_call
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
 from shardwell.specs.parameter import ParameterSpec
@@ -131,7 +131,7 @@ class Transfer:
         weights: Float32,
         read: Callable[[int], bytes],
         min_version: int,
-        siblings: Siblings,
+        call_group: CallGroup,
         progress: Progress,
         *,
         is_exchange: bool = False,
@@ -146,7 +146,7 @@ class Transfer:
             weights: (size,) float32, filled.
             read: The next message of a part, by its place in `parts`; blocks.
             min_version: The version that is waited for.
-            siblings: The calls that are read from.
+            call_group: The calls that are read from.
             progress: Where to begin; after an error, how far it came.
             is_exchange: Whether versions must be `min_version` exactly.
 
@@ -165,7 +165,7 @@ class Transfer:
                         try:
                             message = read(number)
                         except grpc.RpcError as error:
-                            raise self._failed(part.channel, error, siblings) from None
+                            raise self._failed(part.channel, error, call_group) from None
                         found = self._decode(
                             part, index, message, weights, min_version, is_exchange=is_exchange
                         )
@@ -175,7 +175,9 @@ class Transfer:
             raise
         return int(version)
 
-    def _failed(self, channel: ShardChannel, error: grpc.RpcError, siblings: Siblings) -> Exception:
+    def _failed(
+        self, channel: ShardChannel, error: grpc.RpcError, call_group: CallGroup
+    ) -> Exception:
         """The Shardwell error of a stream that failed while this shard's was read."""
         call = current_call()
         if call is not None and call.is_expired:
@@ -185,7 +187,7 @@ class Transfer:
                 shard_index=channel.shard_index,
                 parameter=self._spec.name,
             )
-        first_channel, first = siblings.failure(channel, error)
+        first_channel, first = call_group.failure(channel, error)
         return first_channel.translate(first, self._spec.name)
 
     def _decode(

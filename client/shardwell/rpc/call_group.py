@@ -30,8 +30,8 @@ def _is_own_deadline(call: Any) -> bool:
     return call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not call.trailing_metadata()
 
 
-class Siblings:
-    """The calls of one request, or the lanes of one set. Any thread may use it.
+class CallGroup:
+    """The calls of one request, or the streams of one set. Any thread may use it.
 
     A context manager: its calls end with the block, and when the call is cancelled that this thread
     runs.
@@ -44,7 +44,7 @@ class Siblings:
         self._is_cancelled = False
         self._block = contextlib.ExitStack()
 
-    def __enter__(self) -> Siblings:
+    def __enter__(self) -> CallGroup:
         self._block.enter_context(cancelled_by(self.cancel))
         return self
 

@@ -24,7 +24,7 @@ from shardwell.rpc.error_codes import Status, to_status
 from shardwell.wire import checksum
 
 
-class Answering:
+class Handlers:
     """Makes handlers of one service. Any thread may use it and them.
 
     Args:
@@ -89,7 +89,7 @@ class Answering:
 def status_of(
     error: Exception, logger: logging.Logger, *, shard_index: int | None, place: str
 ) -> Status:
-    """The status that stands for an error, which is logged; see `Answering`."""
+    """The status that stands for an error, which is logged; see `Handlers`."""
     if isinstance(error, MemoryError):
         error = LimitError(f"the {place} has no memory left for this call; give it more")
     if not isinstance(error, ShardwellError):

@@ -1,6 +1,6 @@
-"""A lane: one stream to one shard for one parameter or table, kept open from step to step.
+"""One stream to one shard, kept open from step to step.
 
-Opening a stream costs as much as a small step, so a lane outlives the step. It carries whatever
+Opening a stream costs as much as a small step, so it outlives the step. It carries whatever
 messages it is given and hands out the answers in order; it knows nothing of what they say. After
 any failure it is dead, and the next step opens another.
 """
@@ -13,29 +13,29 @@ from typing import Any
 
 import grpc
 
-from shardwell.rpc.call_group import Siblings
+from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.shard_channel import ShardChannel
 
 
-class Lane:
+class ShardStream:
     """One stream. `submit` and `read` are for one thread at a time.
 
     Args:
         channel: The shard.
-        stream: Of its streams, the one that is opened: `channel.exchange`, say.
-        siblings: The lanes that it ends with.
+        verb: The channel's verb that opens it: `channel.exchange`, say.
+        call_group: The streams that it ends with.
     """
 
-    def __init__(self, channel: ShardChannel, stream: Any, siblings: Siblings) -> None:
+    def __init__(self, channel: ShardChannel, verb: Any, call_group: CallGroup) -> None:
         self.channel = channel
         self.failure: BaseException | None = None
         """What went wrong while messages were made, if anything."""
         # Holds at most one step's messages and the end: the caller waits for the answers.
         self._work: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
-        self._call = stream(self._messages())
+        self._call = verb(self._messages())
         if not self._call.add_callback(self._end_messages):
             self._end_messages()
-        siblings.add(channel, self._call)
+        call_group.add(channel, self._call)
 
     def submit(self, messages: Iterator[bytes]) -> None:
         """Sends messages; they are made on a thread of gRPC's, one by one as they leave."""

@@ -1,7 +1,7 @@
 """Open streams to the shards: a set for each call that is under way, kept for the next.
 
-A set has at most one lane to each shard, opened when it is first needed. A thread that calls again
-and again uses the same set again and again, whichever parameters or tables it calls: one that
+A set has at most one stream to each shard, opened when it is first needed. A thread that calls
+again and again uses the same set again and again, whichever parameters or tables it calls: one that
 trains a hundred has one stream to each shard. A call beside it, of another thread or a prefetch,
 has its own set, so that it waits for nobody else's answers.
 """
@@ -14,35 +14,35 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from shardwell.errors import ClosedError, DeadlineError
-from shardwell.rpc.call_group import Siblings
+from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.stream import Lane
+from shardwell.rpc.stream import ShardStream
 
-LANE_SET_COUNT_MAX = 8
+STREAM_SET_COUNT_MAX = 8
 """Calls on one parameter or table that have streams at once; further ones wait."""
-IDLE_LANE_SET_COUNT_MAX = 4
+IDLE_STREAM_SET_COUNT_MAX = 4
 """Sets that a client keeps for later calls: one for those of a thread, others for its prefetches.
-Each open stream costs a shard a thread."""
+Each open stream counts in the shard's stream_count_max."""
 
 
-class LaneSet:
-    """The lanes of one call. For one thread at a time, except `close`.
+class StreamSet:
+    """The streams of one call. For one thread at a time, except `close`.
 
     Args:
-        stream: Which of a channel's streams they are.
+        verb: A channel's verb that opens one.
     """
 
-    def __init__(self, stream: Callable[[ShardChannel], Any]) -> None:
-        self.siblings = Siblings()
-        self._stream = stream
-        self._lanes: dict[int, Lane] = {}
+    def __init__(self, verb: Callable[[ShardChannel], Any]) -> None:
+        self.call_group = CallGroup()
+        self._verb = verb
+        self._streams: dict[int, ShardStream] = {}
         self._opened: dict[int, Hashable] = {}
         """What each was used for last."""
         self._closed = False
 
-    def lane(self, channel: ShardChannel, subject: Hashable) -> tuple[Lane, bool]:
-        """The lane to a shard, and whether the next message must say what it is for.
+    def stream(self, channel: ShardChannel, subject: Hashable) -> tuple[ShardStream, bool]:
+        """The stream to a shard, and whether the next message must say what it is for.
 
         Args:
             channel: The shard.
@@ -52,66 +52,68 @@ class LaneSet:
             ClosedError: the set was closed.
         """
         index = channel.shard_index
-        lane = self._lanes.get(index)
-        if lane is None:
-            lane = self._lanes[index] = Lane(channel, self._stream(channel), self.siblings)
-            if self._closed:  # looked at after the lane could be seen by `close`
-                lane.close()
+        stream = self._streams.get(index)
+        if stream is None:
+            stream = self._streams[index] = ShardStream(
+                channel, self._verb(channel), self.call_group
+            )
+            if self._closed:  # looked at after the stream could be seen by `close`
+                stream.close()
                 raise ClosedError("the call was given up")
         opens = self._opened.get(index) != subject
         self._opened[index] = subject
-        return lane, opens
+        return stream, opens
 
     @property
     def is_open(self) -> bool:
-        """Whether all lanes are alive, as far as is known."""
-        return all(lane.is_open for lane in self._lanes.values())
+        """Whether all streams are alive, as far as is known."""
+        return all(stream.is_open for stream in self._streams.values())
 
     @property
     def failure(self) -> BaseException | None:
         """What went wrong while messages were made, if anything."""
-        return next((lane.failure for lane in self._lanes.values() if lane.failure), None)
+        return next((stream.failure for stream in self._streams.values() if stream.failure), None)
 
     def close(self) -> None:
-        """Ends all lanes, and lets none be opened. From any thread; safe to repeat."""
+        """Ends all streams, and lets none be opened. From any thread; safe to repeat."""
         self._closed = True
-        for lane in list(self._lanes.values()):
-            lane.close()
+        for stream in list(self._streams.values()):
+            stream.close()
 
 
-class IdleLanes:
+class IdleStreams:
     """The sets of a client that no call uses now. Any thread may use it.
 
     Args:
-        stream: Which of a channel's streams they are.
+        verb: A channel's verb that opens one.
     """
 
-    def __init__(self, stream: Callable[[ShardChannel], Any]) -> None:
-        self._stream = stream
+    def __init__(self, verb: Callable[[ShardChannel], Any]) -> None:
+        self._verb = verb
         self._lock = threading.Lock()
-        self._sets: list[LaneSet] = []
+        self._sets: list[StreamSet] = []
 
-    def take(self) -> LaneSet:
+    def take(self) -> StreamSet:
         """The one that was kept last, if a shard has not ended it since; or a new one."""
         while True:
             with self._lock:
                 if not self._sets:
-                    return LaneSet(self._stream)
-                lanes = self._sets.pop()
-            if lanes.is_open:
-                return lanes
-            lanes.close()
+                    return StreamSet(self._verb)
+                streams = self._sets.pop()
+            if streams.is_open:
+                return streams
+            streams.close()
 
-    def keep(self, lanes: LaneSet) -> bool:
+    def keep(self, streams: StreamSet) -> bool:
         """Keeps a set for another call; False if there are enough."""
         with self._lock:
-            if len(self._sets) >= IDLE_LANE_SET_COUNT_MAX:
+            if len(self._sets) >= IDLE_STREAM_SET_COUNT_MAX:
                 return False
-            self._sets.append(lanes)
+            self._sets.append(streams)
             return True
 
 
-class LanePool:
+class StreamPool:
     """The sets of one parameter's or table's calls. Any thread may use it.
 
     Args:
@@ -121,7 +123,7 @@ class LanePool:
         where: What errors carry of it.
     """
 
-    def __init__(self, name: str, idle: IdleLanes, what: str, **where: Any) -> None:
+    def __init__(self, name: str, idle: IdleStreams, what: str, **where: Any) -> None:
         self.name = name
         """Of the parameter or table."""
         self._idle = idle
@@ -131,7 +133,7 @@ class LanePool:
         self._busy_count = 0
 
     @contextlib.contextmanager
-    def borrowed(self, timeout_s: float) -> Iterator[LaneSet]:
+    def borrowed(self, timeout_s: float) -> Iterator[StreamSet]:
         """A set for the block, kept for another if it ends without an error, and closed if not.
 
         So no late answer is ever taken for another one's. It is closed as well when the call is
@@ -142,17 +144,17 @@ class LanePool:
             BaseException: why messages could not be made, instead of what came of that.
         """
         with self._room(timeout_s):
-            lanes = self._idle.take()
+            streams = self._idle.take()
             try:
-                with cancelled_by(lanes.close):
-                    yield lanes
+                with cancelled_by(streams.close):
+                    yield streams
             except BaseException:
-                lanes.close()
-                if lanes.failure is not None:
-                    raise lanes.failure from None
+                streams.close()
+                if streams.failure is not None:
+                    raise streams.failure from None
                 raise
-            if not (lanes.is_open and self._idle.keep(lanes)):
-                lanes.close()
+            if not (streams.is_open and self._idle.keep(streams)):
+                streams.close()
 
     @contextlib.contextmanager
     def _room(self, timeout_s: float) -> Iterator[None]:
@@ -163,11 +165,11 @@ class LanePool:
 
         with cancelled_by(self._wake), self._free:
             if not self._free.wait_for(
-                lambda: is_over() or self._busy_count < LANE_SET_COUNT_MAX, timeout_s
+                lambda: is_over() or self._busy_count < STREAM_SET_COUNT_MAX, timeout_s
             ):
                 raise DeadlineError(
-                    f"{LANE_SET_COUNT_MAX} calls of other threads on {self._what} took longer than "
-                    f"{timeout_s:.3g} s; raise timeout_s, or call from fewer threads",
+                    f"{STREAM_SET_COUNT_MAX} calls of other threads on {self._what} took longer "
+                    f"than {timeout_s:.3g} s; raise timeout_s, or call from fewer threads",
                     **self._where,
                 )
             if is_over():

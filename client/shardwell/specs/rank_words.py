@@ -8,7 +8,7 @@ RANKS_NAMED_MAX = 16
 """Of more ranks, as many are named and the rest counted."""
 
 
-def in_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Such as "rank 2", "ranks 0, 1 and 5 more", or "no rank"."""
     if not ranks:
         return "no rank"

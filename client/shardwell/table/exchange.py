@@ -13,8 +13,8 @@ from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.rpc.calls import current_call
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.stream import Lane
-from shardwell.rpc.stream_pool import LanePool, LaneSet
+from shardwell.rpc.stream import ShardStream
+from shardwell.rpc.stream_pool import StreamPool, StreamSet
 from shardwell.table.transfer import Asked, RowFetch, RowPut, RowTransfer
 
 
@@ -27,7 +27,9 @@ class TableStreams:
         pool: Lanes of the table's calls.
     """
 
-    def __init__(self, channels: list[ShardChannel], transfer: RowTransfer, pool: LanePool) -> None:
+    def __init__(
+        self, channels: list[ShardChannel], transfer: RowTransfer, pool: StreamPool
+    ) -> None:
         self._channels = channels
         self._transfer = transfer
         self._pool = pool
@@ -44,31 +46,31 @@ class TableStreams:
         ]
         asked = [one for one in every if one.answer_count]
         if asked:
-            with self._pool.borrowed(attempts.rest_s) as lanes:
-                self._run(asked, lanes, put, fetch, wait_milliseconds(attempts.rest_s))
+            with self._pool.borrowed(attempts.rest_s) as streams:
+                self._run(asked, streams, put, fetch, wait_milliseconds(attempts.rest_s))
 
     def _run(
         self,
         asked: list[Asked],
-        lanes: LaneSet,
+        streams: StreamSet,
         put: RowPut | None,
         fetch: RowFetch | None,
         wait_ms: int,
     ) -> None:
-        opened: list[Lane] = []
+        opened: list[ShardStream] = []
         subject = (self._pool.name, self._transfer.tenure)
         for one in asked:
-            lane, opens = lanes.lane(one.channel, subject)
-            opened.append(lane)
+            stream, opens = streams.stream(one.channel, subject)
+            opened.append(stream)
             if put is not None and one.parts:
                 put.is_sent = True
-            lane.submit(self._transfer.messages(one, put, fetch, wait_ms, opens=opens))
+            stream.submit(self._transfer.messages(one, put, fetch, wait_ms, opens=opens))
         # In turns, so that no shard's stream stands still while another's is read.
         for number in range(max(one.answer_count for one in asked)):
-            for one, lane in zip(asked, opened, strict=True):
+            for one, stream in zip(asked, opened, strict=True):
                 if number >= one.answer_count:
                     continue
-                message = self._read(one.channel, lane, lanes, put)
+                message = self._read(one.channel, stream, streams, put)
                 question = number - bool(one.parts)
                 if question < 0:
                     assert put is not None
@@ -77,10 +79,12 @@ class TableStreams:
                     assert fetch is not None
                     self._transfer.take_rows(one, message, fetch, one.questions[question])
 
-    def _read(self, channel: ShardChannel, lane: Lane, lanes: LaneSet, put: RowPut | None) -> bytes:
+    def _read(
+        self, channel: ShardChannel, stream: ShardStream, streams: StreamSet, put: RowPut | None
+    ) -> bytes:
         """The next answer of a shard."""
         try:
-            return lane.read()
+            return stream.read()
         except grpc.RpcError as error:
             table = self._pool.name
             call = current_call()
@@ -91,7 +95,7 @@ class TableStreams:
                     shard_index=channel.shard_index,
                     table=table,
                 ) from None
-            first_channel, first = lanes.siblings.failure(channel, error)
+            first_channel, first = streams.call_group.failure(channel, error)
             told = first_channel.translate(first, table=table)
             if isinstance(told, NonFiniteError) and put is not None:
                 told.element_index = put.element_index(

@@ -22,7 +22,7 @@ from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_status import TableStatus
-from shardwell.rpc.stream_pool import IdleLanes, LanePool
+from shardwell.rpc.stream_pool import IdleStreams, StreamPool
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX
 from shardwell.specs.table import TableSpec
@@ -49,7 +49,7 @@ class Table(Closing):
         worker_id: str,
         timeout_s: float,
         traffic: Traffic,
-        idle_lanes: IdleLanes,
+        idle_streams: IdleStreams,
         caching: tuple[int, int] = (0, 0),
     ) -> None:
         self.spec = spec
@@ -61,7 +61,7 @@ class Table(Closing):
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
         self._opening = TableOpening(spec, shards.channels, worker_id=worker_id)
         transfer = RowTransfer(spec, worker_id=worker_id, traffic=traffic)
-        pool = LanePool(spec.name, idle_lanes, what, table=spec.name)
+        pool = StreamPool(spec.name, idle_streams, what, table=spec.name)
         streams = TableStreams(shards.channels, transfer, pool)
         cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
         self._view = TableView(cache, is_sync=spec.mode == "sync")

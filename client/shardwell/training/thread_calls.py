@@ -17,7 +17,7 @@ from shardwell.numerics.arguments import as_writable, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import REDUCTIONS, first_non_finite
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
-from shardwell.specs.rank_words import in_words
+from shardwell.specs.rank_words import format_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def _forms(calls: Sequence[ThreadCall]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call.form, []).append(rank)
-    return ", ".join(f"{form} ({in_words(found)})" for form, found in ranks.items())
+    return ", ".join(f"{form} ({format_ranks(found)})" for form, found in ranks.items())
 
 
 def _sharing(calls: Sequence[ThreadCall]) -> tuple[int, int] | None:

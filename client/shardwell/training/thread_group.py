@@ -32,8 +32,8 @@ from shardwell.numerics.arguments import check_integer, check_timeout
 from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32
 from shardwell.numerics.reduction import ReductionName, part_of, reduce_block
 from shardwell.numerics.scratch import thread_scratch
-from shardwell.numerics.weighted_mean import Weights
-from shardwell.specs.rank_words import in_words
+from shardwell.numerics.weighted_mean import MeanFactors
+from shardwell.specs.rank_words import format_ranks
 from shardwell.training.thread_calls import ThreadCall, failure_of
 
 THREAD_COUNT_MAX = 1024
@@ -49,7 +49,7 @@ class _Generation:
         self.state = _GATHERING
         self.calls: dict[int, ThreadCall] = {}
         self.buffers: list[Float32] = []
-        self.weights = Weights(())
+        self.weights = MeanFactors(())
         self.writing: set[int] = set()
         """Ranks whose part is not done yet."""
         self.failure: Failure | None = None
@@ -251,7 +251,7 @@ class ThreadedSync:
             return
         generation.state = _REDUCING
         generation.buffers = [call.values for call in calls]
-        generation.weights = Weights([call.sample_count for call in calls])
+        generation.weights = MeanFactors([call.sample_count for call in calls])
         generation.writing = set(range(self._worker_count))
 
     def _reduce(self, generation: _Generation, rank: int) -> None:
@@ -280,13 +280,15 @@ class ThreadedSync:
         """Waits for parts that others work on: nothing but arithmetic, so a matter of moments."""
         if not self._condition.wait_for(lambda: not generation.writing, self._timeout_s):
             late = tuple(sorted(generation.writing))
-            message = f"{in_words(late)} did not reduce their parts within {self._timeout_s:g} s"
+            message = (
+                f"{format_ranks(late)} did not reduce their parts within {self._timeout_s:g} s"
+            )
             self._break(generation, lambda: WorkersMissingError(message, missing_ranks=late))
 
     def _missing(self, generation: _Generation) -> Failure:
         missing = tuple(sorted(set(range(self._worker_count)) - set(generation.calls)))
         message = (
-            f"{in_words(missing)} of {self._worker_count} did not call within "
+            f"{format_ranks(missing)} of {self._worker_count} did not call within "
             f"{self._timeout_s:g} s; no array was written; call reset() when all threads can go on"
         )
         rank = missing[0]

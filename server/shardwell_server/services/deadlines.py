@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from shardwell_server.services.calls import Call
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.shard import Shard
 
 _ANSWER_MARGIN_S_MAX = 0.25
@@ -14,8 +14,8 @@ _ANSWER_MARGIN_S_MAX = 0.25
 a quarter."""
 
 
-def patience_of(shard: Shard, call: Call, timeout_s: float) -> Patience:
-    """The patience of a call, or of a message on a stream.
+def deadline_of(shard: Shard, call: Call, timeout_s: float) -> RequestDeadline:
+    """The deadline of a call, or of a message on a stream.
 
     Args:
         shard: Which answers.
@@ -27,7 +27,7 @@ def patience_of(shard: Shard, call: Call, timeout_s: float) -> Patience:
     if remaining_s is not None:
         margin_s = min(_ANSWER_MARGIN_S_MAX, remaining_s / 4)
         bound_s = min(bound_s, max(remaining_s - margin_s, 0.0))
-    return Patience(
+    return RequestDeadline(
         min(timeout_s, bound_s) if timeout_s else bound_s,
         wake=call.wake,
         is_stopping=shard.ends_waits,

@@ -23,12 +23,12 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.wire import messages as framing
 from shardwell_server.services.calls import Call, Calls, Handling, Read
-from shardwell_server.services.deadlines import patience_of, wanted
+from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.first_weights import receive_first_weights
 from shardwell_server.services.newcomers import admit_newcomer
 from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.services.snapshots import snapshot_messages
-from shardwell_server.shard.deadline import Patience, until
+from shardwell_server.shard.deadline import RequestDeadline, until
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
@@ -108,8 +108,8 @@ class ParameterServerService:
             raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
         worker_id = check_name("worker_id", request.worker_id)
         parameter = self._shard.parameter(request.parameter)
-        patience = self._patience(call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
-        return (yield from until(parameter.claim_init, worker_id, patience, request.above_epoch))
+        deadline = self._deadline(call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
+        return (yield from until(parameter.claim_init, worker_id, deadline, request.above_epoch))
 
     def init_weights(self, call: Call) -> Handling:
         """See the .proto."""
@@ -134,8 +134,8 @@ class ParameterServerService:
             source = source or self._source(request)
             if _has_gradient(request, payload):
                 self._shard.traffic.add(received=payload.size)
-                patience = self._patience(call, request.gradient.wait_timeout_ms / 1000)
-                if (yield from until(source.contribute, request.gradient, payload, patience)):
+                deadline = self._deadline(call, request.gradient.wait_timeout_ms / 1000)
+                if (yield from until(source.contribute, request.gradient, payload, deadline)):
                     response.counted_chunk_count += 1
                 else:
                     response.duplicate_chunk_count += 1
@@ -149,10 +149,10 @@ class ParameterServerService:
         """See the .proto."""
         self._shard.check_identity(request.shard)
         parameter = self._shard.parameter(request.parameter)
-        patience = self._patience(call, request.wait_timeout_ms / 1000)
+        deadline = self._deadline(call, request.wait_timeout_ms / 1000)
         for index in range(parameter.chunk_count):
             message = yield from until(
-                parameter.weights_message, index, request.min_version, patience
+                parameter.weights_message, index, request.min_version, deadline
             )
             parameter.make_durable()  # nobody goes on from what could still be lost
             self._shard.traffic.add(sent=len(message))
@@ -164,14 +164,14 @@ class ParameterServerService:
         yield from snapshot_messages(
             self._shard.parameter(request.parameter),
             request.version,
-            self._patience(call, request.wait_timeout_ms / 1000),
+            self._deadline(call, request.wait_timeout_ms / 1000),
             wanted(self._shard, call),
             lambda size: self._shard.traffic.add(sent=size),
         )
 
     def exchange(self, call: Call) -> Handling:
         """See the .proto."""
-        pending: deque[tuple[int, int, Patience]] = deque()
+        pending: deque[tuple[int, int, RequestDeadline]] = deque()
         source: _GradientSource | None = None
         is_between_steps = True
         while True:
@@ -189,10 +189,10 @@ class ParameterServerService:
                 continue
             gradient, parameter = request.gradient, source.parameter
             self._shard.traffic.add(received=payload.size)
-            patience = self._patience(call, gradient.wait_timeout_ms / 1000)
-            yield from until(source.contribute, gradient, payload, patience)
+            deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
+            yield from until(source.contribute, gradient, payload, deadline)
             version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
-            pending.append((gradient.chunk.chunk_index, version, patience))
+            pending.append((gradient.chunk.chunk_index, version, deadline))
             is_between_steps = gradient.end_of_step
             if len(pending) > 2 * parameter.chunk_count:
                 raise ArgumentError(
@@ -260,23 +260,23 @@ class ParameterServerService:
     def _answers(
         self,
         parameter: ParameterSlice,
-        pending: deque[tuple[int, int, Patience]],
+        pending: deque[tuple[int, int, RequestDeadline]],
         *,
         all_: bool,
     ) -> Handling:
         """The weights that are due, in order: those that are ready, or all."""
         while pending:
-            index, version, patience = pending[0]
+            index, version, deadline = pending[0]
             if not all_ and not parameter.is_ready(index, version):
                 return
-            message = yield from until(parameter.weights_message, index, version, patience)
+            message = yield from until(parameter.weights_message, index, version, deadline)
             parameter.make_durable()  # it acknowledges a gradient
             pending.popleft()
             self._shard.traffic.add(sent=len(message))
             yield message
 
-    def _patience(self, call: Call, timeout_s: float) -> Patience:
-        return patience_of(self._shard, call, timeout_s)
+    def _deadline(self, call: Call, timeout_s: float) -> RequestDeadline:
+        return deadline_of(self._shard, call, timeout_s)
 
 
 def _has_gradient(request: Any, payload: Bytes) -> bool:
@@ -295,7 +295,7 @@ class _GradientSource:
         self._contributor = contributor
 
     def contribute(
-        self, gradient: types_pb2.GradientChunk, payload: Bytes, patience: Patience
+        self, gradient: types_pb2.GradientChunk, payload: Bytes, deadline: RequestDeadline
     ) -> bool:
         """See ParameterSlice.contribute."""
-        return self.parameter.contribute(self._contributor, gradient, payload, patience)
+        return self.parameter.contribute(self._contributor, gradient, payload, deadline)

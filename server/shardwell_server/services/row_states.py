@@ -13,7 +13,7 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 from shardwell_server.services.calls import Handling, Read
-from shardwell_server.shard.deadline import Patience, until
+from shardwell_server.shard.deadline import RequestDeadline, until
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
 
@@ -21,7 +21,7 @@ from shardwell_server.shard.table.slice import TableSlice
 def state_messages(
     table: TableSlice,
     version: int,
-    patience: Patience,
+    deadline: RequestDeadline,
     is_wanted: Callable[[], bool],
     count: Callable[[int], None],
 ) -> Handling:
@@ -30,7 +30,7 @@ def state_messages(
     Args:
         table: The table.
         version: Of every row; asynchronous mode has no use for it.
-        patience: Bounds the wait for it.
+        deadline: Bounds the wait for it.
         is_wanted: Whether the stream is still read; any thread calls it.
         count: Told of the bytes of each message.
 
@@ -53,7 +53,7 @@ def state_messages(
             table.version if snapshot is None else version,
             table.learning_rate,
         )
-        yield from until(table.scan.check_begun, snapshot, patience)
+        yield from until(table.scan.check_begun, snapshot, deadline)
         for state, found, rate in table.scan.states(snapshot):
             if state.ids.size:
                 try:

@@ -13,7 +13,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
 from shardwell_server.services.calls import Handling
-from shardwell_server.shard.deadline import Patience, until
+from shardwell_server.shard.deadline import RequestDeadline, until
 from shardwell_server.shard.errors import diverged
 from shardwell_server.shard.parameter.slice import ParameterSlice
 
@@ -23,7 +23,7 @@ _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
 def snapshot_messages(
     parameter: ParameterSlice,
     version: int,
-    patience: Patience,
+    deadline: RequestDeadline,
     is_wanted: Callable[[], bool],
     count: Callable[[int], None],
 ) -> Handling:
@@ -34,7 +34,7 @@ def snapshot_messages(
     Args:
         parameter: The slice.
         version: Of every chunk; asynchronous mode has no use for it.
-        patience: Bounds the waits for other workers.
+        deadline: Bounds the waits for other workers.
         is_wanted: Whether the stream is still read; any thread calls it.
         count: Told of the bytes of each message.
 
@@ -55,7 +55,7 @@ def snapshot_messages(
             where = parameter.where.chunk(index, parameter.chunk_element_count)
             arrays = [buffer[: where.size] for buffer in buffers]
             found, rate = yield from until(
-                parameter.snapshots.capture, index, snapshot, patience, arrays
+                parameter.snapshots.capture, index, snapshot, deadline, arrays
             )
             parameter.make_durable()
             for array_index, array in enumerate(arrays):

@@ -20,9 +20,9 @@ from shardwell.wire import messages as framing
 from shardwell.wire.rows import RowCodec
 from shardwell_server.services import row_states
 from shardwell_server.services.calls import Call, Calls, Handling, Read
-from shardwell_server.services.deadlines import patience_of, wanted
+from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX
-from shardwell_server.shard.deadline import Patience, until
+from shardwell_server.shard.deadline import RequestDeadline, until
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
@@ -116,7 +116,7 @@ class TableService:
             yield from row_states.state_messages(
                 table,
                 request.version,
-                patience_of(self._shard, call, request.wait_timeout_ms / 1000),
+                deadline_of(self._shard, call, request.wait_timeout_ms / 1000),
                 wanted(self._shard, call),
                 lambda size: self._shard.traffic.add(sent=size),
             )
@@ -194,9 +194,9 @@ class TableService:
         table.register.check_incarnation(request.open.incarnation)
         return _RowExchange(self._shard, table, request.open)
 
-    def _waiting(self, request: pb.ExchangeRowsRequest, call: Call) -> Patience:
+    def _waiting(self, request: pb.ExchangeRowsRequest, call: Call) -> RequestDeadline:
         asked = request.gradient if request.HasField("gradient") else request.fetch
-        return patience_of(self._shard, call, asked.wait_timeout_ms / 1000)
+        return deadline_of(self._shard, call, asked.wait_timeout_ms / 1000)
 
 
 class _RowExchange:
@@ -212,14 +212,14 @@ class _RowExchange:
         """Whether nothing of a step has come, or all of it."""
 
     def answers(
-        self, request: pb.ExchangeRowsRequest, payload: Bytes, patience: Patience
+        self, request: pb.ExchangeRowsRequest, payload: Bytes, deadline: RequestDeadline
     ) -> Handling:
         """Does what a message asks for; what is to be answered now."""
         table = self._table
         if request.HasField("gradient") and request.HasField("fetch"):
             raise ArgumentError("a message has `gradient` or `fetch`, not both; send two")
         if request.HasField("gradient"):
-            yield from self._take(request.gradient, payload, patience)
+            yield from self._take(request.gradient, payload, deadline)
             if not request.gradient.end_of_step:
                 return
             table.make_durable()
@@ -227,7 +227,7 @@ class _RowExchange:
             message = response.SerializeToString()
             self._counted = pb.RowsCounted()
         elif request.HasField("fetch"):
-            message = yield from until(table.rows_message, request.fetch, payload, patience)
+            message = yield from until(table.rows_message, request.fetch, payload, deadline)
             table.make_durable()  # nobody goes on from what could still be lost
         elif payload.size:
             raise CorruptChunkError(
@@ -238,7 +238,9 @@ class _RowExchange:
         self._shard.traffic.add(sent=len(message))
         yield message
 
-    def _take(self, gradient: pb.RowGradients, payload: Bytes, patience: Patience) -> Handling:
+    def _take(
+        self, gradient: pb.RowGradients, payload: Bytes, deadline: RequestDeadline
+    ) -> Handling:
         counted = self._counted
         if counted.step != gradient.step or self.is_between_steps:
             counted = self._counted = pb.RowsCounted(step=gradient.step)
@@ -248,7 +250,7 @@ class _RowExchange:
             session = self._shard.sessions.check(opening.session, opening.worker_id)
             self._contributor = Contributor(opening.worker_id, session, opening.tenure)
         if (
-            yield from until(self._table.contribute, self._contributor, gradient, payload, patience)
+            yield from until(self._table.contribute, self._contributor, gradient, payload, deadline)
         ):
             counted.counted_part_count += 1
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 
 
-class StoredBytes:
+class ByteBudget:
     """A count with a bound. Any thread may call it."""
 
     def __init__(self, limit_bytes: int) -> None:

@@ -91,7 +91,7 @@ def until(attempt: Callable[..., ResultT], *arguments: Any) -> Generator[NotYet,
         yield too_early
 
 
-class Patience:
+class RequestDeadline:
     """The deadline of one request.
 
     Args:

@@ -8,9 +8,9 @@ from shardwell.errors import DivergedError, NonFiniteError, WorkersMissingError
 from shardwell.placement.rows import Ids
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
-from shardwell_server.shard.deadline import Patience
-from shardwell_server.shard.step_tracker import StepLedger
-from shardwell_server.shard.table.step_tracker import TableLedger
+from shardwell_server.shard.deadline import RequestDeadline
+from shardwell_server.shard.step_tracker import StepTracker
+from shardwell_server.shard.table.step_tracker import TableStepTracker
 
 
 def non_finite(spec: ParameterSpec, element_index: int, what: str) -> NonFiniteError:
@@ -68,14 +68,18 @@ def diverged(
 
 
 def workers_missing(
-    spec: ParameterSpec, ledger: StepLedger, chunk_index: int, version: int, patience: Patience
+    spec: ParameterSpec,
+    tracker: StepTracker,
+    chunk_index: int,
+    version: int,
+    deadline: RequestDeadline,
 ) -> WorkersMissingError:
     """Why a chunk has not reached `version`."""
-    step = ledger.records[chunk_index].version
-    missing, unknown = ledger.missing(step, chunk_index)
+    step = tracker.records[chunk_index].version
+    missing, unknown = tracker.missing(step, chunk_index)
     named = _names(missing, unknown, "parameter")
     return WorkersMissingError(
-        f"parameter {spec.name!r}: waited {patience.timeout_s:g} s for version {version} "
+        f"parameter {spec.name!r}: waited {deadline.timeout_s:g} s for version {version} "
         f"of chunk {chunk_index}, which is at {step}; missing of "
         f"{spec.worker_count} workers: {named or 'none (asynchronous)'}; "
         "start them, or raise timeout_s",
@@ -102,13 +106,13 @@ def diverged_row(spec: TableSpec, ids: Ids, place: int, version: int) -> Diverge
 
 
 def table_workers_missing(
-    spec: TableSpec, ledger: TableLedger, version: int, patience: Patience
+    spec: TableSpec, tracker: TableStepTracker, version: int, deadline: RequestDeadline
 ) -> WorkersMissingError:
     """Why a table has not reached `version`."""
-    missing, unknown = ledger.missing(ledger.version)
+    missing, unknown = tracker.missing(tracker.version)
     return WorkersMissingError(
-        f"table {spec.name!r}: waited {patience.timeout_s:g} s for version {version}, and it is at "
-        f"{ledger.version}; missing of {spec.worker_count} workers: "
+        f"table {spec.name!r}: waited {deadline.timeout_s:g} s for version {version}, and it is at "
+        f"{tracker.version}; missing of {spec.worker_count} workers: "
         f"{_names(missing, unknown, 'table') or 'none'}; start them, or raise timeout_s",
         missing_worker_ids=tuple(missing),
         table=spec.name,

@@ -1,7 +1,7 @@
 """Who takes part in a parameter or a table, how many may, and which session each place belongs to.
 
 Pure. Those that send gradients have a seat. What a worker has contributed is kept with its seat,
-as the kind of ledger needs it. Sessions that opened the parameter without a seat are known while
+as the kind of tracker needs it. Sessions that opened the parameter without a seat are known while
 they are alive, so that their workers can be named when they are missing; they take nothing from
 anybody.
 
@@ -211,7 +211,7 @@ def tenure_of(event: Event) -> Tenure:
 
 
 class Seats(ABC, Generic[SeatT]):
-    """The part of a ledger that knows workers.
+    """The part of a tracker that knows workers.
 
     Args:
         worker_count: Workers that make a synchronous step; 0: asynchronous.

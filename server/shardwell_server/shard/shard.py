@@ -26,7 +26,7 @@ from shardwell.placement.slices import slice_of
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
-from shardwell_server.shard.byte_budget import StoredBytes
+from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
 from shardwell_server.shard.tables import Tables
@@ -79,7 +79,7 @@ class Shard:
         self._store = store
         self._lock = threading.Lock()
         self._parameters: dict[str, ParameterSlice] = {}
-        self._stored_bytes = StoredBytes(config.limits.stored_bytes_max)
+        self._stored_bytes = ByteBudget(config.limits.stored_bytes_max)
         self._stopping = threading.Event()
         self.sessions = Sessions(
             count_max=config.limits.session_count_max,

@@ -78,7 +78,7 @@ class Seat(seats.Seat):
         """CRC of the payload that `last_step` was counted with, per chunk; -1: not known."""
 
 
-class StepLedger(Seats[Seat]):
+class StepTracker(Seats[Seat]):
     """The contributions to one parameter's slice. `worker_count` 0 means asynchronous."""
 
     def __init__(

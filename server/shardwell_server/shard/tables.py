@@ -21,7 +21,7 @@ from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2
 from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
-from shardwell_server.shard.byte_budget import StoredBytes
+from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.shard.members import Liveness
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store import Store, TableLayout, TableStorage
@@ -47,7 +47,7 @@ class Tables:
         config: ShardConfig,
         store: Store,
         lock: threading.Lock,
-        stored_bytes: StoredBytes,
+        stored_bytes: ByteBudget,
         *,
         sessions: Liveness,
         spool_dir: Path | None = None,

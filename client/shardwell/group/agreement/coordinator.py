@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 
 from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
-from shardwell.group.agreement.matching import RollCall, Verdicts
+from shardwell.group.agreement.matching import CallMatcher, Verdicts
 from shardwell.group.mailbox import Mailbox
 from shardwell.group.transport.peers import Peer
 from shardwell.rpc.error_codes import from_detail, to_detail
@@ -84,11 +84,11 @@ def rebuilding(rank: int) -> pb.Failure:
     return failure
 
 
-class RollCallHost:
+class Coordinator:
     """Rank 0's side: its own, and what answers the other ranks' streams."""
 
     def __init__(self, size: int, mailbox: Mailbox, on_end: Ending) -> None:
-        self._roll_call = RollCall(size)
+        self._roll_call = CallMatcher(size)
         self._mailbox = mailbox
         self._on_end = on_end
         self._changed = threading.Condition()
@@ -214,7 +214,7 @@ class RollCallHost:
                     self._hand_out(self._roll_call.expire(time.monotonic()))
 
 
-class RollCallLink:
+class CoordinatorLink:
     """Any other rank's side: a stream to rank 0."""
 
     def __init__(self, peer: Peer, opening: pb.PeerOpen, mailbox: Mailbox, on_end: Ending) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, WIRE_CODECS, codec_words
-from shardwell.specs.rank_words import RANKS_NAMED_MAX, in_words
+from shardwell.specs.rank_words import RANKS_NAMED_MAX, format_ranks
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 
@@ -41,7 +41,7 @@ class _Open:
     deadline_s: float = math.inf
 
 
-class RollCall:
+class CallMatcher:
     """For one thread at a time."""
 
     def __init__(self, size: int) -> None:
@@ -116,8 +116,8 @@ class RollCall:
                     index,
                     _failure(
                         types_pb2.ERROR_CODE_WORKERS_MISSING,
-                        f"{in_words(missing)} did not call {_name(some)} (call {index}) within the "
-                        "deadline; see whether they are slow or stuck, or raise timeout_s; no "
+                        f"{format_ranks(missing)} did not call {_name(some)} (call {index}) within "
+                        "the deadline; see whether they are slow or stuck, or raise timeout_s; no "
                         "array was written, and the group goes on with the next call",
                         missing,
                     ),
@@ -126,8 +126,8 @@ class RollCall:
         for rank in self._joined:
             failure = _failure(
                 types_pb2.ERROR_CODE_WORKERS_MISSING,
-                f"{in_words(missing)} did not call join() within the deadline; call join() again "
-                "to go on waiting, or raise timeout_s",
+                f"{format_ranks(missing)} did not call join() within the deadline; call join() "
+                "again to go on waiting, or raise timeout_s",
                 missing,
             )
             told += self._fail_joins(rank, now_s, failure)
@@ -294,7 +294,7 @@ def _disagreement(index: int, calls: dict[int, pb.CollectiveCall], size: int) ->
     for rank, call in calls.items():
         kinds.setdefault(_described(call), []).append(rank)
     if len(kinds) > 1:
-        told = "; ".join(f"{in_words(ranks)}: {kind}" for kind, ranks in kinds.items())
+        told = "; ".join(f"{format_ranks(ranks)}: {kind}" for kind, ranks in kinds.items())
         return _failure(
             types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
             f"the ranks do not make the same call ({index}): {told}; all must call the same in the "
@@ -306,15 +306,15 @@ def _disagreement(index: int, calls: dict[int, pb.CollectiveCall], size: int) ->
         return _failure(
             types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
             f"call {index}: the root of {_name(call)} is rank {call.root}, which takes no part; "
-            f"active are {in_words(sorted(calls))}",
+            f"active are {format_ranks(sorted(calls))}",
             [call.root],
         )
     if call.operation == pb.OPERATION_ALL_GATHER and len(calls) < size:
         out = sorted(set(range(size)) - set(calls))
         return _failure(
             types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
-            f"call {index}: all_gather needs the segments of all ranks, and {in_words(out)} called "
-            "join(); gather after join() has returned",
+            f"call {index}: all_gather needs the segments of all ranks, and {format_ranks(out)} "
+            "called join(); gather after join() has returned",
             out,
         )
     return None

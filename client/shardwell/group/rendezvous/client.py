@@ -29,7 +29,7 @@ from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
 from shardwell.specs.names import parse_target
-from shardwell.specs.rank_words import in_words
+from shardwell.specs.rank_words import format_ranks
 from shardwell.v1 import group_pb2 as pb
 
 POLL_INTERVAL_S_MIN, POLL_INTERVAL_S_MAX = 0.02, 0.25
@@ -350,8 +350,8 @@ class _Waiting:
         there = [rank for rank in range(count) if rank not in missing]
         verb = "have not reached all others" if last.members else "did not come"
         parts = [
-            f"group {name!r}: {in_words(missing)} of {count} {verb} within {self._timeout_s:g} s; "
-            f"{in_words(there)} did"
+            f"group {name!r}: {format_ranks(missing)} of {count} {verb} within {self._timeout_s:g} "
+            f"s; {format_ranks(there)} did"
         ]
         parts += [f"refused: {refusal}" for refusal in last.refusals]
         silence_s = time.monotonic() - self._answered_s

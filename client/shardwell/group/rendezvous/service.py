@@ -15,7 +15,7 @@ from shardwell.errors import WrongShardError
 from shardwell.group.rendezvous.members import INCARNATION_BITS
 from shardwell.group.rendezvous.registry import Meetings
 from shardwell.group.rendezvous.validation import MeetingLimits
-from shardwell.rpc.handlers import Answering
+from shardwell.rpc.handlers import Handlers
 from shardwell.v1 import group_pb2 as pb
 
 _LOG = logging.getLogger("shardwell.group")
@@ -36,7 +36,7 @@ class GroupService:
         self._shard_index = shard_index
         self._lock = threading.Lock()
         self._meetings = Meetings(limits, incarnation=secrets.randbits(INCARNATION_BITS))
-        self._answering = Answering(_LOG, shard_index=shard_index, place="rendezvous")
+        self._answering = Handlers(_LOG, shard_index=shard_index, place="rendezvous")
 
     def handler(self, unary: MakeUnary | None = None) -> grpc.GenericRpcHandler:
         """All methods, for a server.

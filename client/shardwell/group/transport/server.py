@@ -23,7 +23,7 @@ from shardwell.group.generation import Generation
 from shardwell.group.transport.peers import SERVICE_NAME
 from shardwell.process.daemon_threads import DaemonThreads
 from shardwell.rpc.deadlines import Watchdog
-from shardwell.rpc.handlers import Answering, parsed
+from shardwell.rpc.handlers import Handlers, parsed
 from shardwell.rpc.options import listen_on, server_options
 from shardwell.v1 import peer_pb2 as pb
 
@@ -110,7 +110,7 @@ class PeerServer:
         self._watchdog.close()
 
     def _handler(self) -> grpc.GenericRpcHandler:
-        answering = Answering(_LOG, shard_index=None, place="worker")
+        answering = Handlers(_LOG, shard_index=None, place="worker")
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {

@@ -10,7 +10,7 @@ from shardwell_server.store import ParameterStorage
 
 
 class Chunk:
-    """One chunk; whoever touches its arrays, counters or entries of the ledger holds `changed`."""
+    """One chunk; whoever touches its arrays, counters or entries of the tracker holds `changed`."""
 
     def __init__(self, where: Slice, index: int, start: int, storage: ParameterStorage) -> None:
         self._index = index

@@ -1,6 +1,6 @@
 """Gradients into one slice: each chunk counted once, in its turn, and journaled before it counts.
 
-The ledger decides, averaging.py moves bytes, the storage keeps them; here threads meet, at each
+The tracker decides, averaging.py moves bytes, the storage keeps them; here threads meet, at each
 chunk's lock.
 """
 
@@ -19,7 +19,7 @@ from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec, check_chunk
 from shardwell_server.shard import errors as refusals
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import non_finite, workers_missing
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.averaging import (
@@ -32,7 +32,7 @@ from shardwell_server.shard.parameter.averaging import (
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
-from shardwell_server.shard.step_tracker import Decision, Seat, StepLedger
+from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
 from shardwell_server.store import ParameterStorage, Transition
 
 
@@ -43,7 +43,7 @@ class Contributions:
         self,
         spec: ParameterSpec,
         chunks: list[Chunk],
-        ledger: StepLedger,
+        tracker: StepTracker,
         register: Register,
         storage: ParameterStorage,
         rule: UpdateRule,
@@ -52,7 +52,7 @@ class Contributions:
         self._spec = spec
         self._codec = ChunkCodec.of(spec)
         self._chunks = chunks
-        self._ledger = ledger
+        self._tracker = tracker
         self._register = register
         self._storage = storage
         self._rule = rule
@@ -80,7 +80,7 @@ class Contributions:
         contributor: Contributor[Seat],
         gradient: types_pb2.GradientChunk,
         payload: Bytes,
-        patience: Patience,
+        deadline: RequestDeadline,
     ) -> bool:
         """See `ParameterSlice.contribute`."""
         header = gradient.chunk
@@ -105,15 +105,15 @@ class Contributions:
         seat = contributor.seat
         with chunk.changed:
             seat.check(contributor)  # another one may take it over at any time
-            decision = self._ledger.decide(seat, index, step, header.crc32c)
+            decision = self._tracker.decide(seat, index, step, header.crc32c)
             if decision is Decision.WAIT:
-                patience.wait(chunk.changed)
-                raise workers_missing(self._spec, self._ledger, index, step, patience)
+                deadline.wait(chunk.changed)
+                raise workers_missing(self._spec, self._tracker, index, step, deadline)
             if decision is Decision.DUPLICATE:
                 chunk.duplicate_count += 1
                 return False
             chunk.verify()
-            version = self._ledger.records[index].version
+            version = self._tracker.records[index].version
             learning_rate = self._register.learning_rate(version)
             decayed = self._decay and self._decay * peak_of(chunk.state.weights)
             if not peak + decayed < SAFE_MAGNITUDE:
@@ -132,7 +132,7 @@ class Contributions:
                 self._count(chunk, index, contribution, seat, step, learning_rate, header.crc32c)
             seat.contributed(contributor.session)
             chunk.counted_count += 1
-            if self._ledger.records[index].version != version:
+            if self._tracker.records[index].version != version:
                 chunk.changed.notify_all()
             return True
 
@@ -150,7 +150,7 @@ class Contributions:
         In a mean with others it does so no more than alone, and with weight decay neither: the
         mean lies between what each would be.
         """
-        weighs = contribution.sample_count or not self._ledger.is_sync
+        weighs = contribution.sample_count or not self._tracker.is_sync
         if self._spec.allow_non_finite or not weighs:
             return
         with np.errstate(all="ignore"):
@@ -160,7 +160,7 @@ class Contributions:
                 chunk.state,
                 self._rule,
                 thread_scratch(),
-                update_count=self._ledger.records[index].version + 1,
+                update_count=self._tracker.records[index].version + 1,
                 learning_rate=learning_rate,
             )
         if found is not None:
@@ -178,7 +178,7 @@ class Contributions:
 
     def replay(self) -> None:
         """Counts again what the storage lacks, having lost it with the machine's power."""
-        seats = self._ledger.seats
+        seats = self._tracker.seats
         for entry in self._storage.replay():
             chunk, index = self._chunks[entry.chunk_index], entry.chunk_index
             contribution = Contribution(entry.payload, entry.exponent, entry.sample_count)
@@ -188,7 +188,7 @@ class Contributions:
                 seat is None
                 or entry.payload.size != chunk.where.size * self._codec.codec.item_size
                 # Below 0 it is of a tenure that is over: the sequence in the journal has to do.
-                or (step >= 0 and self._ledger.decide(seat, index, step) is not Decision.COUNT)
+                or (step >= 0 and self._tracker.decide(seat, index, step) is not Decision.COUNT)
             ):
                 raise StorageError(
                     f"parameter {self._spec.name!r}: its journal has step {entry.step} of seat "
@@ -228,15 +228,15 @@ class Contributions:
         crc32c: int | None = None,
     ) -> None:
         """Adds a contribution, closes the step if it is the last, and records both."""
-        ledger, codec, scratch = self._ledger, self._codec.codec, thread_scratch()
-        record = ledger.records[index]
+        tracker, codec, scratch = self._tracker, self._codec.codec, thread_scratch()
+        record = tracker.records[index]
         total_factor, shift = record.total_factor, record.shift
         needed = shift_for(contribution.sample_count, self._spec.worker_count)
         if total_factor == 0.0:
             shift = needed
         elif needed > shift:
             total_factor, shift = math.ldexp(total_factor, shift - needed), needed
-        closes = ledger.completes(index)
+        closes = tracker.completes(index)
         if closes and self._snapshots.pending:
             self._snapshots.before_close(index, learning_rate)
         transition = Transition.FIRST if total_factor == 0.0 else Transition.ADD
@@ -254,7 +254,7 @@ class Contributions:
                     shift=shift,
                     # An asynchronous gradient is applied as it is: there is nothing to weigh it
                     # against.
-                    sample_total=sample_total if ledger.is_sync else 1,
+                    sample_total=sample_total if tracker.is_sync else 1,
                     update_count=record.version + 1,
                     learning_rate=learning_rate,
                 )
@@ -269,8 +269,8 @@ class Contributions:
                     change,
                     shift=shift,
                 )
-            following = ledger.following(
+            following = tracker.following(
                 index, contribution.sample_count, total_factor=total_factor, shift=shift
             )
             change.commit(following, seat.index, seat.stored(step))
-        ledger.record(seat, index, step, following, crc32c)
+        tracker.record(seat, index, step, following, crc32c)

@@ -36,11 +36,11 @@ from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.config import Limits
-from shardwell_server.shard.deadline import Changes, Patience
+from shardwell_server.shard.deadline import Changes, RequestDeadline
 from shardwell_server.shard.learning_rates import LearningRates
 from shardwell_server.shard.members import Contributor, owner_event, owner_of
 from shardwell_server.shard.parameter.first_weights import FirstWeightsState
-from shardwell_server.shard.step_tracker import Seat, StepLedger
+from shardwell_server.shard.step_tracker import Seat, StepTracker
 from shardwell_server.store import Event, ParameterStorage
 
 _CLAIM_LOOK_S = 0.2
@@ -54,17 +54,17 @@ class Register:
         self,
         spec: ParameterSpec,
         storage: ParameterStorage,
-        ledger: StepLedger,
+        tracker: StepTracker,
         *,
         learning_rate: float | None,
         is_first_shard: bool,
         limits: Limits,
     ) -> None:
         self.lock = threading.Lock()
-        """Guards all of it, and the seats of the ledger."""
+        """Guards all of it, and the seats of the tracker."""
         self._spec = spec
         self._storage = storage
-        self._ledger = ledger
+        self._tracker = tracker
         self._limits = limits
         self._has_rate = learning_rate is not None
         self._rates = LearningRates(learning_rate or 0.0)
@@ -90,7 +90,7 @@ class Register:
             StorageError: there is no room for it.
         """
         self.check_initialized()
-        return self._ledger.seat(contributor, self._note_seat)
+        return self._tracker.seat(contributor, self._note_seat)
 
     def _note_seat(self, event: Event) -> None:
         if event["kind"] == "seat":
@@ -104,9 +104,9 @@ class Register:
         Raises:
             StorageError: it can't be noted.
         """
-        for worker_id in self._ledger.owned_by(number):
+        for worker_id in self._tracker.owned_by(number):
             self._log(owner_event(worker_id, None))
-            self._ledger.set_owner(worker_id, None)
+            self._tracker.set_owner(worker_id, None)
 
     # Which parameter of its name it is.
 
@@ -114,7 +114,7 @@ class Register:
     def has_begun(self) -> bool:
         """Whether first weights stand, or a gradient was counted where none are needed."""
         if isinstance(self._spec.optimizer, Average):
-            return self._ledger.has_counted
+            return self._tracker.has_counted
         return self._first.standing
 
     def meet_incarnation(self, incarnation: int) -> int:
@@ -173,7 +173,7 @@ class Register:
             )
 
     def claim(
-        self, worker_id: str, patience: Patience, *, above_epoch: int = 0
+        self, worker_id: str, deadline: RequestDeadline, *, above_epoch: int = 0
     ) -> pb.ClaimInitResponse:
         """Grants the right to set the first weights, or waits until another has set them.
 
@@ -191,11 +191,11 @@ class Register:
                     )
                 if epoch is not None:
                     return pb.ClaimInitResponse(granted=True, epoch=epoch)
-                patience.wait(self._init_changed, look_s=_CLAIM_LOOK_S)
+                deadline.wait(self._init_changed, look_s=_CLAIM_LOOK_S)
             return pb.ClaimInitResponse(
                 initialized=self._first.standing,
                 epoch=self._first.standing_epoch,
-                version=self._ledger.version_min(),
+                version=self._tracker.version_min(),
             )
 
     def take_first(self, epoch: int) -> bool:
@@ -208,7 +208,7 @@ class Register:
             return first.take(epoch)
 
     def finish_first(self, epoch: int, learning_rate: float | None, load_id: int = 0) -> None:
-        """All of them are written, and the ledger has their version; the lock is held."""
+        """All of them are written, and the tracker has their version; the lock is held."""
         with self._changing_first() as first:
             first.finish(epoch, learning_rate, load_id)
         self._init_changed.notify_all()
@@ -233,7 +233,7 @@ class Register:
             rate = changed.learning_rate
             if rate is not None and changed.standing and not self._first.standing:
                 # It came with the values, and is theirs from this event on.
-                event["from_step"] = self._ledger.version_max()
+                event["from_step"] = self._tracker.version_max()
             self._log(event)
             if rate is not None and "from_step" in event:
                 self._rates.change(event["from_step"], rate)
@@ -259,7 +259,7 @@ class Register:
                 f"parameter {name!r}: {self._spec.optimizer!r} has no learning rate"
             )
         with self.lock:
-            version_max = self._ledger.version_max()
+            version_max = self._tracker.version_max()
             first = version_max if from_step is None else from_step
             if first < version_max:
                 raise StepOrderError(
@@ -267,7 +267,7 @@ class Register:
                     f"{version_max}; ask for a later step, or for none to have it now",
                     parameter=name,
                 )
-            oldest = self._ledger.version_min() if self._ledger.records else first
+            oldest = self._tracker.version_min() if self._tracker.records else first
             self._rates.prune(oldest)
             if len(self._rates) >= self._limits.learning_rate_change_count_max:
                 raise LimitError(
@@ -287,7 +287,7 @@ class Register:
 
     def _events(self) -> list[Event]:
         """The fewest events that lead to where the register stands; the lock is held."""
-        events = self._ledger.events()
+        events = self._tracker.events()
         if self.incarnation:
             events.append({"kind": "incarnation", "incarnation": self.incarnation})
         events.append({"kind": "first_weights", **self._first.facts()})
@@ -304,11 +304,11 @@ class Register:
             try:
                 match event["kind"]:
                     case "seat":
-                        self._ledger.restore_seat(event, next(marks))
+                        self._tracker.restore_seat(event, next(marks))
                     case "owner":
-                        self._ledger.set_owner(event["worker_id"], owner_of(event))
+                        self._tracker.set_owner(event["worker_id"], owner_of(event))
                     case "tenure":
-                        self._ledger.restore_tenure(event)
+                        self._tracker.restore_tenure(event)
                     case "first_weights":
                         facts = {key: value for key, value in event.items() if key != "kind"}
                         from_step = facts.pop("from_step", None)

@@ -1,7 +1,7 @@
 """One parameter's slice on this shard: chunks under their locks, steps that close, weights out.
 
-The ledger decides, averaging.py moves bytes, the storage keeps them; here threads meet. Locks: a
-chunk's lock guards its arrays and its entries of the ledger; the register's lock guards what
+The tracker decides, averaging.py moves bytes, the storage keeps them; here threads meet. Locks: a
+chunk's lock guards its arrays and its entries of the tracker; the register's lock guards what
 changes rarely. Order: the register's lock is never taken while a chunk's is held.
 """
 
@@ -24,7 +24,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import workers_missing
 from shardwell_server.shard.members import Contributor, Liveness
 from shardwell_server.shard.parameter.chunk import Chunk
@@ -32,7 +32,7 @@ from shardwell_server.shard.parameter.contributions import Contributions
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
-from shardwell_server.shard.step_tracker import Seat, StepLedger
+from shardwell_server.shard.step_tracker import Seat, StepTracker
 from shardwell_server.store import ChunkRecord, ParameterStorage
 
 
@@ -69,7 +69,7 @@ class ParameterSlice:
             )
             for index in range(where.chunk_count(chunk_element_count))
         ]
-        self._ledger = StepLedger(
+        self._tracker = StepTracker(
             storage.records(),
             worker_count=spec.worker_count,
             worker_count_max=limits.worker_count_max,
@@ -78,7 +78,7 @@ class ParameterSlice:
         self._register = Register(
             spec,
             storage,
-            self._ledger,
+            self._tracker,
             learning_rate=rule.learning_rate,
             is_first_shard=is_first_shard,
             limits=limits,
@@ -86,7 +86,7 @@ class ParameterSlice:
         self.snapshots = Snapshots(
             spec,
             self._chunks,
-            self._ledger,
+            self._tracker,
             self._register,
             spool_dir=spool_dir,
             count_max=limits.snapshot_count_max,
@@ -95,7 +95,7 @@ class ParameterSlice:
         self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
         self._contributions = Contributions(
-            spec, self._chunks, self._ledger, self._register, storage, rule, self.snapshots
+            spec, self._chunks, self._tracker, self._register, storage, rule, self.snapshots
         )
         self._contributions.replay()
         if storage.is_torn:
@@ -134,20 +134,20 @@ class ParameterSlice:
             if seat_for is not None:
                 took_over = self._contributions.seat(seat_for).was_taken_over
             elif worker_id and session_number:
-                self._ledger.remember(worker_id, session_number)
+                self._tracker.remember(worker_id, session_number)
             standing = self._register.is_standing  # what is only staged may have any version
             response = pb.CreateParameterResponse(
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
                 chunk_element_count=self.chunk_element_count,
-                version=self._ledger.version_min() if standing else 0,
-                next_step=self._ledger.next_step(worker_id) if standing else 0,
+                version=self._tracker.version_min() if standing else 0,
+                next_step=self._tracker.next_step(worker_id) if standing else 0,
                 initialized=standing,
                 init_epoch=self._register.standing_epoch,
                 incarnation=incarnation,
                 begun=self._register.has_begun,
                 took_over=took_over,
-                tenure=self._ledger.tenure_of(worker_id),
+                tenure=self._tracker.tenure_of(worker_id),
             )
         self.make_durable()  # next_step tells that the steps before it were counted
         return response
@@ -162,14 +162,14 @@ class ParameterSlice:
             self._register.end_session(number)
 
     def claim_init(
-        self, worker_id: str, patience: Patience, above_epoch: int = 0
+        self, worker_id: str, deadline: RequestDeadline, above_epoch: int = 0
     ) -> pb.ClaimInitResponse:
         """Grants the right to set the first weights, or waits until another has set them.
 
         Raises:
             ArgumentError: no epoch is above `above_epoch`.
         """
-        return self._register.claim(worker_id, patience, above_epoch=above_epoch)
+        return self._register.claim(worker_id, deadline, above_epoch=above_epoch)
 
     @property
     def array_count(self) -> int:
@@ -239,12 +239,12 @@ class ParameterSlice:
                     if not with_slots:
                         self._begin_slots(chunk)
                     self.storage.settle(index, record)
-                    self._ledger.records[index] = record
+                    self._tracker.records[index] = record
                     chunk.is_verified = True
                 self._write_image(lambda: False)  # before anybody is told that they are here
                 self._encoded.forget()
                 self._register.finish_first(epoch, learning_rate, load_id)
-            return self._ledger.version_min()
+            return self._tracker.version_min()
 
     def _begin_slots(self, chunk: Chunk) -> None:
         """Makes it what the optimizer begins with, bit for bit, whatever is there.
@@ -266,7 +266,7 @@ class ParameterSlice:
         with self._register.lock:
             self._encoded.forget()
             self._register.confirm_first(epoch)
-            return self._ledger.version_min()
+            return self._tracker.version_min()
 
     # Keeping.
 
@@ -323,7 +323,7 @@ class ParameterSlice:
         contributor: Contributor[Seat],
         gradient: types_pb2.GradientChunk,
         payload: Bytes,
-        patience: Patience,
+        deadline: RequestDeadline,
     ) -> bool:
         """Counts a gradient chunk, once; blocks while an earlier step is open.
 
@@ -336,10 +336,10 @@ class ParameterSlice:
             ArgumentError, CorruptChunkError, NonFiniteError: the chunk is refused.
             NotInitializedError, SeatsTakenError, LimitError: see `Seats.seat`.
             WorkerIdInUseError, SessionUnknownError: the seat is another session's, or nobody's.
-            StepOrderError: see the ledger.
+            StepOrderError: see the tracker.
             WorkersMissingError: the earlier step did not close in time.
         """
-        return self._contributions.take(contributor, gradient, payload, patience)
+        return self._contributions.take(contributor, gradient, payload, deadline)
 
     # Weights out.
 
@@ -350,9 +350,11 @@ class ParameterSlice:
 
     def is_ready(self, chunk_index: int, min_version: int) -> bool:
         """Whether `weights_message` would not wait."""
-        return self._ledger.records[chunk_index].version >= min_version
+        return self._tracker.records[chunk_index].version >= min_version
 
-    def weights_message(self, chunk_index: int, min_version: int, patience: Patience) -> bytes:
+    def weights_message(
+        self, chunk_index: int, min_version: int, deadline: RequestDeadline
+    ) -> bytes:
         """A chunk's weights as a sealed message, once it has seen `min_version` updates.
 
         GetWeightsResponse and ExchangeResponse have the same fields, so it serves both.
@@ -366,9 +368,9 @@ class ParameterSlice:
         chunk = self._chunks[chunk_index]
         with chunk.changed:
             if not self.is_ready(chunk_index, min_version):
-                patience.wait(chunk.changed)
-                raise workers_missing(self.spec, self._ledger, chunk_index, min_version, patience)
-            version = self._ledger.records[chunk_index].version
+                deadline.wait(chunk.changed)
+                raise workers_missing(self.spec, self._tracker, chunk_index, min_version, deadline)
+            version = self._tracker.records[chunk_index].version
             message = self._encoded.get(chunk_index, version)
             if message is None:
                 chunk.verify()
@@ -384,21 +386,21 @@ class ParameterSlice:
     def describe(self, name_count_max: int) -> pb.ParameterStatus:
         """What GetStatus tells of it, with at most so many names of each kind."""
         with self._register.lock:
-            ledger = self._ledger
+            tracker = self._tracker
             standing = self._register.is_standing
-            oldest = ledger.version_min() if standing else 0
-            missing, unknown = ledger.missing(oldest)
-            done = ledger.done_worker_ids
-            if not ledger.has_begun(oldest):
+            oldest = tracker.version_min() if standing else 0
+            missing, unknown = tracker.missing(oldest)
+            done = tracker.done_worker_ids
+            if not tracker.has_begun(oldest):
                 missing = [worker_id for worker_id in missing if worker_id not in done]
-            contributed = ledger.contributed(oldest) if ledger.is_sync else []
+            contributed = tracker.contributed(oldest) if tracker.is_sync else []
             return pb.ParameterStatus(
                 spec=self.spec.to_proto(),
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
                 initialized=standing,
                 version_min=oldest,
-                version_max=ledger.version_max() if standing else 0,
+                version_max=tracker.version_max() if standing else 0,
                 contributed_worker_ids=contributed[:name_count_max],
                 contributed_worker_count=len(contributed),
                 missing_worker_ids=missing[:name_count_max],

@@ -28,12 +28,12 @@ from shardwell.errors import (
 )
 from shardwell.numerics.codec import Float32
 from shardwell.specs.parameter import ParameterSpec
-from shardwell_server.shard.deadline import Patience
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import workers_missing
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.spool import Copied, Spool
-from shardwell_server.shard.step_tracker import StepLedger
+from shardwell_server.shard.step_tracker import StepTracker
 
 
 class Snapshot:
@@ -121,7 +121,7 @@ class Snapshots:
         self,
         spec: ParameterSpec,
         chunks: Sequence[Chunk],
-        ledger: StepLedger,
+        tracker: StepTracker,
         register: Register,
         *,
         spool_dir: Path | None,
@@ -131,7 +131,7 @@ class Snapshots:
         """Whoever closes a step looks here; mostly empty."""
         self._spec = spec
         self._chunks = chunks
-        self._ledger = ledger
+        self._tracker = tracker
         self._register = register
         self._spool_dir = spool_dir
         self._count_max = count_max
@@ -142,7 +142,7 @@ class Snapshots:
 
         With that rate: see `Snapshot.learning_rate`.
         """
-        version = self._ledger.records[chunk_index].version
+        version = self._tracker.records[chunk_index].version
         for snapshot in self.pending:
             if snapshot.version == version:
                 snapshot.keep(chunk_index, self._chunks[chunk_index].arrays, learning_rate)
@@ -161,7 +161,7 @@ class Snapshots:
             LimitError: too many are under way.
         """
         self._register.check_initialized()
-        if not self._ledger.is_sync:
+        if not self._tracker.is_sync:
             yield None
             return
         snapshot = self._begin(version, is_wanted)
@@ -179,7 +179,7 @@ class Snapshots:
         self,
         chunk_index: int,
         snapshot: Snapshot | None,
-        patience: Patience,
+        deadline: RequestDeadline,
         into: Sequence[Float32],
     ) -> tuple[int, float]:
         """Copies a chunk's arrays as the snapshot wants them, waiting until it is so far.
@@ -187,7 +187,7 @@ class Snapshots:
         Args:
             chunk_index: The chunk.
             snapshot: What is under way.
-            patience: Bounds the wait.
+            deadline: Bounds the wait.
             into: One array for each of the chunk's, overwritten.
 
         Returns:
@@ -197,14 +197,14 @@ class Snapshots:
             WorkersMissingError: the snapshot's version was not reached in time.
             StorageError: see `Snapshot.read`; or an earlier process left a damaged chunk.
         """
-        chunk, records = self._chunks[chunk_index], self._ledger.records
+        chunk, records = self._chunks[chunk_index], self._tracker.records
         with chunk.changed:
             if snapshot is not None and not snapshot.is_kept(chunk_index):
                 self._check_reachable(snapshot, chunk_index)
                 if records[chunk_index].version != snapshot.version:
-                    patience.wait(chunk.changed)
+                    deadline.wait(chunk.changed)
                     raise workers_missing(
-                        self._spec, self._ledger, chunk_index, snapshot.version, patience
+                        self._spec, self._tracker, chunk_index, snapshot.version, deadline
                     )
             if snapshot is None or not snapshot.is_kept(chunk_index):
                 chunk.verify()
@@ -239,7 +239,7 @@ class Snapshots:
         """Refuses what is too late for a chunk; its lock is held."""
         if snapshot.failure is not None:
             raise snapshot.failure
-        found = self._ledger.records[chunk_index].version
+        found = self._tracker.records[chunk_index].version
         if found > snapshot.version and not snapshot.is_kept(chunk_index):
             raise StepOrderError(
                 f"snapshot of {self._spec.name!r} at version {snapshot.version}: chunk "

@@ -10,7 +10,7 @@ from shardwell.errors import StorageError
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
 from shardwell_server.shard.table.index import DirectRowIndex, HashRowIndex
-from shardwell_server.shard.table.row_slots import RowPlaces
+from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.store import FREE, TableStorage
 
 _DIRECT_ROW_COUNT_MAX = 2**26
@@ -22,7 +22,7 @@ _RECOVERED_ROW_COUNT = 2**16
 def index_of(
     spec: TableSpec,
     storage: TableStorage,
-    places: RowPlaces,
+    places: RowSlots,
     placement: RowPlacement,
     shard_index: int,
 ) -> DirectRowIndex | HashRowIndex:

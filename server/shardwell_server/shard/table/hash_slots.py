@@ -19,7 +19,7 @@ from shardwell_server.store.table_contract import Places
 Flags = npt.NDArray[np.bool_]
 
 _EMPTY, _REMOVED = 0, -1
-"""Marks of slots without a row; others are the place plus 1."""
+"""WorkerSteps of slots without a row; others are the place plus 1."""
 LINE = 8
 """Slots that are looked at together: 128 bytes, which memory hands over nearly as fast as 16."""
 _LINE_BYTES = LINE * 16

@@ -15,9 +15,9 @@ from shardwell.wire.row_state import RowState
 from shardwell.wire.rows import check_ids
 from shardwell_server.shard.deadline import Changes
 from shardwell_server.shard.table.register import TableRegister
-from shardwell_server.shard.table.row_slots import RowPlaces
+from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.rows import TableRows
-from shardwell_server.shard.table.step_tracker import TableLedger
+from shardwell_server.shard.table.step_tracker import TableStepTracker
 from shardwell_server.store import TableStorage
 from shardwell_server.store.table_contract import LOADING
 
@@ -34,10 +34,10 @@ class TableLoading:
         placement: RowPlacement,
         shard_index: int,
         *,
-        ledger: TableLedger,
+        tracker: TableStepTracker,
         register: TableRegister,
         rows: TableRows,
-        places: RowPlaces,
+        places: RowSlots,
         changed: Changes,
         batch_row_count_max: int,
     ) -> None:
@@ -45,7 +45,7 @@ class TableLoading:
         self._storage = storage
         self._placement = placement
         self._shard_index = shard_index
-        self._ledger = ledger
+        self._tracker = tracker
         self._register = register
         self._rows = rows
         self._places = places
@@ -95,7 +95,7 @@ class TableLoading:
             self._number += 1
             record = self._storage.record
             self._rows.settle(record._replace(version=0, contribution_count=LOADING), None)
-            self._ledger.version = 0
+            self._tracker.version = 0
             self._drop()
             # Events outlive a loss of power at once; the record must not come after them.
             self._storage.sync()
@@ -148,7 +148,7 @@ class TableLoading:
                 self._register.change_learning_rate(from_step, learning_rate)
             record = self._storage.record
             self._rows.settle(record._replace(version=version, contribution_count=0), None)
-            self._ledger.version = version
+            self._tracker.version = version
             self._changed.notify_all()
             return self._places.row_count
 

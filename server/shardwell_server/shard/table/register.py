@@ -17,7 +17,7 @@ from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits
 from shardwell_server.shard.learning_rates import LearningRates
 from shardwell_server.shard.members import Contributor, owner_event, owner_of
-from shardwell_server.shard.table.step_tracker import Seat, TableLedger
+from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
 from shardwell_server.store import Event, TableStorage
 
 
@@ -25,11 +25,11 @@ class TableRegister:
     """See the module. For one thread at a time, but for `learning_rate`."""
 
     def __init__(
-        self, spec: TableSpec, storage: TableStorage, ledger: TableLedger, limits: Limits
+        self, spec: TableSpec, storage: TableStorage, tracker: TableStepTracker, limits: Limits
     ) -> None:
         self._spec = spec
         self._storage = storage
-        self._ledger = ledger
+        self._tracker = tracker
         self._limits = limits
         self.load_id: int
         """Of the newest load; 0: none."""
@@ -50,7 +50,7 @@ class TableRegister:
             SeatsTakenError, WorkerIdInUseError, LimitError, StepOrderError: see `Seats.seat`.
             StorageError: there is no room for it.
         """
-        return self._ledger.seat(contributor, self._note_seat)
+        return self._tracker.seat(contributor, self._note_seat)
 
     def _note_seat(self, event: Event) -> None:
         if event["kind"] == "seat":
@@ -64,9 +64,9 @@ class TableRegister:
         Raises:
             StorageError: it can't be noted.
         """
-        for worker_id in self._ledger.owned_by(number):
+        for worker_id in self._tracker.owned_by(number):
             self._storage.log(owner_event(worker_id, None))
-            self._ledger.set_owner(worker_id, None)
+            self._tracker.set_owner(worker_id, None)
 
     def learning_rate(self, version: int) -> float:
         """The rate of the update that follows `version` steps."""
@@ -80,7 +80,7 @@ class TableRegister:
             StepOrderError: `from_step` has closed.
             LimitError: too many changes are scheduled.
         """
-        name, version = self._spec.name, self._ledger.version
+        name, version = self._spec.name, self._tracker.version
         if from_step is not None and self._spec.mode == "async":
             raise ArgumentError(
                 f"table {name!r} is asynchronous: its learning rate changes at once; ask without "
@@ -154,7 +154,7 @@ class TableRegister:
 
     def _events(self) -> list[Event]:
         """The fewest events that lead to where the register stands."""
-        events = self._ledger.events()
+        events = self._tracker.events()
         if self.incarnation:
             events.append({"kind": "incarnation", "incarnation": self.incarnation})
         if self.load_id:
@@ -172,11 +172,11 @@ class TableRegister:
             try:
                 match event["kind"]:
                     case "seat":
-                        self._ledger.restore_seat(event, next(positions))
+                        self._tracker.restore_seat(event, next(positions))
                     case "owner":
-                        self._ledger.set_owner(event["worker_id"], owner_of(event))
+                        self._tracker.set_owner(event["worker_id"], owner_of(event))
                     case "tenure":
-                        self._ledger.restore_tenure(event)
+                        self._tracker.restore_tenure(event)
                     case "learning_rate":
                         self._rates.change(event["from_step"], event["learning_rate"])
                     case "incarnation":

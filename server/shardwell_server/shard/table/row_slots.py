@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from shardwell.errors import LimitError
-from shardwell_server.shard.byte_budget import StoredBytes
+from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.store import FREE, TableLayout, TableStorage
 from shardwell_server.store.table_contract import Places
 
 _SMALLEST_STACK = 1024
 
 
-class RowPlaces:
+class RowSlots:
     """Places of one table. For one thread at a time, but for `row_count`.
 
     Places that rows have left are given out before new ones.
@@ -28,7 +28,7 @@ class RowPlaces:
         self,
         layout: TableLayout,
         storage: TableStorage,
-        stored_bytes: StoredBytes,
+        stored_bytes: ByteBudget,
         row_count_max: int,
     ) -> None:
         self._layout = layout

@@ -25,7 +25,7 @@ from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState
 from shardwell_server.shard.table.found_rows import index_of
 from shardwell_server.shard.table.reading_lock import ReadingLock
-from shardwell_server.shard.table.row_slots import RowPlaces
+from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.snapshot import TableSnapshots
 from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
 from shardwell_server.store.gradient_rows import Place, add_rows, first_bad_place, touched_rows
@@ -67,7 +67,7 @@ class TableRows:
         placement: RowPlacement,
         shard_index: int,
         storage: TableStorage,
-        places: RowPlaces,
+        places: RowSlots,
         *,
         batch_row_count_max: int,
         snapshots: TableSnapshots,

@@ -11,13 +11,13 @@ from shardwell.placement.rows import Ids
 from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState
 from shardwell.wire.rows import rows_per_scan_message_max
-from shardwell_server.shard.deadline import Changes, Patience
+from shardwell_server.shard.deadline import Changes, RequestDeadline
 from shardwell_server.shard.errors import table_workers_missing
 from shardwell_server.shard.table.register import TableRegister
-from shardwell_server.shard.table.row_slots import RowPlaces
+from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.rows import TableRows
 from shardwell_server.shard.table.snapshot import TableSnapshot, TableSnapshots, too_late
-from shardwell_server.shard.table.step_tracker import TableLedger
+from shardwell_server.shard.table.step_tracker import TableStepTracker
 from shardwell_server.store import TableStorage
 
 
@@ -39,10 +39,10 @@ class TableScan:
         spec: TableSpec,
         storage: TableStorage,
         *,
-        ledger: TableLedger,
+        tracker: TableStepTracker,
         register: TableRegister,
         rows: TableRows,
-        places: RowPlaces,
+        places: RowSlots,
         snapshots: TableSnapshots,
         changed: Changes,
     ) -> None:
@@ -50,7 +50,7 @@ class TableScan:
         """Those under way."""
         self._spec = spec
         self._storage = storage
-        self._ledger = ledger
+        self._tracker = tracker
         self._register = register
         self._rows = rows
         self._places = places
@@ -87,12 +87,12 @@ class TableScan:
             StepOrderError: the table has left the version already.
             LimitError: too many are under way.
         """
-        if not self._ledger.is_sync:
+        if not self._tracker.is_sync:
             yield None
             return
         with self.snapshots.under_way(version, is_wanted) as snapshot:
             with self._changed:
-                found = self._ledger.version
+                found = self._tracker.version
                 if found == version and self._is_between_steps():
                     self.begin_snapshots()
                 elif found >= version:
@@ -101,7 +101,7 @@ class TableScan:
 
     def begin_snapshots(self) -> None:
         """Begins those that wait for the version that was reached now; `changed` is held."""
-        version = self._ledger.version
+        version = self._tracker.version
         counts = self._storage.update_counts[: self._places.used]
         self.snapshots.begin_at(version, counts, self._register.learning_rate(version))
 
@@ -109,17 +109,17 @@ class TableScan:
         """Whether rows are as the last step left them; `changed` is held."""
         if self._spec.worker_count > 1:  # gradients are summed beside the rows until it closes
             return self._storage.record.contribution_count < self._spec.worker_count
-        return not any(self._ledger.next_part(seat.worker_id)[1] for seat in self._ledger.seats)
+        return not any(self._tracker.next_part(seat.worker_id)[1] for seat in self._tracker.seats)
 
-    def check_begun(self, snapshot: TableSnapshot | None, patience: Patience) -> None:
+    def check_begun(self, snapshot: TableSnapshot | None, deadline: RequestDeadline) -> None:
         """Returns once `states` can have all rows.
 
         Args:
             snapshot: What is under way.
-            patience: Bounds the wait for its version.
+            deadline: Bounds the wait for its version.
 
         Raises:
-            NotYet: see `Patience.wait`.
+            NotYet: see `RequestDeadline.wait`.
             StepOrderError: the table has passed the version.
             WorkersMissingError: the version was not reached in time.
         """
@@ -127,8 +127,8 @@ class TableScan:
             if snapshot is not None and not snapshot.has_begun:
                 if snapshot.failure is not None:
                     raise snapshot.failure
-                patience.wait(self._changed)
-                raise table_workers_missing(self._spec, self._ledger, snapshot.version, patience)
+                deadline.wait(self._changed)
+                raise table_workers_missing(self._spec, self._tracker, snapshot.version, deadline)
 
     def states(self, snapshot: TableSnapshot | None) -> Iterator[StateBatch]:
         """All rows with all that is known of them, a message's worth at a time.
@@ -143,7 +143,7 @@ class TableScan:
             start = 0
             while start < self._places.used:
                 state = self._rows.states(start, start + self._batch)
-                version = self._ledger.version
+                version = self._tracker.version
                 yield StateBatch(state, version, self._register.learning_rate(version))
                 start += self._batch
             return

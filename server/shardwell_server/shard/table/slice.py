@@ -1,6 +1,6 @@
 """One table on this shard: parts of gradients counted in their turn, steps that close, rows out.
 
-The ledger decides, rows.py moves bytes, the storage keeps them; here threads meet. Whoever
+The tracker decides, rows.py moves bytes, the storage keeps them; here threads meet. Whoever
 changes anything holds `changed`, and waits for other workers there; a reader does not need it. A
 part is decoded and checked before it is taken.
 """
@@ -27,8 +27,8 @@ from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.rows import RowCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.byte_budget import StoredBytes
-from shardwell_server.shard.deadline import Changes, Patience
+from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.deadline import Changes, RequestDeadline
 from shardwell_server.shard.errors import (
     diverged_row,
     non_finite_row,
@@ -41,11 +41,11 @@ from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.shard.table.loading import TableLoading
 from shardwell_server.shard.table.parts import Part, PartReader
 from shardwell_server.shard.table.register import TableRegister
-from shardwell_server.shard.table.row_slots import RowPlaces
+from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.rows import NonFiniteSumError, TableRows
 from shardwell_server.shard.table.scan import TableScan
 from shardwell_server.shard.table.snapshot import TableSnapshots
-from shardwell_server.shard.table.step_tracker import Seat, TableLedger
+from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
 from shardwell_server.store import TableLayout, TableStorage
 
 _EVICT_ROW_COUNT = 2**20
@@ -79,7 +79,7 @@ class TableSlice:
         *,
         shard_index: int,
         limits: Limits,
-        stored_bytes: StoredBytes,
+        stored_bytes: ByteBudget,
         sessions: Liveness,
         spool_dir: Path | None = None,
     ) -> None:
@@ -90,15 +90,15 @@ class TableSlice:
         self._codec = RowCodec.of(spec)
         self._reader = PartReader(spec, self._codec, placement, shard_index)
         self._changed = Changes(threading.Lock())
-        self._ledger = TableLedger(
+        self._tracker = TableStepTracker(
             storage.record.version,
             worker_count=spec.worker_count,
             worker_count_max=limits.worker_count_max,
             sessions=sessions,
         )
-        self.register = TableRegister(spec, storage, self._ledger, limits)
+        self.register = TableRegister(spec, storage, self._tracker, limits)
         """What changes rarely."""
-        self._places = RowPlaces(layout, storage, stored_bytes, limits.table_row_count_max)
+        self._places = RowSlots(layout, storage, stored_bytes, limits.table_row_count_max)
         snapshots = TableSnapshots(spec, spool_dir=spool_dir, count_max=limits.snapshot_count_max)
         self._rows = TableRows(
             spec,
@@ -110,7 +110,7 @@ class TableSlice:
             snapshots=snapshots,
         )
         parts: dict[str, Any] = {
-            "ledger": self._ledger,
+            "tracker": self._tracker,
             "register": self.register,
             "rows": self._rows,
             "places": self._places,
@@ -145,7 +145,7 @@ class TableSlice:
     @property
     def version(self) -> int:
         """Synchronous: steps that have closed. Asynchronous: steps that were counted."""
-        return self._ledger.version
+        return self._tracker.version
 
     @property
     def learning_rate(self) -> float:
@@ -187,8 +187,8 @@ class TableSlice:
             if seat_for is not None:
                 took_over = self._seat(seat_for).was_taken_over
             elif worker_id and session_number:
-                self._ledger.remember(worker_id, session_number)
-            step, part_count = self._ledger.next_part(worker_id)
+                self._tracker.remember(worker_id, session_number)
+            step, part_count = self._tracker.next_part(worker_id)
             response = pb.OpenTableResponse(
                 rows_per_message_max=self.rows_per_message_max,
                 version=self.version,
@@ -198,7 +198,7 @@ class TableSlice:
                 incarnation=self.register.incarnation,
                 begun=has_begun,
                 took_over=took_over,
-                tenure=self._ledger.tenure_of(worker_id),
+                tenure=self._tracker.tenure_of(worker_id),
             )
         self.make_durable()  # next_step tells that what came before it was counted
         return response
@@ -219,7 +219,7 @@ class TableSlice:
         contributor: Contributor[Seat],
         header: pb.RowGradients,
         payload: Bytes,
-        patience: Patience,
+        deadline: RequestDeadline,
     ) -> bool:
         """Counts a part of a step, once; blocks while an earlier step is open.
 
@@ -233,7 +233,7 @@ class TableSlice:
             ArgumentError, CorruptChunkError, NonFiniteError: the part is refused.
             SeatsTakenError, LimitError, StorageError: the same; nothing of it is counted.
             WorkerIdInUseError, SessionUnknownError: the seat is another session's, or nobody's.
-            StepOrderError: see the ledger.
+            StepOrderError: see the tracker.
             WorkersMissingError: the earlier step did not close in time.
         """
         part = self._reader.open(contributor.worker_id, header, payload)
@@ -248,8 +248,8 @@ class TableSlice:
                 self._finish_step()
                 decision = self._decide(seat, header)
             if decision is Decision.WAIT:
-                patience.wait(self._changed)
-                raise table_workers_missing(self.spec, self._ledger, header.step, patience)
+                deadline.wait(self._changed)
+                raise table_workers_missing(self.spec, self._tracker, header.step, deadline)
             if decision is Decision.DUPLICATE:
                 self._duplicate_part_count += not header.abandons
                 return False
@@ -269,8 +269,8 @@ class TableSlice:
 
     def _decide(self, seat: Seat, header: pb.RowGradients) -> Decision:
         if header.abandons:
-            return self._ledger.decide_end(seat, header.step)
-        return self._ledger.decide(
+            return self._tracker.decide_end(seat, header.step)
+        return self._tracker.decide(
             seat,
             header.step,
             header.part_index,
@@ -300,11 +300,11 @@ class TableSlice:
             self._check_state(seat, part)
         record, ends = self.storage.record, header.end_of_step
         done = 0 if header.abandons else header.part_index + 1
-        position = self._ledger.following(seat, ends_step=ends)
+        position = self._tracker.following(seat, ends_step=ends)
         stored = seat.stored_position(position)
         if self.spec.worker_count < 2:
             following = record._replace(version=record.version + ends)
-            if self._ledger.is_sync and not header.sample_count:
+            if self._tracker.is_sync and not header.sample_count:
                 gradients.fill(0.0)
         else:
             total = record.sample_total
@@ -329,7 +329,7 @@ class TableSlice:
                 place = error.place.row * self.spec.dim + error.place.column
                 what = f"sum of step {header.step} with the gradient of {seat.worker_id!r}"
                 raise non_finite_row(self.spec, ids, place, what) from None
-        self._ledger.record(seat, position, None if header.abandons else header.rows.crc32c)
+        self._tracker.record(seat, position, None if header.abandons else header.rows.crc32c)
         self._catch_up()
 
     def _check_state(self, seat: Seat, part: Part) -> None:
@@ -337,7 +337,7 @@ class TableSlice:
 
         In a mean with others it does so no more than alone.
         """
-        if self._ledger.is_sync and not part.header.sample_count:
+        if self._tracker.is_sync and not part.header.sample_count:
             return
         rate = self.register.learning_rate(self.storage.record.version)
         found = self._rows.state_overflow(part.ids, part.gradients, rate)
@@ -354,9 +354,9 @@ class TableSlice:
             )
 
     def _catch_up(self) -> None:
-        """Has the ledger note steps that have closed in the storage, and wakes who waits."""
-        while self._ledger.version < self.storage.record.version:
-            self._ledger.close()
+        """Has the tracker note steps that have closed in the storage, and wakes who waits."""
+        while self._tracker.version < self.storage.record.version:
+            self._tracker.close()
             self.scan.begin_snapshots()
             self._changed.notify_all()
 
@@ -380,7 +380,7 @@ class TableSlice:
 
     # Rows out.
 
-    def rows_message(self, fetch: pb.RowsFetch, payload: Bytes, patience: Patience) -> bytes:
+    def rows_message(self, fetch: pb.RowsFetch, payload: Bytes, deadline: RequestDeadline) -> bytes:
         """The rows that are asked for as a sealed message, once the table has `min_version`.
 
         Raises:
@@ -392,7 +392,7 @@ class TableSlice:
         """
         ids = self._reader.open_ids(fetch, payload)
         self.loading.check_standing()
-        self._wait_for(fetch.min_version, patience)
+        self._wait_for(fetch.min_version, deadline)
         values = np.empty((ids.size, self.spec.dim), np.float32)
         header = pb.ExchangeRowsResponse(version=self._rows.read(ids, values))
         context = checksum.rows_answer_context(self.spec.name)
@@ -402,13 +402,13 @@ class TableSlice:
         except NonFiniteValueError as error:
             raise diverged_row(self.spec, ids, error.index, header.version) from None
 
-    def _wait_for(self, version: int, patience: Patience) -> None:
-        if self._ledger.is_sync and self.version < version:
+    def _wait_for(self, version: int, deadline: RequestDeadline) -> None:
+        if self._tracker.is_sync and self.version < version:
             with self._changed:
                 self._finish_step()
                 if self.version < version:
-                    patience.wait(self._changed)
-                    raise table_workers_missing(self.spec, self._ledger, version, patience)
+                    deadline.wait(self._changed)
+                    raise table_workers_missing(self.spec, self._tracker, version, deadline)
 
     # Keeping.
 
@@ -424,7 +424,7 @@ class TableSlice:
             with self._changed:
                 self.loading.check_standing()
                 older = older_than_step
-                if self._ledger.is_sync:  # with one worker, the open step's rows have no sum
+                if self._tracker.is_sync:  # with one worker, the open step's rows have no sum
                     older = min(older, self.version)
                 count += self._rows.evict(start, start + _EVICT_ROW_COUNT, older)
             start += _EVICT_ROW_COUNT
@@ -463,11 +463,11 @@ class TableSlice:
 
     def describe(self, name_count_max: int) -> pb.TableStatus:
         """What GetTableStatus tells of it, with at most so many names of each kind."""
-        missing, unknown = self._ledger.missing(self.version)
-        done = self._ledger.done_worker_ids
-        if not self._ledger.has_begun(self.version):
+        missing, unknown = self._tracker.missing(self.version)
+        done = self._tracker.done_worker_ids
+        if not self._tracker.has_begun(self.version):
             missing = [worker_id for worker_id in missing if worker_id not in done]
-        contributed = self._ledger.contributed(self.version)
+        contributed = self._tracker.contributed(self.version)
         load_id = self.register.load_id  # before `loading`, so that no load looks finished too soon
         return pb.TableStatus(
             spec=self.spec.to_proto(),

@@ -72,7 +72,7 @@ class Seat(seats.Seat):
         """CRCs of the payloads of `last_step`'s parts that were counted, as far as known."""
 
 
-class TableLedger(Seats[Seat]):
+class TableStepTracker(Seats[Seat]):
     """The contributions to one table on one shard. `worker_count` 0 means asynchronous.
 
     Args:

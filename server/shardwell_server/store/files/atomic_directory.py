@@ -16,7 +16,7 @@ from shardwell.errors import StorageError
 from shardwell_server.store.files.mapped import storage_error, sync_directory
 
 
-class Numbered:
+class AtomicDirectories:
     """The directories below one path. One thread at a time.
 
     Args:

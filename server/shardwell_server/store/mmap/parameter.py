@@ -44,7 +44,7 @@ from shardwell_server.store.mmap.undo import Arrays, UndoArea
 from shardwell_server.store.records import chunk_records
 from shardwell_server.store.records.chunk_records import ChunkRecords, StoredRecord
 from shardwell_server.store.records.event_log import EventLog
-from shardwell_server.store.records.worker_steps import Marks, recover_marks, seat_count
+from shardwell_server.store.records.worker_steps import WorkerSteps, recover_marks, seat_count
 
 
 class MmapParameter:
@@ -83,7 +83,7 @@ class MmapParameter:
         self._stored: list[StoredRecord] = []
         file = opened("undo", undo.file_size(layout))
         self._undo = UndoArea(file, layout, salt, reached)
-        self._marks = Marks(directory / "marks", chunk_count, salt, reached)
+        self._marks = WorkerSteps(directory / "marks", chunk_count, salt, reached)
         self._events = EventLog(directory / "events", salt, reached)
         self._seat_count = 0
         self._reached = reached

@@ -18,7 +18,7 @@ from shardwell.errors import StorageError
 from shardwell.rpc.asking import ask_all
 from shardwell_server.config import Durability
 from shardwell_server.store.contract import Begin, Layout, ParameterStorage, nothing
-from shardwell_server.store.files.atomic_directory import Numbered
+from shardwell_server.store.files.atomic_directory import AtomicDirectories
 from shardwell_server.store.files.boot import Boot
 from shardwell_server.store.files.layout import read_layout
 from shardwell_server.store.files.mapped import storage_error
@@ -79,8 +79,8 @@ class MmapStore:
         self._open: dict[str, JournaledParameter] = {}
         self._open_tables: dict[str, JournaledTable] = {}
         is_synced = not self._durability.is_process
-        self._parameters = Numbered(path / "parameters", reached, is_synced=is_synced)
-        self._tables = Numbered(path / "tables", reached, is_synced=is_synced)
+        self._parameters = AtomicDirectories(path / "parameters", reached, is_synced=is_synced)
+        self._tables = AtomicDirectories(path / "tables", reached, is_synced=is_synced)
 
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
         """See Store."""

@@ -50,7 +50,7 @@ from shardwell_server.store.records.table_records import (
     StoredTableRecord,
     TableRecords,
 )
-from shardwell_server.store.records.worker_steps import Marks, recover_marks, seat_count
+from shardwell_server.store.records.worker_steps import WorkerSteps, recover_marks, seat_count
 from shardwell_server.store.row_arrays import (
     Rows,
     WrittenRows,
@@ -120,7 +120,7 @@ class MmapTable:
         )
         self._records = TableRecords(fixed("records", RECORDS_BYTES), salt, reached)
         self._stored = StoredTableRecord(0, TableRecord(), None)
-        self._marks = Marks(directory / "marks", 1, salt, reached)
+        self._marks = WorkerSteps(directory / "marks", 1, salt, reached)
         self._events = EventLog(directory / "events", salt, reached)
         self._seat_count = 0
         self._reserved_row_count = 0

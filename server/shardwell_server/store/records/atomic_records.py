@@ -35,7 +35,7 @@ def file_size(count: int) -> int:
     return count * _STRIDE_BYTES
 
 
-class TwinRecords:
+class AtomicRecords:
     """Records of one file, by index. Different ones may be put at once.
 
     Args:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardwell_server.store.contract import ChunkRecord
 from shardwell_server.store.files.mapped import MappedFile
-from shardwell_server.store.records.atomic_records import TwinRecords
+from shardwell_server.store.records.atomic_records import AtomicRecords
 from shardwell_server.store.records.atomic_records import file_size as file_size
 
 # sequence, version, sample_total, step, total_factor; contribution_count, shift, seat_index,
@@ -41,7 +41,7 @@ class ChunkRecords:
     def __init__(
         self, file: MappedFile, chunk_count: int, salt: int, reached: Callable[[str], None]
     ) -> None:
-        self._records = TwinRecords(
+        self._records = AtomicRecords(
             file, chunk_count, _RECORD.size, lambda index: f"chunk {index}", salt, reached
         )
 

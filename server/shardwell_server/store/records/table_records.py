@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shardwell_server.store.files.mapped import MappedFile
-from shardwell_server.store.records.atomic_records import TwinRecords, file_size
+from shardwell_server.store.records.atomic_records import AtomicRecords, file_size
 from shardwell_server.store.table_contract import Position, TableRecord
 
 # sequence, row_used, version, sample_total, step; contribution_count, shift, seat_index, part_count
@@ -30,7 +30,7 @@ class TableRecords:
     """The file."""
 
     def __init__(self, file: MappedFile, salt: int, reached: Callable[[str], None]) -> None:
-        self._records = TwinRecords(file, 1, _RECORD.size, lambda _: "the table", salt, reached)
+        self._records = AtomicRecords(file, 1, _RECORD.size, lambda _: "the table", salt, reached)
 
     def put(self, stored: StoredTableRecord) -> None:
         """Makes a record stand."""

@@ -35,7 +35,7 @@ _STEP_FACTOR, _SEAT_FACTOR, _CHUNK_FACTOR = (
 )
 
 
-class Marks:
+class WorkerSteps:
     """A file that grows by a row a seat. Different chunks may be written at once."""
 
     def __init__(
@@ -173,7 +173,7 @@ def seat_count(events: Sequence[Event]) -> int:
 
 
 def recover_marks(
-    marks: Marks, seat_count: int, latest: Sequence[tuple[int, int]], *, is_torn: bool
+    marks: WorkerSteps, seat_count: int, latest: Sequence[tuple[int, int]], *, is_torn: bool
 ) -> None:
     """Opens the marks that an earlier process left, and writes what it was cut off at again.
 

@@ -1,6 +1,6 @@
 """Goal: however contributions arrive, each counts once and each step closes with all its workers.
 
-Method: a hypothesis state machine drives StepLedger beside a model that only keeps sets of who
+Method: a hypothesis state machine drives StepTracker beside a model that only keeps sets of who
 contributed what (chunk, step) and how often each chunk closed; every decision is derived from those
 sets by the .proto's words.
 """
@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from harness.sessions import AllAlive, know, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
-from shardwell_server.shard.step_tracker import Decision, StepLedger
+from shardwell_server.shard.step_tracker import Decision, StepTracker
 from shardwell_server.store import ChunkRecord
 
 WORKERS = ["w0", "w1", "w2", "w3", "w4"]
@@ -33,7 +33,7 @@ class LedgerMachine(RuleBasedStateMachine):
         worker_count_max=st.integers(3, 5),
     )
     def open(self, chunk_count: int, worker_count: int, worker_count_max: int) -> None:
-        self.ledger = StepLedger(
+        self.tracker = StepTracker(
             [ChunkRecord()] * chunk_count,
             worker_count=worker_count,
             worker_count_max=worker_count_max,
@@ -63,7 +63,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def remember(self, worker: str) -> None:
-        know(self.ledger, worker)
+        know(self.tracker, worker)
         if len(self.known) < self.worker_count_max:
             self.known.add(worker)
 
@@ -71,18 +71,18 @@ class LedgerMachine(RuleBasedStateMachine):
         if worker not in self.seated:
             if self.worker_count and len(self.seated) == self.worker_count:
                 with pytest.raises(SeatsTakenError) as caught:
-                    take(self.ledger, worker)
+                    take(self.tracker, worker)
                 assert caught.value.worker_id == worker
                 assert all(repr(other) in str(caught.value) for other in self.seated)
                 return False
             if len(self.seated) == self.worker_count_max:
                 with pytest.raises(LimitError, match="worker_count_max") as refused:
-                    take(self.ledger, worker)
+                    take(self.tracker, worker)
                 assert refused.value.worker_id == worker
                 return False
             self.seated.append(worker)
-        seat = take(self.ledger, worker)
-        assert seat is take(self.ledger, worker)
+        seat = take(self.tracker, worker)
+        assert seat is take(self.tracker, worker)
         assert seat.worker_id == worker
         return True
 
@@ -104,36 +104,36 @@ class LedgerMachine(RuleBasedStateMachine):
     def contribute_all(self, worker: str, sample_count: int) -> None:
         """A whole step, as a client sends it: next_step to every chunk."""
         if self.take_seat(worker):
-            step = self.ledger.next_step(worker)
+            step = self.tracker.next_step(worker)
             for chunk in range(self.chunk_count):
                 self.offer(worker, chunk, step, sample_count)
 
     def offer(self, worker: str, chunk: int, step: int, sample_count: int) -> None:
-        seat, want = take(self.ledger, worker), self.verdict(worker, chunk, step)
+        seat, want = take(self.tracker, worker), self.verdict(worker, chunk, step)
         if want is None:
             with pytest.raises(StepOrderError, match=rf"step {step} of chunk {chunk}") as caught:
-                self.ledger.decide(seat, chunk, step)
+                self.tracker.decide(seat, chunk, step)
             assert caught.value.worker_id == worker
             return
-        assert self.ledger.decide(seat, chunk, step) is want
+        assert self.tracker.decide(seat, chunk, step) is want
         if want is not Decision.COUNT:
             return
         shares = self.samples[
             (chunk, len(self.marks(worker, chunk)) if not self.worker_count else step)
         ]
         closes = not self.worker_count or len(shares) + 1 == self.worker_count
-        assert self.ledger.completes(chunk) == closes
-        self.ledger.record(seat, chunk, step, self.ledger.following(chunk, sample_count))
+        assert self.tracker.completes(chunk) == closes
+        self.tracker.record(seat, chunk, step, self.tracker.following(chunk, sample_count))
         self.marks(worker, chunk).add(step)
         shares[worker] = sample_count
         self.closed_count[chunk] += closes
-        assert self.ledger.decide(seat, chunk, step) is Decision.DUPLICATE
+        assert self.tracker.decide(seat, chunk, step) is Decision.DUPLICATE
 
     @invariant()
     def versions_count_closed_steps(self) -> None:
-        assert [record.version for record in self.ledger.records] == self.closed_count
-        assert self.ledger.version_min() == min(self.closed_count)
-        assert self.ledger.version_max() == max(self.closed_count)
+        assert [record.version for record in self.tracker.records] == self.closed_count
+        assert self.tracker.version_min() == min(self.closed_count)
+        assert self.tracker.version_max() == max(self.closed_count)
 
     @invariant()
     def closed_steps_had_worker_count_workers(self) -> None:
@@ -150,13 +150,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def open_steps_have_their_counts_and_samples(self) -> None:
         for chunk, version in enumerate(self.closed_count):
             shares = self.samples[(chunk, version)] if self.worker_count else {}
-            assert self.ledger.records[chunk].contribution_count == len(shares)
-            assert self.ledger.records[chunk].sample_total == sum(shares.values())
+            assert self.tracker.records[chunk].contribution_count == len(shares)
+            assert self.tracker.records[chunk].sample_total == sum(shares.values())
 
     @invariant()
     def next_step_can_be_sent_to_every_chunk(self) -> None:
         for worker in WORKERS:
-            step = self.ledger.next_step(worker)
+            step = self.tracker.next_step(worker)
             chunks = range(self.chunk_count)
             if worker not in self.seated:
                 assert step == (min(self.closed_count) if self.worker_count else 0)
@@ -178,8 +178,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 for worker in self.seated
                 if all(step <= max(self.marks(worker, c), default=-1) for c in chunks)
             ]
-            assert self.ledger.contributed(step, chunk) == done
-            missing, unknown = self.ledger.missing(step, chunk)
+            assert self.tracker.contributed(step, chunk) == done
+            missing, unknown = self.tracker.missing(step, chunk)
             if not self.worker_count:
                 assert (missing, unknown) == ([], 0)
                 continue

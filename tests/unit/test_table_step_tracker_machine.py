@@ -1,7 +1,7 @@
 """Goal: however parts arrive, each counts once and each step closes with all its workers.
 
-Method: a hypothesis state machine drives TableLedger beside a model that only keeps sets: which
-(step, part) of whom was counted, who ended which step, which steps closed; every decision is
+Method: a hypothesis state machine drives TableStepTracker beside a model that only keeps sets:
+which (step, part) of whom was counted, who ended which step, which steps closed; every decision is
 derived from those sets by the .proto's words.
 """
 
@@ -25,7 +25,7 @@ from harness.sessions import AllAlive, know, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.members import seat_event
 from shardwell_server.shard.step_tracker import Decision
-from shardwell_server.shard.table.step_tracker import TableLedger
+from shardwell_server.shard.table.step_tracker import TableStepTracker
 
 WORKERS = ["w0", "w1", "w2", "w3"]
 workers = st.sampled_from(WORKERS)
@@ -45,7 +45,7 @@ class TableLedgerMachine(RuleBasedStateMachine):
             "worker_count_max": worker_count_max,
             "sessions": AllAlive(),
         }
-        self.ledger = TableLedger(version, **self.limits)
+        self.tracker = TableStepTracker(version, **self.limits)
         self.worker_count, self.worker_count_max = worker_count, worker_count_max
         self.first_version = version
         self.known: list[str] = []
@@ -88,7 +88,7 @@ class TableLedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def remember(self, worker: str) -> None:
-        know(self.ledger, worker)
+        know(self.tracker, worker)
         if worker in self.known:
             self.known.remove(worker)
         if len(self.known) < self.worker_count_max:
@@ -98,14 +98,14 @@ class TableLedgerMachine(RuleBasedStateMachine):
         if worker not in self.seated:
             if self.worker_count and len(self.seated) == self.worker_count:
                 with pytest.raises(SeatsTakenError):
-                    take(self.ledger, worker)
+                    take(self.tracker, worker)
                 return False
             if len(self.seated) == self.worker_count_max:
                 with pytest.raises(LimitError, match="worker_count_max"):
-                    take(self.ledger, worker)
+                    take(self.tracker, worker)
                 return False
             self.seated.append(worker)
-        seat = take(self.ledger, worker)
+        seat = take(self.tracker, worker)
         assert (seat.worker_id, seat.index) == (worker, self.seated.index(worker))
         return True
 
@@ -131,20 +131,20 @@ class TableLedgerMachine(RuleBasedStateMachine):
     def contribute_all(self, worker: str, part_count: int) -> None:
         """A whole step, as a client sends it: what is left of it, from next_part on."""
         if self.take_seat(worker):
-            step, part = self.ledger.next_part(worker)
+            step, part = self.tracker.next_part(worker)
             for index in range(part, part + part_count):
                 self.offer(worker, step, index, ends_step=index == part + part_count - 1)
 
     def offer(self, worker: str, step: int, part: int | None, *, ends_step: bool) -> None:
         seat, want = (
-            take(self.ledger, worker),
+            take(self.tracker, worker),
             self.verdict(worker, step, part, ends_step=ends_step),
         )
 
         def decide() -> Decision:
             if part is None:
-                return self.ledger.decide_end(seat, step)
-            return self.ledger.decide(seat, step, part, ends_step=ends_step)
+                return self.tracker.decide_end(seat, step)
+            return self.tracker.decide(seat, step, part, ends_step=ends_step)
 
         if want is None:
             closed = self.worker_count and step < self.version
@@ -156,37 +156,37 @@ class TableLedgerMachine(RuleBasedStateMachine):
         assert decide() is want
         if want is not Decision.COUNT:
             return
-        self.ledger.record(seat, self.ledger.following(seat, ends_step=ends_step))
+        self.tracker.record(seat, self.tracker.following(seat, ends_step=ends_step))
         if part is not None:
             self.parts[worker].add((step, part))
         if ends_step:
             self.ended[worker].add(step)
         assert decide() is Decision.DUPLICATE
 
-    @precondition(lambda self: self.ledger.is_complete)
+    @precondition(lambda self: self.tracker.is_complete)
     @rule()
     def close(self) -> None:
-        self.ledger.close()
+        self.tracker.close()
         self.closed_count += 1
 
     @rule()
     def restart(self) -> None:
-        """What is kept of a ledger is its version, the position of each seat, and its owner."""
-        before = self.ledger
-        self.ledger = TableLedger(before.version, **self.limits)
+        """What is kept of a tracker is its version, the position of each seat, and its owner."""
+        before = self.tracker
+        self.tracker = TableStepTracker(before.version, **self.limits)
         for seat in before.seats:
-            self.ledger.restore_seat(seat_event(seat), seat.stored_position(seat.position))
+            self.tracker.restore_seat(seat_event(seat), seat.stored_position(seat.position))
         self.known = []
-        assert self.ledger.seated_worker_ids == self.seated
+        assert self.tracker.seated_worker_ids == self.seated
 
     @invariant()
     def steps_close_with_all_their_workers(self) -> None:
-        assert self.ledger.version == self.version
+        assert self.tracker.version == self.version
         if not self.worker_count:
-            assert not self.ledger.is_complete
+            assert not self.tracker.is_complete
             return
         done = [worker for worker in WORKERS if self.version in self.ended[worker]]
-        assert self.ledger.is_complete == (len(done) == self.worker_count)
+        assert self.tracker.is_complete == (len(done) == self.worker_count)
         for step in range(self.first_version, self.version):
             assert sum(step in self.ended[worker] for worker in WORKERS) == self.worker_count
         assert max((step for steps in self.ended.values() for step in steps), default=-1) <= (
@@ -196,7 +196,7 @@ class TableLedgerMachine(RuleBasedStateMachine):
     @invariant()
     def next_part_is_told(self) -> None:
         for worker in WORKERS:
-            step, part = self.ledger.next_part(worker)
+            step, part = self.tracker.next_part(worker)
             assert step == self.open_step(worker)
             assert part == self.counted(worker, step)
 
@@ -204,8 +204,8 @@ class TableLedgerMachine(RuleBasedStateMachine):
     def contributed_and_missing_are_named(self) -> None:
         step = self.version
         done = {worker for worker in WORKERS if any(at >= step for at in self.ended[worker])}
-        assert set(self.ledger.contributed(step)) == done
-        missing, unknown = self.ledger.missing(step)
+        assert set(self.tracker.contributed(step)) == done
+        missing, unknown = self.tracker.missing(step)
         if not self.worker_count:
             assert (missing, unknown) == ([], 0)
             return

@@ -1,4 +1,4 @@
-"""Goal: the ledger's table, row by row, and its words to people.
+"""Goal: the tracker's table, row by row, and its words to people.
 
 Method: short histories written out; the state machine in test_ledger_machine.py has the long ones.
 """
@@ -9,12 +9,12 @@ import pytest
 
 from harness.sessions import AllAlive, know, session_of, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
-from shardwell_server.shard.step_tracker import Decision, Seat, StepLedger
+from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
 from shardwell_server.store import ChunkRecord
 
 
-def ledger(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int = 9) -> StepLedger:
-    return StepLedger(
+def tracker(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int = 9) -> StepTracker:
+    return StepTracker(
         [ChunkRecord()] * chunk_count,
         worker_count=worker_count,
         worker_count_max=worker_count_max,
@@ -22,13 +22,13 @@ def ledger(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int = 
     )
 
 
-def give(ledger: StepLedger, seat: Seat, step: int, chunk: int = 0, samples: int = 1) -> None:
-    assert ledger.decide(seat, chunk, step) is Decision.COUNT
-    ledger.record(seat, chunk, step, ledger.following(chunk, samples))
+def give(tracker: StepTracker, seat: Seat, step: int, chunk: int = 0, samples: int = 1) -> None:
+    assert tracker.decide(seat, chunk, step) is Decision.COUNT
+    tracker.record(seat, chunk, step, tracker.following(chunk, samples))
 
 
 def test_a_step_closes_with_the_last_worker() -> None:
-    steps = ledger()
+    steps = tracker()
     first, second = take(steps, "w0"), take(steps, "w1")
     assert not steps.completes(0)
     give(steps, first, 0, samples=3)
@@ -39,7 +39,7 @@ def test_a_step_closes_with_the_last_worker() -> None:
 
 
 def test_a_repeated_gradient_counts_once_before_and_after_the_step_closed() -> None:
-    steps = ledger()
+    steps = tracker()
     first, second = take(steps, "w0"), take(steps, "w1")
     give(steps, first, 0)
     assert steps.decide(first, 0, 0) is Decision.DUPLICATE
@@ -49,7 +49,7 @@ def test_a_repeated_gradient_counts_once_before_and_after_the_step_closed() -> N
 
 
 def test_a_worker_one_ahead_waits() -> None:
-    steps = ledger()
+    steps = tracker()
     first, second = take(steps, "w0"), take(steps, "w1")
     give(steps, first, 0)
     assert steps.decide(first, 0, 1) is Decision.WAIT
@@ -59,7 +59,7 @@ def test_a_worker_one_ahead_waits() -> None:
 
 @pytest.mark.parametrize("step", [1, 2, 2**63, 2**64 - 1])
 def test_steps_are_not_skipped(step: int) -> None:
-    steps = ledger()
+    steps = tracker()
     seat = take(steps, "w0")
     with pytest.raises(StepOrderError, match=f"step {step} of chunk 0, which was not its next"):
         steps.decide(seat, 0, step)
@@ -67,7 +67,7 @@ def test_steps_are_not_skipped(step: int) -> None:
 
 
 def test_a_worker_two_ahead_skips() -> None:
-    steps = ledger()
+    steps = tracker()
     seat = take(steps, "w0")
     give(steps, seat, 0)
     with pytest.raises(StepOrderError, match="expected step 1"):
@@ -75,7 +75,7 @@ def test_a_worker_two_ahead_skips() -> None:
 
 
 def test_asynchronous_workers_count_for_themselves() -> None:
-    steps = ledger(worker_count=0)
+    steps = tracker(worker_count=0)
     assert not steps.is_sync
     first, second = take(steps, "w0"), take(steps, "w1")
     for step in range(3):
@@ -90,7 +90,7 @@ def test_asynchronous_workers_count_for_themselves() -> None:
 
 
 def test_seats_are_kept_and_their_holders_named() -> None:
-    steps = ledger(worker_count=10, worker_count_max=20)
+    steps = tracker(worker_count=10, worker_count_max=20)
     for index in range(10):
         take(steps, f"w{index}")
     with pytest.raises(SeatsTakenError) as caught:
@@ -104,7 +104,7 @@ def test_seats_are_kept_and_their_holders_named() -> None:
 
 
 def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> None:
-    steps = ledger(worker_count=0, worker_count_max=2)
+    steps = tracker(worker_count=0, worker_count_max=2)
     for number in range(5):
         know(steps, f"reader-{number}")
     for worker_id in ("w0", "w1"):
@@ -116,7 +116,7 @@ def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> No
 
 def test_a_step_that_closed_without_a_worker_is_refused() -> None:
     """Versions come back from files; a worker that comes later joins where they are."""
-    steps = ledger(chunk_count=2)
+    steps = tracker(chunk_count=2)
     steps.records = [ChunkRecord(version=3), ChunkRecord(version=4)]
     seat = take(steps, "w0")
     for chunk, version in enumerate((3, 4)):
@@ -128,7 +128,7 @@ def test_a_step_that_closed_without_a_worker_is_refused() -> None:
 
 
 def test_next_step_after_a_part_of_a_step_is_that_step() -> None:
-    steps = ledger(chunk_count=3, worker_count=1)
+    steps = tracker(chunk_count=3, worker_count=1)
     seat = take(steps, "w0")
     for step, chunks in ((0, (0, 1, 2)), (1, (0, 2))):
         for chunk in chunks:
@@ -144,7 +144,7 @@ def test_next_step_after_a_part_of_a_step_is_that_step() -> None:
 
 
 def test_a_newcomer_joins_the_oldest_open_step() -> None:
-    steps = ledger(chunk_count=2, worker_count=2)
+    steps = tracker(chunk_count=2, worker_count=2)
     first = take(steps, "w0")
     give(steps, first, 0, 0)
     assert steps.next_step("w1") == 0
@@ -156,7 +156,7 @@ def test_a_newcomer_joins_the_oldest_open_step() -> None:
 
 
 def test_missing_workers_are_named_or_counted() -> None:
-    steps = ledger(chunk_count=2, worker_count=4)
+    steps = tracker(chunk_count=2, worker_count=4)
     assert steps.missing(0) == ([], 4)
     know(steps, "idle")
     give(steps, take(steps, "w0"), 0, 0)
@@ -168,7 +168,7 @@ def test_missing_workers_are_named_or_counted() -> None:
 
 
 def test_a_worker_that_only_looks_on_is_not_missed_when_all_seats_are_taken() -> None:
-    steps = ledger(worker_count=2)
+    steps = tracker(worker_count=2)
     know(steps, "onlooker")
     give(steps, take(steps, "w0"), 0)
     take(steps, "w1")
@@ -176,14 +176,14 @@ def test_a_worker_that_only_looks_on_is_not_missed_when_all_seats_are_taken() ->
 
 
 def test_an_empty_slice_has_a_ledger_too() -> None:
-    steps = ledger(chunk_count=0, worker_count=2)
+    steps = tracker(chunk_count=0, worker_count=2)
     know(steps, "w0")
     assert (steps.version_min(), steps.version_max(), steps.next_step("w0")) == (0, 0, 0)
     assert steps.missing(0) == (["w0"], 1)
 
 
 def test_a_seat_in_an_empty_slice_has_contributed_all_that_there_is() -> None:
-    steps = ledger(chunk_count=0, worker_count=2)
+    steps = tracker(chunk_count=0, worker_count=2)
     take(steps, "w0")
     assert steps.next_step("w0") == 0
     assert steps.contributed(0) == ["w0"]
@@ -191,7 +191,7 @@ def test_a_seat_in_an_empty_slice_has_contributed_all_that_there_is() -> None:
 
 
 def test_another_gradient_in_place_of_one_that_counted_is_refused() -> None:
-    steps = ledger(chunk_count=2, worker_count=1)
+    steps = tracker(chunk_count=2, worker_count=1)
     seat = take(steps, "w0")
     for step in range(2):
         steps.record(seat, 0, step, steps.following(0, 1), 10 + step)

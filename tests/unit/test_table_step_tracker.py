@@ -1,4 +1,4 @@
-"""Goal: the table ledger's table, row by row, and its words to people.
+"""Goal: the table tracker's table, row by row, and its words to people.
 
 Method: short histories written out; the state machine in test_table_ledger_machine.py has the long
 ones.
@@ -12,12 +12,14 @@ from harness.sessions import AllAlive, applicant, know, session_of, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.members import Event, seat_event
 from shardwell_server.shard.step_tracker import Decision
-from shardwell_server.shard.table.step_tracker import Seat, TableLedger
+from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
 from shardwell_server.store.table_contract import Position
 
 
-def ledger(worker_count: int = 2, *, version: int = 0, worker_count_max: int = 9) -> TableLedger:
-    return TableLedger(
+def tracker(
+    worker_count: int = 2, *, version: int = 0, worker_count_max: int = 9
+) -> TableStepTracker:
+    return TableStepTracker(
         version,
         worker_count=worker_count,
         worker_count_max=worker_count_max,
@@ -25,24 +27,24 @@ def ledger(worker_count: int = 2, *, version: int = 0, worker_count_max: int = 9
     )
 
 
-def give(steps: TableLedger, seat: Seat, step: int, part_count: int = 1) -> None:
+def give(steps: TableStepTracker, seat: Seat, step: int, part_count: int = 1) -> None:
     """A whole step."""
     for part in range(part_count):
         assert steps.decide(seat, step, part, ends_step=False) is Decision.COUNT
         steps.record(seat, steps.following(seat, ends_step=part == part_count - 1))
 
 
-def restored(steps: TableLedger, worker_id: str, stored: Position) -> Seat:
+def restored(steps: TableStepTracker, worker_id: str, stored: Position) -> Seat:
     """The seat of a worker that an earlier process has logged."""
-    return steps.restore_seat(seat_event(take(ledger(), worker_id)), stored)
+    return steps.restore_seat(seat_event(take(tracker(), worker_id)), stored)
 
 
-def give_part(steps: TableLedger, seat: Seat) -> None:
+def give_part(steps: TableStepTracker, seat: Seat) -> None:
     steps.record(seat, steps.following(seat, ends_step=False))
 
 
 def test_a_step_is_complete_when_all_workers_have_ended_it() -> None:
-    steps = ledger()
+    steps = tracker()
     first, second = take(steps, "w0"), take(steps, "w1")
     give(steps, first, 0, part_count=3)
     assert not steps.is_complete
@@ -60,7 +62,7 @@ def test_a_step_is_complete_when_all_workers_have_ended_it() -> None:
 
 
 def test_parts_count_once_and_in_order() -> None:
-    steps = ledger()
+    steps = tracker()
     seat = take(steps, "w0")
     give_part(steps, seat)
     give_part(steps, seat)
@@ -79,7 +81,7 @@ def test_parts_count_once_and_in_order() -> None:
 
 def test_an_end_before_parts_that_were_counted_is_refused() -> None:
     """A worker that came back with fewer rows; acknowledged, the step would stay open."""
-    steps = ledger()
+    steps = tracker()
     seat = take(steps, "w0")
     for _ in range(3):
         give_part(steps, seat)
@@ -93,7 +95,7 @@ def test_an_end_before_parts_that_were_counted_is_refused() -> None:
 
 
 def test_a_worker_one_ahead_waits_with_its_first_part_and_its_end() -> None:
-    steps = ledger()
+    steps = tracker()
     first, second = take(steps, "w0"), take(steps, "w1")
     give(steps, first, 0)
     assert steps.decide(first, 1, 0, ends_step=False) is Decision.WAIT
@@ -109,7 +111,7 @@ def test_a_worker_one_ahead_waits_with_its_first_part_and_its_end() -> None:
 
 @pytest.mark.parametrize("step", [1, 2, 2**62])
 def test_steps_are_not_skipped(step: int) -> None:
-    steps = ledger()
+    steps = tracker()
     seat = take(steps, "w0")
     for decide in (
         lambda: steps.decide(seat, step, 0, ends_step=False),
@@ -121,7 +123,7 @@ def test_steps_are_not_skipped(step: int) -> None:
 
 
 def test_an_abandoned_step_ends_with_the_parts_that_were_counted() -> None:
-    steps = ledger()
+    steps = tracker()
     seat = take(steps, "w0")
     give_part(steps, seat)
     assert steps.decide_end(seat, 0) is Decision.COUNT
@@ -133,7 +135,7 @@ def test_an_abandoned_step_ends_with_the_parts_that_were_counted() -> None:
 
 
 def test_asynchronous_workers_count_for_themselves() -> None:
-    steps = ledger(worker_count=0)
+    steps = tracker(worker_count=0)
     assert not steps.is_sync
     first, second = take(steps, "w0"), take(steps, "w1")
     for step in range(3):
@@ -150,7 +152,7 @@ def test_asynchronous_workers_count_for_themselves() -> None:
 
 def test_a_step_that_closed_without_a_worker_is_refused() -> None:
     """A restored table begins at a version; a worker joins it there."""
-    steps = ledger(version=3)
+    steps = tracker(version=3)
     seat = restored(steps, "w0", Position(0, 1, 2))
     assert (
         steps.decide(seat, 0, 9, ends_step=False)
@@ -169,7 +171,7 @@ def test_a_step_that_closed_without_a_worker_is_refused() -> None:
 
 
 def test_a_ledger_that_comes_back_goes_on() -> None:
-    steps = ledger(version=5)
+    steps = tracker(version=5)
     restored(steps, "w0", Position(0, 6))
     second = restored(steps, "w1", Position(1, 5, 4))
     assert steps.seated_worker_ids == ["w0", "w1"]
@@ -179,7 +181,7 @@ def test_a_ledger_that_comes_back_goes_on() -> None:
 
 
 def test_one_worker_completes_alone() -> None:
-    steps = ledger(worker_count=1)
+    steps = tracker(worker_count=1)
     seat = take(steps, "w0")
     for step in range(3):
         give(steps, seat, step)
@@ -189,7 +191,7 @@ def test_one_worker_completes_alone() -> None:
 
 
 def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> None:
-    steps = ledger(worker_count=2, worker_count_max=2)
+    steps = tracker(worker_count=2, worker_count_max=2)
     for number in range(5):
         know(steps, f"onlooker-{number}")
     assert take(steps, "w0").index == 0
@@ -197,7 +199,7 @@ def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> No
     assert take(steps, "w0") is take(steps, "w0")
     with pytest.raises(SeatsTakenError, match="'w0', 'w1'; 'w2' would be one more"):
         take(steps, "w2")
-    steps = ledger(worker_count=0, worker_count_max=2)
+    steps = tracker(worker_count=0, worker_count_max=2)
     for worker_id in ("w0", "w1"):
         take(steps, worker_id)
     with pytest.raises(LimitError, match="worker_count_max=2: 'w2'"):
@@ -206,7 +208,7 @@ def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> No
 
 def test_what_is_told_of_a_new_worker_comes_first() -> None:
     """What is logged before a worker is taken in may fail, and then it is not."""
-    steps = ledger()
+    steps = tracker()
 
     def fail(event: Event) -> None:
         raise OSError("disk full")
@@ -217,7 +219,7 @@ def test_what_is_told_of_a_new_worker_comes_first() -> None:
 
 
 def test_missing_workers_are_named_or_counted() -> None:
-    steps = ledger(worker_count=4)
+    steps = tracker(worker_count=4)
     assert steps.missing(0) == ([], 4)
     know(steps, "idle")
     give(steps, take(steps, "w0"), 0)
@@ -230,7 +232,7 @@ def test_missing_workers_are_named_or_counted() -> None:
 
 
 def test_other_rows_in_place_of_those_that_counted_are_refused() -> None:
-    steps = ledger(worker_count=1)
+    steps = tracker(worker_count=1)
     seat = take(steps, "w0")
     for crc32c in (10, 11):
         steps.record(seat, steps.following(seat, ends_step=False), crc32c)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from shardwell.errors import ShardUnavailableError
-from shardwell_server.shard.deadline import Changes, NotYet, Patience, until
+from shardwell_server.shard.deadline import Changes, NotYet, RequestDeadline, until
 
 
 class Request:
@@ -18,7 +18,7 @@ class Request:
         self.woken_count = 0
         self.version = 0
         self.changes = Changes(threading.Lock())
-        self.patience = Patience(timeout_s, wake=self.wake, is_stopping=lambda: is_stopping)
+        self.deadline = RequestDeadline(timeout_s, wake=self.wake, is_stopping=lambda: is_stopping)
 
     def wake(self) -> None:
         self.woken_count += 1
@@ -26,7 +26,7 @@ class Request:
     def attempt(self, version: int) -> int | None:
         with self.changes:
             if self.version < version:
-                self.patience.wait(self.changes)
+                self.deadline.wait(self.changes)
                 return None
             return self.version
 
@@ -92,9 +92,9 @@ def test_a_stop_ends_it() -> None:
 def test_when_to_look_again(look_s: float, soonest: bool) -> None:
     request = Request(60.0)
     with request.changes, pytest.raises(NotYet) as whole:
-        request.patience.wait(request.changes)
+        request.deadline.wait(request.changes)
     with request.changes, pytest.raises(NotYet) as asked:
-        request.patience.wait(request.changes, look_s=look_s)
+        request.deadline.wait(request.changes, look_s=look_s)
     assert (asked.value.deadline_s < whole.value.deadline_s) is soonest
 
 
