@@ -74,7 +74,6 @@ class ParameterServerService:
     def create_parameter(
         self, request: pb.CreateParameterRequest, call: Call
     ) -> pb.CreateParameterResponse:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         named = request.worker_id or request.take_seat
         worker_id = check_name("worker_id", request.worker_id) if named else ""
@@ -102,7 +101,6 @@ class ParameterServerService:
         return response
 
     def claim_init(self, request: pb.ClaimInitRequest, call: Call) -> Handling:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         if request.shard.shard_index != 0:
             raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
@@ -112,20 +110,17 @@ class ParameterServerService:
         return (yield from until(parameter.claim_init, worker_id, deadline, request.above_epoch))
 
     def init_weights(self, call: Call) -> Handling:
-        """See the .proto."""
         version = yield from receive_first_weights(
             self._opened, lambda size: self._shard.traffic.add(received=size)
         )
         return pb.InitWeightsResponse(version=version)
 
     def confirm_init(self, request: pb.ConfirmInitRequest, call: Call) -> pb.ConfirmInitResponse:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         version = self._shard.parameter(request.parameter).confirm_init(request.epoch)
         return pb.ConfirmInitResponse(version=version)
 
     def put_gradient(self, call: Call) -> Handling:
-        """See the .proto."""
         response = pb.PutGradientResponse()
         source: _GradientSource | None = None
         message = yield Read.NEXT_STEP
@@ -146,7 +141,6 @@ class ParameterServerService:
         return response
 
     def get_weights(self, request: pb.GetWeightsRequest, call: Call) -> Handling:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         parameter = self._shard.parameter(request.parameter)
         deadline = self._deadline(call, request.wait_timeout_ms / 1000)
@@ -159,7 +153,6 @@ class ParameterServerService:
             yield message
 
     def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         yield from snapshot_messages(
             self._shard.parameter(request.parameter),
@@ -170,7 +163,6 @@ class ParameterServerService:
         )
 
     def exchange(self, call: Call) -> Handling:
-        """See the .proto."""
         pending: deque[tuple[int, int, RequestDeadline]] = deque()
         source: _GradientSource | None = None
         is_between_steps = True
@@ -207,7 +199,6 @@ class ParameterServerService:
     def set_learning_rate(
         self, request: pb.SetLearningRateRequest, call: Call
     ) -> pb.SetLearningRateResponse:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         rate = check_learning_rate("learning_rate", request.learning_rate)
         from_step = request.from_step if request.HasField("from_step") else None
@@ -219,7 +210,6 @@ class ParameterServerService:
         return pb.SetLearningRateResponse()
 
     def get_status(self, request: pb.GetStatusRequest, call: Call) -> pb.GetStatusResponse:
-        """See the .proto."""
         shard, config = self._shard, self._shard.config
         if request.identity_only:  # what a client asks first
             admit_newcomer()
@@ -297,5 +287,4 @@ class _GradientSource:
     def contribute(
         self, gradient: types_pb2.GradientChunk, payload: Bytes, deadline: RequestDeadline
     ) -> bool:
-        """See ParameterSlice.contribute."""
         return self.parameter.contribute(self._contributor, gradient, payload, deadline)

@@ -38,7 +38,6 @@ class SessionService:
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
     def attend(self, request: pb.AttendRequest, call: Call) -> Handling:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         worker_id = check_name("worker_id", request.worker_id)
         if not request.session:
@@ -57,7 +56,6 @@ class SessionService:
             sessions.leave(session, token)
 
     def end_session(self, request: pb.EndSessionRequest, call: Call) -> pb.EndSessionResponse:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         self._shard.end_session(request.session)
         return pb.EndSessionResponse()

@@ -61,7 +61,6 @@ class TableService:
     # RPCs.
 
     def open_table(self, request: pb.OpenTableRequest, call: Call) -> pb.OpenTableResponse:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         named = request.worker_id or request.take_seat
         worker_id = check_name("worker_id", request.worker_id) if named else ""
@@ -89,7 +88,6 @@ class TableService:
         return response
 
     def exchange_rows(self, call: Call) -> Handling:
-        """See the .proto."""
         exchange: _RowExchange | None = None
         message = yield Read.NEXT_STEP
         while message is not None:
@@ -104,7 +102,6 @@ class TableService:
             message = yield Read.NEXT_STEP if exchange.is_between_steps else Read.NEXT
 
     def scan_rows(self, request: pb.ScanRowsRequest, call: Call) -> Handling:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         table = self._shard.tables.table(request.table)
         if request.content not in _CONTENTS:
@@ -138,13 +135,11 @@ class TableService:
             yield message
 
     def load_rows(self, call: Call) -> Handling:
-        """See the .proto."""
         response = yield from row_states.load(self._shard)
         _LOG.info("rows loaded", extra={"rows": response.row_count})
         return response
 
     def evict_rows(self, request: pb.EvictRowsRequest, call: Call) -> pb.EvictRowsResponse:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         count = self._shard.tables.table(request.table).evict(request.older_than_step)
         _LOG.info(
@@ -160,7 +155,6 @@ class TableService:
     def set_table_learning_rate(
         self, request: pb.SetTableLearningRateRequest, call: Call
     ) -> pb.SetTableLearningRateResponse:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         table = self._shard.tables.table(request.table)
         rate = check_learning_rate("learning_rate", request.learning_rate, table.spec.optimizer)
@@ -172,7 +166,6 @@ class TableService:
     def get_table_status(
         self, request: pb.GetTableStatusRequest, call: Call
     ) -> pb.GetTableStatusResponse:
-        """See the .proto."""
         self._shard.check_identity(request.shard)
         tables = self._shard.tables.all()
         if request.table:

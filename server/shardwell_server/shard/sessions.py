@@ -126,7 +126,6 @@ class Sessions:
             self._others_left_s = self._left_s.pop(next(iter(self._left_s)))
 
     def alive_for_s(self, number: int) -> float:
-        """See `seats.Liveness`."""
         with self._lock:
             if number in self._attending:
                 return math.inf
@@ -135,7 +134,6 @@ class Sessions:
             return max(self._return_until_s - self._now_s(), 0.0)
 
     def spare_in_s(self, number: int) -> float:
-        """See `seats.Liveness`."""
         with self._lock:
             if number in self._attending:
                 return math.inf

@@ -263,7 +263,6 @@ class Shard:
 
     @property
     def stored_bytes(self) -> int:
-        """See `Limits.stored_bytes_max`."""
         return self._stored_bytes.count
 
     def checks(self) -> Iterator[Callable[[], None]]:

@@ -68,12 +68,10 @@ class Seat(seats.Seat):
 
     @property
     def unused_step(self) -> int:
-        """See `seats.Seat`."""
         # One contribution to a chunk may be under way: its lock is not held here.
         return max(self.last_step, default=-1) + 2
 
     def forget_checksums(self) -> None:
-        """See `seats.Seat`."""
         self.last_crc32c = array("q", [-1]) * len(self.last_step)
         """CRC of the payload that `last_step` was counted with, per chunk; -1: not known."""
 

@@ -63,7 +63,6 @@ class Tables:
             self._recover(layout, storage)
 
     def go_on(self) -> None:
-        """See `TableSlice.go_on`."""
         for table in self.all():
             table.go_on()
 

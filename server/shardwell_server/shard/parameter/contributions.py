@@ -82,7 +82,6 @@ class Contributions:
         payload: Bytes,
         deadline: RequestDeadline,
     ) -> bool:
-        """See `ParameterSlice.contribute`."""
         header = gradient.chunk
         context = checksum.gradient_context(self._spec.name, contributor.worker_id)
         intact = check_chunk(header, payload, checksum.gradient(context, gradient))

@@ -152,7 +152,6 @@ class Register:
 
     @property
     def standing_epoch(self) -> int:
-        """See FirstWeightsState."""
         return self._first.standing_epoch
 
     @property

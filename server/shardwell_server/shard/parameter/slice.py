@@ -380,7 +380,6 @@ class ParameterSlice:
     # The rest.
 
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
-        """See `Register.change_learning_rate`."""
         self._register.change_learning_rate(from_step, learning_rate)
 
     def describe(self, name_count_max: int) -> pb.ParameterStatus:

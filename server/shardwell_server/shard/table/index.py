@@ -65,12 +65,10 @@ class DirectRowIndex:
         self._count = 0
 
     def find(self, ids: Ids) -> Places:
-        """See RowIndex."""
         marks = np.take(self._marks, self._local_rows(ids), mode="clip")
         return np.subtract(marks, 1, dtype=np.int64)
 
     def add(self, ids: Ids, places: Places) -> None:
-        """See RowIndex."""
         rows, marks = self._local_rows(ids), places + 1
         is_new = np.take(self._marks, rows, mode="clip") == 0
         self._marks[rows] = marks
@@ -81,13 +79,11 @@ class DirectRowIndex:
         """See RowIndex: there is."""
 
     def remove(self, ids: Ids) -> None:
-        """See RowIndex."""
         rows = self._local_rows(ids)
         self._count -= int(np.count_nonzero(np.take(self._marks, rows, mode="clip")))
         self._marks[rows] = 0
 
     def __len__(self) -> int:
-        """See RowIndex."""
         return self._count
 
 
@@ -147,7 +143,6 @@ class HashRowIndex:
         """Rows of lines [`_moved`, `_filled`) may be in both tables, after a failure."""
 
     def find(self, ids: Ids) -> Places:
-        """See RowIndex."""
         if self._old is None:
             return self._table.find(ids)
         places = self._old.find(ids, self._moved)
@@ -180,14 +175,12 @@ class HashRowIndex:
         )
 
     def make_room(self, count: int) -> None:
-        """See RowIndex."""
         left = self._move(max(count, _MOVED_ROWS_MIN))
         if self._old is None and self._table.used_count + count > _LOAD_MAX * self._table.size:
             self._begin(count)
             self._move(left)
 
     def remove(self, ids: Ids) -> None:
-        """See RowIndex."""
         if self._old is not None:
             self._old.remove(ids, self._moved)
         self._table.remove(ids)
@@ -206,7 +199,6 @@ class HashRowIndex:
         )
 
     def __len__(self) -> int:
-        """See RowIndex."""
         return self._table.count + (self._old.count if self._old is not None else 0)
 
     def _begin(self, new_count: int) -> None:

@@ -432,7 +432,6 @@ class TableSlice:
         return count
 
     def checks(self) -> Iterator[Callable[[], None]]:
-        """See `Shard.checks`."""
         batch = self.layout.rows_per_change_max
         for start in range(0, self._places.used, batch):
             yield functools.partial(self._rows.verify, start, start + batch)
@@ -456,7 +455,6 @@ class TableSlice:
     # The rest.
 
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
-        """See `TableRegister.change_learning_rate`."""
         with self._changed:
             self.loading.check_standing()
             self.register.change_learning_rate(from_step, learning_rate)

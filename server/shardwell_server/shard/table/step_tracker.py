@@ -62,11 +62,9 @@ class Seat(seats.Seat):
 
     @property
     def unused_step(self) -> int:
-        """See `seats.Seat`."""
         return self.position.step + 1  # some parts of the open one may be counted
 
     def forget_checksums(self) -> None:
-        """See `seats.Seat`."""
         self.last_step = -1
         self.part_crc32cs: dict[int, int] = {}
         """CRCs of the payloads of `last_step`'s parts that were counted, as far as known."""

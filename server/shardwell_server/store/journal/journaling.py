@@ -48,7 +48,6 @@ class Journaling:
         self._older_bytes = sum(p.stat().st_size for p in segments(directory).values())
 
     def begin_segment(self, *, anyway: bool = False) -> int:
-        """See Journal."""
         self._older_bytes += self.journal.size_bytes
         return self.journal.begin_segment(anyway=anyway)
 

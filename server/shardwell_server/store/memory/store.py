@@ -59,15 +59,12 @@ class MemoryParameter:
         self._change = _MemoryChange()
 
     def records(self) -> list[ChunkRecord]:
-        """See ParameterStorage."""
         return [ChunkRecord()] * self._chunk_count
 
     def last_steps(self) -> list[list[int]]:
-        """See ParameterStorage."""
         return []
 
     def events(self) -> Sequence[Event]:
-        """See ParameterStorage."""
         return ()
 
     def log(self, event: Event) -> None:
@@ -80,7 +77,6 @@ class MemoryParameter:
         """See ParameterStorage."""
 
     def change(self, chunk_index: int, transition: Transition) -> _MemoryChange:
-        """See ParameterStorage."""
         return self._change
 
     is_torn = False
@@ -107,12 +103,10 @@ class MemoryParameter:
         """See ParameterStorage."""
 
     def replay(self) -> Sequence[JournalEntry]:
-        """See ParameterStorage."""
         return ()
 
     @contextlib.contextmanager
     def imaging(self) -> Iterator[Callable[[int], None]]:
-        """See ParameterStorage."""
         yield lambda chunk_index: None
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
@@ -147,7 +141,6 @@ class MemoryStore:
         """See Store."""
 
     def create(self, layout: Layout, begin: Begin[ParameterStorage] = nothing) -> MemoryParameter:
-        """See Store."""
         if layout.name in self._parameters:
             raise ValueError(f"storage of {layout.name!r} exists")
         try:
@@ -167,7 +160,6 @@ class MemoryStore:
     def create_table(
         self, layout: TableLayout, begin: Begin[TableStorage] = nothing
     ) -> MemoryTable:
-        """See Store."""
         if layout.name in self._tables:
             raise ValueError(f"storage of table {layout.name!r} exists")
         try:
@@ -185,6 +177,5 @@ class MemoryStore:
         return made
 
     def close(self) -> None:
-        """See Store."""
         self._parameters.clear()
         self._tables.clear()

@@ -38,11 +38,9 @@ class MemoryTable:
         self._copies = make_arrays(*batch)
 
     def positions(self) -> list[Position]:
-        """See TableStorage."""
         return list(self._positions)
 
     def events(self) -> Sequence[Event]:
-        """See TableStorage."""
         return ()
 
     def log(self, event: Event) -> None:
@@ -52,24 +50,20 @@ class MemoryTable:
         """See TableStorage."""
 
     def add_seat(self) -> None:
-        """See TableStorage."""
         self._positions.append(Position(len(self._positions)))
 
     def reserve(self, row_count: int) -> None:
-        """See TableStorage."""
         check_capacity(self._layout, row_count)
         self._reserved_row_count = max(self._reserved_row_count, row_count)
 
     @property
     def reserved_row_count(self) -> int:
-        """See TableStorage."""
         return self._reserved_row_count
 
     undo_bytes = 0
     """See TableStorage."""
 
     def change(self, places: Places, *, values: bool, sums: bool) -> MemoryRowChange:
-        """See TableStorage."""
         assert places.size <= self._layout.rows_per_change_max
         return MemoryRowChange(self, places, values=values, sums=sums)
 
@@ -118,7 +112,6 @@ class MemoryRowChange:
         slots: Sequence[Float32] = (),
         sums: Float32 | None = None,
     ) -> None:
-        """See RowChange."""
         of = self._of
         if weights is not None:
             scatter_rows(of.weights, self._places, weights)
@@ -128,7 +121,6 @@ class MemoryRowChange:
             scatter_rows(of.sums, self._places, sums)
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
-        """See RowChange."""
         of = self._of
         if not self._writes_sums:
             of.has_sum[of.record.row_used : record.row_used] = False

@@ -74,7 +74,6 @@ class JournaledParameter(MmapParameter):
 
     @property
     def wants_image(self) -> bool:
-        """See ParameterStorage."""
         return self._journaling is not None and self._journaling.wants_image
 
     def journal(
@@ -87,7 +86,6 @@ class JournaledParameter(MmapParameter):
         learning_rate: float,
         payload: Bytes,
     ) -> None:
-        """See ParameterStorage."""
         if self._journaling is None:
             return
         sequence = self._stored[chunk_index].sequence + 1
@@ -97,19 +95,16 @@ class JournaledParameter(MmapParameter):
         self._journaling.append(pack_entry(entry, self._salt), self._layout.size_bytes)
 
     def make_durable(self) -> None:
-        """See ParameterStorage."""
         if self.presence is not None:
             self.presence.check()
         if self._journaling is not None:
             self._journaling.make_durable()
 
     def sync(self) -> None:
-        """See ParameterStorage."""
         if self._journaling is not None:
             self._journaling.sync()
 
     def replay(self) -> Iterator[JournalEntry]:
-        """See ParameterStorage."""
         if not self.is_torn:
             return
         paths, name = segments(self.directory), self._layout.name
@@ -138,7 +133,6 @@ class JournaledParameter(MmapParameter):
 
     @contextlib.contextmanager
     def imaging(self) -> Iterator[Callable[[int], None]]:
-        """See ParameterStorage."""
         journaling = self._journaling
         if journaling is None:
             yield lambda chunk_index: None
@@ -161,7 +155,6 @@ class JournaledParameter(MmapParameter):
         forget_journal(self.directory, self._reached, super().close)
 
     def close(self) -> None:
-        """See MmapParameter."""
         if self._journaling is not None:
             self._journaling.close()
         super().close()

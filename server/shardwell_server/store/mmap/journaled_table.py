@@ -78,7 +78,6 @@ class JournaledTable(MmapTable):
         kind: str,
         reached: Callable[[str], None],
     ) -> None:
-        """See MmapTable."""
         super().__init__(directory, layout, salt, kind, reached)
         self._image_lock = threading.Lock()
 
@@ -134,25 +133,21 @@ class JournaledTable(MmapTable):
         self.make_image()
 
     def _note(self, stored: StoredTableRecord, rows: WrittenRows) -> None:
-        """See MmapTable."""
         if self._journaling is not None:
             image_bytes = stored.record.row_used * self._layout.row_size_bytes
             self._journaling.append(pack_entry(TableEntry(stored, rows), self._salt), image_bytes)
 
     def make_durable(self) -> None:
-        """See TableStorage."""
         if self.presence is not None:
             self.presence.check()
         if self._journaling is not None:
             self._journaling.make_durable()
 
     def sync(self) -> None:
-        """See TableStorage."""
         if self._journaling is not None:
             self._journaling.sync()
 
     def make_image(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        """See TableStorage."""
         journaling = self._journaling
         if journaling is not None and journaling.wants_image:
             with self._image_lock, contextlib.suppress(_StoppedError):
@@ -206,7 +201,6 @@ class JournaledTable(MmapTable):
         forget_journal(self.directory, self._reached, super().close)
 
     def close(self) -> None:
-        """See MmapTable."""
         if self._journaling is not None:
             self._journaling.close()
         super().close()

@@ -163,37 +163,29 @@ class MmapParameter:
 
     @property
     def wants_image(self) -> bool:
-        """See ParameterStorage."""
         return False
 
     def records(self) -> list[ChunkRecord]:
-        """See ParameterStorage."""
         return [stored.record for stored in self._stored]
 
     def last_steps(self) -> list[list[int]]:
-        """See ParameterStorage."""
         return [self._marks.row(seat) for seat in range(self._seat_count)]
 
     def events(self) -> Sequence[Event]:
-        """See ParameterStorage."""
         return self._events.read()
 
     def log(self, event: Event) -> None:
-        """See ParameterStorage."""
         self._events.append(event)
         self._seat_count += event.get("kind") == "seat"
 
     def compact(self, events: Sequence[Event]) -> None:
-        """See ParameterStorage."""
         self._events.compact(events)
 
     def add_seat(self) -> None:
-        """See ParameterStorage."""
         self._marks.make_room(self._seat_count + 1)
         self._marks.begin(self._seat_count)
 
     def change(self, chunk_index: int, transition: Transition) -> _MmapChange:
-        """See ParameterStorage."""
         return _MmapChange(self, chunk_index, transition)
 
     def journal(
@@ -215,12 +207,10 @@ class MmapParameter:
         """See ParameterStorage."""
 
     def replay(self) -> Iterable[JournalEntry]:
-        """See ParameterStorage."""
         return ()
 
     @contextlib.contextmanager
     def imaging(self) -> Iterator[Callable[[int], None]]:
-        """See ParameterStorage."""
         yield lambda chunk_index: None
 
     def copy_chunk(self, source: MmapParameter, chunk_index: int) -> None:
@@ -279,7 +269,6 @@ class MmapParameter:
             sync_file(self.directory / name)
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
-        """See ParameterStorage."""
         stored = self._stored[chunk_index]
         self._put(
             chunk_index,
@@ -289,7 +278,6 @@ class MmapParameter:
         )
 
     def verify(self, chunk_index: int) -> None:
-        """See ParameterStorage."""
         found = self._crcs(chunk_index)
         has_sum = self._stored[chunk_index].record.total_factor != 0.0
         self._check(chunk_index, found, [n for n in range(len(found)) if n != 1 or has_sum])
@@ -363,19 +351,16 @@ class _MmapChange:
         return self
 
     def before(self, start: int, stop: int) -> None:
-        """See ChunkChange."""
         if self._entry is not None:
             self._entry.save(self._arrays, start, stop)
 
     def after(self, start: int, stop: int) -> None:
-        """See ChunkChange."""
         self._of._reached("block")
         crcs = self._crcs
         for number, array in enumerate(self._arrays):
             crcs[number] = crc32.iscsi(array[start:stop].view(np.uint8).data, crcs[number])
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
-        """See ChunkChange."""
         old = self._of._stored[self._chunk_index]
         if self._transition is Transition.CLOSE:
             crcs = (self._crcs[0], 0, *self._crcs[1:])

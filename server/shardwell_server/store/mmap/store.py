@@ -83,7 +83,6 @@ class MmapStore:
         self._tables = AtomicDirectories(path / "tables", reached, is_synced=is_synced)
 
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
-        """See Store."""
         found: list[tuple[Layout, ParameterStorage]] = []
         try:
             self._presence.begin()
@@ -126,7 +125,6 @@ class MmapStore:
         return found
 
     def recovered(self) -> None:
-        """See Store."""
         if self._durability.is_process:
             for storage in self._all():
                 self._begin(storage)
@@ -157,7 +155,6 @@ class MmapStore:
     def create(
         self, layout: Layout, begin: Begin[ParameterStorage] = nothing
     ) -> JournaledParameter:
-        """See Store."""
         if layout.name in self._open:
             raise ValueError(f"storage of {layout.name!r} exists")
         salt = secrets.randbits(32)
@@ -181,7 +178,6 @@ class MmapStore:
         return storage
 
     def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
-        """See Store."""
         found: list[tuple[TableLayout, TableStorage]] = []
         for entry in self._tables.standing():
             layout, salt = read_layout(entry / "table.json", TableLayout)
@@ -221,7 +217,6 @@ class MmapStore:
     def create_table(
         self, layout: TableLayout, begin: Begin[TableStorage] = nothing
     ) -> JournaledTable:
-        """See Store."""
         if layout.name in self._open_tables:
             raise ValueError(f"storage of table {layout.name!r} exists")
         salt = secrets.randbits(32)

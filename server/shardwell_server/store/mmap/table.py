@@ -184,11 +184,9 @@ class MmapTable:
 
     @property
     def record(self) -> TableRecord:
-        """See TableStorage."""
         return self._stored.record
 
     def positions(self) -> list[Position]:
-        """See TableStorage."""
         found = []
         for seat_index in range(self._seat_count):
             (mark,) = self._marks.row(seat_index)
@@ -197,25 +195,20 @@ class MmapTable:
         return found
 
     def events(self) -> Sequence[Event]:
-        """See TableStorage."""
         return self._events.read()
 
     def log(self, event: Event) -> None:
-        """See TableStorage."""
         self._events.append(event)
         self._seat_count += event.get("kind") == "seat"
 
     def compact(self, events: Sequence[Event]) -> None:
-        """See TableStorage."""
         self._events.compact(events)
 
     def add_seat(self) -> None:
-        """See TableStorage."""
         self._marks.make_room(self._seat_count + 1)
         self._marks.begin(self._seat_count)
 
     def reserve(self, row_count: int) -> None:
-        """See TableStorage."""
         check_capacity(self._layout, row_count)
         if row_count > self._reserved_row_count:
             self._reserved_row_count = reserve_all(
@@ -225,18 +218,15 @@ class MmapTable:
 
     @property
     def reserved_row_count(self) -> int:
-        """See TableStorage."""
         return self._reserved_row_count
 
     def change(self, places: Places, *, values: bool, sums: bool) -> MmapRowChange:
-        """See TableStorage."""
         assert places.size <= self._layout.rows_per_change_max
         assert not places.size or 0 <= places.min() <= places.max() < self._reserved_row_count
         self._guard.verify(places)
         return MmapRowChange(self, places, values=values, sums=sums and self.sums is not None)
 
     def verify(self, places: Places) -> None:
-        """See TableStorage."""
         self._guard.verify(places)
 
     def make_durable(self) -> None:
@@ -358,7 +348,6 @@ class MmapRowChange:
         slots: Sequence[Float32] = (),
         sums: Float32 | None = None,
     ) -> None:
-        """See RowChange."""
         guard = self._of._guard
         assert len(slots) in (0, len(self._of.slots))
         for number, rows in guard.numbered(weights, slots, sums):
@@ -366,7 +355,6 @@ class MmapRowChange:
             self._given[number] = rows
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
-        """See RowChange."""
         of, row_used = self._of, self._of.record.row_used
         assert row_used <= record.row_used <= of._reserved_row_count
         assert position is None or position.seat_index < of._seat_count
