@@ -6,6 +6,7 @@ Method: bodies that block on events, in place of gRPC; every wait has a deadline
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -53,6 +54,30 @@ def test_a_body_that_never_ends_is_abandoned(threads: CallThreads) -> None:
     assert watch.elapsed_s < PATIENCE_S / 2
     assert threads.run(lambda: "others go on", PATIENCE_S) == "others go on"
     stuck.set()
+
+
+def test_a_signal_that_does_not_wake_its_wait_breaks_it_off(threads: CallThreads) -> None:
+    """As one that comes just before the wait: here another thread receives it."""
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def body() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        ended.wait(PATIENCE_S)
+
+    ended, before = threading.Event(), signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        watch = Stopwatch()
+        with pytest.raises(Interrupted):
+            threads.run(body, PATIENCE_S)
+        assert watch.elapsed_s < PATIENCE_S / 2
+    finally:
+        ended.set()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_what_cancels_may_be_stuck_as_well(threads: CallThreads) -> None:

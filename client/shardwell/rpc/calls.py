@@ -14,6 +14,7 @@ States of a call:
 Invariants:
   - The caller waits no longer than the call's timeout and ABANDON_S, whatever the call's thread,
     gRPC or its locks do: then it is told DeadlineError, and the thread is left to itself.
+  - A signal is handled within SIGNAL_INTERVAL_S, whenever and in whatever thread it comes.
   - A call that was cancelled has ended before its caller goes on, unless it had to be abandoned.
   - What cancels (`holding`) runs on one thread of its own, never on the caller's.
   - A process that was forked has none of the threads: each call in it is refused at once.
@@ -42,6 +43,9 @@ LATE_S = 0.25
 ABANDON_S = 3.0
 """How much later its caller goes on, though the call has not ended."""
 _LOOK_INTERVAL_S = 0.1
+SIGNAL_INTERVAL_S = 0.5
+"""A caller's wait is cut into pieces of it: a signal that comes just before the wait begins, or
+that another thread receives, does not wake it; Python's handler then runs between two pieces."""
 _IDLE_S = 10.0
 """After so long without a call a thread ends, unless it is the last that waits for one."""
 
@@ -192,7 +196,7 @@ class CallThreads:
         self._check_room()
         try:
             self._threads.queued.put(call)
-            outcome = outcomes.get(timeout=timeout_s + LATE_S + ABANDON_S)
+            outcome = _awaited(outcomes, timeout_s + LATE_S + ABANDON_S)
         except queue.Empty:
             raise DeadlineError(
                 f"a call of this {self._name} did not end within {ABANDON_S:g} s after it was "
@@ -353,6 +357,15 @@ class _Threads:
         for call in late:
             call.is_expired = True
             _tried(call.cancel)
+
+
+def _awaited(outcomes: queue.SimpleQueue[_Outcome], timeout_s: float) -> _Outcome:
+    """The outcome, or queue.Empty; signals are handled meanwhile."""
+    until_s = time.monotonic() + timeout_s
+    while (rest_s := until_s - time.monotonic()) > SIGNAL_INTERVAL_S:
+        with contextlib.suppress(queue.Empty):
+            return outcomes.get(timeout=SIGNAL_INTERVAL_S)
+    return outcomes.get(timeout=max(rest_s, 0.0))
 
 
 def _outcome_of(call: Call[Any]) -> _Outcome:

@@ -24,6 +24,7 @@ keeps no memory between calls but each thread's block.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32
 from shardwell.numerics.reduction import ReductionName, part_of, reduce_block
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import MeanFactors
+from shardwell.rpc.calls import SIGNAL_INTERVAL_S
 from shardwell.specs.rank_words import format_ranks
 from shardwell.training.thread_calls import ThreadCall, failure_of
 
@@ -197,7 +199,7 @@ class ThreadedSync:
         with self._condition:
             reason = "ThreadedSync.reset() was called meanwhile; call again"
             self._break(self._next, lambda: WorkerLostError(reason))
-            if not self._condition.wait_for(lambda: not self._under_way, self._timeout_s):
+            if not self._waited_for(lambda: not self._under_way):
                 raise DeadlineError(
                     f"ranks {sorted(self._under_way)} have not returned from their calls within "
                     f"{self._timeout_s:g} s; reset again when they have"
@@ -234,9 +236,7 @@ class ThreadedSync:
             if len(generation.calls) == self._worker_count:
                 self._compare(generation)
                 self._condition.notify_all()
-            elif not self._condition.wait_for(
-                lambda: generation.state != _GATHERING, self._timeout_s
-            ):
+            elif not self._waited_for(lambda: generation.state != _GATHERING):
                 self._break(generation, self._missing(generation))
             if generation.failure is not None:
                 raise generation.failure()
@@ -278,12 +278,22 @@ class ThreadedSync:
 
     def _until_nobody_writes(self, generation: _Generation) -> None:
         """Waits for parts that others work on: nothing but arithmetic, so a matter of moments."""
-        if not self._condition.wait_for(lambda: not generation.writing, self._timeout_s):
+        if not self._waited_for(lambda: not generation.writing):
             late = tuple(sorted(generation.writing))
             message = (
                 f"{format_ranks(late)} did not reduce their parts within {self._timeout_s:g} s"
             )
             self._break(generation, lambda: WorkersMissingError(message, missing_ranks=late))
+
+    def _waited_for(self, has_come: Callable[[], bool]) -> bool:
+        """Waits with the lock held; False if it did not come in time. Signals are handled."""
+        until_s = time.monotonic() + self._timeout_s
+        while not has_come():
+            rest_s = until_s - time.monotonic()
+            if rest_s <= 0:
+                return False
+            self._condition.wait(min(rest_s, SIGNAL_INTERVAL_S))
+        return True
 
     def _missing(self, generation: _Generation) -> Failure:
         missing = tuple(sorted(set(range(self._worker_count)) - set(generation.calls)))
