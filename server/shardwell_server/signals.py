@@ -3,7 +3,8 @@
 While the signals are held, they wait in the kernel: an exception in the middle of an import, or of
 a gRPC call, could be lost or leave a lock taken. A command that serves keeps holding them, and asks
 for them where it can stop (`wait`, `is_asked_to_stop`, `check`). Every other command is broken off
-wherever it is (`break_off`): a StoppedError runs through its `with` blocks, as Ctrl-C's would.
+wherever it is (`break_off`): a StoppedError runs through its `with` blocks, as Ctrl-C's would. One
+that meets a finalizer is lost there; who holds signals afterwards is told of it again.
 
 Main thread only, except `held`. Threads and child processes that are started while signals are held
 hold them, too. SIGHUP that is ignored, as under nohup, stays so.
@@ -19,6 +20,10 @@ from types import FrameType
 
 EXIT_CODE_BASE = 128
 """Exit codes of shells: 128 and the signal's number."""
+
+
+_came: int | None = None
+"""The signal that has broken the command off."""
 
 
 class StoppedError(BaseException):
@@ -72,12 +77,14 @@ def wait() -> None:
 
 
 def is_asked_to_stop() -> bool:
-    """Whether a held signal has come."""
-    return bool(signal.sigpending() & stop_signals())
+    """Whether a signal has come."""
+    return _came is not None or bool(signal.sigpending() & stop_signals())
 
 
 def check() -> None:
-    """Raises StoppedError if a held signal has come."""
+    """Raises StoppedError if a signal has come."""
+    if _came is not None:
+        raise StoppedError(_came)
     if is_asked_to_stop():
         raise StoppedError(signal.sigwait(stop_signals()))
 
@@ -106,9 +113,12 @@ def breaking_off() -> Iterator[None]:
         yield
     finally:
         hold()
+    check()
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
+    global _came
+    _came = number
     hold()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -157,3 +157,29 @@ def test_workers_of_a_run_take_signals_as_programs_do() -> None:
     with Program(*COMMAND, "run", "-n1", "--", "python3", "-c", script) as program:
         assert program.read_line() == "[0] set()"
         assert program.end() == 0
+
+
+LOST = """
+import io, os, signal
+from shardwell_server import signals
+
+class File(io.RawIOBase):
+    def close(self):
+        if not self.closed:
+            super().close()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+signals.hold()
+try:
+    with signals.breaking_off():
+        File()  # its finalizer takes whatever is raised in it
+        print("goes on")
+except signals.StoppedError as stopped:
+    print("stopped by", stopped.cause)
+"""
+
+
+def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
+    with Program("-c", LOST) as program:
+        assert program.end() == 0
+        assert program.lines == ["goes on", "stopped by SIGTERM"]

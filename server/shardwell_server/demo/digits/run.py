@@ -140,8 +140,7 @@ def run_demo(config: DemoConfig, screen: Screen) -> Result:
         signals.check()
         crew = stack.enter_context(Crew(tasks))
         screen.say(f"starting {count(config.worker_count, 'worker')}")
-        with signals.breaking_off():
-            held_out = load_digits().held_out
+        held_out = load_digits().held_out
         with ended_shards_named(cluster):
             standing, accuracy = _watch(crew, tasks[0], held_out, screen, cluster)
     return Result(
