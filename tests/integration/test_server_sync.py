@@ -114,7 +114,7 @@ def test_an_array_is_as_it_was_when_the_others_did_not_come(cluster, connect) ->
     watch = Stopwatch()
     with pytest.raises(shardwell.WorkersMissingError):
         sync.sync_gradients(array)
-    assert watch.elapsed_s < PATIENCE_S  # the client's own is 20
+    assert watch.elapsed_s < PATIENCE_S  # the client's own is longer
     np.testing.assert_array_equal(array, np.arange(9))
     other = np.ones(9, np.float32)
     waiting = in_background(lambda: ServerSync(parameters[1]).sync_gradients(other))

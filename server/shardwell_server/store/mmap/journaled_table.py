@@ -125,7 +125,7 @@ class JournaledTable(MmapTable):
         journaling = Journaling(
             self.directory,
             self._reached,
-            (lambda: None) if is_new else self._sync_names,
+            (lambda: None) if is_new else self.sync_names,
             syncs_each=syncs_each,
         )
         self._begin_segment(journaling)

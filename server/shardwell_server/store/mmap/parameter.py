@@ -37,9 +37,10 @@ from shardwell.numerics.codec import Bytes, Float32, blocks
 from shardwell_server.store.contract import ChunkRecord, JournalEntry, Layout, Transition
 from shardwell_server.store.event import Event
 from shardwell_server.store.files.layout import write_layout
-from shardwell_server.store.files.mapped import MappedFile, sync_directory, sync_file
+from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.files.presence import NamedFiles
 from shardwell_server.store.mmap import undo
+from shardwell_server.store.mmap.synced_files import SyncedFiles
 from shardwell_server.store.mmap.undo import Arrays, UndoArea
 from shardwell_server.store.records import chunk_records
 from shardwell_server.store.records.chunk_records import ChunkRecords, StoredRecord
@@ -47,8 +48,10 @@ from shardwell_server.store.records.event_log import EventLog
 from shardwell_server.store.records.worker_steps import WorkerSteps, recover_marks, seat_count
 
 
-class MmapParameter:
+class MmapParameter(SyncedFiles):
     """See ParameterStorage and the module."""
+
+    _UNMAPPED = ("parameter.json", "events")
 
     def __init__(
         self,
@@ -230,43 +233,6 @@ class MmapParameter:
     def _arrays(self) -> Arrays:
         total = () if self.gradient_sum is None else (self.gradient_sum,)
         return (self.weights, *total, *self.slots)
-
-    def close(self) -> None:
-        """Writes everything to disk.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        self._sync_mapped()
-        self.sync_names()
-
-    def sync_contents(self) -> None:
-        """Makes what the files hold survive a loss of power; names are left to the caller.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        self._sync_mapped()
-        self._sync_unmapped()
-
-    def sync_names(self) -> None:
-        """Makes what is not mapped survive a loss of power, and the names of all files.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        self._sync_unmapped()
-        sync_directory(self.directory)
-        sync_directory(self.directory.parent)
-
-    def _sync_mapped(self) -> None:
-        for file in self._files:
-            file.sync()
-        self._marks.sync()
-
-    def _sync_unmapped(self) -> None:
-        for name in ("parameter.json", "events"):
-            sync_file(self.directory / name)
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         stored = self._stored[chunk_index]

@@ -38,12 +38,13 @@ from shardwell.errors import StorageError
 from shardwell.numerics.codec import Float32
 from shardwell_server.store.event import Event
 from shardwell_server.store.files.layout import write_layout
-from shardwell_server.store.files.mapped import MappedFile, sync_directory, sync_file
+from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.files.presence import NamedFiles
 from shardwell_server.store.files.sparse import SparseFile, reserve_all
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.mmap.row_guard import RowGuard
 from shardwell_server.store.mmap.row_undo import RowUndo, entry_bytes
+from shardwell_server.store.mmap.synced_files import SyncedFiles
 from shardwell_server.store.records.event_log import EventLog
 from shardwell_server.store.records.table_records import (
     RECORDS_BYTES,
@@ -63,8 +64,10 @@ from shardwell_server.store.table_contract import Places, Position, TableLayout,
 _PART_BITS = 16
 
 
-class MmapTable:
+class MmapTable(SyncedFiles):
     """See TableStorage and the module."""
+
+    _UNMAPPED = ("table.json", "events")
 
     def __init__(
         self,
@@ -261,45 +264,8 @@ class MmapTable:
         if stored.position is not None:
             self._marks.put(stored.position.seat_index, 0, _mark(stored.position))
 
-    def close(self) -> None:
-        """Writes everything to disk.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        self._sync_mapped()
-        self._sync_names()
-
-    def sync_contents(self) -> None:
-        """Makes what the files hold survive a loss of power; names are left to the caller.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        self._sync_mapped()
-        self._sync_unmapped()
-
     def _note(self, stored: StoredTableRecord, rows: WrittenRows) -> None:
         """Called with what a change wrote, before it stands; may refuse it by a StorageError."""
-
-    def _sync_names(self) -> None:
-        """Makes what is not mapped survive a loss of power, and the names of all files.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        self._sync_unmapped()
-        sync_directory(self.directory)
-        sync_directory(self.directory.parent)
-
-    def _sync_mapped(self) -> None:
-        for file in self._files:
-            file.sync()
-        self._marks.sync()
-
-    def _sync_unmapped(self) -> None:
-        for name in ("table.json", "events"):
-            sync_file(self.directory / name)
 
 
 class MmapRowChange:
