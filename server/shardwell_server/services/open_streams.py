@@ -8,6 +8,7 @@ opens another with its next call. So who is silent, or was forgotten, shuts nobo
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Protocol
 
@@ -17,6 +18,10 @@ LAST_READS_S = 0.25
 """What a client is given to read the last answers, before a stream without work is ended."""
 _ENTER_S_MAX = 10.0
 """How long one stream more may wait for another to give way, beside others that do, too."""
+
+
+_LOOK_S = 0.01
+"""How often it looks whether a stream that has just come is idle."""
 
 
 class Endable(Protocol):
@@ -35,6 +40,8 @@ class OpenStreams:
         """Those that count, which one that gave way does no more."""
         self._idle: dict[Endable, float] = {}
         """Since when, the longest first."""
+        self._new: dict[Endable, float] = {}
+        """When those came that have neither waited nor worked yet."""
         self._stopping = False
 
     @property
@@ -51,22 +58,30 @@ class OpenStreams:
         until_s = time.monotonic() + _ENTER_S_MAX
         while len(self._open) >= self._stream_count_max:
             idlest, since_s = next(iter(self._idle.items()), (None, 0.0))
-            if idlest is None or self._stopping or time.monotonic() >= until_s:
+            now_s = time.monotonic()
+            # Several that gave way at once may have made room for as many that are not idle yet.
+            may_be_idle = now_s - max(self._new.values(), default=-math.inf) < LAST_READS_S
+            if (idlest is None and not may_be_idle) or self._stopping or now_s >= until_s:
                 raise LimitError(
                     f"limit stream_count_max={self._stream_count_max}: as many streams are at "
                     "work; raise it on the shards, or use fewer workers"
                 )
-            wait_s = since_s + LAST_READS_S - time.monotonic()
+            if idlest is None:
+                await asyncio.sleep(_LOOK_S)
+                continue
+            wait_s = since_s + LAST_READS_S - now_s
             if wait_s > 0:
                 await asyncio.sleep(wait_s)  # then it may have work again, and others may be idle
                 continue
             self.leave(idlest)
             idlest.end(ShardUnavailableError("the stream was idle and gave way; open another"))
         self._open.add(stream)
+        self._new[stream] = time.monotonic()
 
     def leave(self, stream: Endable) -> None:
         """Does not count it any more. Safe to repeat."""
         self._open.discard(stream)
+        self._new.pop(stream, None)
         self._idle.pop(stream, None)
 
     def note_idle(self, stream: Endable) -> None:
@@ -77,11 +92,13 @@ class OpenStreams:
         """
         if self._stopping:
             raise _stopping()
+        self._new.pop(stream, None)
         if stream in self._open:
             self._idle[stream] = time.monotonic()
 
     def note_busy(self, stream: Endable) -> None:
         """Notes that a stream has work again."""
+        self._new.pop(stream, None)
         self._idle.pop(stream, None)
 
     def end_idle(self, idle_s: float) -> None:
