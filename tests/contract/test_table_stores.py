@@ -1,4 +1,4 @@
-"""Goal: every kind of store keeps the one contract of store/table_contract.py.
+"""Goal: every kind of store keeps the one contract of store/contract.py.
 
 Method: one suite, inherited by a class for each kind. Oracle: plain arrays.
 """

@@ -28,7 +28,7 @@ from harness.table_power import (
 from harness.table_story import STORY, apply, state_of, take_seats, tell
 from harness.telling import OtherStart
 from shardwell.errors import StorageError
-from shardwell_server.store.table_contract import Places
+from shardwell_server.store.contract import Places
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.members import Event, seat_event
 from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
-from shardwell_server.store.table_contract import Position
+from shardwell_server.store.contract import Position
 
 
 def tracker(

@@ -25,12 +25,12 @@ from shardwell.numerics.scratch import thread_scratch
 from shardwell_server.accumulator.file_head import Summary
 from shardwell_server.accumulator.sum_layout import UNDO_ENTRY_COUNT, SumLayout
 from shardwell_server.accumulator.sum_memory import SumMemory
+from shardwell_server.store.contract import TableLayout
 from shardwell_server.store.gradient_rows import Flags, Rows, add_rows, first_bad_place
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.mmap.row_checks import Checks, RowChecks
 from shardwell_server.store.mmap.row_undo import RowUndo
 from shardwell_server.store.row_arrays import gather
-from shardwell_server.store.table_contract import TableLayout
 
 RESERVED_SIZE_BYTES = 64 * 1024
 """Disk space is taken for so many bytes of neighbouring rows at a time: a call of the system costs

@@ -103,7 +103,6 @@ class StepTracker(Seats[Seat]):
         return Seat(worker_id, seat.index, stored, owner, tenure)
 
     def restore_seat(self, event: Event, stored_steps: list[int]) -> Seat:
-        """Gives a worker the next seat, as was logged, with the marks that the storage has."""
         index, owner, tenure = len(self._seats), owner_of(event), tenure_of(event)
         return self._sit(Seat(event["worker_id"], index, stored_steps, owner, tenure))
 

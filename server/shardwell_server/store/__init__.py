@@ -1,21 +1,20 @@
 """Where a shard keeps weights, sums and optimizer state. One contract, several kinds."""
 
 from shardwell_server.store.contract import (
+    FREE,
     ChunkChange,
     ChunkRecord,
+    Event,
     Layout,
     ParameterStorage,
-    Store,
-    Transition,
-)
-from shardwell_server.store.event import Event
-from shardwell_server.store.table_contract import (
-    FREE,
     Position,
     RowChange,
+    Storage,
+    Store,
     TableLayout,
     TableRecord,
     TableStorage,
+    Transition,
 )
 
 __all__ = [
@@ -27,6 +26,7 @@ __all__ = [
     "ParameterStorage",
     "Position",
     "RowChange",
+    "Storage",
     "Store",
     "TableLayout",
     "TableRecord",

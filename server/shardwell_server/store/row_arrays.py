@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from shardwell.errors import LimitError
 from shardwell.numerics.codec import Float32
-from shardwell_server.store.table_contract import Int64, Places, TableLayout
+from shardwell_server.store.contract import Int64, Places, TableLayout
 
 Rows: TypeAlias = npt.NDArray[Any]
 """(rows,) or (rows, width), C-contiguous, of any dtype."""

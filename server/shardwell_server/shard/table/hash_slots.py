@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.placement.rows import Ids, Words, mix
+from shardwell_server.store.contract import Places
 from shardwell_server.store.lazy_memory import lazy_mapping
-from shardwell_server.store.table_contract import Places
 
 Flags = npt.NDArray[np.bool_]
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell_server.shard.table.hash_slots import SlotTable
+from shardwell_server.store.contract import Places
 from shardwell_server.store.lazy_memory import lazy_zeros
-from shardwell_server.store.table_contract import Places
 
 
 class RowIndex(Protocol):

@@ -19,7 +19,7 @@ from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.rows import TableRows
 from shardwell_server.shard.table.step_tracker import TableStepTracker
 from shardwell_server.store import TableStorage
-from shardwell_server.store.table_contract import LOADING
+from shardwell_server.store.contract import LOADING
 
 _DROP_ROW_COUNT = 2**20
 

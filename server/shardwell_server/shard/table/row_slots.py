@@ -7,7 +7,7 @@ import numpy as np
 from shardwell.errors import LimitError
 from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.store import FREE, TableLayout, TableStorage
-from shardwell_server.store.table_contract import Places
+from shardwell_server.store.contract import Places
 
 _SMALLEST_STACK = 1024
 

@@ -28,8 +28,8 @@ from shardwell_server.shard.table.reading_lock import ReadingLock
 from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.snapshot import TableSnapshots
 from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
+from shardwell_server.store.contract import Int64, Places
 from shardwell_server.store.gradient_rows import Place, add_rows, first_bad_place, touched_rows
-from shardwell_server.store.table_contract import Int64, Places
 
 _NO_PLACES: Places = np.empty(0, np.int64)
 Flags = npt.NDArray[np.bool_]

@@ -30,7 +30,7 @@ from shardwell.errors import (
 from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState, empty_state
 from shardwell_server.shard.spool import Copied, Spool
-from shardwell_server.store.table_contract import Places
+from shardwell_server.store.contract import Places
 
 
 class _Kept(NamedTuple):

@@ -35,7 +35,7 @@ from shardwell.rpc.session import Session
 from shardwell_server.shard import members as seats
 from shardwell_server.shard.members import Event, Liveness, Seats, Tenure, owner_of, tenure_of
 from shardwell_server.shard.step_tracker import Decision
-from shardwell_server.store.table_contract import Position
+from shardwell_server.store.contract import Position
 
 
 class Seat(seats.Seat):
@@ -99,7 +99,6 @@ class TableStepTracker(Seats[Seat]):
         return Seat(worker_id, seat.stored_position(seat.position), owner, tenure)
 
     def restore_seat(self, event: Event, stored: Position) -> Seat:
-        """Gives a worker the next seat, as was logged, with the position that the storage has."""
         assert stored.seat_index == len(self._seats)
         return self._sit(Seat(event["worker_id"], stored, owner_of(event), tenure_of(event)))
 

@@ -28,7 +28,7 @@ class AtomicDirectories:
     def __init__(self, path: Path, reached: Callable[[str], None], *, is_synced: bool) -> None:
         self._path = path
         self._reached = reached
-        self._is_synced = is_synced
+        self.is_synced = is_synced
         self._next_number = 1
         self._given_up: Path | None = None
         """What has the next number's name because it could not be removed."""
@@ -78,11 +78,11 @@ class AtomicDirectories:
             making.mkdir()
             fill(making)
             self._reached("files")
-            if self._is_synced:
+            if self.is_synced:
                 sync_directory(making)
             os.replace(making, directory)
             at = directory
-            if self._is_synced:
+            if self.is_synced:
                 sync_directory(self._path)
             self._reached("files' name")
             yield directory

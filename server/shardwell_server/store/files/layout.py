@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
-from shardwell_server.store.contract import Layout
+from shardwell_server.store.contract import Layout, TableLayout
 from shardwell_server.store.files.mapped import storage_error
-from shardwell_server.store.table_contract import TableLayout
 
 _FORMAT_VERSION = 1
 Kind = TypeVar("Kind", Layout, TableLayout)

@@ -1,8 +1,8 @@
 """What was counted, in order, in files that are synced to disk.
 
-The image of a parameter or table (journaled_parameter.py and journaled_table.py in store/mmap/) and
-the journal since make it again after its machine lost power. Segments are numbered; an image of
-number k needs the segments from k on. A segment:
+The image of a parameter or table (store/mmap/storage.py) and the journal since make it again after
+its machine lost power. Segments are numbered; an image of number k needs the segments from k on. A
+segment:
 
     magic, bytes that were synced, CRC of both | entries (parameter_entries.py, table_entries.py)
 

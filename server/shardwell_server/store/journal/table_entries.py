@@ -20,6 +20,7 @@ from fastcrc import crc32
 
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes
+from shardwell_server.store.contract import Position, TableRecord
 from shardwell_server.store.journal.journal import (
     HEAD_BYTES,
     NotWholeError,
@@ -30,7 +31,6 @@ from shardwell_server.store.journal.journal import (
 )
 from shardwell_server.store.records.table_records import StoredTableRecord
 from shardwell_server.store.row_arrays import RowArrays, Rows, WrittenRows
-from shardwell_server.store.table_contract import Position, TableRecord
 
 _MAGIC = 0x31545753  # "SWT1"
 _VALUES, _SUMS, _CLEARS, _MARK = 1, 2, 4, 8

@@ -8,32 +8,32 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from shardwell.errors import LimitError
-from shardwell.numerics.codec import Bytes, Float32
+from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import (
     Begin,
     ChunkRecord,
     JournalEntry,
     Layout,
     ParameterStorage,
+    TableLayout,
+    TableStorage,
     Transition,
     nothing,
 )
-from shardwell_server.store.event import Event
-from shardwell_server.store.memory.table import MemoryTable
-from shardwell_server.store.table_contract import TableLayout, TableStorage
+from shardwell_server.store.memory.table import MemoryStorage, MemoryTable
 
 
 class _MemoryChange:
-    """Nothing to do: what is written stands."""
+    """Nothing to do: what is written is committed."""
 
     def before(self, start: int, stop: int) -> None:
-        """See ChunkChange."""
+        pass
 
     def after(self, start: int, stop: int) -> None:
-        """See ChunkChange."""
+        pass
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
-        """See ChunkChange."""
+        pass
 
     def __enter__(self) -> _MemoryChange:
         return self
@@ -42,8 +42,11 @@ class _MemoryChange:
         pass
 
 
-class MemoryParameter:
+class MemoryParameter(MemoryStorage):
     """See ParameterStorage. Pages are touched when first written; an unused array costs nothing."""
+
+    is_torn = False
+    wants_image = False
 
     def __init__(self, layout: Layout) -> None:
         def zeros() -> Float32:
@@ -64,43 +67,14 @@ class MemoryParameter:
     def last_steps(self) -> list[list[int]]:
         return []
 
-    def events(self) -> Sequence[Event]:
-        return ()
-
-    def log(self, event: Event) -> None:
-        """See ParameterStorage."""
-
-    def compact(self, events: Sequence[Event]) -> None:
-        """See ParameterStorage."""
-
     def add_seat(self) -> None:
-        """See ParameterStorage."""
+        pass
 
     def change(self, chunk_index: int, transition: Transition) -> _MemoryChange:
         return self._change
 
-    is_torn = False
-    """See ParameterStorage."""
-    wants_image = False
-    """See ParameterStorage."""
-
-    def journal(
-        self,
-        chunk_index: int,
-        seat_index: int,
-        step: int,
-        sample_count: int,
-        exponent: int,
-        learning_rate: float,
-        payload: Bytes,
-    ) -> None:
-        """See ParameterStorage."""
-
-    def make_durable(self) -> None:
-        """See ParameterStorage."""
-
-    def sync(self) -> None:
-        """See ParameterStorage."""
+    def journal(self, *contribution: object) -> None:
+        pass
 
     def replay(self) -> Sequence[JournalEntry]:
         return ()
@@ -110,35 +84,33 @@ class MemoryParameter:
         yield lambda chunk_index: None
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
-        """See ParameterStorage."""
+        pass
 
     def verify(self, chunk_index: int) -> None:
-        """See ParameterStorage."""
+        pass
 
 
 class MemoryStore:
-    """See Store."""
+    """See Store: memory has no names to lose, and nothing is ever recovered."""
 
     def __init__(self) -> None:
         self._parameters: dict[str, MemoryParameter] = {}
         self._tables: dict[str, MemoryTable] = {}
 
+    def check_present(self) -> None:
+        pass
+
+    def look(self) -> None:
+        pass
+
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
-        """See Store: nothing ever is."""
         return []
 
     def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
-        """See Store: nothing ever is."""
         return []
 
-    def check_present(self) -> None:
-        """Memory has no names to lose."""
-
-    def look(self) -> None:
-        """Memory has no names to lose."""
-
     def recovered(self) -> None:
-        """See Store."""
+        pass
 
     def create(self, layout: Layout, begin: Begin[ParameterStorage] = nothing) -> MemoryParameter:
         if layout.name in self._parameters:

@@ -8,7 +8,7 @@ from types import TracebackType
 import numpy as np
 
 from shardwell.numerics.codec import Float32
-from shardwell_server.store.event import Event
+from shardwell_server.store.contract import Event, Places, Position, TableLayout, TableRecord
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.row_arrays import (
     check_capacity,
@@ -17,18 +17,38 @@ from shardwell_server.store.row_arrays import (
     scatter,
     scatter_rows,
 )
-from shardwell_server.store.table_contract import Places, Position, TableLayout, TableRecord
 
 
-class MemoryTable:
+class MemoryStorage:
+    """What of the contract is nothing to do where nothing outlives its process."""
+
+    def events(self) -> Sequence[Event]:
+        return ()
+
+    def log(self, event: Event) -> None:
+        pass
+
+    def compact(self, events: Sequence[Event]) -> None:
+        pass
+
+    def make_durable(self) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+
+class MemoryTable(MemoryStorage):
     """See TableStorage."""
+
+    record = TableRecord()
+    undo_bytes = 0
 
     def __init__(self, layout: TableLayout) -> None:
         """Raises MemoryError when there is no address space."""
         arrays = make_arrays(layout, layout.row_capacity, lambda _, *shape: lazy_zeros(*shape))
         self.keys, self.update_counts, self.last_steps, self.weights = arrays[:4]
         self.slots, self.sums, self.has_sum = arrays[4:]
-        self.record = TableRecord()
         self._arrays = arrays
         self._layout = layout
         self._reserved_row_count = 0
@@ -39,15 +59,6 @@ class MemoryTable:
 
     def positions(self) -> list[Position]:
         return list(self._positions)
-
-    def events(self) -> Sequence[Event]:
-        return ()
-
-    def log(self, event: Event) -> None:
-        """See TableStorage."""
-
-    def compact(self, events: Sequence[Event]) -> None:
-        """See TableStorage."""
 
     def add_seat(self) -> None:
         self._positions.append(Position(len(self._positions)))
@@ -60,24 +71,15 @@ class MemoryTable:
     def reserved_row_count(self) -> int:
         return self._reserved_row_count
 
-    undo_bytes = 0
-    """See TableStorage."""
-
     def change(self, places: Places, *, values: bool, sums: bool) -> MemoryRowChange:
         assert places.size <= self._layout.rows_per_change_max
         return MemoryRowChange(self, places, values=values, sums=sums)
 
     def verify(self, places: Places) -> None:
-        """See TableStorage."""
-
-    def make_durable(self) -> None:
-        """See TableStorage."""
-
-    def sync(self) -> None:
-        """See TableStorage."""
+        pass
 
     def make_image(self, is_stopping: Callable[[], bool]) -> None:
-        """See TableStorage."""
+        pass
 
 
 class MemoryRowChange:

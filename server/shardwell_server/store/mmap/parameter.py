@@ -8,6 +8,7 @@ Files of a parameter's directory; the arrays are plain little-endian float32:
     marks             the last step of each worker for each chunk       (records/worker_steps.py)
     undo              what chunks were that are being changed           (undo.py)
     events            seats, first weights, learning rates              (records/event_log.py)
+    image-*, journal-*    what survives the machine                     (storage.py)
 
 A transition, in the order of its writes (docs/adr/0007-crash-safety.md has the proof):
 
@@ -24,10 +25,11 @@ arrays chunk by chunk (`verify`) before their first use.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from fastcrc import crc32
@@ -35,23 +37,23 @@ from fastcrc import crc32
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes, Float32, blocks
 from shardwell_server.store.contract import ChunkRecord, JournalEntry, Layout, Transition
-from shardwell_server.store.event import Event
-from shardwell_server.store.files.layout import write_layout
 from shardwell_server.store.files.mapped import MappedFile
-from shardwell_server.store.files.presence import NamedFiles
+from shardwell_server.store.journal.image_files import image_path
+from shardwell_server.store.journal.journal import HEAD_BYTES, cut_off, segments
+from shardwell_server.store.journal.journaling import Journaling
+from shardwell_server.store.journal.parameter_entries import pack_entry, read_entries
 from shardwell_server.store.mmap import undo
-from shardwell_server.store.mmap.synced_files import SyncedFiles
+from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.mmap.undo import Arrays, UndoArea
 from shardwell_server.store.records import chunk_records
 from shardwell_server.store.records.chunk_records import ChunkRecords, StoredRecord
-from shardwell_server.store.records.event_log import EventLog
-from shardwell_server.store.records.worker_steps import WorkerSteps, recover_marks, seat_count
+from shardwell_server.store.records.worker_steps import recover_marks, seat_count
 
 
-class MmapParameter(SyncedFiles):
+class MmapParameter(MmapStorage):
     """See ParameterStorage and the module."""
 
-    _UNMAPPED = ("parameter.json", "events")
+    LAYOUT_NAME = "parameter.json"
 
     def __init__(
         self,
@@ -62,12 +64,11 @@ class MmapParameter(SyncedFiles):
         reached: Callable[[str], None],
     ) -> None:
         """Maps the files with `mapped`, which makes or opens one of a name and size."""
-        self.directory = directory
+        chunk_count = layout.chunk_count
+        super().__init__(directory, chunk_count, salt, reached)
         self.is_torn = False
         """See ParameterStorage."""
         self._layout = layout
-        self._salt = salt
-        self._files: list[MappedFile] = []
 
         def opened(name: str, size_bytes: int) -> MappedFile:
             self._files.append(mapped(directory / name, size_bytes))
@@ -80,31 +81,16 @@ class MmapParameter(SyncedFiles):
         self.weights = array("weights")
         self.gradient_sum = array("gradient_sum") if layout.with_sum else None
         self.slots = tuple(array(f"slot-{i}") for i in range(len(layout.initial_slots)))
-        chunk_count = layout.chunk_count
         file = opened("records", chunk_records.file_size(chunk_count))
         self._records = ChunkRecords(file, chunk_count, salt, reached)
         self._stored: list[StoredRecord] = []
         file = opened("undo", undo.file_size(layout))
         self._undo = UndoArea(file, layout, salt, reached)
-        self._marks = WorkerSteps(directory / "marks", chunk_count, salt, reached)
-        self._events = EventLog(directory / "events", salt, reached)
-        self._seat_count = 0
-        self._reached = reached
-        self.named_files = NamedFiles(directory, self._files, ("parameter.json", "marks", "events"))
-        """What must keep its name for as long as this is used."""
-        self.rolled_back_count = 0
-        """Changes that were cut off, and taken back when the files were opened."""
 
     @classmethod
     def create(
         cls, directory: Path, layout: Layout, salt: int, reached: Callable[[str], None]
     ) -> Self:
-        """New files in an empty directory.
-
-        Raises:
-            OSError: they can't be made.
-        """
-
         def new(path: Path, size_bytes: int) -> MappedFile:
             file = MappedFile.create(path, size_bytes)
             reached("file")
@@ -121,11 +107,7 @@ class MmapParameter(SyncedFiles):
             if size not in crcs:  # two sizes at most
                 crcs[size] = made._crcs(index)
             made._put(index, StoredRecord(0, ChunkRecord(), -1, -1, crcs[size]))
-        (directory / "marks").touch()
-        reached("file")
-        made._marks.open()
-        made._events.create()
-        write_layout(directory / "parameter.json", layout, salt)
+        made._complete(layout)
         return made
 
     @classmethod
@@ -138,13 +120,9 @@ class MmapParameter(SyncedFiles):
         *,
         is_torn: bool = False,
     ) -> Self:
-        """What an earlier process left: takes back what it was in the middle of.
-
-        Raises:
-            StorageError: a file was damaged; it is named.
-        """
+        has_image = is_torn and cls._restore_image(directory, reached)
         made = cls(directory, layout, salt, MappedFile.open, reached)
-        made.is_torn = is_torn
+        made.is_torn, made.has_image = is_torn, has_image
         made._stored = [made._records.get(index) for index in range(layout.chunk_count)]
         for entry in made._undo.entries:
             pending = entry.pending(layout.chunk_count)
@@ -156,17 +134,23 @@ class MmapParameter(SyncedFiles):
                 made.verify(index)
                 made.rolled_back_count += 1
             entry.void()
-        made._recover_marks()
+        made._seat_count = seat_count(made._events.read())
+        latest = [(stored.seat_index, stored.step) for stored in made._stored]
+        recover_marks(made._marks, made._seat_count, latest, is_torn=is_torn)
         return made
 
-    def _recover_marks(self) -> None:
-        self._seat_count = seat_count(self._events.read())
-        latest = [(stored.seat_index, stored.step) for stored in self._stored]
-        recover_marks(self._marks, self._seat_count, latest, is_torn=self.is_torn)
+    @staticmethod
+    def _copy_file(source: Path, target: Path) -> None:
+        shutil.copyfile(source, target)  # without holes, so that there is room for what follows
 
-    @property
-    def wants_image(self) -> bool:
-        return False
+    def facts(self) -> dict[str, Any]:
+        versions = [stored.record.version for stored in self._stored]
+        return {
+            "size": self._layout.slice_size,
+            "version_min": min(versions, default=0),
+            "version_max": max(versions, default=0),
+            "taken_back_chunk_count": self.rolled_back_count,
+        }
 
     def records(self) -> list[ChunkRecord]:
         return [stored.record for stored in self._stored]
@@ -174,22 +158,17 @@ class MmapParameter(SyncedFiles):
     def last_steps(self) -> list[list[int]]:
         return [self._marks.row(seat) for seat in range(self._seat_count)]
 
-    def events(self) -> Sequence[Event]:
-        return self._events.read()
-
-    def log(self, event: Event) -> None:
-        self._events.append(event)
-        self._seat_count += event.get("kind") == "seat"
-
-    def compact(self, events: Sequence[Event]) -> None:
-        self._events.compact(events)
-
-    def add_seat(self) -> None:
-        self._marks.make_room(self._seat_count + 1)
-        self._marks.begin(self._seat_count)
-
     def change(self, chunk_index: int, transition: Transition) -> _MmapChange:
         return _MmapChange(self, chunk_index, transition)
+
+    # The journal.
+
+    def _begin_segment(self, journaling: Journaling) -> int:
+        return journaling.begin_segment()
+
+    @property
+    def wants_image(self) -> bool:
+        return self._journaling is not None and self._journaling.wants_image
 
     def journal(
         self,
@@ -201,20 +180,55 @@ class MmapParameter(SyncedFiles):
         learning_rate: float,
         payload: Bytes,
     ) -> None:
-        """See ParameterStorage. What survives the process needs none."""
+        if self._journaling is None:
+            return
+        sequence = self._stored[chunk_index].sequence + 1
+        entry = JournalEntry(
+            chunk_index, seat_index, sequence, step, sample_count, exponent, learning_rate, payload
+        )
+        self._journaling.append(pack_entry(entry, self._salt), self._layout.size_bytes)
 
-    def make_durable(self) -> None:
-        """See ParameterStorage."""
-
-    def sync(self) -> None:
-        """See ParameterStorage."""
-
-    def replay(self) -> Iterable[JournalEntry]:
-        return ()
+    def replay(self) -> Iterator[JournalEntry]:
+        if not self.is_torn:
+            return
+        paths, name = segments(self.directory), self._layout.name
+        counted: dict[tuple[int, int], tuple[int, int]] = {}
+        for number, path in paths.items():
+            end = HEAD_BYTES
+            for entry, end in read_entries(path, name, self._salt):
+                counted[entry.chunk_index, entry.sequence] = (number, end)
+            cut_off(path, end)
+        for number, path in paths.items():
+            for entry, end in read_entries(path, name, self._salt):
+                if entry.chunk_index >= self._layout.chunk_count:
+                    raise StorageError(f"{path} has an entry of chunk {entry.chunk_index}")
+                expected = self._stored[entry.chunk_index].sequence + 1
+                if counted[entry.chunk_index, entry.sequence] != (number, end):
+                    continue  # the shard was killed before it counted
+                if entry.sequence > expected:
+                    raise StorageError(
+                        f"{path}: chunk {entry.chunk_index} goes on with transition "
+                        f"{entry.sequence}; expected {expected}: a part of the journal is gone; "
+                        "restore a checkpoint",
+                        parameter=self._layout.name,
+                    )
+                if entry.sequence == expected:
+                    yield entry
 
     @contextlib.contextmanager
     def imaging(self) -> Iterator[Callable[[int], None]]:
-        yield lambda chunk_index: None
+        journaling = self._journaling
+        if journaling is None:
+            yield lambda chunk_index: None
+            return
+        number = journaling.begin_segment()
+        if image_path(self.directory, number).exists():
+            # Nothing was journaled since, but first weights may have come.
+            number = journaling.begin_segment(anyway=True)
+        with journaling.imaging(number) as path:
+            image = MmapParameter.create(path, self._layout, self._salt, self._reached)
+            yield lambda chunk_index: image.copy_chunk(self, chunk_index)
+            image.sync_contents()
 
     def copy_chunk(self, source: MmapParameter, chunk_index: int) -> None:
         """Makes a chunk what it is in another storage of the same layout.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import mix
-from shardwell_server.store.table_contract import FREE, Int64, Places, TableLayout
+from shardwell_server.store.contract import FREE, Int64, Places, TableLayout
 
 Checks = npt.NDArray[np.uint64]
 """(n,) uint64."""

@@ -24,9 +24,9 @@ import numpy as np
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
+from shardwell_server.store.contract import Places
 from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile
 from shardwell_server.store.row_arrays import Rows, gather, scatter
-from shardwell_server.store.table_contract import Places
 
 _HEAD = struct.Struct("<QQQ")
 _VALID = 1 << 32

@@ -1,22 +1,204 @@
-"""How the files of a parameter or table in mapped files come to the disk."""
+"""What a parameter and a table in mapped files have in common: seats, events, and the disk.
+
+Beside the files that serve and survive the process there may be what survives the machine, too:
+
+    image-000003/      the same files as they were at some moment, all of it on disk
+    journal-000003     what has changed since image 3 was begun (store/journal/)
+    journal-000004     and so on; image 5, when it is whole, makes these superfluous
+
+After a loss of power the newest image replaces the files, and the journal is gone through again.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
-from shardwell_server.store.files.mapped import MappedFile, sync_directory, sync_file
+from shardwell_server.store.contract import Event, Layout, TableLayout
+from shardwell_server.store.files.layout import write_layout
+from shardwell_server.store.files.mapped import (
+    MappedFile,
+    storage_error,
+    sync_directory,
+    sync_file,
+)
+from shardwell_server.store.files.presence import NamedFiles, Presence
+from shardwell_server.store.journal.image_files import images
+from shardwell_server.store.journal.journaling import Journaling, forget_journal
+from shardwell_server.store.records.event_log import EventLog
 from shardwell_server.store.records.worker_steps import WorkerSteps
 
 
-class SyncedFiles:
-    """What both have of it; the attributes are theirs."""
+class MmapStorage(ABC):
+    """Base of both.
 
-    directory: Path
-    _files: list[MappedFile]
-    _marks: WorkerSteps
-    _UNMAPPED: ClassVar[tuple[str, ...]]
-    """Names of the files that are written, not mapped."""
+    Args:
+        directory: Of the files.
+        unit_count: Of what each worker's last step is kept.
+        salt: Drawn for the storage, so that no other's records fit.
+        reached: Called after every write.
+    """
+
+    LAYOUT_NAME: ClassVar[str]
+    """The file that says what the others are."""
+
+    def __init__(
+        self, directory: Path, unit_count: int, salt: int, reached: Callable[[str], None]
+    ) -> None:
+        self.directory = directory
+        self.presence: Presence | None = None
+        """Of the store that it belongs to, from then on."""
+        self._salt = salt
+        self._reached = reached
+        self._files: list[MappedFile] = []
+        self._marks = WorkerSteps(directory / "marks", unit_count, salt, reached)
+        self._events = EventLog(directory / "events", salt, reached)
+        self._seat_count = 0
+        self.has_image = False
+        """Whether an image has replaced the files."""
+        self.rolled_back_count = 0
+        """Chunks or rows of changes that were cut off, and taken back in `recover`."""
+        self._journaling: Journaling | None = None
+
+    def _complete(self, layout: Layout | TableLayout) -> None:
+        """Makes the files that new storage has beside those that are mapped."""
+        (self.directory / "marks").touch()
+        self._reached("file")
+        self._marks.open()
+        self._events.create()
+        write_layout(self.directory / self.LAYOUT_NAME, layout, self._salt)
+
+    @cached_property
+    def named_files(self) -> NamedFiles:
+        """What must keep its name for as long as this is used."""
+        return NamedFiles(self.directory, self._files, (self.LAYOUT_NAME, "marks", "events"))
+
+    @classmethod
+    @abstractmethod
+    def create(
+        cls, directory: Path, layout: Any, salt: int, reached: Callable[[str], None]
+    ) -> Self:
+        """New files in an empty directory.
+
+        Raises:
+            OSError, OverflowError: they can't be made.
+        """
+
+    @classmethod
+    @abstractmethod
+    def recover(
+        cls,
+        directory: Path,
+        layout: Any,
+        salt: int,
+        reached: Callable[[str], None],
+        *,
+        is_torn: bool = False,
+    ) -> Self:
+        """What an earlier process left: takes back what it was in the middle of.
+
+        Args:
+            directory: Where it is.
+            layout: What it is.
+            salt: That it was made with.
+            reached: Called after every write.
+            is_torn: Whether the machine lost power, so that an image replaces the files.
+
+        Raises:
+            StorageError: a file was damaged; it is named.
+        """
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Where it goes on, for the log."""
+
+    @classmethod
+    def _restore_image(cls, directory: Path, reached: Callable[[str], None]) -> bool:
+        """Puts the newest image in the place of the files; False if there is none.
+
+        Raises:
+            StorageError: it can't be done.
+        """
+        newest = list(images(directory).values())[-1:]
+        try:
+            for image in newest:
+                for path in image.iterdir():
+                    if path.name not in ("events", cls.LAYOUT_NAME):
+                        cls._copy_file(path, directory / path.name)
+                        reached("file restored")
+        except OSError as error:
+            raise storage_error(directory, error, "going back to its image") from None
+        return bool(newest)
+
+    @staticmethod
+    @abstractmethod
+    def _copy_file(source: Path, target: Path) -> None:
+        """Copies a file of an image, in the place of the one that serves."""
+
+    # Seats and events.
+
+    def events(self) -> Sequence[Event]:
+        return self._events.read()
+
+    def log(self, event: Event) -> None:
+        self._events.append(event)
+        self._seat_count += event.get("kind") == "seat"
+
+    def compact(self, events: Sequence[Event]) -> None:
+        self._events.compact(events)
+
+    def add_seat(self) -> None:
+        self._marks.make_room(self._seat_count + 1)
+        self._marks.begin(self._seat_count)
+
+    # The journal.
+
+    def start_journal(self, *, syncs_each: bool, is_new: bool = False) -> None:
+        """Begins to journal; to be called once, when replay is over.
+
+        Args:
+            syncs_each: Whether `make_durable` waits for the disk.
+            is_new: Whether it was just made, and everything is on the disk.
+
+        Raises:
+            StorageError: the journal, or a first image, can't be written.
+        """
+        self._events.is_synced = True
+        journaling = Journaling(
+            self.directory,
+            self._reached,
+            (lambda: None) if is_new else self.sync_names,
+            syncs_each=syncs_each,
+        )
+        self._begin_segment(journaling)
+        self._journaling = journaling
+
+    @abstractmethod
+    def _begin_segment(self, journaling: Journaling) -> int:
+        """Goes on in a new segment, unless this one is as good; returns its number."""
+
+    def make_durable(self) -> None:
+        if self.presence is not None:
+            self.presence.check()
+        if self._journaling is not None:
+            self._journaling.make_durable()
+
+    def sync(self) -> None:
+        if self._journaling is not None:
+            self._journaling.sync()
+
+    def drop_journal(self) -> None:
+        """Makes image and journal of an earlier process superfluous, and removes them.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        forget_journal(self.directory, self._reached, self._sync_all)
+
+    # The disk.
 
     def close(self) -> None:
         """Writes everything to disk.
@@ -24,8 +206,9 @@ class SyncedFiles:
         Raises:
             OSError: the disk failed.
         """
-        self._sync_mapped()
-        self.sync_names()
+        if self._journaling is not None:
+            self._journaling.close()
+        self._sync_all()
 
     def sync_contents(self) -> None:
         """Makes what the files hold survive a loss of power; names are left to the caller.
@@ -33,7 +216,9 @@ class SyncedFiles:
         Raises:
             OSError: the disk failed.
         """
-        self._sync_mapped()
+        for file in self._files:
+            file.sync()
+        self._marks.sync()
         self._sync_unmapped()
 
     def sync_names(self) -> None:
@@ -46,11 +231,11 @@ class SyncedFiles:
         sync_directory(self.directory)
         sync_directory(self.directory.parent)
 
-    def _sync_mapped(self) -> None:
-        for file in self._files:
-            file.sync()
-        self._marks.sync()
+    def _sync_all(self) -> None:
+        self.sync_contents()
+        sync_directory(self.directory)
+        sync_directory(self.directory.parent)
 
     def _sync_unmapped(self) -> None:
-        for name in self._UNMAPPED:
+        for name in (self.LAYOUT_NAME, "events"):
             sync_file(self.directory / name)

@@ -10,6 +10,7 @@ Files of a table's directory; the arrays are plain little-endian numbers, by pla
     marks             what each worker has contributed          (records/worker_steps.py)
     undo              the rows that are being changed           (row_undo.py)
     events            seats, learning rates                     (records/event_log.py)
+    image-*, journal-*    what survives the machine             (storage.py)
 
 A change, in the order of its writes (docs/adr/0010-tables.md):
 
@@ -25,49 +26,61 @@ use. So opening a table reads 24 bytes a row, and 9 more where gradients are sum
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Float32
-from shardwell_server.store.event import Event
-from shardwell_server.store.files.layout import write_layout
+from shardwell_server.store.contract import Places, Position, TableLayout, TableRecord
 from shardwell_server.store.files.mapped import MappedFile
-from shardwell_server.store.files.presence import NamedFiles
-from shardwell_server.store.files.sparse import SparseFile, reserve_all
+from shardwell_server.store.files.sparse import SparseFile, copy_sparse, reserve_all
+from shardwell_server.store.journal.image_files import image_path, images
+from shardwell_server.store.journal.journaling import Journaling
+from shardwell_server.store.journal.table_entries import (
+    TableEntry,
+    TableJournal,
+    pack_entry,
+    pack_mark,
+)
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.mmap.row_guard import RowGuard
 from shardwell_server.store.mmap.row_undo import RowUndo, entry_bytes
-from shardwell_server.store.mmap.synced_files import SyncedFiles
-from shardwell_server.store.records.event_log import EventLog
+from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.records.table_records import (
     RECORDS_BYTES,
     StoredTableRecord,
     TableRecords,
 )
-from shardwell_server.store.records.worker_steps import WorkerSteps, recover_marks, seat_count
+from shardwell_server.store.records.worker_steps import recover_marks, seat_count
 from shardwell_server.store.row_arrays import (
     Rows,
     WrittenRows,
     check_capacity,
     make_arrays,
     scatter_rows,
+    write_again,
 )
-from shardwell_server.store.table_contract import Places, Position, TableLayout, TableRecord
 
 _PART_BITS = 16
+_BLOCK_BYTES = 4 << 20
+"""Rows that are copied to an image while changes wait: about a millisecond."""
 
 
-class MmapTable(SyncedFiles):
+class _StoppedError(Exception):
+    """An image is given up."""
+
+
+class MmapTable(MmapStorage):
     """See TableStorage and the module."""
 
-    _UNMAPPED = ("table.json", "events")
+    LAYOUT_NAME = "table.json"
 
     def __init__(
         self,
@@ -78,12 +91,8 @@ class MmapTable(SyncedFiles):
         reached: Callable[[str], None],
     ) -> None:
         """Maps the files; `kind` is "create" or "open"."""
-        self.directory = directory
-        self.rolled_back_row_count = 0
-        """Rows of a change that was cut off, and taken back when the files were opened."""
+        super().__init__(directory, 1, salt, reached)
         self._layout = layout
-        self._reached = reached
-        self._files: list[MappedFile] = []
         self._row_files: list[tuple[SparseFile, int]] = []
 
         def fixed(name: str, size_bytes: int) -> MappedFile:
@@ -109,7 +118,6 @@ class MmapTable(SyncedFiles):
         self.keys, self.update_counts, self.last_steps, self.weights = arrays[:4]
         self.slots, self.sums, self.has_sum = arrays[4:]
         self._arrays = arrays
-        self._salt = salt
         self._lock = threading.Lock()
         """Held while a change is under way, or rows are copied to an image."""
         self._guard = RowGuard(directory, layout, arrays, salt, array)
@@ -123,29 +131,18 @@ class MmapTable(SyncedFiles):
         )
         self._records = TableRecords(fixed("records", RECORDS_BYTES), salt, reached)
         self._stored = StoredTableRecord(0, TableRecord(), None)
-        self._marks = WorkerSteps(directory / "marks", 1, salt, reached)
-        self._events = EventLog(directory / "events", salt, reached)
-        self._seat_count = 0
         self._reserved_row_count = 0
-        self.named_files = NamedFiles(directory, self._files, ("table.json", "marks", "events"))
-        """What must keep its name for as long as this is used."""
+        self._image_lock = threading.Lock()
+        self._marked = (-1, 0)
+        """Number and size of the segment, when it had a mark and nothing else."""
 
     @classmethod
     def create(
         cls, directory: Path, layout: TableLayout, salt: int, reached: Callable[[str], None]
     ) -> Self:
-        """New files in an empty directory.
-
-        Raises:
-            OSError, OverflowError: they can't be made.
-        """
         made = cls(directory, layout, salt, "create", reached)
         made._records.put(made._stored)
-        (directory / "marks").touch()
-        reached("file")
-        made._marks.open()
-        made._events.create()
-        write_layout(directory / "table.json", layout, salt)
+        made._complete(layout)
         return made
 
     @classmethod
@@ -158,12 +155,9 @@ class MmapTable(SyncedFiles):
         *,
         is_torn: bool = False,
     ) -> Self:
-        """What an earlier process left: takes back what it was in the middle of.
-
-        Raises:
-            StorageError: a file was damaged; it is named.
-        """
+        has_image = is_torn and cls._restore_image(directory, reached)
         made = cls(directory, layout, salt, "open", reached)
+        made.has_image = has_image
         made._stored = made._records.get(layout.row_capacity)
         row_used = made._stored.record.row_used
         made._reserved_row_count = row_used
@@ -175,7 +169,7 @@ class MmapTable(SyncedFiles):
         sequence = made._undo.pending()
         if sequence is not None:
             if sequence == made._stored.sequence:
-                made.rolled_back_row_count = made._undo.roll_back()
+                made.rolled_back_count = made._undo.roll_back()
             else:
                 made._undo.void()
         made._guard.check_keys(row_used)
@@ -183,7 +177,20 @@ class MmapTable(SyncedFiles):
         latest = made._stored.position
         mark = (-1, -1) if latest is None else (latest.seat_index, _mark(latest))
         recover_marks(made._marks, made._seat_count, [mark], is_torn=is_torn)
+        if has_image:
+            made._replay()
         return made
+
+    @staticmethod
+    def _copy_file(source: Path, target: Path) -> None:
+        copy_sparse(source, target)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "row_used": self.record.row_used,
+            "version": self.record.version,
+            "taken_back_row_count": self.rolled_back_count,
+        }
 
     @property
     def record(self) -> TableRecord:
@@ -196,20 +203,6 @@ class MmapTable(SyncedFiles):
             step, part_count = divmod(max(mark, 0), 1 << _PART_BITS)
             found.append(Position(seat_index, step, part_count))
         return found
-
-    def events(self) -> Sequence[Event]:
-        return self._events.read()
-
-    def log(self, event: Event) -> None:
-        self._events.append(event)
-        self._seat_count += event.get("kind") == "seat"
-
-    def compact(self, events: Sequence[Event]) -> None:
-        self._events.compact(events)
-
-    def add_seat(self) -> None:
-        self._marks.make_room(self._seat_count + 1)
-        self._marks.begin(self._seat_count)
 
     def reserve(self, row_count: int) -> None:
         check_capacity(self._layout, row_count)
@@ -232,14 +225,96 @@ class MmapTable(SyncedFiles):
     def verify(self, places: Places) -> None:
         self._guard.verify(places)
 
-    def make_durable(self) -> None:
-        """See TableStorage. What is committed survives the process, and no loss of power."""
+    # The journal.
 
-    def sync(self) -> None:
-        """See TableStorage."""
+    def _replay(self) -> None:
+        """Writes again what the image that was restored lacks.
 
-    def make_image(self, is_stopping: Callable[[], bool]) -> None:
-        """See TableStorage."""
+        Raises:
+            StorageError: a part of the journal is gone; it is named.
+        """
+        (*_, number) = images(self.directory)
+        journal = TableJournal(self.directory, self._layout.name, self._arrays, self._salt)
+        for entry in journal.entries(number, self._stored.sequence):
+            self._write_again(entry)
+
+    def _write_again(self, entry: TableEntry) -> None:
+        stored, rows = entry.stored, entry.rows
+        self.reserve(stored.record.row_used)
+        write_again(rows, self._arrays, stored.record.row_used)
+        has_sums = bool(rows.sums) or rows.clears
+        self._guard.write(
+            rows.places, self._copies, rows.new_start, {}, values=bool(rows.values), sums=has_sums
+        )
+        self._guard.write_new(rows.new_start, stored.record.row_used)
+        position = stored.position
+        if position is not None and position.seat_index >= self._seat_count:
+            raise StorageError(
+                f"{self.directory}: its journal has a gradient of seat {position.seat_index}, and "
+                f"{self.directory / 'events'} {self._seat_count} seats: one of them was replaced; "
+                "restore a checkpoint",
+                table=self._layout.name,
+            )
+        self.put(stored)
+
+    def start_journal(self, *, syncs_each: bool, is_new: bool = False) -> None:
+        super().start_journal(syncs_each=syncs_each, is_new=is_new)
+        self.make_image()
+
+    def _journal(self, stored: StoredTableRecord, rows: WrittenRows) -> None:
+        """Notes what a change wrote, before it stands.
+
+        Raises:
+            StorageError: it can't be written; the change must not stand.
+        """
+        if self._journaling is not None:
+            image_bytes = stored.record.row_used * self._layout.row_size_bytes
+            self._journaling.append(pack_entry(TableEntry(stored, rows), self._salt), image_bytes)
+
+    def make_image(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        journaling = self._journaling
+        if journaling is not None and journaling.wants_image:
+            with self._image_lock, contextlib.suppress(_StoppedError):
+                self._write_image(journaling, is_stopping)
+
+    def _write_image(self, journaling: Journaling, is_stopping: Callable[[], bool]) -> None:
+        with self._lock:
+            number = self._begin_segment(journaling)
+        with journaling.imaging(number) as path:
+            image = MmapTable.create(path, self._layout, self._salt, self._reached)
+            self._copy_to(image, is_stopping)
+            image.sync_contents()
+            journaling.journal.sync_segment()  # rows may be as new as its last entry
+
+    def _begin_segment(self, journaling: Journaling) -> int:
+        """Goes on in a new segment, unless this one is as good; no change is under way."""
+        journal = journaling.journal
+        number = journal.number
+        if (
+            self._marked != (number, journal.size_bytes)
+            or image_path(self.directory, number).exists()
+            or journal.has_failed
+        ):
+            number = journaling.begin_segment(anyway=True)
+            journal.append(pack_mark(self._stored, self._salt))
+            self._marked = (number, journal.size_bytes)
+        return number
+
+    def _copy_to(self, image: MmapTable, is_stopping: Callable[[], bool]) -> None:
+        """Copies all rows while changes go on, then the record."""
+        step = max(_BLOCK_BYTES // self._layout.row_size_bytes, 1)
+        start = 0
+        while not is_stopping():
+            stop = min(start + step, self.record.row_used)
+            image.reserve(stop)
+            with self._lock:  # a row that is being changed fits no check
+                self.verify(np.arange(start, stop))
+                image.copy_rows(self, start, stop)
+                if stop == self.record.row_used:
+                    image.copy_standing(self)
+                    return
+            start = stop
+        raise _StoppedError
 
     def copy_rows(self, source: MmapTable, start: int, stop: int) -> None:
         """Makes rows what they are in another table of the same layout and salt; there is room."""
@@ -263,9 +338,6 @@ class MmapTable(SyncedFiles):
         self._stored = stored
         if stored.position is not None:
             self._marks.put(stored.position.seat_index, 0, _mark(stored.position))
-
-    def _note(self, stored: StoredTableRecord, rows: WrittenRows) -> None:
-        """Called with what a change wrote, before it stands; may refuse it by a StorageError."""
 
 
 class MmapRowChange:
@@ -333,7 +405,7 @@ class MmapRowChange:
         of._reached("new rows' checks")
         stored = StoredTableRecord(of._stored.sequence + 1, record, position)
         try:
-            of._note(stored, rows._replace(new_rows=new_rows))
+            of._journal(stored, rows._replace(new_rows=new_rows))
         except StorageError:
             self._roll_back()  # while nobody reads
             raise

@@ -20,7 +20,7 @@ from pathlib import Path
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
-from shardwell_server.store.event import Event
+from shardwell_server.store.contract import Event
 from shardwell_server.store.files.mapped import reserve, storage_error, sync_directory
 
 _LOG = logging.getLogger("shardwell_server")

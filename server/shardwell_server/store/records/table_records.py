@@ -6,9 +6,9 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
+from shardwell_server.store.contract import Position, TableRecord
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.records.atomic_records import AtomicRecords, file_size
-from shardwell_server.store.table_contract import Position, TableRecord
 
 # sequence, row_used, version, sample_total, step; contribution_count, shift, seat_index, part_count
 _RECORD = struct.Struct("<Qqqqqiiii")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import StorageError
-from shardwell_server.store.event import Event
+from shardwell_server.store.contract import Event
 from shardwell_server.store.files.mapped import (
     NO_WORDS,
     PAGE_SIZE_BYTES,
