@@ -240,6 +240,10 @@ class Seats(ABC, Generic[SeatT]):
     ) -> SeatT:
         """The same seat in a later tenure, with what the storage has of that."""
 
+    @abstractmethod
+    def restore_seat(self, event: Event, stored: Any) -> SeatT:
+        """Gives a worker the next seat, as was logged; `stored` is what the storage has of it."""
+
     @property
     def is_sync(self) -> bool:
         """Whether steps need all workers."""

@@ -1,19 +1,10 @@
-"""What changes rarely about a parameter's slice: who takes part, whose first weights stand, rates.
+"""What changes rarely about a parameter's slice: beside its members, whose first weights it has.
 
-Every change is logged in the storage before it takes effect, so that a shard that comes back goes
-on with it. Events, as JSON objects:
+Events beside those of membership_log.py:
 
-    {"kind": "seat", "worker_id": W, "session": [N, host, pid] or null, "tenure": [T, F]}
-                                                 W takes the next seat, in tenure T, from step F on;
-                                                 null: its session has ended in order since
-    {"kind": "tenure", "seat_index": I, "worker_id": W, "session": ..., "tenure": [T, F]}
-                                                 seat I, which was another's or W's, in a new tenure
-    {"kind": "owner", "worker_id": W, "session": ...}       its seat's owner from now on
     {"kind": "first_weights", "epoch": E, "staged_epoch": S, "standing": B,
      "learning_rate": R or null,         and "from_step": N when R is the rate from step N on
      "load_id": N}                       what the values are of; 0: nothing to tell
-    {"kind": "learning_rate", "from_step": N, "learning_rate": R}
-    {"kind": "incarnation", "incarnation": N}                what tells it from others of its name
 """
 
 from __future__ import annotations
@@ -25,20 +16,14 @@ import threading
 import time
 from collections.abc import Iterator
 
-from shardwell.errors import (
-    ArgumentError,
-    LimitError,
-    NotInitializedError,
-    StepOrderError,
-    StorageError,
-)
+from shardwell.errors import ArgumentError, NotInitializedError, StepOrderError
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.config import Limits
 from shardwell_server.shard.deadline import Changes, RequestDeadline
-from shardwell_server.shard.learning_rates import LearningRates
-from shardwell_server.shard.members import Contributor, owner_event, owner_of
+from shardwell_server.shard.members import Contributor
+from shardwell_server.shard.membership_log import MembershipLog
 from shardwell_server.shard.parameter.first_weights import FirstWeightsState
 from shardwell_server.shard.step_tracker import Seat, StepTracker
 from shardwell_server.store import Event, ParameterStorage
@@ -47,7 +32,7 @@ _CLAIM_LOOK_S = 0.2
 """How soon a client that waits for first weights sees that their sender has had his time."""
 
 
-class Register:
+class Register(MembershipLog[Seat]):
     """See the module. Any thread may call it; never with a chunk's lock held."""
 
     def __init__(
@@ -60,53 +45,32 @@ class Register:
         is_first_shard: bool,
         limits: Limits,
     ) -> None:
+        super().__init__("parameter", spec.name, storage, tracker, learning_rate, limits)
         self.lock = threading.Lock()
         """Guards all of it, and the seats of the tracker."""
         self._spec = spec
-        self._storage = storage
         self._tracker = tracker
-        self._limits = limits
         self._has_rate = learning_rate is not None
-        self._rates = LearningRates(learning_rate or 0.0)
         self._init_changed = Changes(self.lock)
         self._is_first_shard = is_first_shard
-        self.incarnation = 0
-        """See CreateParameterResponse; 0: none yet."""
         self._first = FirstWeightsState(
             spec.name, is_first_shard=is_first_shard, claim_s=limits.init_claim_s
         )
         if isinstance(spec.optimizer, Average):
             self._first.stand_without()
-        self._restore()
+        self._restore(storage.last_steps())
 
-    # Taking part.
+    # Taking part. The lock is held.
 
     def seat(self, contributor: Contributor[Seat]) -> Seat:
-        """The worker's seat, which is the session's from now on; the lock is held.
+        """As of any member, once there are first weights.
 
         Raises:
-            NotInitializedError: there are no first weights.
-            SeatsTakenError, WorkerIdInUseError, LimitError, StepOrderError: see `Seats.seat`.
-            StorageError: there is no room for it.
+            NotInitializedError: there are none.
+            ShardwellError: see `MembershipLog.seat`.
         """
         self.check_initialized()
-        return self._tracker.seat(contributor, self._note_seat)
-
-    def _note_seat(self, event: Event) -> None:
-        if event["kind"] == "seat":
-            self._storage.add_seat()
-        self._storage.compact(self._events())
-        self._log(event)
-
-    def end_session(self, number: int) -> None:
-        """Notes that a session, by its number, has ended in order; the lock is held.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
-        for worker_id in self._tracker.owned_by(number):
-            self._log(owner_event(worker_id, None))
-            self._tracker.set_owner(worker_id, None)
+        return super().seat(contributor)
 
     # Which parameter of its name it is.
 
@@ -139,8 +103,7 @@ class Register:
                     "its files, or start the training again under another name",
                     parameter=self._spec.name,
                 )
-            self._log({"kind": "incarnation", "incarnation": incarnation})
-            self.incarnation = incarnation
+            self.note_incarnation(incarnation)
         return self.incarnation
 
     # First weights.
@@ -240,10 +203,6 @@ class Register:
 
     # Learning rates.
 
-    def learning_rate(self, version: int) -> float:
-        """The rate of the update that follows `version` updates; 0 where there is none."""
-        return self._rates.at(version)
-
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
         """Sets the rate from a step on; None: from the first that no chunk has reached.
 
@@ -252,77 +211,26 @@ class Register:
             StepOrderError: a chunk has passed `from_step`.
             LimitError: too many changes are scheduled.
         """
-        name = self._spec.name
         if not self._has_rate:
             raise ArgumentError(
-                f"parameter {name!r}: {self._spec.optimizer!r} has no learning rate"
+                f"parameter {self._name!r}: {self._spec.optimizer!r} has no learning rate"
             )
         with self.lock:
-            version_max = self._tracker.version_max()
-            first = version_max if from_step is None else from_step
-            if first < version_max:
-                raise StepOrderError(
-                    f"learning rate of {name!r} from step {from_step}: chunks have reached step "
-                    f"{version_max}; ask for a later step, or for none to have it now",
-                    parameter=name,
-                )
-            oldest = self._tracker.version_min() if self._tracker.records else first
-            self._rates.prune(oldest)
-            if len(self._rates) >= self._limits.learning_rate_change_count_max:
-                raise LimitError(
-                    f"limit learning_rate_change_count_max="
-                    f"{self._limits.learning_rate_change_count_max}: parameter {name!r} has as "
-                    "many changes scheduled; wait until some have taken effect",
-                    parameter=name,
-                )
-            self._log({"kind": "learning_rate", "from_step": first, "learning_rate": learning_rate})
-            self._rates.change(first, learning_rate)
-            self._storage.compact(self._events())
+            newest = self._tracker.version_max()
+            reached = newest if from_step is None else from_step
+            oldest = self._tracker.version_min() if self._tracker.records else reached
+            self._change_rate(from_step, learning_rate, reached=newest, oldest=oldest)
 
     # Events.
 
-    def _log(self, event: Event) -> None:
-        self._storage.log(event)
+    def _own_events(self) -> list[Event]:
+        return [{"kind": "first_weights", **self._first.facts()}]
 
-    def _events(self) -> list[Event]:
-        """The fewest events that lead to where the register stands; the lock is held."""
-        events = self._tracker.events()
-        if self.incarnation:
-            events.append({"kind": "incarnation", "incarnation": self.incarnation})
-        events.append({"kind": "first_weights", **self._first.facts()})
-        events += [
-            {"kind": "learning_rate", "from_step": from_step, "learning_rate": rate}
-            for from_step, rate in self._rates.changes
-        ]
-        return events
-
-    def _restore(self) -> None:
-        """Goes on from what was logged."""
-        marks = iter(self._storage.last_steps())
-        for event in self._storage.events():
-            try:
-                match event["kind"]:
-                    case "seat":
-                        self._tracker.restore_seat(event, next(marks))
-                    case "owner":
-                        self._tracker.set_owner(event["worker_id"], owner_of(event))
-                    case "tenure":
-                        self._tracker.restore_tenure(event)
-                    case "first_weights":
-                        facts = {key: value for key, value in event.items() if key != "kind"}
-                        from_step = facts.pop("from_step", None)
-                        self._first.restore(**facts)
-                        if from_step is not None:
-                            self._rates.change(from_step, facts["learning_rate"])
-                    case "incarnation":
-                        self.incarnation = event["incarnation"]
-                    case "learning_rate":
-                        self._rates.change(event["from_step"], event["learning_rate"])
-                    case kind:
-                        raise KeyError(kind)
-            except (IndexError, KeyError, TypeError, StopIteration) as error:
-                raise StorageError(
-                    f"parameter {self._spec.name!r}: its events hold {event!r}, which this version "
-                    f"can't read ({error!r}); run the version that wrote it, or restore a copy",
-                    parameter=self._spec.name,
-                ) from None
+    def _restore_own(self, event: Event) -> None:
+        if event["kind"] != "first_weights":
+            raise KeyError(event["kind"])
+        facts = {key: value for key, value in event.items() if key != "kind"}
+        from_step = facts.pop("from_step", None)
+        self._first.restore(**facts)
+        if from_step is not None:
+            self._rates.change(from_step, facts["learning_rate"])

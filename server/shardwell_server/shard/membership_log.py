@@ -1,0 +1,193 @@
+"""What changes rarely about a parameter or table on a shard: who takes part, and learning rates.
+
+Every change is logged in the storage before it takes effect, so that a shard that comes back goes
+on with it. Events, as JSON objects:
+
+    {"kind": "seat", "worker_id": W, "session": [N, host, pid] or null, "tenure": [T, F]}
+                                                 W takes the next seat, in tenure T, from step F on;
+                                                 null: its session has ended in order since
+    {"kind": "tenure", "seat_index": I, "worker_id": W, "session": ..., "tenure": [T, F]}
+                                                 seat I, which was another's or W's, in a new tenure
+    {"kind": "owner", "worker_id": W, "session": ...}       its seat's owner from now on
+    {"kind": "learning_rate", "from_step": N, "learning_rate": R}
+    {"kind": "incarnation", "incarnation": N}                what tells it from others of its name
+
+Those of parameters alone, and of tables, are in parameter/register.py and table/register.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+from shardwell.errors import LimitError, StepOrderError, StorageError
+from shardwell_server.config import Limits
+from shardwell_server.shard.learning_rates import LearningRates
+from shardwell_server.shard.members import Contributor, Seat, Seats, owner_event, owner_of
+from shardwell_server.store import Event, Storage
+
+SeatT = TypeVar("SeatT", bound=Seat)
+
+
+class MembershipLog(ABC, Generic[SeatT]):
+    """Base of both. For one thread at a time, except `learning_rate`.
+
+    Args:
+        kind: "parameter" or "table".
+        name: Its name.
+        storage: Where events are logged, and what each seat has contributed is kept.
+        tracker: Which knows the seats.
+        learning_rate: The spec's; None: there is none.
+        limits: Of the shard.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        storage: Storage,
+        tracker: Seats[SeatT],
+        learning_rate: float | None,
+        limits: Limits,
+    ) -> None:
+        self.incarnation = 0
+        """See CreateParameterResponse and OpenTableResponse; 0: none yet."""
+        self._kind = kind
+        self._name = name
+        self._where: dict[str, Any] = {kind: name}
+        """What errors carry of it."""
+        self._members = tracker
+        self._log = storage.log
+        self._storage = storage
+        self._limits = limits
+        self._rates = LearningRates(learning_rate or 0.0)
+
+    # Taking part.
+
+    def seat(self, contributor: Contributor[SeatT]) -> SeatT:
+        """The worker's seat, which is the session's from now on.
+
+        Raises:
+            SeatsTakenError, WorkerIdInUseError, LimitError, StepOrderError: see `Seats.seat`.
+            StorageError: there is no room for it.
+        """
+        return self._members.seat(contributor, self._note_seat)
+
+    def _note_seat(self, event: Event) -> None:
+        if event["kind"] == "seat":
+            self._storage.add_seat()
+        self._storage.compact(self._events())
+        self._log(event)
+
+    def end_session(self, number: int) -> None:
+        """Notes that a session, by its number, has ended in order.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        for worker_id in self._members.owned_by(number):
+            self._log(owner_event(worker_id, None))
+            self._members.set_owner(worker_id, None)
+
+    def note_incarnation(self, incarnation: int) -> None:
+        """Sets what tells it from others of its name.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        if incarnation != self.incarnation:
+            self._log({"kind": "incarnation", "incarnation": incarnation})
+            self.incarnation = incarnation
+            self._storage.compact(self._events())
+
+    # Learning rates.
+
+    def learning_rate(self, version: int) -> float:
+        """The rate of the update that follows `version` updates; 0 where there is none."""
+        return self._rates.at(version)
+
+    def _change_rate(
+        self, from_step: int | None, learning_rate: float, *, reached: int, oldest: int
+    ) -> None:
+        """Sets the rate from a step on; None: from the first that nothing has reached.
+
+        Args:
+            from_step: The step.
+            learning_rate: The rate.
+            reached: The newest step that anything of it is at.
+            oldest: The oldest one.
+
+        Raises:
+            StepOrderError: `from_step` is before `reached`.
+            LimitError: too many changes are scheduled.
+        """
+        first = reached if from_step is None else from_step
+        if first < reached:
+            raise StepOrderError(
+                f"learning rate of {self._name!r} from step {from_step}: the {self._kind} has "
+                f"reached step {reached}; ask for a later step, or for none to have it now",
+                **self._where,
+            )
+        self._rates.prune(oldest)
+        limit = self._limits.learning_rate_change_count_max
+        if len(self._rates) >= limit:
+            raise LimitError(
+                f"limit learning_rate_change_count_max={limit}: {self._kind} {self._name!r} has as "
+                "many changes scheduled; wait until some have taken effect",
+                **self._where,
+            )
+        self._log({"kind": "learning_rate", "from_step": first, "learning_rate": learning_rate})
+        self._rates.change(first, learning_rate)
+        self._storage.compact(self._events())
+
+    # Events.
+
+    def _events(self) -> list[Event]:
+        """The fewest events that lead to where it is now."""
+        events = self._members.events()
+        if self.incarnation:
+            events.append({"kind": "incarnation", "incarnation": self.incarnation})
+        events += self._own_events()
+        events += [
+            {"kind": "learning_rate", "from_step": from_step, "learning_rate": rate}
+            for from_step, rate in self._rates.changes
+        ]
+        return events
+
+    @abstractmethod
+    def _own_events(self) -> list[Event]:
+        """Those that only parameters, or only tables, have."""
+
+    @abstractmethod
+    def _restore_own(self, event: Event) -> None:
+        """Goes on from one of those.
+
+        Raises:
+            KeyError, TypeError: it is none.
+        """
+
+    def _restore(self, stored: Iterable[Any]) -> None:
+        """Goes on from what was logged; `stored` is what the storage has of each seat."""
+        contributed = iter(stored)
+        for event in self._storage.events():
+            try:
+                match event["kind"]:
+                    case "seat":
+                        self._members.restore_seat(event, next(contributed))
+                    case "owner":
+                        self._members.set_owner(event["worker_id"], owner_of(event))
+                    case "tenure":
+                        self._members.restore_tenure(event)
+                    case "incarnation":
+                        self.incarnation = event["incarnation"]
+                    case "learning_rate":
+                        self._rates.change(event["from_step"], event["learning_rate"])
+                    case _:
+                        self._restore_own(event)
+            except (IndexError, KeyError, TypeError, StopIteration) as error:
+                raise StorageError(
+                    f"{self._kind} {self._name!r}: its events hold {event!r}, which this version "
+                    f"can't read ({error!r}); run the version that wrote it, or restore a copy",
+                    **self._where,
+                ) from None
