@@ -13,7 +13,7 @@ TESTS ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup test test-torch demo demo-embeddings lint protos bench soak fuzz
+.PHONY: help setup test test-exhaustive test-torch mutants demo demo-embeddings lint protos bench soak fuzz
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -27,7 +27,9 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    train a digits classifier on a cluster, and watch (20 s)"
 	@echo "make demo-embeddings    the same with a knowledge graph's embeddings (40 s)"
-	@echo "make test    all tests"
+	@echo "make test    the tests (6 minutes)"
+	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
+	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
 	@echo "make fuzz    properties and state machines again, with new random examples"
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
 	@echo "make lint    ruff, mypy, import-linter, stubs and protos"
@@ -43,6 +45,12 @@ demo-embeddings: $(VENV)/.has-demo
 
 test: $(VENV)/.has-test
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+test-exhaustive: $(VENV)/.has-test
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive $(TESTS)
+
+mutants: $(VENV)/.has-test
+	@$(BIN)/python tools/mutants.py
 
 soak: $(VENV)/.has-test
 	@SHARDWELL_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m soak -s tests/fault/test_kill_nine.py

@@ -35,6 +35,23 @@ hypothesis.settings.register_profile("shardwell", deadline=None, derandomize=Tru
 hypothesis.settings.register_profile("fuzz", deadline=None)
 hypothesis.settings.load_profile("shardwell")
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves to `make test-exhaustive` all cases of a `sampled` test but a few, evenly spread."""
+    cases: dict[tuple[Any, ...], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("exhaustive"):
+            name = item.nodeid.partition("[")[0]
+            cases.setdefault((item.path, name), []).append(item)
+    for found in cases.values():
+        (count,) = found[0].get_closest_marker("sampled").args
+        kept = {number * len(found) // count for number in range(count)}
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker(pytest.mark.exhaustive)
+
+
 StartCluster = Callable[..., LocalCluster]
 Connect = Callable[..., shardwell.Client]
 

@@ -68,6 +68,7 @@ def outcome(path: Path) -> Sums | str:
         die(accumulator)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("closed", "killed_at", "refused_count_min"),
     [(True, "", 300), (False, "", 300), (False, "sums", 500), (False, "undo voided", 300)],

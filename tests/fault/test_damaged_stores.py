@@ -137,6 +137,7 @@ ALL_SMALL = [(directory, name) for directory in (FIRST, SECOND) for name in SMAL
 ALL_SMALL.remove((SECOND, "gradient_sum"))  # one contribution makes a step
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("directory", "name"), ALL_SMALL)
 def test_a_flipped_bit_in_a_small_file(finished: Damage, directory: str, name: str) -> None:
     path = f"{directory}/{name}"
@@ -200,6 +201,7 @@ def test_a_flipped_bit_in_undo_entries_of_the_past(finished: Damage) -> None:
     assert finished.harmless_count > 20
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("array", ["weights", "gradient_sum"])
 def test_a_flipped_bit_in_an_undo_entry_that_is_needed(
     tmp_path: Path, writes: list[Written], undisturbed: Undisturbed, array: str
@@ -221,6 +223,7 @@ def test_a_flipped_bit_in_an_undo_entry_that_is_needed(
             damage.flip(f"{FIRST}/{name}", offset)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("directory", [FIRST, SECOND])
 def test_a_flipped_bit_before_first_weights(
     tmp_path: Path, writes: list[Written], undisturbed: Undisturbed, directory: str

@@ -103,6 +103,7 @@ def test_one_client_too_many(tmp_path: Path, connect, stored: bool) -> None:
         assert shard.end() == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("stored", [False, True], ids=["memory", "files"])
 def test_a_shard_without_further_threads_serves_all(
@@ -125,6 +126,7 @@ def test_a_shard_without_further_threads_serves_all(
         assert shard.end() == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spare_count", [0, 1, 5])
 @pytest.mark.parametrize("when", ["first", "before"])
 def test_a_client_without_descriptors_says_so(when: str, spare_count: int) -> None:

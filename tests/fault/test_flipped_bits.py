@@ -2,10 +2,10 @@
 something, is accepted with a wrong result.
 
 Method: a worker trains through a proxy that flips one bit of one message: each bit before the
-payload, and the payload's first and last. The call fails, or its result is right; made again, it
-succeeds. In either case what the shard has then is what undisturbed training has: integers, known
-beforehand. Beside what the worker trains are parameters, tables and a worker whose names differ in
-one bit from those that are meant.
+payload (in `make test` every seventh, which is one in each byte at least), and the payload's first
+and last. The call fails, or its result is right; made again, it succeeds. In either case what the
+shard has then is what undisturbed training has: integers, known beforehand. Beside what the worker
+trains are parameters, tables and a worker whose names differ in one bit from those that are meant.
 """
 
 from __future__ import annotations
@@ -64,9 +64,13 @@ def _no_second_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
 class Line:
     """A client whose messages may be damaged, and the shard behind it."""
 
-    def __init__(self, running: Any, client: shardwell.Client, proxy: FlippingProxy) -> None:
+    def __init__(
+        self, running: Any, client: shardwell.Client, proxy: FlippingProxy, stride: int
+    ) -> None:
         self.running = running
         self.client = client
+        self.stride = stride
+        """Of how many bits one is flipped."""
         self._proxy = proxy
 
     @property
@@ -101,7 +105,7 @@ class Line:
         ((size, payload_size),) = sizes
         head = 8 * (size - payload_size)
         assert head
-        for bit in (*range(head), *((head, 8 * size - 1) if payload_size else ())):
+        for bit in (*range(0, head, self.stride), *((head, 8 * size - 1) if payload_size else ())):
             self._proxy.damage(method, direction, number, bit)
             try:
                 result = call(DAMAGED_TIMEOUT_S)
@@ -111,11 +115,11 @@ class Line:
             yield result
 
 
-@pytest.fixture
-def line(cluster, connect) -> Iterator[Line]:
+@pytest.fixture(params=[7, pytest.param(1, marks=pytest.mark.exhaustive)], ids="1 in {}".format)
+def line(cluster, connect, request) -> Iterator[Line]:
     running = cluster(1, chunk_size_bytes=4096, limits=Limits(table_count_max=4096))
     with FlippingProxy(running.target) as proxy:
-        yield Line(running, connect(proxy.address, WORKER), proxy)
+        yield Line(running, connect(proxy.address, WORKER), proxy, request.param)
 
 
 def opened(client: shardwell.Client, name: str = NAME, **options: Any) -> shardwell.Parameter:
@@ -381,7 +385,7 @@ def test_rows_that_are_loaded(line, number) -> None:
             response_deserializer=table_pb2.LoadRowsResponse.FromString,
         )
         payload_size = len(rows.payload) if number == 1 else 0
-        for bit in range(8 * (len(messages[number]) - payload_size)):
+        for bit in range(0, 8 * (len(messages[number]) - payload_size), line.stride):
             damaged = bytearray(messages[number])
             damaged[bit // 8] ^= 1 << bit % 8
             sent = [*messages[:number], bytes(damaged), *messages[number + 1 :]]

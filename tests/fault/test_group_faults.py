@@ -76,6 +76,7 @@ def exact(members: list[GroupProcess]) -> None:
         assert answer.get("size") == len(members), answer
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_killed_in_the_middle_of_an_all_reduce(target, start, strategy, victim) -> None:
@@ -187,6 +188,7 @@ def test_a_stopped_member_wakes_when_the_others_have_finished(target, start) -> 
     to_join_again(members[1], 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "strategy"), [(3, "ring"), (1, "ring"), (2, "tree")])
 def test_a_job_that_was_killed_comes_back_with_other_settings(
     target, start, size, strategy
@@ -219,6 +221,7 @@ def test_killed_while_others_join(target, start) -> None:
             answers([zero, two])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_killed_during_rebuild(target, start, victim) -> None:
     members = start(target, range(4), 4)
@@ -352,6 +355,7 @@ def test_a_member_is_killed_while_the_meeting_place_is_away(start) -> None:
         exact(members)
 
 
+@pytest.mark.exhaustive
 def test_memory_does_not_grow(target, start) -> None:
     """200 calls of 4 MiB: what the first ones took suffices."""
     members = start(target, range(2), 2)

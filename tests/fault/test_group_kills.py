@@ -77,6 +77,7 @@ class Siege:
         assert len({answer["generation"] for answer in found}) == 1, found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("seed", "strategy"), [(1, "ring"), (2, "tree")])
 def test_kills_at_random_moments(cluster, seed, strategy) -> None:
     chance = random.Random(seed)

@@ -126,6 +126,7 @@ def test_damage_below_the_framing_of_grpc_between_members(place, direction) -> N
             assert [group.size for group in groups] == [3, 3, 3]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_wire_that_stands_still(place, strategy) -> None:
     """Every process lives and renews its lease: the call's deadline ends it, the same for all."""

@@ -119,6 +119,7 @@ def _attacked(parameter: WireParameter, shard_index: int, epoch: int, attack: An
     return caught.value
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("shard_index", [0, 1])
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__.strip("_"))
 def test_before_there_are_weights(cluster, attack, shard_index) -> None:
@@ -215,6 +216,7 @@ def test_no_claim_is_above_the_last_epoch(cluster, above) -> None:
         parameter.init(np.arange(SIZE))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("claim_count", [1, 4])
 def test_shard_0_goes_back_to_old_files(tmp_path, cluster, connect, claim_count) -> None:
     """It grants again what it has granted; no two claims' values are ever mixed."""

@@ -22,6 +22,7 @@ INTERRUPT_COUNT = 60
 PATIENCE_S = 150.0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["parameters", "tables", "connections", "checkpoints", "groups"])
 def test_a_client_works_after_each_interrupt(cluster, kind: str) -> None:
     # Each its own cluster: a step of these workers needs no other worker.

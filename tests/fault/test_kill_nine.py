@@ -96,6 +96,7 @@ def _seed() -> int:
     return int(os.environ.get("SHARDWELL_TEST_SEED") or random.SystemRandom().randrange(10**9))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_same_weights_however_often_anybody_is_killed(
     zygote: Zygote, tmp_path: Path, case: SiegeCase
@@ -105,9 +106,14 @@ def test_the_same_weights_however_often_anybody_is_killed(
     assert toll.kill_count >= KILL_COUNT
 
 
-def test_processes_as_users_start_them(cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kill_count", "last_step"), [(3, 150), pytest.param(10, 500, marks=pytest.mark.exhaustive)]
+)
+def test_processes_as_users_start_them(
+    cluster, tmp_path: Path, kill_count: int, last_step: int
+) -> None:
     """`shardwell serve`, and workers that are programs; slow to start, so there are few kills."""
-    seed, size, last_step, kill_count = _seed(), 5000, 500, 10
+    seed, size = _seed(), 5000
     chance = random.Random(seed)
     running = cluster(2, data_dir=tmp_path, processes=True, chunk_size_bytes=1024)
 

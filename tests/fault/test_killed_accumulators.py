@@ -133,6 +133,7 @@ def assert_goes_on(path: Path, answered_count: int, where: str) -> None:
         assert telling.sums() == STATES[-1], where
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", range(PART_COUNT))
 def test_killed_after_each_write(tmp_path: Path, part: int) -> None:
     """Every fourth write; all of them in one test would take too long on a busy machine."""

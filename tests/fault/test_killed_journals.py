@@ -91,6 +91,7 @@ def test_the_story_writes_journals_and_images(writes: list[Written]) -> None:
     assert {"segment forgotten", "image forgotten"} <= set(points)
 
 
+@pytest.mark.sampled(1)
 def test_killed_after_each_write(
     tmp_path: Path, undisturbed: Undisturbed, part: list[Written]
 ) -> None:
@@ -102,6 +103,7 @@ def test_killed_after_each_write(
             go_on(shard, n, undisturbed)
 
 
+@pytest.mark.sampled(1)
 def test_power_lost_after_each_write(
     tmp_path: Path, undisturbed: Undisturbed, part: list[Written]
 ) -> None:
@@ -116,6 +118,7 @@ def test_power_lost_after_each_write(
         assert state_at(again, durability="step", boot=OtherStart) == undisturbed.states[-1]
 
 
+@pytest.mark.sampled(1)
 def test_killed_and_then_power_lost(
     tmp_path: Path, undisturbed: Undisturbed, part: list[Written]
 ) -> None:
@@ -129,6 +132,7 @@ def test_killed_and_then_power_lost(
         assert state_at(again, durability="step", boot=OtherStart) == undisturbed.states[-1]
 
 
+@pytest.mark.exhaustive
 def test_power_lost_again_after_each_write_of_a_recovery(
     tmp_path: Path, undisturbed: Undisturbed, writes: list[Written]
 ) -> None:

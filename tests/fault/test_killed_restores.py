@@ -90,6 +90,7 @@ def check_restored(client: shardwell.Client, to: Path, saved: Path, choice: str)
     assert contents(to) == [each for each in contents(saved) if wanted(each[0])]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_killed_at_every_instant(
     cluster, connect, tmp_path, zygote: Zygote, saved: list[Path], choice: str
@@ -114,6 +115,7 @@ def test_killed_at_every_instant(
     assert instant > 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("instant", [3, 9, 15, 21])
 def test_another_checkpoint_never_mixes_with_one_that_was_cut_off(
     cluster, connect, tmp_path, zygote: Zygote, saved: list[Path], instant: int
@@ -151,6 +153,7 @@ def test_shards_that_were_killed_know_what_they_have(
         client.restore_checkpoint(saved[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("changed", ["a step", "a rate", "first weights of its own"])
 def test_what_was_trained_since_is_never_overwritten(
     cluster, connect, saved: list[Path], changed: str

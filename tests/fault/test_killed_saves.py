@@ -55,6 +55,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_next_one_takes_over(held, tmp_path, command, ending) -> None:

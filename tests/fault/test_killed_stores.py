@@ -72,6 +72,7 @@ def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PART_COUNT))
 def test_killed_after_each_write(tmp_path: Path, undisturbed: Undisturbed, part: int) -> None:
     """Every eighth write; all of them in one test would take too long on a busy machine."""
@@ -117,6 +118,7 @@ def test_a_write_that_is_there_in_part(
     assert torn_count > LOWEST_WRITE_COUNT
 
 
+@pytest.mark.exhaustive
 def test_killed_again_after_each_write_of_a_recovery(
     tmp_path: Path, undisturbed: Undisturbed, writes: list[Written]
 ) -> None:

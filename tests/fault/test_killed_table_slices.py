@@ -212,6 +212,7 @@ def written_story(path: Path, story: list[Any] = STORY, **kept: Any) -> list[Wri
     return images
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("spec", "story", "not_repeated", "expected", "durability"),
     [

@@ -11,6 +11,7 @@ import random
 import signal
 
 import numpy as np
+import pytest
 
 import shardwell
 from harness.commands import TRAINING_WORKER, Program
@@ -34,6 +35,7 @@ def _expected() -> np.ndarray:
     return oracle.weights
 
 
+@pytest.mark.exhaustive
 def test_killed_twice_in_the_middle_of_steps(cluster, connect) -> None:
     running = cluster(2, chunk_size_bytes=64)
     chance = random.Random(1)

@@ -145,6 +145,7 @@ def test_before_anything_has_begun_nothing_is_lost(cluster, connect, shard_index
         np.testing.assert_array_equal(model.exchange(ONES), 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("durability", ["process", "step"])
 @pytest.mark.parametrize("shard_index", [0, 1])
 @pytest.mark.parametrize("kind", ["parameter", "table"])

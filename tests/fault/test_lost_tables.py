@@ -39,6 +39,7 @@ def lose(running: LocalCluster, shard_index: int) -> None:
     running.start_again(shard_index)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_table_of_which_a_shard_is_lost(cluster, connect, tmp_path, mode, lost) -> None:
@@ -65,6 +66,7 @@ def test_a_table_of_which_a_shard_is_lost(cluster, connect, tmp_path, mode, lost
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_table_of_which_nothing_had_begun(cluster, connect, lost) -> None:
     running = cluster(2, processes=True)

@@ -40,6 +40,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["SGD", "momentum", "Average"])
 @pytest.mark.parametrize("lost_after", [0, 1, 7])
 def test_what_step_acknowledged_survives(
@@ -178,6 +179,7 @@ def test_seconds_keep_what_was_synced(tmp_path: Path, disk: Disk) -> None:
         run.close()
 
 
+@pytest.mark.exhaustive
 def test_a_journal_cut_anywhere_leaves_a_state_that_was(tmp_path: Path, disk: Disk) -> None:
     expected = trained(tmp_path, 5, OPTIMIZERS[0])
     with served(tmp_path / "first", "step") as target:

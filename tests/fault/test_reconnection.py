@@ -93,6 +93,7 @@ VERBS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_goes_on_when_the_shard_is_back(running, proxies, join, verb, lost) -> None:
@@ -126,6 +127,7 @@ def test_every_verb_goes_on_when_the_shard_is_back(running, proxies, join, verb,
     assert _counted(running) == (done + 1) * _chunk_count(running)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("verb", ["exchange", "put_gradient"])
 @pytest.mark.parametrize(
@@ -290,6 +292,7 @@ def test_close_ends_the_wait_at_once(proxies, join, verb) -> None:
     assert watch.elapsed_s < PATIENCE_S
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verb", ["exchange", "get_weights", "parameter"])
 def test_ctrl_c_interrupts_the_wait(running, proxies, verb) -> None:
     target = ",".join(proxy.address for proxy in proxies)

@@ -82,6 +82,7 @@ def rows_removed(path: Path) -> None:
     (path / "tables" / "000001" / "weights").unlink()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("durability", "remove"),
     [

@@ -32,6 +32,7 @@ def test_a_shard_that_lost_its_memory_is_noticed(connect) -> None:
             table.put_row_gradients(*batch(2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "verb"), [("sync", "exchange"), ("async", "put")])
 def test_a_shard_killed_in_the_middle_comes_back_from_its_files(
     connect, tmp_path, mode, verb

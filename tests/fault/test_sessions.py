@@ -32,6 +32,7 @@ def attending(running: LocalCluster) -> list[int]:
     return [server.shard.sessions.count for server in running.servers]
 
 
+@pytest.mark.sampled(1)
 @KINDS
 @MODES
 def test_a_killed_worker_is_back_at_once(cluster, connect, kind, mode) -> None:
@@ -46,6 +47,7 @@ def test_a_killed_worker_is_back_at_once(cluster, connect, kind, mode) -> None:
     assert Subject(connect(running, "reader"), kind, mode).values() == {-8.0}
 
 
+@pytest.mark.sampled(2)
 @KINDS
 @MODES
 def test_a_stopped_worker_is_replaced_within_its_lease_and_told(
@@ -86,6 +88,7 @@ def test_a_stopped_worker_is_replaced_within_its_lease_and_told(
     assert Subject(connect(running, "reader"), kind, mode).values() == {-10.0}
 
 
+@pytest.mark.sampled(1)
 @KINDS
 @MODES
 def test_an_owner_keeps_its_place_over_a_restart_of_its_shards(
@@ -106,6 +109,7 @@ def test_an_owner_keeps_its_place_over_a_restart_of_its_shards(
     assert owner.values() == {-float(step + 1)}
 
 
+@pytest.mark.sampled(1)
 @KINDS
 def test_who_died_with_the_shards_is_replaced_after_a_while(
     cluster, connect, tmp_path, kind
@@ -125,6 +129,7 @@ def test_who_died_with_the_shards_is_replaced_after_a_while(
     assert again.values() == {-2.0}
 
 
+@pytest.mark.sampled(1)
 @KINDS
 def test_who_had_closed_is_replaced_at_once_after_a_restart(
     cluster, connect, tmp_path, kind

@@ -73,6 +73,7 @@ def kill_and_start_again(running: LocalCluster, shard_index: int) -> None:
     running.start_again(shard_index)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize("moment", ["rows", "finish"])
 def test_a_shard_that_is_killed_during_a_restore(

@@ -103,6 +103,7 @@ VERBS: dict[str, Callable[[shardwell.Client, shardwell.Table], Any]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("verb", "lost"),
     [*((verb, 1) for verb in VERBS), *((verb, 0) for verb in ("put", "exchange", "get_rows"))],
@@ -133,6 +134,7 @@ def test_every_verb_goes_on_when_the_shard_is_back(running, proxies, join, verb,
     model.check(table.exchange_rows(ids, gradients, EVERY))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("verb", ["exchange", "put"])
 @pytest.mark.parametrize(

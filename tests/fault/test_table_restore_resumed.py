@@ -86,6 +86,7 @@ def put_where_it_stands(table: shardwell.Table, shard_index: int) -> None:
     eventually("the part is counted", is_counted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("finishing", [0, 1, 2])
 @pytest.mark.parametrize("kills", [False, True])
 def test_workers_that_went_on_where_the_table_stood(

@@ -109,6 +109,7 @@ def test_power_lost_after_each_write(tmp_path: Path, writes: list[Written]) -> N
         assert state_of(storage) == STATES[-1]
 
 
+@pytest.mark.exhaustive
 def test_killed_and_then_power_lost(tmp_path: Path, writes: list[Written]) -> None:
     """What was journaled before the kill and never stood must not stand after the other."""
     for written in writes:
@@ -125,6 +126,7 @@ def test_killed_and_then_power_lost(tmp_path: Path, writes: list[Written]) -> No
         assert state_of(recovered(later, boot=OtherStart)) == STATES[-1], written.point
 
 
+@pytest.mark.exhaustive
 def test_power_lost_again_after_each_write_of_a_recovery(
     tmp_path: Path, writes: list[Written]
 ) -> None:

@@ -148,6 +148,7 @@ BROKEN_CHUNKS: dict[str, tuple[Change, tuple[str, str]]] = {
 }
 
 
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("method", GRADIENT_KINDS)
 @pytest.mark.parametrize("kind", BROKEN_CHUNKS)
 def test_a_broken_first_chunk(victim, method, kind) -> None:
@@ -195,6 +196,7 @@ def test_values_that_are_not_finite(victim, method, value) -> None:
     assert error_detail(error).parameter == "m"
 
 
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("method", ["PutGradient", "Exchange", "InitWeights"])
 @pytest.mark.parametrize(
     "change",
@@ -259,6 +261,7 @@ def test_unknown_fields_are_ignored(victim) -> None:
     _restart_like_before(victim)
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("method", ["PutGradient", "Exchange", "InitWeights"])
 @pytest.mark.parametrize(
     "garbage",

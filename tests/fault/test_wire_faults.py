@@ -50,6 +50,7 @@ def _after(step_count: int) -> np.ndarray:
     return -0.5 * sum(_gradient(step) for step in range(step_count))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("byte_count", [1, 3000, 40_000, 70_000])
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("verb", ["exchange", "put_gradient"])
@@ -199,6 +200,7 @@ def test_a_bit_that_flips_on_the_way_back(running, proxy, connect, verb) -> None
     assert (model.version, model.next_step) == (1, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("verb", ["exchange", "put_gradient", "get_weights"])
 def test_damage_below_the_framing_of_grpc(model, proxy, verb) -> None:

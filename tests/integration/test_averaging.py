@@ -19,6 +19,7 @@ SGD = shardwell.SGD(learning_rate=0.5)
 STEP_COUNT = 6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", ["fp32", "fp16"])
 @pytest.mark.parametrize(("worker_count", "shard_count"), [(1, 3), (2, 1), (2, 3), (4, 2), (8, 3)])
 def test_the_same_bits_as_the_model(cluster, connect, codec, worker_count, shard_count) -> None:

@@ -91,6 +91,7 @@ def test_a_cluster_must_be_named(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "arguments", [("checkpoint", "save"), ("checkpoint", "restore"), ("table", "export", "rows")]
 )

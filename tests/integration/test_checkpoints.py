@@ -81,6 +81,7 @@ class Training:
             future.result(PATIENCE_S)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("shard_count", "stored"), [(1, False), (3, False), (2, True)])
 def test_training_goes_on_while_one_version_is_taken(
     cluster, connect, tmp_path, shard_count, stored
@@ -115,6 +116,7 @@ def test_training_goes_on_while_one_version_is_taken(
         assert not list((tmp_path / "data").rglob("tmp*")), "spools have no names"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 def test_restored_training_is_the_same_bit_for_bit(cluster, connect, tmp_path, optimizer) -> None:
     step_count, at = 8, 4

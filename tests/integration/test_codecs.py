@@ -23,6 +23,7 @@ def _bound(codec: str, values: np.ndarray) -> np.ndarray:
     return 2.1 * (RELATIVE[name] * magnitudes + OF_PEAK[name] * magnitudes.max())
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 3e38])
 def test_an_average_comes_back_within_the_bound(cluster, connect, codec, scale) -> None:

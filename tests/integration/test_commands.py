@@ -145,6 +145,7 @@ def test_status_of_a_shard_whose_files_are_gone(tmp_path) -> None:
     assert f"{address}: data directory {directory} was removed" in " ".join(output.split())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 @pytest.mark.parametrize("places", [(1, 0), (0,), (1,), (0, 1, 2)])
 def test_status_of_addresses_that_are_not_the_cluster(trained, cluster, flags, places) -> None:
@@ -195,6 +196,7 @@ def test_status_of_no_target(target) -> None:
     assert "Traceback" not in log
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -241,6 +243,7 @@ def test_the_help_of_serve_says_what_each_limit_is() -> None:
         assert told.count(meaning) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -275,6 +278,7 @@ def test_cluster_refuses_flags_that_can_t_be_used(flags, words) -> None:
     _check_usage(words, "cluster", *flags)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -295,6 +299,7 @@ def test_an_export_in_no_known_format_is_refused_before_shards_are_asked() -> No
     _check_usage(".safetensors or .parquet", "table", "export", "users", "users.csv", SHARDS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "127.0.0.1:1,127.0.0.1:2"])
 def test_health_of_no_address(address) -> None:
     _check_usage(f"HOST:PORT; got {address!r}", "health", address)
@@ -354,6 +359,7 @@ def shard_pid(program: Program, index: int, unlike: int = 0) -> int:
 class TestCluster:
     """`shardwell cluster`, and that its children end however it ends."""
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
     def test_it_prints_the_export_line_and_stops_everything(self, tmp_path, number) -> None:
         arguments = ["cluster", "--shard-count=2", f"--data-dir={tmp_path}"]
@@ -382,6 +388,7 @@ class TestCluster:
             assert any("shard" in line and "exit code -9" in line for line in program.log)
             eventually("the other has ended", lambda: not is_running(children[0]))
 
+    @pytest.mark.exhaustive
     def test_with_a_data_dir_a_shard_that_dies_goes_on(self, tmp_path) -> None:
         arguments = [*CLUSTER, f"--data-dir={tmp_path}"]
         with Program(*arguments) as program:
@@ -464,6 +471,7 @@ class TestCluster:
             assert sorted(found) == [0, 1]
         assert all("shard_index" in line for line in lines)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("durability", ["", "disk", "0", "-1", "nan", "1e9"])
     def test_a_durability_that_is_none(self, durability) -> None:
         code, _, log = run_command(
@@ -473,6 +481,7 @@ class TestCluster:
         assert "durability must be" in log
         assert "Traceback" not in log
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("count", ["0", "65", "x"])
     def test_counts_that_are_none(self, count) -> None:
         code, _, log = run_command("cluster", f"--shard-count={count}")

@@ -94,6 +94,7 @@ def is_there(pid: int) -> bool:
     return True
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -144,6 +145,7 @@ def test_more_workers_than_digits_are_refused_at_once():
     assert "1 to 32 workers; got 33" in errors
 
 
+@pytest.mark.sampled(1)
 @needs_proc
 @pytest.mark.parametrize("moment", ["shards", "workers", "training"])
 @pytest.mark.parametrize(
@@ -163,6 +165,7 @@ def test_a_stopped_demo_leaves_nothing_behind(moment, number, name):
         assert [pid for pid in children if is_there(pid)] == []
 
 
+@pytest.mark.sampled(1)
 @needs_proc
 @pytest.mark.parametrize(
     ("command", "expected"),
@@ -199,6 +202,7 @@ def test_children_end_with_a_demo_that_is_killed():
         )
 
 
+@pytest.mark.exhaustive
 def test_workers_of_a_deployment_train_on_shards_that_start_after_them():
     """As docker compose has it: settings from the environment, the shards last."""
     port = free_port()
@@ -255,6 +259,7 @@ def test_workers_of_a_deployment_train_on_shards_that_start_after_them():
     assert "step 200 of 200" in again, "a worker that is started again has nothing left to do"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sync", ["ring", "tree", "centralized", "threads"])
 def test_every_way_of_synchronising_trains_as_well(sync: str) -> None:
     with started("demo", "--sync", sync, "--workers", "3", "--steps", "200") as process:

@@ -105,7 +105,7 @@ def test_alone_it_measures(graph):
 
 
 @needs_pykeen
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_compares_a_cluster_with_one_process():
     with Program(*COMMAND, "--shard-count=2", "--workers=2", "--steps=150") as program:
         code = program.end(DEADLINE_S)
@@ -136,6 +136,7 @@ def test_it_compares_a_cluster_with_one_process():
         assert (code, program.log) == (1, [f"Failed: {told}, below 0.98."])
 
 
+@pytest.mark.sampled(2)
 @needs_pykeen
 @pytest.mark.parametrize(
     ("arguments", "told"),
@@ -186,6 +187,7 @@ def read_until(program: Program, start: str) -> None:
         pass
 
 
+@pytest.mark.sampled(1)
 @needs_pykeen
 @needs_proc
 @pytest.mark.parametrize("moment", ["one process, step", "starting 2 workers"])
@@ -200,6 +202,7 @@ def test_a_stopped_run_leaves_nothing_behind(moment):
     eventually("all end", lambda: not any(map(is_running, children)), timeout_s=PATIENCE_S)
 
 
+@pytest.mark.sampled(1)
 @needs_pykeen
 @needs_proc
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ SGD = shardwell.SGD(learning_rate=1.0)
 SHORT_CLAIM = Limits(init_claim_s=0.5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shard_count", [1, 2, 4])
 def test_racing_clients_agree_on_one_of_them(cluster, connect, shard_count) -> None:
     running = cluster(shard_count, chunk_size_bytes=64)

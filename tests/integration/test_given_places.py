@@ -255,6 +255,7 @@ def test_a_synchronous_place_is_given_to_nobody(cluster, connect, kind) -> None:
     assert Subject(connect(running, "w0"), kind, "sync").put(1) == 1
 
 
+@pytest.mark.sampled(1)
 @KINDS
 def test_kills_while_workers_come_and_go(tmp_path, kind) -> None:
     """The shard is killed after every few of them, and waits for nobody when it is back."""

@@ -47,6 +47,7 @@ def trainer_of(group: shardwell.Group) -> shardwell.DataParallelTrainer:
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
 def test_shares_of_a_batch_make_the_whole_batch_s_step(place, strategy, size) -> None:

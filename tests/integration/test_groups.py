@@ -45,6 +45,7 @@ def close_to(actual: np.ndarray, expected: np.ndarray, codec: str, rank_count: i
     np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -95,6 +96,7 @@ def test_every_operation(place, strategy, size, codec) -> None:
             assert ranks[rank][name].tobytes() == again[rank][name].tobytes(), (name, rank)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "size"),
     [
@@ -119,6 +121,7 @@ def test_large_arrays(place, strategy, size) -> None:
     assert (max(sent for _, sent in results) > length) == (size > 1)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("length", [0, 1, 2, 4, 524_288, 524_289, 3 * 524_288])
 def test_lengths_about_the_edges_of_segments_and_chunks(place, strategy, length) -> None:
@@ -147,6 +150,7 @@ def test_any_shape_in_place(place, shape) -> None:
         assert (array == 3).all()
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("counts", [(1, 2, 5), (0, 3, 0), (0, 0, 0), (2**24, 1, 2**24 - 1)])
@@ -189,6 +193,7 @@ def test_a_codec_for_one_call(place) -> None:
     assert all((array == np.float32(1 + 2**-20)).all() for array in on_ranks(2, place, work))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_many_small_calls_under_way(place, strategy) -> None:
     """More than may be under way at once, of lengths that all differ: matched by order."""

@@ -159,6 +159,7 @@ def test_versions_that_are_none(model, min_version) -> None:
         model.get_weights(min_version=min_version, timeout_s=0.2)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("element", [0, 29, 30, SIZE - 1])
 @pytest.mark.parametrize("verb", ["exchange", "put_gradient"])

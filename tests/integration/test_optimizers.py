@@ -38,6 +38,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_ten_steps_of_two_workers(cluster, connect, optimizer) -> None:
     size, step_count = 157, 10

@@ -73,6 +73,7 @@ def _spoilt(kind: str) -> Iterator[int]:
         os.close(fd)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("kind", ["full", "nobody reads"])
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
@@ -95,6 +96,7 @@ def test_output_that_is_lost_is_told_in_one_line(trained, tmp_path, arguments, k
     _check_made(tmp_path, arguments)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_closed_output_is_no_error(trained, tmp_path, arguments) -> None:
     """Nor is what is opened next taken for it, and written to."""
@@ -159,6 +161,7 @@ def _on_a_terminal(arguments: tuple[str, ...], path: Path, environment: dict[str
     return written
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -77,6 +77,7 @@ def test_the_checkpoint_and_who_reads_it(directory: Path) -> None:
     assert output_of("-c", SAFETENSORS + "\nprint(weights.shape)") == ["(650,)"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["worker.py", "all_reduce.py", "local_cluster.py"])
 def test_examples_of_the_server(name: str) -> None:
     with LocalCluster(2) as cluster:
@@ -84,6 +85,7 @@ def test_examples_of_the_server(name: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pykeen") is None, reason="PyKEEN brings the facts")
+@pytest.mark.exhaustive
 def test_the_example_of_tables() -> None:
     program = str(ROOT / "examples" / "knowledge_graph.py")
     with LocalCluster(2) as cluster:

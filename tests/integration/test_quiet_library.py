@@ -118,6 +118,7 @@ def test_a_cluster_without_files_promises_none(durability, processes) -> None:
         LocalCluster(1, durability=durability, processes=processes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "command", [("serve", "--shard-index=0", "--shard-count=1"), ("cluster", "--shard-count=1")]
 )

@@ -183,6 +183,7 @@ def test_long_lines_and_bytes_that_are_no_text(script) -> None:
     assert sorted(lines) == sorted([b"", *expected])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
@@ -221,6 +222,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(script, pids) -
     assert len(pids()) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("end", "code"),
     [("sys.exit(0)", 0), ("sys.exit(5)", 5), ("os.kill(os.getpid(), signal.SIGKILL)", 137)],
@@ -341,6 +343,7 @@ def test_when_nobody_reads_the_output_workers_are_stopped(script, pids) -> None:
     assert reader.wait(PATIENCE_S) == 128 + signal.SIGPIPE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [
@@ -363,6 +366,7 @@ def test_commands_that_can_not_be_started(script, tmp_path, command, code, words
     assert "Traceback" not in log
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "arguments",
     [

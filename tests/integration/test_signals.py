@@ -66,6 +66,7 @@ def _ended_at(program: Program, moment: str, number: signal.Signals) -> int:
     return code
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("moment", ["first instant", "numpy", "grpc"])
 def test_a_shard_that_starts_ends_with_0(moment, number, tmp_path) -> None:
@@ -74,6 +75,7 @@ def test_a_shard_that_starts_ends_with_0(moment, number, tmp_path) -> None:
         assert _ended_at(program, moment, number) == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("moment", list(MOMENTS))
 def test_a_cluster_that_starts_ends_and_leaves_nothing(moment, number) -> None:
@@ -81,6 +83,7 @@ def test_a_cluster_that_starts_ends_and_leaves_nothing(moment, number) -> None:
         assert _ended_at(program, moment, number) in (0, 128 + number)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("moment", ["first instant", "grpc"])
 @pytest.mark.parametrize(
@@ -100,6 +103,7 @@ def test_other_commands_that_start_end_with_the_signal_s_code(moment, number, ar
         assert _ended_at(program, moment, number) == 128 + number
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_command_that_waits_for_a_shard_is_broken_off(number, tmp_path) -> None:
     path = tmp_path / "saved"
@@ -126,6 +130,7 @@ def _takes(pid: int, number: int) -> bool:
     return False
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("command", ["serve", "cluster"])
 def test_what_serves_ends_with_0(command, number) -> None:

@@ -195,6 +195,7 @@ class AgeMachine(RuleBasedStateMachine):
         assert (rows >= self.by_version[self.a.version][ids]).all()
 
 
+@pytest.mark.exhaustive
 def test_no_answer_is_older_than_it_says(cluster, connect) -> None:
     running = cluster(2, limits=Limits(table_count_max=100_000))
     AgeMachine.one, AgeMachine.other = connect(running, "a"), connect(running, "b")

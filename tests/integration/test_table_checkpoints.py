@@ -73,6 +73,7 @@ def batches(step_count: int, row_count: int | None, workers: int = 1) -> list[li
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("row_count", [1000, None], ids=["row_count", "keys"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -137,6 +138,7 @@ class Training:
             future.result(PATIENCE_S)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shard_count", "worker_count", "stored"), [(1, 1, False), (3, 2, False), (2, 2, True)]
 )

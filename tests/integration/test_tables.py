@@ -17,6 +17,7 @@ SGD = OPTIMIZERS["sgd"]
 CODECS = ("fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4")
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("row_count", [1, 7, 1000, 2**62, None])
 @pytest.mark.parametrize("shard_count", [1, 2, 3, 4])
@@ -60,6 +61,7 @@ def test_every_codec(cluster, connect, codec) -> None:
     assert np.abs(found - model.get(ids)).max() > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("worker_count", [1, 2])
 def test_every_optimizer(cluster, connect, name, worker_count) -> None:
@@ -111,6 +113,7 @@ def test_rows_before_their_first_gradient(cluster, connect, initializer, row_cou
     assert table.row_ids().tolist() == sorted(ids[:3].tolist())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("row_count", [5000, None])
 def test_the_same_bits_on_any_number_of_shards(cluster, connect, codec, row_count) -> None:

@@ -16,6 +16,7 @@ from harness.polling import PATIENCE_S, eventually
 SGD = shardwell.SGD(learning_rate=0.5)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("shard_count", [1, 2, 3, 5])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 127, 128, 129, 4001])
 def test_every_size_on_every_shard_count(cluster, connect, size, shard_count) -> None:

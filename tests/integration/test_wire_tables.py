@@ -37,6 +37,7 @@ def gradients_of(worker: int, step: int, ids: list[int]) -> tuple[list[int], np.
     return mine, random.integers(-3, 4, (len(mine), DIM)).astype(np.float32)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("keyed", [False, True], ids=["numbered", "keyed"])
 @pytest.mark.parametrize("shard_count", [1, 3])

@@ -43,6 +43,7 @@ def in_threads(work: Callable[[int], object]) -> None:
             done.result(TIMEOUT_S)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows_per_lock", [1, 64, ROW_COUNT])
 def test_a_hammer_loses_nothing(path: Path | None, rows_per_lock: int) -> None:
     """All that was added is in the sums or was applied, while some apply and read."""

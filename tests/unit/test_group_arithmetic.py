@@ -37,6 +37,7 @@ def relative_error(found: Float32, exact: npt.NDArray[np.float64]) -> float:
     return float(error / np.linalg.norm(exact))
 
 
+@pytest.mark.sampled(6)
 @strategies
 @each_operation
 def test_integers_are_exact(operation: Operation, strategy: Strategy) -> None:
@@ -52,6 +53,7 @@ def test_integers_are_exact(operation: Operation, strategy: Strategy) -> None:
                 np.testing.assert_array_equal(result, exact, f"{size} ranks, rank {rank}")
 
 
+@pytest.mark.sampled(28)
 @strategies
 @pytest.mark.parametrize("codec", ["fp32", *LOSSY])
 @each_operation

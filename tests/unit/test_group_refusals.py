@@ -162,6 +162,7 @@ def before(stage: Stage, message_count: int) -> None:
             stage.deliver()
 
 
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("strategy", [Ring(), Tree(2), Tree(3), Centralized()], ids=str)
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("kind", SPOILS)

@@ -145,6 +145,7 @@ def run(
     return relay, symbols
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("operation", Operation, ids=lambda operation: operation.value)
 def test_every_size_and_length(operation: Operation, strategy: Strategy) -> None:
@@ -194,6 +195,7 @@ def check_cost(
         assert sent == [(size - 1) * length, *[length] * (size - 1)], case
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("operation", Operation, ids=lambda operation: operation.value)
 def test_every_order_of_delivery_window_and_root(operation: Operation, strategy: Strategy) -> None:

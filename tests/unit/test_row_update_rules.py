@@ -122,6 +122,7 @@ def test_a_rows_bits_do_not_depend_on_its_company(
     assert together.bits() == apart.bits()
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("name", ROW_OPTIMIZERS)
 @pytest.mark.parametrize(("row_count", "dim"), [(2500, 64), (5, 30_011), (3, 65_536), (140_000, 1)])
 def test_batches_beyond_a_block_give_the_same_bits_as_rows_alone(

@@ -169,6 +169,19 @@ def test_rows_of_a_version_without_the_last_step_are_not_kept() -> None:
     assert view.find(ids, rows)[0].tolist() == []
 
 
+def test_rows_that_were_asked_for_before_a_step_or_clear_are_not_kept_after_it() -> None:
+    """They may lack what this worker sent meanwhile, whatever version they have."""
+    view = TableView(RowCache(8, DIM, 9), is_sync=False)
+    ids, rows = np.array([1, 2]), np.zeros((2, DIM), np.float32)
+    for happens in (lambda: view.end_step(view.begin_step(ids[:1])), view.clear):
+        asked = view.moment()
+        happens()
+        view.keep(ids, rows, 9, asked)
+        assert view.find(ids, rows)[0].tolist() == [0, 1]
+    view.keep(ids, rows, 9, view.moment())
+    assert view.find(ids, rows)[0].tolist() == []
+
+
 def test_a_step_that_nothing_was_sent_of_keeps_the_cache_in_use() -> None:
     view = TableView(RowCache(8, DIM, 9), is_sync=False)
     ids, rows = np.array([1, 2]), np.zeros((2, DIM), np.float32)

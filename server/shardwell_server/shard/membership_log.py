@@ -58,7 +58,6 @@ class MembershipLog(ABC, Generic[SeatT]):
         self._where: dict[str, Any] = {kind: name}
         """What errors carry of it."""
         self._members = tracker
-        self._log = storage.log
         self._storage = storage
         self._limits = limits
         self._rates = LearningRates(learning_rate or 0.0)
@@ -78,7 +77,7 @@ class MembershipLog(ABC, Generic[SeatT]):
         if event["kind"] == "seat":
             self._storage.add_seat()
         self._storage.compact(self._events())
-        self._log(event)
+        self._storage.log(event)
 
     def end_session(self, number: int) -> None:
         """Notes that a session, by its number, has ended in order.
@@ -87,7 +86,7 @@ class MembershipLog(ABC, Generic[SeatT]):
             StorageError: it can't be noted.
         """
         for worker_id in self._members.owned_by(number):
-            self._log(owner_event(worker_id, None))
+            self._storage.log(owner_event(worker_id, None))
             self._members.set_owner(worker_id, None)
 
     def note_incarnation(self, incarnation: int) -> None:
@@ -97,7 +96,7 @@ class MembershipLog(ABC, Generic[SeatT]):
             StorageError: it can't be noted.
         """
         if incarnation != self.incarnation:
-            self._log({"kind": "incarnation", "incarnation": incarnation})
+            self._storage.log({"kind": "incarnation", "incarnation": incarnation})
             self.incarnation = incarnation
             self._storage.compact(self._events())
 
@@ -137,7 +136,9 @@ class MembershipLog(ABC, Generic[SeatT]):
                 "many changes scheduled; wait until some have taken effect",
                 **self._where,
             )
-        self._log({"kind": "learning_rate", "from_step": first, "learning_rate": learning_rate})
+        self._storage.log(
+            {"kind": "learning_rate", "from_step": first, "learning_rate": learning_rate}
+        )
         self._rates.change(first, learning_rate)
         self._storage.compact(self._events())
 

@@ -196,7 +196,7 @@ class Register(MembershipLog[Seat]):
             if rate is not None and changed.standing and not self._first.standing:
                 # It came with the values, and is theirs from this event on.
                 event["from_step"] = self._tracker.version_max()
-            self._log(event)
+            self._storage.log(event)
             if rate is not None and "from_step" in event:
                 self._rates.change(event["from_step"], rate)
         self._first = changed

@@ -79,7 +79,7 @@ class TableRegister(MembershipLog[Seat]):
         """
         if incarnation:
             self.note_incarnation(incarnation)
-        self._log({"kind": "load", "load_id": load_id})
+        self._storage.log({"kind": "load", "load_id": load_id})
         self._load_began(load_id)
         self._storage.compact(self._events())
 
