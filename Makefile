@@ -34,7 +34,7 @@ help:
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
 	@echo "make lint    ruff, mypy, import-linter, stubs and protos"
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
-	@echo "make bench   the figures of the README"
+	@echo "make bench   the figures of docs/performance.md"
 	@echo "make setup   all that the others need, in $(VENV)"
 
 demo: $(VENV)/.has-demo

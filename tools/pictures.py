@@ -1,0 +1,153 @@
+"""Draws the pictures of README and docs.
+
+python tools/pictures.py
+
+docs/images/architecture.svg    workers, shards, and what travels
+docs/images/exchange.svg        one chunk of an `exchange`, from the SDK to the disk and back
+docs/images/demo.svg            the screen of a real `shardwell demo`, which this runs
+"""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from html import escape
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+INK, PALE, WORKER, SHARD, DISK = "#1f2933", "#52606d", "#d9e8fb", "#fde8c8", "#e3e7eb"
+FONT = "font-family='DejaVu Sans, Verdana, sans-serif'"
+
+
+class Picture:
+    """An SVG, element by element, on white."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self._size = (width, height)
+        self._parts: list[str] = []
+
+    def box(self, x: int, y: int, width: int, height: int, fill: str) -> None:
+        """A rounded box."""
+        self._parts.append(
+            f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='8' fill='{fill}' "
+            f"stroke='{INK}'/>"
+        )
+
+    def text(
+        self,
+        x: int,
+        y: int,
+        words: str,
+        *,
+        size: int = 14,
+        anchor: str = "middle",
+        bold: bool = False,
+    ) -> None:
+        """A line of text."""
+        weight = " font-weight='bold'" if bold else ""
+        color = INK if size >= 14 else PALE
+        self._parts.append(
+            f"<text x='{x}' y='{y}' {FONT} font-size='{size}' text-anchor='middle' "
+            f"fill='{color}'{weight}>{escape(words)}</text>"
+        )
+
+    def arrow(self, x1: int, y1: int, x2: int, y2: int, *, both: bool = False) -> None:
+        """A line with a head at its end, or at both."""
+        start = " marker-start='url(#head)'" if both else ""
+        self._parts.append(
+            f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='{INK}' stroke-width='1.5' "
+            f"marker-end='url(#head)'{start}/>"
+        )
+
+    def line(self, x1: int, y1: int, x2: int, y2: int) -> None:
+        """A thin dashed line."""
+        self._parts.append(
+            f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='{PALE}' "
+            "stroke-dasharray='4 4'/>"
+        )
+
+    def save(self, name: str) -> None:
+        """Writes the file."""
+        width, height = self._size
+        (IMAGES / name).write_text(
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' "
+            f"width='{width}' height='{height}'>\n"
+            "<defs><marker id='head' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7' "
+            f"markerHeight='7' orient='auto-start-reverse'><path d='M0 0 10 5 0 10z' fill='{INK}'/>"
+            "</marker></defs>\n<rect width='100%' height='100%' fill='white'/>\n"
+            + "\n".join(self._parts)
+            + "\n</svg>\n"
+        )
+
+
+def architecture() -> None:
+    """Two workers, two shards."""
+    picture = Picture(760, 330)
+    for number, x in enumerate((60, 420)):
+        picture.box(x, 20, 280, 60, WORKER)
+        picture.text(x + 140, 45, f"worker w{number}", bold=True)
+        picture.text(x + 140, 66, "your training loop, the SDK", size=13)
+        picture.box(x, 190, 280, 90, SHARD)
+        picture.text(x + 140, 213, f"shard {number}", bold=True)
+        picture.text(x + 140, 234, "float32 weights, sums, optimizer state", size=13)
+        picture.text(x + 140, 252, "of one slice, chunk by chunk; who has", size=13)
+        picture.text(x + 140, 270, "contributed what; in files, if you like", size=13)
+        for other in (60, 420):
+            offset = 40 if other == x else (60 if other > x else -60)
+            picture.arrow(x + 140 + offset // 2, 80, other + 140 - offset // 2, 190, both=True)
+    picture.text(380, 312, "gradients in, weights out: fp16 with a scale a chunk, CRC32C", size=13)
+    picture.save("architecture.svg")
+
+
+def exchange() -> None:
+    """The walk of one chunk."""
+    columns = {
+        "Parameter": (90, WORKER), "ShardStream": (310, WORKER), "service": (530, SHARD),
+        "ParameterSlice": (750, SHARD), "MmapParameter": (990, DISK),
+    }  # fmt: skip
+    steps = [
+        ("Parameter", "ShardStream", "encode fp16, seal, CRC32C"),
+        ("ShardStream", "service", "Exchange: one chunk"),
+        ("service", "ParameterSlice", "contribute: CRC, length, finite"),
+        ("ParameterSlice", "ParameterSlice", "member? step? duplicate?"),
+        ("ParameterSlice", "MmapParameter", "journal, undo: the block as it was"),
+        ("ParameterSlice", "MmapParameter", "add, or mean and update"),
+        ("ParameterSlice", "MmapParameter", "record: the instant of change; mark"),
+        ("service", "ParameterSlice", "weights of the next version"),
+        ("service", "ShardStream", "the chunk, sealed"),
+        ("ShardStream", "Parameter", "check, decode into the array"),
+    ]
+    height = 90 + 46 * len(steps)
+    picture = Picture(1080, height)
+    for name, (x, fill) in columns.items():
+        picture.line(x, 50, x, height - 10)
+        picture.box(x - 72, 14, 144, 34, fill)
+        picture.text(x, 36, name, bold=True)
+    for number, (source, target, words) in enumerate(steps):
+        x1, x2, y = columns[source][0], columns[target][0], 90 + 46 * number
+        if source == target:
+            picture.text(x1, y - 6, words, size=12)
+        else:
+            picture.arrow(x1, y, x2, y)
+            picture.text((x1 + x2) // 2, y - 6, words, size=12)
+    picture.save("exchange.svg")
+
+
+def demo() -> None:
+    """Runs it."""
+    command = [sys.executable, "-m", "shardwell_server", "demo"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    console = Console(record=True, width=84, file=io.StringIO())
+    console.print(Text("$ make demo", style="bold"))
+    console.print(Text(done.stdout.rstrip()))
+    console.save_svg(str(IMAGES / "demo.svg"), title="shardwell")
+
+
+if __name__ == "__main__":
+    architecture()
+    exchange()
+    demo()
