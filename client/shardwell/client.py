@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from shardwell.checkpoint.export import TableExport
 from shardwell.checkpoint.format import Checkpoint
@@ -17,7 +18,6 @@ from shardwell.errors import (
     UnknownTableError,
 )
 from shardwell.numerics.arguments import check_integer, check_timeout
-from shardwell.opened import Opened
 from shardwell.parameter.membership import find_spec
 from shardwell.parameter.parameter import Parameter
 from shardwell.process.allocator import tune_malloc
@@ -127,8 +127,8 @@ class Client(Closing):
             target, worker_id=worker_id, cluster_id=cluster_id, timeout_s=connect_timeout_s
         )
         self._calls = CallScope(self._shards, timeout_s, "the client")
-        self._parameters = Opened[Parameter]()
-        self._tables = Opened[Table]()
+        self._parameters = _Opened[Parameter]()
+        self._tables = _Opened[Table]()
         self._idle_streams = IdleStreams(lambda channel: channel.exchange)
         self._idle_row_streams = IdleStreams(lambda channel: channel.exchange_rows)
 
@@ -486,3 +486,53 @@ def _agreed(stored: SpecT, given: dict[str, Any], **where: Any) -> SpecT:
             **where,
         )
     return stored
+
+
+class _Closeable(Protocol):
+    """What can be opened, and closed by itself too."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+
+    def close(self) -> None:
+        """Lets no call begin. Safe to repeat."""
+
+
+OpenT = TypeVar("OpenT", bound=_Closeable)
+
+
+class _Opened(Generic[OpenT]):
+    """Objects of one kind by name. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._objects: dict[str, OpenT] = {}
+        self._closed = False
+
+    def find(self, name: str) -> OpenT | None:
+        """What is open under that name."""
+        with self._lock:
+            return self._open(name)
+
+    def keep(self, name: str, made: OpenT) -> OpenT:
+        """Keeps what was made, but where another thread was faster; returns what is kept."""
+        with self._lock:
+            found = self._open(name)
+            kept = self._objects[name] = made if found is None else found
+            closed = self._closed
+        if closed:
+            kept.close()
+        return kept
+
+    def close(self) -> None:
+        """Closes all, and what is kept later too."""
+        with self._lock:
+            self._closed = True
+            objects = list(self._objects.values())
+        for one in objects:
+            one.close()
+
+    def _open(self, name: str) -> OpenT | None:
+        found = self._objects.get(name)
+        return None if found is None or found.is_closed else found

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.errors import ArgumentError
-from shardwell.specs.names import NAME_LENGTH_MAX, check_name
+from shardwell.specs.names import NAME_LENGTH_MAX, check_name, format_ranks
 
 FIRST = string.ascii_letters + string.digits
 REST = FIRST + "._-"
@@ -58,3 +58,17 @@ def test_the_length_has_a_limit() -> None:
 def test_what_is_no_name(name: object) -> None:
     with pytest.raises(ArgumentError, match="parameter name must be"):
         check_name("parameter name", name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([], "no rank"),
+        ([0], "rank 0"),
+        ((1, 5), "ranks 1, 5"),
+        (range(16), "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15"),
+        (range(4, 23), "ranks 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19 and 3 more"),
+    ],
+)
+def test_many_ranks_are_counted(ranks, words) -> None:
+    assert format_ranks(ranks) == words

@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shardwell.errors import ClosedError, WorkerLostError
+from shardwell.errors import ArgumentError, ClosedError, LimitError, WorkerLostError
 from shardwell.group.agreement.coordinator import failure_of
 from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker, WireName
 from shardwell.group.engine import Call
 from shardwell.group.generation import Generation, Membership
 from shardwell.group.schedule.plan import Operation
 from shardwell.group.schedule.strategies import Strategy
-from shardwell.group.under_way import CallsUnderWay
 from shardwell.numerics.arguments import check_duration, check_timeout
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import ReductionName
@@ -31,6 +30,9 @@ from shardwell.traffic import Traffic
 _NOTHING: Float32 = np.empty(0, np.float32)
 _ENGINE_S = 1e8
 """The bound of what the engine ends within its own deadlines, however much is to come before."""
+
+_CALL_COUNT_MAX = 64
+"""Calls of a member that may be under way at once."""
 
 ResultT = TypeVar("ResultT")
 
@@ -81,7 +83,7 @@ class Group:
         self._calls = CallMaker(
             strategy, codec, timeout_s=timeout_s, allow_non_finite=allow_non_finite
         )
-        self._under_way = CallsUnderWay(name)
+        self._under_way = _CallsUnderWay(name)
         self._closed = False
         self._rebuilding = threading.Lock()
         # A program that ends without `close` leaves all the same, once its calls are done.
@@ -462,3 +464,43 @@ class Group:
         """What `body` returns, on a thread that no signal reaches."""
         self._check_open()
         return self._threads.run(body, timeout_s)
+
+
+class _CallsUnderWay:
+    """Of one member, over all its generations. Any thread may submit."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._room = threading.BoundedSemaphore(_CALL_COUNT_MAX)
+
+    def submit(self, call: Call, generation: Generation, *, waits: bool) -> None:
+        """Gives a call to the generation's engine. Blocks while too many are under way.
+
+        Args:
+            call: Its place is taken until its result is there.
+            generation: Whose ranks make it.
+            waits: Whether the caller waits for its result.
+
+        Raises:
+            ArgumentError: a callback of the engine waits for what comes after it.
+            LimitError: too many are under way, and a callback can't wait for one to end.
+            WorkerLostError, ClosedError: the generation is over.
+        """
+        is_callback = generation.engine.is_current_thread
+        if waits and is_callback:
+            raise ArgumentError(
+                "a callback of all_reduce_async waits for another call of the group, which is made "
+                "when the callback has returned; call all_reduce_async there, or another thread"
+            )
+        # The engine makes room, but not while a callback of its own waits for it.
+        if not self._room.acquire(blocking=not is_callback):
+            raise LimitError(
+                f"limit under_way_count_max={_CALL_COUNT_MAX}: as many calls of group "
+                f"{self._group!r} are under way; a callback can't wait for one to end: make fewer"
+            )
+        call.result.add_done_callback(lambda _: self._room.release())
+        try:
+            generation.submit(call)
+        except BaseException:
+            self._room.release()
+            raise

@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError
-from shardwell.numerics.plain_values import as_plain, is_plain, magnitude_of_bits
 
 Float32: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -392,3 +391,42 @@ def _finite_peak(values: npt.NDArray[Any], scratch: Scratch, *, allow_non_finite
             low, high = 0.0, float(magnitudes.max(initial=0.0))
         peak = max(peak, -low, high)
     return peak
+
+
+# Values as kernels read them.
+
+_SIGNED: dict[Any, Any] = {
+    np.dtype(np.uint16): np.dtype(np.int16),
+    np.dtype(np.uint32): np.dtype(np.int32),
+}
+
+
+def is_plain(values: npt.NDArray[Any]) -> bool:
+    """Whether the kernels can read the values as they lie."""
+    flags = values.flags
+    return bool(values.dtype == np.float32 and flags.c_contiguous and flags.aligned)
+
+
+def as_plain(block: npt.NDArray[Any], into: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The block as contiguous native float32: itself, or a view of `into`, which it is copied to.
+
+    Args:
+        block: (n,) float32, float64 or float16, any stride.
+        into: At least (n,), contiguous.
+    """
+    if is_plain(block):
+        return block
+    values = into[: block.size]
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(values, block, casting="same_kind")
+    return values
+
+
+def magnitude_of_bits(bits: npt.NDArray[Any]) -> int:
+    """Largest value of (n,) uint16 or uint32 without their signs: two maxima, no temporary."""
+    sign = 1 << (8 * bits.itemsize - 1)
+    unsigned = int(np.maximum.reduce(bits))
+    if unsigned < sign:
+        return unsigned
+    signed = int(np.maximum.reduce(bits.view(_SIGNED[bits.dtype])))
+    return max(unsigned - sign, signed)

@@ -1,4 +1,4 @@
-"""Which names are allowed for parameters, workers, groups and clusters, and which addresses.
+"""Which names are allowed for parameters, workers, groups and clusters, and which addresses; ranks.
 
 The alphabet is safe in file names, logs and shells, so that nothing downstream has to escape it.
 """
@@ -6,12 +6,15 @@ The alphabet is safe in file names, logs and shells, so that nothing downstream 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from shardwell.errors import ArgumentError
 
 NAME_LENGTH_MAX = 128
 ADDRESS_LENGTH_MAX = 300
 SHARD_COUNT_MAX = 4096
+RANKS_NAMED_MAX = 16
+"""Of more ranks, as many are named and the rest counted."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -63,3 +66,12 @@ def parse_target(target: str) -> list[str]:
     if len(set(addresses)) != len(addresses):
         raise ArgumentError(f"an address is there twice in {target!r:.200}")
     return addresses
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 2", "ranks 0, 1 and 5 more", or "no rank"."""
+    if not ranks:
+        return "no rank"
+    shown = ", ".join(map(str, ranks[:RANKS_NAMED_MAX]))
+    more = f" and {len(ranks) - RANKS_NAMED_MAX} more" if len(ranks) > RANKS_NAMED_MAX else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

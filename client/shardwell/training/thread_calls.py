@@ -16,8 +16,8 @@ from shardwell.errors import ArgumentError, CollectiveMismatchError, NonFiniteEr
 from shardwell.numerics.arguments import as_writable, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import REDUCTIONS, first_non_finite
+from shardwell.specs.names import format_ranks
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
-from shardwell.specs.rank_words import format_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from shardwell.numerics.reduction import ReductionName, part_of, reduce_block
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import MeanFactors
 from shardwell.rpc.calls import SIGNAL_INTERVAL_S
-from shardwell.specs.rank_words import format_ranks
+from shardwell.specs.names import format_ranks
 from shardwell.training.thread_calls import ThreadCall, failure_of
 
 THREAD_COUNT_MAX = 1024

@@ -18,8 +18,8 @@ import math
 from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
+from shardwell.specs.names import RANKS_NAMED_MAX, format_ranks
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, WIRE_CODECS, codec_words
-from shardwell.specs.rank_words import RANKS_NAMED_MAX, format_ranks
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 

@@ -20,12 +20,12 @@ Empty variables count as not set.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError
-from shardwell.group.launch.hostlist import first_host
 
 LAUNCHER_VARIABLE = "SHARDWELL_LAUNCHER"
 """Set by `shardwell run`: tells that RANK and WORLD_SIZE are its own."""
@@ -34,6 +34,11 @@ _NUMBER_MAX = 2**31 - 1
 _STEP_VARIABLES = (
     "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST",
 )  # fmt: skip
+HOSTLIST_LENGTH_MAX = 65536
+"""Characters; thousands of hosts that have no pattern in common fit."""
+_RANGES = r"\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
+_ENTRY = re.compile(rf"(?:[A-Za-z0-9_.-]+|{_RANGES})+")
+_RANGES_FIRST = re.compile(r"\[([0-9]+)[^\]]*\]")
 _BY_HAND = "or pass rank=, size= and rendezvous="
 
 
@@ -295,3 +300,25 @@ def _nobody(given: Mapping[str, str]) -> str:
         "SLURM_STEP_NUM_TASKS (srun); start it with `shardwell run -n N -- python train.py`, "
         f"{_BY_HAND}"
     )
+
+
+def first_host(hostlist: str) -> str:
+    """The first host of a list in Slurm's syntax: "node01" of "node[01-04,07],gpu3".
+
+    An entry may have several brackets ("rack[1-2]n[01-16]"), of which each stands for numbers and
+    ranges with leading zeros kept. Brackets within brackets do not occur in Slurm's output. Others
+    are not expanded: rank 0 runs on the first, so the work does not grow with their number.
+
+    Raises:
+        ArgumentError: it is empty, too long, or the first entry is not of that syntax.
+    """
+    if len(hostlist) > HOSTLIST_LENGTH_MAX:
+        raise ArgumentError(
+            f"a list of hosts has at most {HOSTLIST_LENGTH_MAX} characters; got {len(hostlist)}"
+        )
+    entry = _ENTRY.match(hostlist)
+    if entry is None or hostlist[entry.end() : entry.end() + 1] not in ("", ","):
+        raise ArgumentError(
+            f"a list of hosts is like 'node1,node2' or 'node[01-04,07],gpu3'; got {hostlist!r:.200}"
+        )
+    return _RANGES_FIRST.sub(r"\1", entry.group())

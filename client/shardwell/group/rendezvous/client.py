@@ -28,8 +28,7 @@ from shardwell.process.closeable import Closing
 from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
-from shardwell.specs.names import parse_target
-from shardwell.specs.rank_words import format_ranks
+from shardwell.specs.names import format_ranks, parse_target
 from shardwell.v1 import group_pb2 as pb
 
 POLL_INTERVAL_S_MIN, POLL_INTERVAL_S_MAX = 0.02, 0.25

@@ -11,13 +11,18 @@ read at once.
 from __future__ import annotations
 
 import contextlib
+import secrets
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwell.errors import StorageError
 from shardwell.placement.rows import Ids, RowPlacement
+from shardwell.specs.table import TableSpec
 from shardwell_server.shard.table.hash_slots import SlotTable
+from shardwell_server.shard.table.row_slots import RowSlots
+from shardwell_server.store import FREE, TableStorage
 from shardwell_server.store.contract import Places
 from shardwell_server.store.lazy_memory import lazy_zeros
 
@@ -235,3 +240,61 @@ class HashRowIndex:
         fill(ids, marks)
         old.clear(self._moved, stop)
         self._moved = stop
+
+
+_DIRECT_ROW_COUNT_MAX = 2**26
+"""Rows of a shard up to which an index by row number costs less than a hash table would."""
+_RECOVERED_ROW_COUNT = 2**16
+"""Rows that are looked at together, so that their keys stay in the cache."""
+
+
+def rebuild_index(
+    spec: TableSpec,
+    storage: TableStorage,
+    slots: RowSlots,
+    placement: RowPlacement,
+    shard_index: int,
+) -> DirectRowIndex | HashRowIndex:
+    """An index of the rows that an earlier process left in a storage.
+
+    Raises:
+        StorageError: the storage has ids that can't be here.
+    """
+    is_direct = spec.row_count is not None and (
+        placement.local_row_count() <= _DIRECT_ROW_COUNT_MAX
+    )
+    index: DirectRowIndex | HashRowIndex = (
+        DirectRowIndex(placement) if is_direct else HashRowIndex(secrets.randbits(64))
+    )
+
+    def damaged(what: str) -> StorageError:
+        return StorageError(
+            f"table {spec.name!r}: its files have {what} can't be on shard {shard_index} of "
+            f"{placement.shard_count}; they are damaged: restore a copy or a checkpoint",
+            table=spec.name,
+        )
+
+    index.make_room(slots.row_count)
+    count = 0
+    for start in range(0, slots.used, _RECOVERED_ROW_COUNT):
+        counts = storage.update_counts[start : min(start + _RECOVERED_ROW_COUNT, slots.used)]
+        found = start + np.flatnonzero(counts != FREE)
+        keys = storage.keys[found]
+        wrong = _first_misplaced(keys, placement, shard_index)
+        if wrong is not None:
+            raise damaged(f"id {keys[wrong]}, which")
+        index.add(keys, found)
+        count += found.size
+    if len(index) != count:
+        raise damaged("an id twice, which")
+    return index
+
+
+def _first_misplaced(keys: Ids, placement: RowPlacement, shard_index: int) -> int | None:
+    """Place of the first that can't be on a shard; None: all can."""
+    is_wrong = np.zeros(keys.size, np.bool_)
+    if placement.row_count is not None:
+        is_wrong |= keys.view(np.uint64) >= placement.row_count
+    if placement.shard_count > 1:
+        is_wrong |= placement.shards_of(keys) != shard_index
+    return int(np.argmax(is_wrong)) if is_wrong.any() else None

@@ -23,7 +23,7 @@ from shardwell.numerics.weighted_mean import divide
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState
-from shardwell_server.shard.table.found_rows import index_of
+from shardwell_server.shard.table.index import rebuild_index
 from shardwell_server.shard.table.reading_lock import ReadingLock
 from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.snapshot import TableSnapshots
@@ -80,7 +80,7 @@ class TableRows:
         self._decay = decay_into_state(spec.optimizer)
         self._lock = ReadingLock()
         self._batch_row_count_max = batch_row_count_max
-        self._index = index_of(spec, storage, places, placement, shard_index)
+        self._index = rebuild_index(spec, storage, places, placement, shard_index)
         # Which rows have a sum, so that nobody has to look for them.
         self._touched = (
             [touched_rows(storage.has_sum, places.used)] if spec.worker_count > 1 else []

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.errors import ArgumentError
-from shardwell.group.launch.hostlist import HOSTLIST_LENGTH_MAX, first_host
+from shardwell.group.launch.launchers import HOSTLIST_LENGTH_MAX, first_host
 
 
 @pytest.mark.parametrize(
