@@ -189,7 +189,7 @@ def test_a_full_disk_fails_the_scan_and_not_the_training(directory, monkeypatch)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardwell_server.shard.spool.os.pwrite", full)
+        patch.setattr("shardwell_server.shard.snapshots.os.pwrite", full)
         give(table, ones(1))
     assert table.version == 2
     with pytest.raises(StorageError, match="No space left on device"):

@@ -13,31 +13,32 @@ changed, so that closing a step costs one look at it.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from shardwell.errors import (
-    DeadlineError,
-    LimitError,
-    ShardwellError,
-    StepOrderError,
-    StorageError,
-)
+from shardwell.errors import StepOrderError
 from shardwell.numerics.codec import Float32
 from shardwell.specs.parameter import ParameterSpec
+from shardwell_server.shard import snapshots
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import workers_missing
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.register import Register
-from shardwell_server.shard.spool import Copied, Spool
+from shardwell_server.shard.snapshots import Copied
 from shardwell_server.shard.step_tracker import StepTracker
 
 
-class Snapshot:
-    """One of them, under way."""
+class Snapshot(snapshots.Snapshot):
+    """One of them, under way; its learning rate is that of the chunk that was taken last.
+
+    Args:
+        version: That every chunk is taken at.
+        chunk_count: Of the slice.
+        spool_dir: See `snapshots.Snapshot`.
+        is_wanted: The same.
+    """
 
     def __init__(
         self,
@@ -47,17 +48,9 @@ class Snapshot:
         spool_dir: Path | None,
         is_wanted: Callable[[], bool],
     ) -> None:
-        self.version = version
-        """That every chunk is taken at."""
-        self.learning_rate = 0.0
-        """Of the update that follows it, as of the chunk that was taken last."""
-        self.failure: ShardwellError | None = None
-        """Why it can't be had any more."""
+        super().__init__("snapshot", version, spool_dir, is_wanted)
         self._is_taken = bytearray(chunk_count)
         self._kept: dict[int, Copied] = {}
-        self._is_wanted = is_wanted
-        self._lock = threading.Lock()
-        self._spool = Spool(spool_dir)
 
     def is_kept(self, chunk_index: int) -> bool:
         """Whether a chunk is in the spool."""
@@ -65,26 +58,12 @@ class Snapshot:
 
     def keep(self, chunk_index: int, arrays: Sequence[Float32], learning_rate: float) -> None:
         """Copies a chunk that is about to leave the version, unless it was taken; never fails."""
-        if self._is_taken[chunk_index] or self.failure is not None:
-            return
-        if not self._is_wanted():
-            self.drop(DeadlineError("the snapshot was not read before its deadline; call again"))
-            return
-        try:
-            with self._lock:
-                if self.failure is not None:
-                    return
-                self._kept[chunk_index] = self._spool.copy(arrays)
-        except OSError as error:
-            self.drop(
-                StorageError(
-                    f"{self._spool.where}: copying chunk {chunk_index} for a snapshot failed: "
-                    f"{error.strerror}; free space on that disk, or make checkpoints while nobody "
-                    "trains"
-                )
-            )
-            return
-        self.note(chunk_index, learning_rate)
+
+        def copy() -> None:
+            self._kept[chunk_index] = self._spool.copy(arrays)
+
+        if not self._is_taken[chunk_index] and self._copying(f"chunk {chunk_index}", copy):
+            self.note(chunk_index, learning_rate)
 
     def note(self, chunk_index: int, learning_rate: float) -> None:
         """Notes that a chunk was taken at the version, with the rate of the update that follows."""
@@ -97,24 +76,10 @@ class Snapshot:
         Raises:
             StorageError: the spool can't be read, or was damaged.
         """
-        with self._lock:
-            if self.failure is not None:
-                raise self.failure
-            is_whole = self._spool.read(self._kept[chunk_index], into)
-        if not is_whole:
-            raise StorageError(
-                f"a copy of chunk {chunk_index} was damaged on its way through a file in "
-                f"{self._spool.where}; check that disk, then call again"
-            )
-
-    def drop(self, failure: ShardwellError) -> None:
-        """Ends it and frees its disk space. Safe to repeat."""
-        with self._lock:
-            self.failure = self.failure or failure
-            self._spool.close()
+        self._read(f"chunk {chunk_index}", self._kept[chunk_index], into)
 
 
-class Snapshots:
+class Snapshots(snapshots.Snapshots[Snapshot]):
     """The snapshots of one slice that are under way, and how chunks are captured for them."""
 
     def __init__(
@@ -127,15 +92,12 @@ class Snapshots:
         spool_dir: Path | None,
         count_max: int,
     ) -> None:
-        self.pending: tuple[Snapshot, ...] = ()
-        """Whoever closes a step looks here; mostly empty."""
+        super().__init__(f"snapshots of {spec.name!r}", count_max, parameter=spec.name)
         self._spec = spec
         self._chunks = chunks
         self._tracker = tracker
         self._register = register
         self._spool_dir = spool_dir
-        self._count_max = count_max
-        self._lock = threading.Lock()
 
     def before_close(self, chunk_index: int, learning_rate: float) -> None:
         """Keeps a chunk for whom it matters; its lock is held, and its open step about to close.
@@ -164,16 +126,17 @@ class Snapshots:
         if not self._tracker.is_sync:
             yield None
             return
-        snapshot = self._begin(version, is_wanted)
-        try:
+        snapshot = Snapshot(
+            version,
+            chunk_count=len(self._chunks),
+            spool_dir=self._spool_dir,
+            is_wanted=is_wanted,
+        )
+        with self._listed(snapshot):
             for index, chunk in enumerate(self._chunks):
                 with chunk.changed:
                     self._check_reachable(snapshot, index)
             yield snapshot
-        finally:
-            with self._lock:
-                self.pending = tuple(other for other in self.pending if other is not snapshot)
-            snapshot.drop(StorageError("the snapshot has ended"))
 
     def capture(
         self,
@@ -217,23 +180,6 @@ class Snapshots:
                 return version, rate
         snapshot.read(chunk_index, into)
         return snapshot.version, snapshot.learning_rate
-
-    def _begin(self, version: int, is_wanted: Callable[[], bool]) -> Snapshot:
-        snapshot = Snapshot(
-            version,
-            chunk_count=len(self._chunks),
-            spool_dir=self._spool_dir,
-            is_wanted=is_wanted,
-        )
-        with self._lock:
-            if len(self.pending) >= self._count_max:
-                raise LimitError(
-                    f"limit snapshot_count_max={self._count_max}: as many snapshots of "
-                    f"{self._spec.name!r} are under way; call again when one has ended",
-                    parameter=self._spec.name,
-                )
-            self.pending = (*self.pending, snapshot)
-        return snapshot
 
     def _check_reachable(self, snapshot: Snapshot, chunk_index: int) -> None:
         """Refuses what is too late for a chunk; its lock is held."""

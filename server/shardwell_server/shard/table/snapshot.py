@@ -12,7 +12,6 @@ reached the version.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,16 +19,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.errors import (
-    DeadlineError,
-    LimitError,
-    ShardwellError,
-    StepOrderError,
-    StorageError,
-)
+from shardwell.errors import ShardwellError, StepOrderError
 from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState, empty_state
-from shardwell_server.shard.spool import Copied, Spool
+from shardwell_server.shard.snapshots import Copied, Snapshot, Snapshots
 from shardwell_server.store.contract import Places
 
 
@@ -40,14 +33,14 @@ class _Kept(NamedTuple):
     copied: Copied
 
 
-class TableSnapshot:
+class TableSnapshot(Snapshot):
     """One of them, under way.
 
     Args:
         spec: The table.
         version: That of all rows.
-        spool_dir: Where copies are kept; None: the system's temporary directory.
-        is_wanted: Whether somebody still reads it; any thread calls it.
+        spool_dir: See Snapshot.
+        is_wanted: The same.
     """
 
     def __init__(
@@ -57,17 +50,10 @@ class TableSnapshot:
         spool_dir: Path | None,
         is_wanted: Callable[[], bool],
     ) -> None:
-        self.version = version
-        self.learning_rate = 0.0
-        """Of the update that follows."""
-        self.failure: ShardwellError | None = None
-        """Why it can't be had any more."""
+        super().__init__("scan", version, spool_dir, is_wanted, table=spec.name)
         self._spec = spec
-        self._is_wanted = is_wanted
-        self._lock = threading.Lock()
         self._left: npt.NDArray[np.bool_] | None = None
         self._kept: list[_Kept] = []
-        self._spool = Spool(spool_dir)
 
     @property
     def has_begun(self) -> bool:
@@ -96,8 +82,7 @@ class TableSnapshot:
             return self._claim(places)
 
     def _claim(self, places: Places) -> Places:
-        if self.failure is not None:
-            raise self.failure
+        self._check()
         left = self._left
         if left is None:
             return places[:0]
@@ -108,28 +93,14 @@ class TableSnapshot:
 
     def keep(self, places: Places, rows: Callable[[Places], RowState]) -> None:
         """Copies rows that are about to be written, unless they were passed; never fails."""
-        if self.failure is not None or not self.has_begun:
-            return
-        if not self._is_wanted():
-            self.drop(DeadlineError("the scan was not read before its deadline; call again"))
-            return
-        try:
-            with self._lock:
-                wanted = self._claim(places)
-                if wanted.size:
-                    state = rows(wanted)
-                    self._kept.append(_Kept(wanted.size, self._spool.copy(state.arrays)))
-        except OSError as error:
-            self.drop(
-                StorageError(
-                    f"{self._spool.where}: copying rows of table {self._spec.name!r} for a scan "
-                    f"failed: {error.strerror}; free space on that disk, or make checkpoints while "
-                    "nobody trains",
-                    table=self._spec.name,
-                )
-            )
-        except ShardwellError as error:
-            self.drop(error)
+
+        def copy() -> None:
+            wanted = self._claim(places)
+            if wanted.size:
+                self._kept.append(_Kept(wanted.size, self._spool.copy(rows(wanted).arrays)))
+
+        if self.has_begun:
+            self._copying(f"rows of table {self._spec.name!r}", copy)
 
     def kept(self) -> Iterator[RowState]:
         """The rows in the spool, batch by batch; to be called when all places were claimed.
@@ -138,51 +109,31 @@ class TableSnapshot:
             StorageError: the spool can't be read, or was damaged.
         """
         with self._lock:
-            if self.failure is not None:
-                raise self.failure
+            self._check()
             batches = list(self._kept)
         for batch in batches:
-            yield self._read(batch)
+            state = empty_state(self._spec, batch.row_count)
+            self._read(f"rows of table {self._spec.name!r}", batch.copied, state.arrays)
+            yield state
 
     def drop(self, failure: ShardwellError) -> None:
-        """Ends it and frees its disk space. Safe to repeat."""
-        with self._lock:
-            self.failure = self.failure or failure
-            self._spool.close()
-            self._left = None if self._left is None else self._left[:0]
-
-    def _read(self, batch: _Kept) -> RowState:
-        state = empty_state(self._spec, batch.row_count)
-        with self._lock:
-            if self.failure is not None:
-                raise self.failure
-            is_whole = self._spool.read(batch.copied, state.arrays)
-        if not is_whole:
-            raise StorageError(
-                f"a copy of rows of table {self._spec.name!r} was damaged on its way through a "
-                f"file in {self._spool.where}; check that disk, then call "
-                "again",
-                table=self._spec.name,
-            )
-        return state
+        super().drop(failure)
+        self._left = None if self._left is None else self._left[:0]
 
 
-class TableSnapshots:
+class TableSnapshots(Snapshots[TableSnapshot]):
     """Those of one table that are under way. What changes the table's rows calls it.
 
     Args:
         spec: The table.
-        spool_dir: See TableSnapshot.
+        spool_dir: See Snapshot.
         count_max: How many there may be.
     """
 
     def __init__(self, spec: TableSpec, *, spool_dir: Path | None, count_max: int) -> None:
-        self.pending: tuple[TableSnapshot, ...] = ()
-        """Whoever writes rows looks here; mostly empty."""
+        super().__init__(f"scans with state of table {spec.name!r}", count_max, table=spec.name)
         self._spec = spec
         self._spool_dir = spool_dir
-        self._count_max = count_max
-        self._lock = threading.Lock()
 
     def before_write(self, places: Places, rows: Callable[[Places], RowState]) -> None:
         """Keeps rows for whom they matter. One thread writes at a time; it calls this before."""
@@ -207,20 +158,8 @@ class TableSnapshots:
             LimitError: too many are under way.
         """
         snapshot = TableSnapshot(self._spec, version, self._spool_dir, is_wanted)
-        with self._lock:
-            if len(self.pending) >= self._count_max:
-                raise LimitError(
-                    f"limit snapshot_count_max={self._count_max}: as many scans with state of "
-                    f"table {self._spec.name!r} are under way; call again when one has ended",
-                    table=self._spec.name,
-                )
-            self.pending = (*self.pending, snapshot)
-        try:
+        with self._listed(snapshot):
             yield snapshot
-        finally:
-            with self._lock:
-                self.pending = tuple(other for other in self.pending if other is not snapshot)
-            snapshot.drop(StorageError("the scan has ended"))
 
 
 def too_late(spec: TableSpec, version: int, found: int) -> StepOrderError:
