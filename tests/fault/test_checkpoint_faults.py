@@ -176,7 +176,7 @@ def test_a_reader_that_goes_away_is_forgotten(cluster, connect, version) -> None
     client = connect(running, "w0")
     model = client.parameter("m", size=100_000, optimizer=SGD)
     model.init(np.zeros(100_000, np.float32))
-    snapshots = running.servers[0].shard.parameter("m").snapshots
+    snapshots = running.servers[0].shard.parameters.get("m").snapshots
     with WireWorker(running.target, "reader") as reader:
         request = pb.SnapshotRequest(shard=reader.identities[0], parameter="m", version=version)
         call = reader.stubs[0].Snapshot(request, timeout=PATIENCE_S)
@@ -332,7 +332,7 @@ def test_the_rate_of_a_restore_that_never_stood_is_forgotten(tmp_path) -> None:
     """Rate and weights are one event: of two, a full disk could leave one without the other."""
     config = ShardConfig(shard_index=0, shard_count=1)
     with DataDir(tmp_path, config) as claimed, ShardServer(config, claimed) as server:
-        made = server.shard.create(
+        made = server.shard.parameters.open(
             shardwell.ParameterSpec(name="m", size=SIZE, optimizer=SGD, worker_count=1)
         )[0]
         deadline = RequestDeadline(0.0)

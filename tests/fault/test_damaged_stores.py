@@ -277,7 +277,7 @@ def test_files_of_another_parameter(tmp_path: Path) -> None:
     path = tmp_path / "two"
     with recovered(path_made(path)) as shard:
         for number, name in enumerate(("left", "right")):
-            made, _ = shard.create(replace(SYNC, name=name))
+            made, _ = shard.parameters.open(replace(SYNC, name=name))
             initialize(made, "w0", np.full(37, number, np.float32))
             for chunk_index, size in enumerate((16, 16, 5)):
                 for worker in ("w0", "w1"):

@@ -106,10 +106,10 @@ def test_no_more_open_files(tmp_path: Path) -> None:
                     if spare == 0
                     else (contextlib.suppress(StorageError))
                 ):
-                    shard.create(SYNC)
+                    shard.parameters.open(SYNC)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        made, _ = shard.create(SYNC)
+        made, _ = shard.parameters.open(SYNC)
         assert initialize(made, "w0", np.zeros(37, np.float32))
         assert len([*(tmp_path / "parameters").iterdir()]) == 1
 
@@ -122,7 +122,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 def test_a_parameter_on_a_full_disk(disk: SmallDisk) -> None:
     with recovered(disk.path) as shard:
-        first, _ = shard.create(SYNC)
+        first, _ = shard.parameters.open(SYNC)
         disk.fill()
         before = image_of(disk.path / "parameters")
         other = shardwell.ParameterSpec(
@@ -130,13 +130,13 @@ def test_a_parameter_on_a_full_disk(disk: SmallDisk) -> None:
         )
         for _ in range(3):
             with pytest.raises(StorageError, match=r"of 'other' failed.*free space") as caught:
-                shard.create(other)
+                shard.parameters.open(other)
             assert str(disk.path) in str(caught.value)
             assert image_of(disk.path / "parameters") == before
-        assert shard.create(SYNC) == (first, False)
-        assert [made.spec.name for made in shard.parameters()] == ["sync"]
+        assert shard.parameters.open(SYNC) == (first, False)
+        assert [made.spec.name for made in shard.parameters.all()] == ["sync"]
         disk.empty()
-        assert shard.create(other)[1]
+        assert shard.parameters.open(other)[1]
         state = state_of(shard)
     assert state_at(disk.path) == state
 
@@ -148,15 +148,15 @@ def test_a_parameter_larger_than_the_disk(disk: SmallDisk) -> None:
         )
         free = shutil.disk_usage(disk.path).free
         with pytest.raises(StorageError, match=r"of 'large' failed.*free space"):
-            shard.create(large)
+            shard.parameters.open(large)
         assert free - shutil.disk_usage(disk.path).free <= 4096  # the directory
-        assert shard.create(SYNC)[1]
+        assert shard.parameters.open(SYNC)[1]
 
 
 def test_what_a_full_disk_lets_go_on(disk: SmallDisk) -> None:
     """Gradients of those who sit, and reads: their space was taken when there was some."""
     with short_blocks(), recovered(disk.path) as shard:
-        made, _ = shard.create(SYNC)
+        made, _ = shard.parameters.open(SYNC)
         initialize(made, "w0", np.zeros(37, np.float32))
         for worker in ("w0", "w1"):
             made.join(worker, seat_for=applicant(worker))
@@ -240,7 +240,7 @@ def test_a_full_disk_at_the_first_start(disk: SmallDisk) -> None:
 def test_a_disk_that_is_read_only(disk: SmallDisk) -> None:
     DataDir(disk.path, CONFIG).close()
     with recovered(disk.path) as shard:
-        shard.create(SYNC)
+        shard.parameters.open(SYNC)
         del shard
     disk.remount("ro")
     try:

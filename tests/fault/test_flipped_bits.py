@@ -135,7 +135,7 @@ GRADIENT = np.arange(SIZE, dtype=np.float32) * np.float32(2.0**-16)
 
 def kept(line: Line, name: str = NAME) -> np.ndarray:
     """The weights as the shard has them."""
-    return np.array(line.shard.parameter(name).storage.weights)
+    return np.array(line.shard.parameters.get(name).storage.weights)
 
 
 def neighbours(line: Line, **options: Any) -> Callable[[], None]:
@@ -258,13 +258,13 @@ def test_first_weights(line, monkeypatch) -> None:
         return name
 
     for name in line.flips("InitWeights", "request", call):
-        found = line.shard.parameter(name)
+        found = line.shard.parameters.get(name)
         np.testing.assert_array_equal(found.storage.weights, 5.0)
         np.testing.assert_array_equal(found.storage.slots[0], 6.0)
         status = found.describe(9)
         assert (status.version_min, status.version_max, status.learning_rate) == (3, 3, 0.5)
         assert status.load_id == 77
-    for parameter in line.shard.parameters():  # what another's damaged stream brought
+    for parameter in line.shard.parameters.all():  # what another's damaged stream brought
         assert parameter.spec.name in stands or not parameter.describe(9).initialized
 
 
@@ -301,7 +301,7 @@ def opened_table(client: shardwell.Client, name: str = NAME, **options: Any) -> 
 
 def rows_of(line: Line, name: str = NAME) -> dict[int, list[float]]:
     found: dict[int, list[float]] = {}
-    for ids, values in line.shard.tables.table(name).scan.values(with_values=True):
+    for ids, values in line.shard.tables.get(name).scan.values(with_values=True):
         found.update(zip(ids.tolist(), values.tolist(), strict=True))
     return found
 
@@ -408,7 +408,7 @@ def test_rows_that_are_loaded(line, number) -> None:
 def changes_of(line: Line, kind: str, name: str) -> list[tuple[int, float]]:
     """Learning rates and the steps from which they hold, as the shard has them."""
     shard = line.shard
-    of = shard.parameter(name)._register if kind == "parameter" else shard.tables.table(name)
+    of = shard.parameters.get(name)._register if kind == "parameter" else shard.tables.get(name)
     rates = of._rates if kind == "parameter" else of.register._rates
     return list(rates.changes)
 
@@ -475,7 +475,7 @@ def test_openings(line, kind, method) -> None:
 
     def specs() -> dict[str, Any]:
         shard = line.shard
-        every = shard.parameters() if kind == "parameter" else shard.tables.all()
+        every = shard.parameters.all() if kind == "parameter" else shard.tables.all()
         return {each.spec.name: each.spec for each in every}
 
     for _ in line.flips(method, "request", call):
@@ -486,7 +486,7 @@ def test_openings(line, kind, method) -> None:
         else:
             assert {(spec.row_count, spec.dim) for spec in specs().values()} == {(ROW_COUNT, DIM)}
         if method == "ClaimInit":
-            assert line.shard.parameter(made[-1])._register._first.epoch >> 32 <= 2
+            assert line.shard.parameters.get(made[-1])._register._first.epoch >> 32 <= 2
 
 
 # Groups. Every bit of peers' chunks: test_group_refusals.py.

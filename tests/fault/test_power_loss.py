@@ -281,7 +281,7 @@ def test_an_image_when_nothing_was_journaled_since_the_last(tmp_path: Path, disk
     with DataDir(path, config) as claimed, ShardServer(config, claimed) as server:
         run = Run(server.address, OPTIMIZERS[1])
         expected = run.step(0)
-        for parameter in server.shard.parameters():
+        for parameter in server.shard.parameters.all():
             for _ in range(3):
                 parameter._write_image(lambda: False)
         disk.lose_power(path, tmp_path / "second")

@@ -119,14 +119,14 @@ def test_a_parameter_opens_when_there_is_memory_again(
         without_memory(patch, parameter_slice, part)
         for _ in range(2):
             with pytest.raises((StorageError, LimitError), match="'p'"):
-                shard.create(PARAMETER)
-            assert shard.parameters() == []
+                shard.parameters.open(PARAMETER)
+            assert shard.parameters.all() == []
             assert shard.stored_bytes == 0
             assert [*tmp_path.glob("parameters/*")] == []
     assert open_journals(tmp_path) == []
-    made, is_new = shard.create(PARAMETER)
+    made, is_new = shard.parameters.open(PARAMETER)
     assert is_new
-    assert shard.create(PARAMETER) == (made, False)
+    assert shard.parameters.open(PARAMETER) == (made, False)
     assert shard.stored_bytes == 4 * 100
     if kind != "memory":
         assert [path.name for path in tmp_path.glob("parameters/*")] == ["000001"]

@@ -340,7 +340,7 @@ def test_a_reader_that_goes_away_is_forgotten(cluster) -> None:
     with WireWorker(running.target, "w0") as worker:
         table = WireTable(worker, SPEC)
         table.put([1], [[1.0, 1.0]])
-        snapshots = running.servers[0].shard.tables.table("t").scan.snapshots
+        snapshots = running.servers[0].shard.tables.get("t").scan.snapshots
         request = pb.ScanRowsRequest(
             shard=worker.identities[0], table="t", content=pb.ScanRowsRequest.CONTENT_STATE
         )

@@ -77,7 +77,7 @@ class UndisturbedWeights:
                 for index in range(plan.worker_count)
             ]
         )
-        (parameter,) = self._cluster.servers[0].shard.parameters()
+        (parameter,) = self._cluster.servers[0].shard.parameters.all()
         return parameter.storage.weights.copy()
 
     def close(self) -> None:

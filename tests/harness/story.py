@@ -129,22 +129,22 @@ class Call(NamedTuple):
 
 
 def _create(spec: ParameterSpec, shard: Shard) -> bool:
-    return shard.create(spec)[1]
+    return shard.parameters.open(spec)[1]
 
 
 def _initialize(name: str, shard: Shard) -> bool:
-    made = shard.parameter(name)
+    made = shard.parameters.get(name)
     return initialize(made, "w0", np.arange(made.where.size, dtype=np.float32) - 7)
 
 
 def _join(name: str, worker_id: str, life: int, shard: Shard, *, tenure: int = TENURE) -> bool:
-    shard.parameter(name).join(worker_id, seat_for=applicant(worker_id, life, tenure))
+    shard.parameters.get(name).join(worker_id, seat_for=applicant(worker_id, life, tenure))
     return False
 
 
 def _begin_anew(name: str, worker_id: str, tenure: int, shard: Shard) -> bool:
     asks = applicant(worker_id, 0, tenure, begins_anew=True)
-    shard.parameter(name).join(worker_id, seat_for=asks)
+    shard.parameters.get(name).join(worker_id, seat_for=asks)
     return False
 
 
@@ -154,7 +154,7 @@ def _end(worker_id: str, life: int, shard: Shard) -> bool:
 
 
 def _rate(name: str, from_step: int, rate: float, shard: Shard) -> bool:
-    shard.parameter(name).change_learning_rate(from_step, rate)
+    shard.parameters.get(name).change_learning_rate(from_step, rate)
     return True
 
 
@@ -168,7 +168,7 @@ def _contribute(
     *,
     tenure: int = TENURE,
 ) -> bool:
-    made = shard.parameter(name)
+    made = shard.parameters.get(name)
     size = made.where.chunk(chunk_index, made.chunk_element_count).size
     gradient = (np.arange(size, dtype=np.float32) % 5 - worker - step) * (chunk_index + 1)
     return contribute(made, f"w{worker}", chunk_index, step, gradient, samples, tenure=tenure)
@@ -237,7 +237,7 @@ def state_of(shard: Shard) -> State:
     """All that a store must keep, in plain values; checked against damage on the way."""
     return {
         found.spec.name: _state_of(found)
-        for found in shard.parameters()  # by name
+        for found in shard.parameters.all()  # by name
     }
 
 

@@ -349,7 +349,7 @@ def test_a_client_that_was_closed(cluster, tmp_path) -> None:
             wire = worker.create(model.spec.to_proto())
             first = wire.gradient_messages(pb.PutGradientRequest, 0, np.ones(SIZE))[:1]
             worker.stubs[0].PutGradient(iter(first), timeout=PATIENCE_S)
-        snapshots = running.servers[0].shard.parameter("model").snapshots
+        snapshots = running.servers[0].shard.parameters.get("model").snapshots
         saving = in_background(lambda: client.save_checkpoint(tmp_path / "c"))
         eventually("it waits", lambda: snapshots.pending)
         client.close()
@@ -389,7 +389,7 @@ def test_state_that_is_not_finite_is_not_saved(cluster, connect, tmp_path) -> No
     model = open_model(client, shardwell.Adagrad(learning_rate=0.5), codec="fp32")
     model.init(np.zeros(SIZE, np.float32))
     model.put_gradient(np.ones(SIZE, np.float32))
-    running.servers[1].shard.parameter(model.name).storage.slots[0][-2] = np.inf
+    running.servers[1].shard.parameters.get(model.name).storage.slots[0][-2] = np.inf
     assert np.isfinite(model.get_weights()).all()
     words = f"nothing was saved: optimizer's 'sum' at version 1.*element {SIZE - 2} is not finite"
     with pytest.raises(shardwell.DivergedError, match=words) as caught:
@@ -441,7 +441,7 @@ def test_weight_decay_that_state_can_not_take_is_told(
         model.put_gradient(np.ones(SIZE, np.float32))
     assert (caught.value.element_index, model.next_step) == (SIZE - 2, 0)
     for server in running.servers:
-        for slot in server.shard.parameter(model.name).storage.slots:
+        for slot in server.shard.parameters.get(model.name).storage.slots:
             assert np.isfinite(slot).all()
 
 

@@ -44,7 +44,7 @@ def test_status_and_connect_with_many_names(cluster, connect) -> None:
         name = f"{'w' * 120}{worker}"
         shard.sessions.attend(name, session_of(name), lambda: None)
     for number in range(300):
-        made, _ = shard.create(
+        made, _ = shard.parameters.open(
             shardwell.ParameterSpec(
                 name=f"{'p' * 100}{number}",
                 size=spec.size,
@@ -65,7 +65,7 @@ def test_hundreds_of_missing_workers(cluster, connect) -> None:
     running = cluster(1)
     model = connect(running, "here").parameter("m", size=8, optimizer=SGD, worker_count=500)
     model.init(np.zeros(8, np.float32))
-    known = running.servers[0].shard.parameter("m")
+    known = running.servers[0].shard.parameters.get("m")
     for index in range(400):
         name = f"{'late' * 12}-{index}"
         running.servers[0].shard.sessions.attend(name, session_of(name), lambda: None)

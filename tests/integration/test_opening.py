@@ -205,7 +205,7 @@ def test_a_cluster_that_lost_its_memory_says_unknown_parameter(cluster, connect)
     first = cluster(1, cluster_id="same")
     model = connect(first, "w0").parameter("model", size=10, optimizer=SGD)
     model.init(np.zeros(10, np.float32))
-    first.servers[0].shard._parameters.clear()
+    first.servers[0].shard.parameters._by_name.clear()
     for call in (
         lambda: model.get_weights(),
         lambda: model.put_gradient(np.zeros(10, np.float32)),

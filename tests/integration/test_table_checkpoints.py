@@ -369,7 +369,7 @@ def test_state_that_is_not_finite_is_not_saved(cluster, connect, tmp_path) -> No
     client = connect(running, "w0")
     table = open_table(client, optimizer=shardwell.Adagrad(learning_rate=0.5))
     table.put_row_gradients([7], np.ones((1, DIM)))
-    running.servers[0].shard.tables.table("rows").storage.slots[0][0] = np.inf
+    running.servers[0].shard.tables.get("rows").storage.slots[0][0] = np.inf
     assert np.isfinite(table.get_rows([7])).all()
     words = r"nothing was saved: .*column 0 of the optimizer's 'sum' of row id 7 is not finite"
     with pytest.raises(shardwell.DivergedError, match=words):
@@ -418,7 +418,7 @@ def test_weight_decay_that_state_can_not_take_is_told(
         for each in tables:
             each.put_row_gradients(ids, gradients)
         for server in running.servers:
-            server.shard.tables.table("rows").storage.weights[:] = 1e30
+            server.shard.tables.get("rows").storage.weights[:] = 1e30
     words = r"weight decay .*because weights are.*'sum' of row id (3|8|5), column 0"
     with pytest.raises(shardwell.NonFiniteError, match=words):
         table.put_row_gradients(ids, gradients)

@@ -86,7 +86,7 @@ def test_a_call_that_is_dropped_while_it_waits_is_forgotten(cluster, connect) ->
     model = client.parameter("m", size=SIZE, optimizer=SGD)
     model.init(np.zeros(SIZE, np.float32))
     shard = running.servers[0].shard
-    chunk = shard.parameter("m")._chunks[0]
+    chunk = shard.parameters.get("m")._chunks[0]
     for _ in range(3):
         impatient = connect(running, "impatient")
         futures = [impatient.parameter("m").get_weights_async(min_version=1) for _ in range(20)]

@@ -147,7 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
             mode="sync" if worker_count else "async",
             codec="fp32",
         )
-        self.call(lambda: self.shard.create(spec), kill)
+        self.call(lambda: self.shard.parameters.open(spec), kill)
         self.models[name] = Model(size, worker_count)
 
     @precondition(lambda self: any(not model.is_standing for model in self.models.values()))
@@ -158,7 +158,9 @@ class StoreMachine(RuleBasedStateMachine):
             return
         values = np.arange(model.size) + value
         self.call(
-            lambda: story.initialize(self.shard.parameter(name), "w0", values.astype(np.float32)),
+            lambda: story.initialize(
+                self.shard.parameters.get(name), "w0", values.astype(np.float32)
+            ),
             kill,
         )
         model.is_standing = True
@@ -180,7 +182,7 @@ class StoreMachine(RuleBasedStateMachine):
 
         def join() -> None:
             asks = applicant(worker, 0, tenure, begins_anew=anew)
-            self.shard.parameter(name).join(worker, seat_for=asks)
+            self.shard.parameters.get(name).join(worker, seat_for=asks)
 
         if worker not in model.seats:
             if model.worker_count and len(model.seats) == model.worker_count:
@@ -232,7 +234,7 @@ class StoreMachine(RuleBasedStateMachine):
         name, worker, tenure = data.draw(st.sampled_from(self.over))
         model = self.models[name]
         if chunk < len(model.sizes):
-            made, zeros = self.shard.parameter(name), np.zeros(model.sizes[chunk], np.float32)
+            made, zeros = self.shard.parameters.get(name), np.zeros(model.sizes[chunk], np.float32)
             with pytest.raises(StepOrderError, match="given to a newcomer"):
                 contribute(made, worker, chunk, step, zeros, tenure=tenure)
 
@@ -268,7 +270,7 @@ class StoreMachine(RuleBasedStateMachine):
         gradient = np.full(model.sizes[chunk], 6 * value, np.float32)
 
         def make() -> bool:
-            made = self.shard.parameter(name)
+            made = self.shard.parameters.get(name)
             tenure = model.tenures[worker]
             return contribute(made, worker, chunk, step, gradient, tenure=tenure)
 
@@ -288,7 +290,7 @@ class StoreMachine(RuleBasedStateMachine):
         if worker in model.ended:
             return
         last, tenure = model.last[worker][chunk], model.tenures[worker]
-        made, zeros = self.shard.parameter(name), np.zeros(model.sizes[chunk], np.float32)
+        made, zeros = self.shard.parameters.get(name), np.zeros(model.sizes[chunk], np.float32)
         if last >= back:
             refused = ""
             try:
@@ -306,7 +308,9 @@ class StoreMachine(RuleBasedStateMachine):
         if model is None:
             return
         from_step = max(model.versions) + ahead
-        self.call(lambda: self.shard.parameter(name).change_learning_rate(from_step, rate), kill)
+        self.call(
+            lambda: self.shard.parameters.get(name).change_learning_rate(from_step, rate), kill
+        )
         kept = {step: old for step, old in model.rates.items() if step < from_step}
         model.rates = {**kept, from_step: rate}
 
@@ -317,7 +321,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_is_as_in_the_model(self) -> None:
-        found = {made.spec.name: made for made in self.shard.parameters()}
+        found = {made.spec.name: made for made in self.shard.parameters.all()}
         assert sorted(found) == sorted(self.models)
         for name, model in self.models.items():
             made = found[name]

@@ -69,7 +69,7 @@ def test_rows_stand_when_the_load_is_finished(directory) -> None:
     give(table, ones(2))
     assert whole(table)[2] == ((1.5 - 0.5 * 1.125, 1.5 - 0.5 * 2.125), (1.125, 2.125), 4, 7)
     if directory is not None:
-        again = shard_of(directory).tables.table("t")
+        again = shard_of(directory).tables.get("t")
         assert (again.version, again.learning_rate) == (8, 0.5)
         assert whole(again) == whole(table)
 
@@ -78,7 +78,7 @@ def test_a_load_that_is_cut_off_leaves_an_empty_table(tmp_path) -> None:
     table = table_of(tmp_path)
     table.loading.begin()
     table.loading.add(1, state(5, 2))
-    again = shard_of(tmp_path).tables.table("t")
+    again = shard_of(tmp_path).tables.get("t")
     assert again.describe(1).loading
     assert (again.describe(1).row_count, again.version) == (0, 0)
     with pytest.raises(NotInitializedError):
@@ -128,7 +128,7 @@ def test_a_load_that_is_killed_at_any_write(tmp_path) -> None:
         expected[version] = whole(table)
     seen = []
     for image in images:
-        again = shard_of(restore(image, target)).tables.table("t")
+        again = shard_of(restore(image, target)).tables.get("t")
         status = again.describe(1)
         if status.loading:
             assert (status.row_count, status.version) == (0, 0)

@@ -110,7 +110,7 @@ def test_every_write_of_a_load(tmp_path, monkeypatch, durability, power) -> None
             if power and (file.name.startswith("journal-") or file.name == "events"):
                 file.write_bytes(files.get(str(file.relative_to(again)), b""))
         shard = shard_on(again, durability, boot=OtherStart if power else SameMachine)
-        table = shard.tables.table("t")
+        table = shard.tables.get("t")
         status = table.describe(10)
         seen.add((status.loading, status.load_id))
         if not status.loading:
@@ -131,5 +131,5 @@ def test_the_rate_of_a_load_that_was_replaced_stays_forgotten(tmp_path, durabili
     assert table.learning_rate == 1.0
     shard.close()
     shard = shard_on(tmp_path, durability)
-    assert shard.tables.table("t").learning_rate == 1.0
+    assert shard.tables.get("t").learning_rate == 1.0
     shard.close()

@@ -137,7 +137,7 @@ class TableMachine(RuleBasedStateMachine):
     def come_back(self) -> None:
         """Killed while nothing is under way."""
         self.start()
-        self.table = self.shard.tables.table("t")
+        self.table = self.shard.tables.get("t")
 
     def gradients(self, data: st.DataObject) -> dict[int, np.ndarray]:
         ids = data.draw(st.lists(st.sampled_from(self.ids), unique=True, max_size=BATCH_ROW_COUNT))

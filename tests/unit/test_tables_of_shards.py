@@ -20,7 +20,7 @@ from shardwell.errors import LimitError, SpecMismatchError, StorageError, Unknow
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
-from shardwell_server.shard.tables import Tables
+from shardwell_server.shard.registry import Tables
 from shardwell_server.store import Store, TableLayout, TableStorage
 from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
@@ -41,7 +41,10 @@ def tables_of(
     config: ShardConfig = CONFIG, store: Store | None = None, stored: ByteBudget | None = None
 ) -> Tables:
     limit = stored or ByteBudget(config.limits.stored_bytes_max)
-    return Tables(config, store or MemoryStore(), threading.Lock(), limit, sessions=AllAlive())
+    kept = store or MemoryStore()
+    tables = Tables(config, kept, threading.Lock(), limit, sessions=AllAlive())
+    tables.recover(kept.recover_tables())
+    return tables
 
 
 def opened(path: Path) -> MmapStore:
@@ -75,11 +78,11 @@ def test_a_table_is_made_once() -> None:
     tables = tables_of(ShardConfig(shard_index=0, shard_count=1, limits=Limits(table_count_max=1)))
     made, _ = tables.open(SPEC)
     assert tables.open(SPEC) == (made, False)
-    assert tables.table("t") is made
+    assert tables.get("t") is made
     with pytest.raises(SpecMismatchError, match="dim: 2 exists, 3 was asked for") as mismatch:
         tables.open(dataclasses.replace(SPEC, dim=3))
     with pytest.raises(UnknownTableError, match="no table 'u'; open it first") as unknown:
-        tables.table("u")
+        tables.get("u")
     with pytest.raises(LimitError, match="table_count_max=1") as limit:
         tables.open(dataclasses.replace(SPEC, name="u"))
     assert [e.value.table for e in (mismatch, unknown, limit)] == ["t", "u", "u"]
@@ -139,7 +142,7 @@ def test_a_table_of_another_version_is_refused() -> None:
     made, _ = tables_of().open(SPEC)
     other = dataclasses.replace(made.layout, row_capacity=7, rows_per_change_max=600)
     with recovering(made.storage, other) as found:  # of a process with other limits
-        assert found.table("t").layout == other
+        assert found.get("t").layout == other
     for changes in (
         {"with_sum": True},
         {"dim": 3},

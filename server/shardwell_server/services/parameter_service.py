@@ -78,10 +78,10 @@ class ParameterServerService:
         named = request.worker_id or request.take_seat
         worker_id = check_name("worker_id", request.worker_id) if named else ""
         spec = ParameterSpec.from_proto(request.spec)
-        if request.must_exist and not self._shard.has_parameter(spec.name):
+        if request.must_exist and not self._shard.parameters.has(spec.name):
             raise self._shard.lost_memory("parameter", spec.name)
         if request.take_seat:
-            self._shard.parameter(spec.name)  # whoever takes a seat has opened it before
+            self._shard.parameters.get(spec.name)  # whoever takes a seat has opened it before
         seat_for = None
         if request.take_seat:
             seat_for = Contributor[Seat](
@@ -91,7 +91,7 @@ class ParameterServerService:
                 asks=True,
                 begins_anew=request.begins_anew,
             )
-        parameter, created = self._shard.create(spec)
+        parameter, created = self._shard.parameters.open(spec)
         response = parameter.join(
             worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
         )
@@ -105,7 +105,7 @@ class ParameterServerService:
         if request.shard.shard_index != 0:
             raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
         worker_id = check_name("worker_id", request.worker_id)
-        parameter = self._shard.parameter(request.parameter)
+        parameter = self._shard.parameters.get(request.parameter)
         deadline = self._deadline(call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
         return (yield from until(parameter.claim_init, worker_id, deadline, request.above_epoch))
 
@@ -117,7 +117,7 @@ class ParameterServerService:
 
     def confirm_init(self, request: pb.ConfirmInitRequest, call: Call) -> pb.ConfirmInitResponse:
         self._shard.check_identity(request.shard)
-        version = self._shard.parameter(request.parameter).confirm_init(request.epoch)
+        version = self._shard.parameters.get(request.parameter).confirm_init(request.epoch)
         return pb.ConfirmInitResponse(version=version)
 
     def put_gradient(self, call: Call) -> Handling:
@@ -142,7 +142,7 @@ class ParameterServerService:
 
     def get_weights(self, request: pb.GetWeightsRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
-        parameter = self._shard.parameter(request.parameter)
+        parameter = self._shard.parameters.get(request.parameter)
         deadline = self._deadline(call, request.wait_timeout_ms / 1000)
         for index in range(parameter.chunk_count):
             message = yield from until(
@@ -155,7 +155,7 @@ class ParameterServerService:
     def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
         yield from snapshot_messages(
-            self._shard.parameter(request.parameter),
+            self._shard.parameters.get(request.parameter),
             request.version,
             self._deadline(call, request.wait_timeout_ms / 1000),
             wanted(self._shard, call),
@@ -202,7 +202,7 @@ class ParameterServerService:
         self._shard.check_identity(request.shard)
         rate = check_learning_rate("learning_rate", request.learning_rate)
         from_step = request.from_step if request.HasField("from_step") else None
-        self._shard.parameter(request.parameter).change_learning_rate(from_step, rate)
+        self._shard.parameters.get(request.parameter).change_learning_rate(from_step, rate)
         _LOG.info(
             "learning rate changed",
             extra={"parameter": request.parameter, "learning_rate": rate},
@@ -213,7 +213,7 @@ class ParameterServerService:
         shard, config = self._shard, self._shard.config
         if request.identity_only:  # what a client asks first
             admit_newcomer()
-        parameters = [] if request.identity_only else shard.parameters()
+        parameters = [] if request.identity_only else shard.parameters.all()
         if request.parameter:
             parameters = [p for p in parameters if p.spec.name == request.parameter]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(parameters), 1), 1)
@@ -240,7 +240,7 @@ class ParameterServerService:
             raise ArgumentError("a stream's first message must have `open`; it is missing")
         self._shard.check_identity(request.open.shard)
         check_name("worker_id", request.open.worker_id)
-        return self._shard.parameter(request.open.parameter)
+        return self._shard.parameters.get(request.open.parameter)
 
     def _source(self, request: Any) -> _GradientSource:
         parameter, worker_id = self._opened(request), request.open.worker_id

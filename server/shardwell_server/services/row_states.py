@@ -81,7 +81,7 @@ def load(shard: Shard) -> Handling:
             if not request.HasField("open"):
                 raise ArgumentError("a stream's first message must have `open`; it is missing")
             shard.check_identity(request.open.shard)
-            loading = _Load(shard.tables.table(request.open.table), request)
+            loading = _Load(shard.tables.get(request.open.table), request)
         elif request.HasField("open"):
             raise ArgumentError("only the first message of a stream has `open`")
         elif loading.is_finished:

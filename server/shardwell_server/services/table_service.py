@@ -66,7 +66,7 @@ class TableService:
         worker_id = check_name("worker_id", request.worker_id) if named else ""
         spec = TableSpec.from_proto(request.spec)
         if request.take_seat:
-            self._shard.tables.table(spec.name)  # whoever takes a seat has opened it before
+            self._shard.tables.get(spec.name)  # whoever takes a seat has opened it before
         if request.must_exist and not self._shard.tables.has(spec.name):
             raise self._shard.lost_memory("table", spec.name)
         seat_for = None
@@ -103,7 +103,7 @@ class TableService:
 
     def scan_rows(self, request: pb.ScanRowsRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
-        table = self._shard.tables.table(request.table)
+        table = self._shard.tables.get(request.table)
         if request.content not in _CONTENTS:
             raise ArgumentError(
                 f"content must be CONTENT_IDS, CONTENT_VALUES or CONTENT_STATE; got "
@@ -141,7 +141,7 @@ class TableService:
 
     def evict_rows(self, request: pb.EvictRowsRequest, call: Call) -> pb.EvictRowsResponse:
         self._shard.check_identity(request.shard)
-        count = self._shard.tables.table(request.table).evict(request.older_than_step)
+        count = self._shard.tables.get(request.table).evict(request.older_than_step)
         _LOG.info(
             "rows evicted",
             extra={
@@ -156,7 +156,7 @@ class TableService:
         self, request: pb.SetTableLearningRateRequest, call: Call
     ) -> pb.SetTableLearningRateResponse:
         self._shard.check_identity(request.shard)
-        table = self._shard.tables.table(request.table)
+        table = self._shard.tables.get(request.table)
         rate = check_learning_rate("learning_rate", request.learning_rate, table.spec.optimizer)
         from_step = request.from_step if request.HasField("from_step") else None
         table.change_learning_rate(from_step, rate)
@@ -169,7 +169,7 @@ class TableService:
         self._shard.check_identity(request.shard)
         tables = self._shard.tables.all()
         if request.table:
-            tables = [self._shard.tables.table(request.table)]
+            tables = [self._shard.tables.get(request.table)]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(tables), 1), 1)
         return pb.GetTableStatusResponse(
             tables=[table.describe(name_count_max) for table in tables]
@@ -183,7 +183,7 @@ class TableService:
             raise ArgumentError("a stream's first message must have `open`; it is missing")
         self._shard.check_identity(request.open.shard)
         check_name("worker_id", request.open.worker_id)
-        table = self._shard.tables.table(request.open.table)
+        table = self._shard.tables.get(request.open.table)
         table.register.check_incarnation(request.open.incarnation)
         return _RowExchange(self._shard, table, request.open)
 

@@ -9,28 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
-
 from shardwell.errors import (
-    LimitError,
-    ShardwellError,
-    SpecMismatchError,
     StepOrderError,
     StorageError,
-    UnknownParameterError,
     WrongShardError,
 )
-from shardwell.numerics.codec import CODECS
-from shardwell.numerics.update_rules import UpdateRule
-from shardwell.placement.slices import slice_of
-from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
-from shardwell_server.shard.parameter.slice import ParameterSlice
+from shardwell_server.shard.registry import Parameters, Tables
 from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
-from shardwell_server.shard.tables import Tables
-from shardwell_server.store import Layout, ParameterStorage, Store
+from shardwell_server.store import Store
 
 
 class Traffic:
@@ -73,12 +62,9 @@ class Shard:
     ) -> None:
         self.config = config
         self._origin = origin
-        self._spool_dir = spool_dir
         self.traffic = Traffic()
         self.started_s = time.monotonic()
         self._store = store
-        self._lock = threading.Lock()
-        self._parameters: dict[str, ParameterSlice] = {}
         self._stored_bytes = ByteBudget(config.limits.stored_bytes_max)
         self._stopping = threading.Event()
         self.sessions = Sessions(
@@ -87,19 +73,18 @@ class Shard:
             return_s=min(config.session_lease_s, RETURN_S_MAX),
         )
         """Clients that are connected."""
-        for layout, storage in store.recover():
-            self._recover(layout, storage)
-        self.tables = Tables(
-            config,
-            store,
-            self._lock,
-            self._stored_bytes,
-            sessions=self.sessions,
-            spool_dir=spool_dir,
+        lock = threading.Lock()
+        self.parameters = Parameters(
+            config, store, lock, self._stored_bytes, self.sessions, spool_dir
         )
         """Those of this shard."""
+        self.parameters.recover(store.recover())
+        self.tables = Tables(config, store, lock, self._stored_bytes, self.sessions, spool_dir)
+        """The same."""
+        self.tables.recover(store.recover_tables())
         store.recovered()
-        self.tables.go_on()
+        for table in self.tables.all():
+            table.go_on()
         self.make_images()
 
     def check_identity(self, meant: types_pb2.ShardIdentity) -> None:
@@ -121,130 +106,6 @@ class Shard:
                 shard_index=config.shard_index,
             )
 
-    def create(self, spec: ParameterSpec) -> tuple[ParameterSlice, bool]:
-        """The parameter's slice, made now if it is new; and whether it was.
-
-        Raises:
-            SpecMismatchError: it exists with another spec.
-            LimitError: a limit would be exceeded.
-            StorageError: there is no room on the disk, or it can't be written to.
-        """
-        with self._lock:
-            known = self._parameters.get(spec.name)
-            is_new = known is None
-            if known is None:
-                known = self._make(spec)
-        known.make_image()  # of what needs no first weights, before anybody is told of it
-        if is_new:
-            return known, True
-        differences = known.spec.differences(spec)
-        if differences:
-            raise SpecMismatchError(
-                f"parameter {spec.name!r} exists with another spec: {'; '.join(differences)}; "
-                "open it with the same, or choose another name",
-                parameter=spec.name,
-            )
-        return known, False
-
-    def _make(self, spec: ParameterSpec) -> ParameterSlice:
-        config, limits = self.config, self.config.limits
-        if len(self._parameters) >= limits.parameter_count_max:
-            raise LimitError(
-                f"limit parameter_count_max={limits.parameter_count_max} is reached; "
-                f"parameter {spec.name!r} does not fit",
-                parameter=spec.name,
-            )
-        layout = self._layout(spec, config.chunk_size_bytes // CODECS[spec.codec_name].item_size)
-        needed = layout.size_bytes
-        if not self._stored_bytes.take(needed):
-            raise LimitError(
-                f"limit stored_bytes_max={limits.stored_bytes_max}: parameter {spec.name!r} needs "
-                f"{needed} bytes here beside the {self.stored_bytes} in use; add shards",
-                parameter=spec.name,
-            )
-
-        def begin(storage: ParameterStorage) -> None:
-            self._parameters[spec.name] = self._slice(spec, layout, storage)
-
-        try:
-            self._store.create(layout, begin)  # both are made, or neither is
-        except BaseException:
-            self._stored_bytes.add(-needed)
-            raise
-        return self._parameters[spec.name]
-
-    def _layout(self, spec: ParameterSpec, chunk_element_count: int) -> Layout:
-        where = slice_of(spec.size, self.config.shard_index, self.config.shard_count)
-        return Layout(
-            name=spec.name,
-            slice_size=where.size,
-            chunk_element_count=chunk_element_count,
-            with_sum=spec.worker_count > 1,
-            initial_slots=UpdateRule(spec.optimizer).initial_slots,
-            description={
-                "spec": MessageToDict(spec.to_proto()),
-                "shard_index": self.config.shard_index,
-                "shard_count": self.config.shard_count,
-            },
-        )
-
-    def _slice(
-        self, spec: ParameterSpec, layout: Layout, storage: ParameterStorage
-    ) -> ParameterSlice:
-        config = self.config
-        return ParameterSlice(
-            spec,
-            slice_of(spec.size, config.shard_index, config.shard_count),
-            storage,
-            UpdateRule(spec.optimizer),
-            chunk_element_count=layout.chunk_element_count,
-            is_first_shard=config.shard_index == 0,
-            limits=config.limits,
-            sessions=self.sessions,
-            spool_dir=self._spool_dir,
-        )
-
-    def _recover(self, layout: Layout, storage: ParameterStorage) -> None:
-        """Goes on with a parameter that an earlier process left."""
-        try:
-            spec = ParameterSpec.from_proto(
-                ParseDict(layout.description.get("spec", {}), types_pb2.ParameterSpec())
-            )
-        except (ParseError, ShardwellError) as error:
-            raise StorageError(
-                f"parameter {layout.name!r} has a spec that this version can't read: {error}; run "
-                "the version that wrote it",
-                parameter=layout.name,
-            ) from None
-        expected = self._layout(spec, layout.chunk_element_count)
-        if layout != expected:
-            raise StorageError(
-                f"parameter {layout.name!r}: its files hold {layout}; this shard needs {expected}; "
-                "run the version that wrote it",
-                parameter=layout.name,
-            )
-        self._stored_bytes.add(layout.size_bytes)
-        self._parameters[layout.name] = self._slice(spec, layout, storage)
-
-    def parameter(self, name: str) -> ParameterSlice:
-        """The slice of a parameter that was created.
-
-        Raises:
-            UnknownParameterError: there is none of that name.
-        """
-        found = self._parameters.get(name)
-        if found is None:
-            raise UnknownParameterError(
-                f"shard {self.config.shard_index} has no parameter {name!r:.140}; create it first "
-                "(a shard that lost its memory has none)",
-                parameter=name[:140],
-            )
-        return found
-
-    def has_parameter(self, name: str) -> bool:
-        """Whether a parameter of that name was created."""
-        return name in self._parameters
-
     def lost_memory(self, kind: str, name: str) -> StepOrderError:
         """The error for a "parameter" or "table" that others have trained and this shard lacks."""
         where: dict[str, Any] = {kind: name}
@@ -256,11 +117,6 @@ class Shard:
             **where,
         )
 
-    def parameters(self) -> list[ParameterSlice]:
-        """All of them, by name."""
-        with self._lock:
-            return [self._parameters[name] for name in sorted(self._parameters)]
-
     @property
     def stored_bytes(self) -> int:
         return self._stored_bytes.count
@@ -270,7 +126,7 @@ class Shard:
 
         Each raises StorageError where its piece was damaged.
         """
-        for parameter in self.parameters():
+        for parameter in self.parameters.all():
             for index in range(parameter.chunk_count):
                 yield functools.partial(parameter.verify, index)
         for table in self.tables.all():
@@ -290,7 +146,7 @@ class Shard:
         Raises:
             StorageError: the disk failed for one, the others notwithstanding.
         """
-        parameters, tables = self.parameters(), self.tables.all()
+        parameters, tables = self.parameters.all(), self.tables.all()
         _do_all([*(each.sync for each in parameters), *(each.sync for each in tables)])
 
     def make_images(self) -> None:
@@ -299,7 +155,7 @@ class Shard:
         Raises:
             StorageError: the disk failed, or is full, for one, the others notwithstanding.
         """
-        parameters, tables = self.parameters(), self.tables.all()
+        parameters, tables = self.parameters.all(), self.tables.all()
         makers = [*(each.make_image for each in parameters), *(each.make_image for each in tables)]
         _do_all([functools.partial(make, self.is_stopping) for make in makers])
 
@@ -310,7 +166,7 @@ class Shard:
             StorageError: it can't be noted for one, the others notwithstanding.
         """
         self.sessions.end(number)
-        parameters, tables = self.parameters(), self.tables.all()
+        parameters, tables = self.parameters.all(), self.tables.all()
         enders = [
             *(each.end_session for each in parameters),
             *(each.end_session for each in tables),

@@ -1,0 +1,369 @@
+"""The parameters and the tables of a shard: each by name, made once, under the limits over all.
+
+Made is one when its storage is, and the shard has taken that over; until then, and if either fails,
+there is none of that name, on disk or here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.message import Message
+
+from shardwell.errors import (
+    LimitError,
+    ShardwellError,
+    SpecMismatchError,
+    StorageError,
+    UnknownParameterError,
+    UnknownTableError,
+)
+from shardwell.numerics.codec import CODECS
+from shardwell.numerics.update_rules import UpdateRule
+from shardwell.placement.rows import RowPlacement
+from shardwell.placement.slices import slice_of
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.table import TableSpec
+from shardwell.v1 import table_pb2, types_pb2
+from shardwell.wire.rows import rows_per_message_max
+from shardwell_server.config import ShardConfig
+from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.members import Liveness
+from shardwell_server.shard.parameter.slice import ParameterSlice
+from shardwell_server.shard.table.slice import TableSlice
+from shardwell_server.store import Layout, ParameterStorage, Store, TableLayout, TableStorage
+from shardwell_server.store.contract import Begin
+
+
+class Owned(Protocol):
+    """A shard's part of a parameter or table."""
+
+    @property
+    def spec(self) -> Any:
+        """What was declared."""
+
+
+SpecT = TypeVar("SpecT", ParameterSpec, TableSpec)
+LayoutT = TypeVar("LayoutT", Layout, TableLayout)
+StorageT = TypeVar("StorageT", ParameterStorage, TableStorage)
+OwnedT = TypeVar("OwnedT", bound=Owned)
+
+
+class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
+    """Base of both. Any thread may call it.
+
+    Args:
+        config: The shard's.
+        store: Where they are kept.
+        lock: Guards the store.
+        stored_bytes: Of the shard.
+        sessions: Which are alive.
+        spool_dir: See Shard.
+    """
+
+    _kind: ClassVar[str]
+    """"parameter" or "table"."""
+
+    def __init__(
+        self,
+        config: ShardConfig,
+        store: Store,
+        lock: threading.Lock,
+        stored_bytes: ByteBudget,
+        sessions: Liveness,
+        spool_dir: Path | None = None,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._lock = lock
+        self._stored_bytes = stored_bytes
+        self._sessions = sessions
+        self._spool_dir = spool_dir
+        self._by_name: dict[str, OwnedT] = {}
+
+    def open(self, spec: SpecT) -> tuple[OwnedT, bool]:
+        """The one of that name, made now if it is new; and whether it was.
+
+        Raises:
+            SpecMismatchError: it exists with another spec.
+            LimitError: a limit would be exceeded.
+            StorageError: there is no room on the disk, or it can't be written to.
+        """
+        with self._lock:
+            known = self._by_name.get(spec.name)
+            if known is None:
+                return self._make(spec), True
+        differences = known.spec.differences(spec)
+        if differences:
+            raise SpecMismatchError(
+                f"{self._kind} {spec.name!r} exists with another spec: {'; '.join(differences)}; "
+                "open it with the same, or choose another name",
+                **self._where(spec.name),
+            )
+        return known, False
+
+    def get(self, name: str) -> OwnedT:
+        """One that was opened.
+
+        Raises:
+            UnknownParameterError, UnknownTableError: there is none of that name.
+        """
+        found = self._by_name.get(name)
+        if found is None:
+            raise self._unknown(name)
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether one of that name was opened."""
+        return name in self._by_name
+
+    def all(self) -> list[OwnedT]:
+        """By name."""
+        with self._lock:
+            return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def recover(self, found: Iterable[tuple[LayoutT, StorageT]]) -> None:
+        """Goes on with what an earlier process left; to be called once, first.
+
+        Raises:
+            StorageError: it can't be believed.
+        """
+        for layout, storage in found:
+            name = layout.name
+            try:
+                spec = self._spec_of(layout.description.get("spec", {}))
+            except (ParseError, ShardwellError) as error:
+                raise StorageError(
+                    f"{self._kind} {name!r} has a spec that this version can't read: {error}; run "
+                    "the version that wrote it",
+                    **self._where(name),
+                ) from None
+            expected = self._layout_of(spec, layout)
+            if layout != expected:
+                raise StorageError(
+                    f"{self._kind} {name!r}: its files hold {layout}; this shard needs {expected}; "
+                    "run the version that wrote it",
+                    **self._where(name),
+                )
+            self._stored_bytes.add(self._size_beforehand(layout) + self._size_of(storage))
+            self._by_name[name] = self._made(spec, layout, storage)
+
+    def _make(self, spec: SpecT) -> OwnedT:
+        if len(self._by_name) >= self._count_max:
+            raise LimitError(
+                f"limit {self._kind}_count_max={self._count_max} is reached; {self._kind} "
+                f"{spec.name!r} does not fit",
+                **self._where(spec.name),
+            )
+        layout = self._layout_of(spec)
+
+        def begin(storage: StorageT) -> None:
+            with self._taken(spec.name, self._size_of(storage), " for its undo file"):
+                self._by_name[spec.name] = self._made(spec, layout, storage)
+
+        with self._taken(spec.name, self._size_beforehand(layout)):
+            self._create(layout, begin)  # both are made, or neither is
+        return self._by_name[spec.name]
+
+    @contextlib.contextmanager
+    def _taken(self, name: str, size_bytes: int, why: str = "") -> Iterator[None]:
+        """Counts bytes as stored, unless the block fails."""
+        stored = self._stored_bytes
+        if not stored.take(size_bytes):
+            raise LimitError(
+                f"limit stored_bytes_max={stored.limit_bytes}: {self._kind} {name!r} needs "
+                f"{size_bytes} bytes here{why} beside the {stored.count} in use; add shards, or "
+                "raise it",
+                **self._where(name),
+            )
+        try:
+            yield
+        except BaseException:
+            stored.add(-size_bytes)
+            raise
+
+    def _where(self, name: str) -> dict[str, Any]:
+        """The parameter or table as errors carry it."""
+        return {self._kind: name}
+
+    def _description(self, spec: Message) -> dict[str, Any]:
+        """What is needed to make it again."""
+        return {
+            "spec": MessageToDict(spec),
+            "shard_index": self._config.shard_index,
+            "shard_count": self._config.shard_count,
+        }
+
+    @property
+    @abstractmethod
+    def _count_max(self) -> int:
+        """How many there may be."""
+
+    @abstractmethod
+    def _unknown(self, name: str) -> ShardwellError:
+        """The error for a name that there is none of."""
+
+    @abstractmethod
+    def _spec_of(self, description: dict[str, Any]) -> SpecT:
+        """The spec in a description.
+
+        Raises:
+            ParseError, ShardwellError: it can't be read.
+        """
+
+    @abstractmethod
+    def _layout_of(self, spec: SpecT, kept: LayoutT | None = None) -> LayoutT:
+        """How one is stored that is made now; with the sizes of one that is kept, if it has them.
+
+        Limits may have changed since that was made.
+        """
+
+    @abstractmethod
+    def _size_beforehand(self, layout: LayoutT) -> int:
+        """Bytes that it stores for as long as it exists."""
+
+    @abstractmethod
+    def _size_of(self, storage: StorageT) -> int:
+        """The same of what is known when the storage is made."""
+
+    @abstractmethod
+    def _create(self, layout: LayoutT, begin: Begin[StorageT]) -> object:
+        """Makes the storage, which `begin` takes over."""
+
+    @abstractmethod
+    def _made(self, spec: SpecT, layout: LayoutT, storage: StorageT) -> OwnedT:
+        """The shard's part of it."""
+
+
+class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlice]):
+    """The parameters of a shard."""
+
+    _kind = "parameter"
+
+    @property
+    def _count_max(self) -> int:
+        return self._config.limits.parameter_count_max
+
+    def open(self, spec: ParameterSpec) -> tuple[ParameterSlice, bool]:
+        found = super().open(spec)
+        found[0].make_image()  # of what needs no first weights, before anybody hears of it
+        return found
+
+    def _unknown(self, name: str) -> ShardwellError:
+        return UnknownParameterError(
+            f"shard {self._config.shard_index} has no parameter {name!r:.140}; create it first "
+            "(a shard that lost its memory has none)",
+            parameter=name[:140],
+        )
+
+    def _spec_of(self, description: dict[str, Any]) -> ParameterSpec:
+        return ParameterSpec.from_proto(ParseDict(description, types_pb2.ParameterSpec()))
+
+    def _layout_of(self, spec: ParameterSpec, kept: Layout | None = None) -> Layout:
+        config = self._config
+        per_chunk = config.chunk_size_bytes // CODECS[spec.codec_name].item_size
+        return Layout(
+            name=spec.name,
+            slice_size=slice_of(spec.size, config.shard_index, config.shard_count).size,
+            chunk_element_count=per_chunk if kept is None else kept.chunk_element_count,
+            with_sum=spec.worker_count > 1,
+            initial_slots=UpdateRule(spec.optimizer).initial_slots,
+            description=self._description(spec.to_proto()),
+        )
+
+    def _size_beforehand(self, layout: Layout) -> int:
+        return layout.size_bytes
+
+    def _size_of(self, storage: ParameterStorage) -> int:
+        return 0
+
+    def _create(self, layout: Layout, begin: Begin[ParameterStorage]) -> object:
+        return self._store.create(layout, begin)
+
+    def _made(
+        self, spec: ParameterSpec, layout: Layout, storage: ParameterStorage
+    ) -> ParameterSlice:
+        config = self._config
+        return ParameterSlice(
+            spec,
+            slice_of(spec.size, config.shard_index, config.shard_count),
+            storage,
+            UpdateRule(spec.optimizer),
+            chunk_element_count=layout.chunk_element_count,
+            is_first_shard=config.shard_index == 0,
+            limits=config.limits,
+            sessions=self._sessions,
+            spool_dir=self._spool_dir,
+        )
+
+
+class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
+    """The tables of a shard."""
+
+    _kind = "table"
+
+    @property
+    def _count_max(self) -> int:
+        return self._config.limits.table_count_max
+
+    def _unknown(self, name: str) -> ShardwellError:
+        return UnknownTableError(
+            f"shard {self._config.shard_index} has no table {name!r:.140}; open it first (a "
+            "shard that lost its memory has none)",
+            table=name[:140],
+        )
+
+    def _spec_of(self, description: dict[str, Any]) -> TableSpec:
+        return TableSpec.from_proto(ParseDict(description, table_pb2.TableSpec()))
+
+    def _layout_of(self, spec: TableSpec, kept: TableLayout | None = None) -> TableLayout:
+        limits = self._config.limits
+        layout = TableLayout(
+            name=spec.name,
+            dim=spec.dim,
+            slot_widths=spec.slot_widths,
+            row_capacity=1,
+            rows_per_change_max=rows_per_message_max(spec),
+            with_sum=spec.worker_count > 1,
+            description=self._description(spec.to_proto()),
+        )
+        capacity = min(limits.table_row_count_max, limits.stored_bytes_max // layout.row_size_bytes)
+        batch = layout.rows_per_change_max
+        if spec.row_count is not None:  # no message has more distinct ids than there are
+            here = self._placement(spec).local_row_count()
+            capacity, batch = min(capacity, here), min(batch, here)
+        if kept is not None:
+            capacity, batch = kept.row_capacity, max(kept.rows_per_change_max, batch)
+        return dataclasses.replace(layout, row_capacity=max(capacity, 1), rows_per_change_max=batch)
+
+    def _placement(self, spec: TableSpec) -> RowPlacement:
+        return RowPlacement(spec.row_count, self._config.shard_count)
+
+    def _size_beforehand(self, layout: TableLayout) -> int:
+        return 0  # rows count as room is made for them
+
+    def _size_of(self, storage: TableStorage) -> int:
+        return storage.undo_bytes
+
+    def _create(self, layout: TableLayout, begin: Begin[TableStorage]) -> object:
+        return self._store.create_table(layout, begin)
+
+    def _made(self, spec: TableSpec, layout: TableLayout, storage: TableStorage) -> TableSlice:
+        return TableSlice(
+            spec,
+            layout,
+            storage,
+            self._placement(spec),
+            shard_index=self._config.shard_index,
+            limits=self._config.limits,
+            stored_bytes=self._stored_bytes,
+            sessions=self._sessions,
+            spool_dir=self._spool_dir,
+        )
