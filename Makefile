@@ -41,7 +41,7 @@ demo: $(VENV)/.has-demo
 	@$(BIN)/shardwell demo
 
 demo-embeddings: $(VENV)/.has-demo
-	@$(BIN)/shardwell demo --task embeddings
+	@cd examples && $(abspath $(BIN))/python -m embeddings run
 
 test: $(VENV)/.has-test
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)

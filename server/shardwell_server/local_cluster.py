@@ -176,6 +176,8 @@ class LocalCluster(Closing):
 
     def _start_child(self, config: ShardConfig, *, listen: str) -> None:
         arguments = [
+            "-m",
+            "shardwell_server",
             "serve",
             f"--shard-index={config.shard_index}",
             f"--shard-count={config.shard_count}",

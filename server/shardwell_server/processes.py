@@ -23,7 +23,7 @@ PARENT_FLAG = "--exit-with-parent"
 
 
 class ChildProcess:
-    """`python -m shardwell_server ARGUMENTS`, with its standard output readable line by line."""
+    """`python ARGUMENTS`, with its standard output readable line by line."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ChildProcess:
         stderr: IO[str] | int | None = None,
     ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "shardwell_server", *arguments],
+            [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

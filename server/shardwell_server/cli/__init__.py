@@ -14,7 +14,6 @@ _COMMANDS = {
     "checkpoint": ("checkpoint", "checkpoint"),
     "cluster": ("cluster", "cluster"),
     "demo": ("demo", "demo"),
-    "demo-embeddings-worker": ("demo_embeddings_worker", "demo_embeddings_worker"),
     "demo-worker": ("train_digits", "demo_worker"),
     "health": ("health", "health"),
     "run": ("run", "run"),

@@ -45,7 +45,7 @@ class WorkerTask(Protocol):
         """Steps that it has made when it has done all."""
 
     def command(self) -> list[str]:
-        """The command of this program that does it, and reports on its standard output."""
+        """The arguments of Python that do it, and report on standard output."""
 
 
 class Member:

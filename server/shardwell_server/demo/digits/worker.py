@@ -66,8 +66,10 @@ class Task:
     """How long shards are waited for."""
 
     def command(self) -> list[str]:
-        """The command that does it, without the program's name."""
+        """The command that does it, as arguments of Python."""
         return [
+            "-m",
+            "shardwell_server",
             WORKER_COMMAND,
             f"--shards={self.target}",
             f"--worker-id={self.worker_id}",

@@ -17,27 +17,28 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.commands import Program
-from harness.leaks import child_pids, is_running
-from harness.polling import PATIENCE_S, eventually
-from shardwell_server import LocalCluster
-from shardwell_server.demo.embeddings.evaluator import TEST_MRR, VALIDATION_MRR
-from shardwell_server.demo.embeddings.knowledge_graph import KnowledgeGraph
-from shardwell_server.demo.embeddings.local_table import LocalTable
-from shardwell_server.demo.embeddings.worker import (
+from embeddings.evaluator import TEST_MRR, VALIDATION_MRR
+from embeddings.knowledge_graph import KnowledgeGraph
+from embeddings.local_table import LocalTable
+from embeddings.worker import (
     Task,
     open_tables,
     run_worker,
     table_specs,
     train,
 )
+from harness.commands import Program
+from harness.leaks import child_pids, is_running
+from harness.polling import PATIENCE_S, eventually
+from shardwell_server import LocalCluster
 from shardwell_server.demo.reports import Report, Reporter
 
 needs_pykeen = pytest.mark.skipif(
     importlib.util.find_spec("pykeen") is None, reason="PyKEEN brings the facts"
 )
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-COMMAND = ("-m", "shardwell_server", "demo", "--task=embeddings")
+COMMAND = ("-m", "embeddings", "run")
+WHERE = {"PYTHONPATH": str(Path(__file__).parents[2] / "examples")}
 DEADLINE_S = 240.0
 STEP_COUNT = 12
 
@@ -107,7 +108,9 @@ def test_alone_it_measures(graph):
 @needs_pykeen
 @pytest.mark.exhaustive
 def test_it_compares_a_cluster_with_one_process():
-    with Program(*COMMAND, "--shard-count=2", "--workers=2", "--steps=150") as program:
+    with Program(
+        *COMMAND, "--shard-count=2", "--workers=2", "--steps=150", environment=WHERE
+    ) as program:
         code = program.end(DEADLINE_S)
     output = "\n".join(program.lines)
     assert "UMLS: 5216 facts among 135 entities and 46 relations" in output
@@ -141,13 +144,12 @@ def test_it_compares_a_cluster_with_one_process():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--mode=sync",), "trained asynchronously on shards; leave out --mode and --sync"),
-        (("--sync=ring",), "trained asynchronously on shards; leave out --mode and --sync"),
+        (("--steps=0",), "0 is not in the range x>=1"),
         (("--workers=33",), "1 to 32 workers; got 33"),
     ],
 )
 def test_what_it_can_not_do_is_refused_at_once(arguments, told):
-    with Program(*COMMAND, *arguments) as program:
+    with Program(*COMMAND, *arguments, environment=WHERE) as program:
         assert program.end(DEADLINE_S) == 2
     assert program.lines == []
     assert told in "\n".join(program.log)
@@ -159,16 +161,16 @@ def test_without_pykeen_it_says_how_to_install_it():
         "import importlib.util, sys\n"
         "find = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name == 'pykeen' else find(name)\n"
-        "from shardwell_server.cli import main\n"
-        "sys.argv = ['shardwell', 'demo', '--task=embeddings']\n"
+        "from embeddings.commands import main\n"
+        "sys.argv = ['embeddings', 'run']\n"
         "main()\n"
     )
-    terminal = {"FORCE_COLOR": "1", "TERM": "xterm"}  # where bars would be shown
+    terminal = {**WHERE, "FORCE_COLOR": "1", "TERM": "xterm"}  # where bars would be shown
     with Program("-c", script, environment=terminal) as program:
         assert program.end(DEADLINE_S) == 1
     assert program.lines == []
     assert program.log == [
-        "shardwell: the facts come with PyKEEN, which is not installed; run: "
+        "embeddings: the facts come with PyKEEN, which is not installed; run: "
         "pip install --no-deps pykeen==1.11.1"
     ]
 
@@ -192,7 +194,7 @@ def read_until(program: Program, start: str) -> None:
 @needs_proc
 @pytest.mark.parametrize("moment", ["one process, step", "starting 2 workers"])
 def test_a_stopped_run_leaves_nothing_behind(moment):
-    with Program(*COMMAND, "--workers=2", "--steps=200") as program:
+    with Program(*COMMAND, "--workers=2", "--steps=200", environment=WHERE) as program:
         read_until(program, moment)
         children = child_pids(program.pid)
         program.send(signal.SIGINT)
@@ -214,7 +216,7 @@ def test_a_stopped_run_leaves_nothing_behind(moment):
     ids=["worker", "shard"],
 )
 def test_a_killed_process_ends_it_and_is_named(victim, told):
-    with Program(*COMMAND, "--workers=2", "--steps=20") as program:
+    with Program(*COMMAND, "--workers=2", "--steps=20", environment=WHERE) as program:
         read_until(program, "starting 2 workers")
         # A process that has just been made has no command line yet.
         found = eventually(
@@ -224,5 +226,5 @@ def test_a_killed_process_ends_it_and_is_named(victim, told):
         children = child_pids(program.pid)
         os.kill(found[0], signal.SIGKILL)
         assert program.end(DEADLINE_S) == 1
-    assert re.fullmatch(f"shardwell: {told}", "\n".join(program.log)), program.log
+    assert re.fullmatch(f"embeddings: {told}", "\n".join(program.log)), program.log
     eventually("all end", lambda: not any(map(is_running, children)), timeout_s=PATIENCE_S)

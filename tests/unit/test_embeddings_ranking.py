@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embeddings.complex_model import ComplEx
+from embeddings.ranking import Examination, Ranking, filtered_ranks
 from shardwell import ArgumentError
-from shardwell_server.demo.embeddings.complex_model import ComplEx
-from shardwell_server.demo.embeddings.ranking import Examination, Ranking, filtered_ranks
 
 ENTITY_COUNT, RELATION_COUNT = 5, 2
 MODEL = ComplEx(dim=2, regularization=0.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from embeddings.local_table import LocalTable
 from harness.row_model import OPTIMIZERS, ModelRows
 from shardwell import Normal, Uniform
 from shardwell.specs.table import TableSpec
-from shardwell_server.demo.embeddings.local_table import LocalTable
 
 ROW_COUNT, DIM = 7, 4
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embeddings.batches import Batches
+from embeddings.knowledge_graph import find_data, read_graph
 from shardwell import ArgumentError
-from shardwell_server.demo.embeddings.batches import Batches
-from shardwell_server.demo.embeddings.knowledge_graph import find_data, read_graph
 from shardwell_server.demo.errors import DemoError
 
 PARTS = {

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from shardwell_server.demo.embeddings.evaluator import VALIDATION_MRR
-from shardwell_server.demo.embeddings.knowledge_graph import KnowledgeGraph
-from shardwell_server.demo.embeddings.worker import DATA_SET, MODEL
+from embeddings.evaluator import VALIDATION_MRR
+from embeddings.knowledge_graph import KnowledgeGraph
+from embeddings.worker import DATA_SET, MODEL
 from shardwell_server.demo.progress import Progress, count, traffic
 from shardwell_server.demo.standing import Standing
 
 if TYPE_CHECKING:
-    from shardwell_server.demo.embeddings.negatives import Question
-    from shardwell_server.demo.embeddings.run import EmbeddingsConfig, Outcome, Result
+    from embeddings.negatives import Question
+    from embeddings.run import EmbeddingsConfig, Outcome, Result
 
 
 class Screen:

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import shardwell
+from embeddings.batches import Batches
+from embeddings.complex_model import ComplEx
+from embeddings.evaluator import Examiner
+from embeddings.knowledge_graph import KnowledgeGraph
+from embeddings.local_table import LocalTable, RowTable
 from shardwell.specs.parameter import CodecName
 from shardwell.specs.table import TableSpec
-from shardwell_server.demo.embeddings.batches import Batches
-from shardwell_server.demo.embeddings.complex_model import ComplEx
-from shardwell_server.demo.embeddings.evaluator import Examiner
-from shardwell_server.demo.embeddings.knowledge_graph import KnowledgeGraph
-from shardwell_server.demo.embeddings.local_table import LocalTable, RowTable
 from shardwell_server.demo.reports import Report, Reporter
 
-WORKER_COMMAND = "demo-embeddings-worker"
+WORKER_COMMAND = "worker"
 """The hidden command that runs one worker and prints its reports."""
 DATA_SET = "umls"
 """Of PyKEEN: 135 terms of medicine, and 46 ways in which one may have to do with another."""
@@ -66,8 +66,10 @@ class Task:
     """How long shards are waited for."""
 
     def command(self) -> list[str]:
-        """The command that does it, without the program's name."""
+        """The command that does it, as arguments of Python."""
         return [
+            "-m",
+            "embeddings",
             WORKER_COMMAND,
             *([] if self.target is None else [f"--shards={self.target}"]),
             f"--worker-id={self.worker_id}",

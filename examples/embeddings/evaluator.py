@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from embeddings.complex_model import ComplEx
+from embeddings.knowledge_graph import KnowledgeGraph
+from embeddings.local_table import RowTable
+from embeddings.ranking import Examination
 from shardwell.numerics.codec import Float32
-from shardwell_server.demo.embeddings.complex_model import ComplEx
-from shardwell_server.demo.embeddings.knowledge_graph import KnowledgeGraph
-from shardwell_server.demo.embeddings.local_table import RowTable
-from shardwell_server.demo.embeddings.ranking import Examination
 
 VALIDATION_MRR, TEST_MRR, TEST_HITS = "validation MRR", "test MRR", "test hits@10"
 """Names of the measures."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwell_server.demo.embeddings.complex_model import ComplEx, Rows
-from shardwell_server.demo.embeddings.knowledge_graph import KnowledgeGraph
-from shardwell_server.demo.embeddings.ranking import Examination
+from embeddings.complex_model import ComplEx, Rows
+from embeddings.knowledge_graph import KnowledgeGraph
+from embeddings.ranking import Examination
 
 _SEED = 33
 

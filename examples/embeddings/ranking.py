@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from embeddings.complex_model import ComplEx, Rows
+from embeddings.knowledge_graph import Facts, Ids
 from shardwell.errors import ArgumentError
-from shardwell_server.demo.embeddings.complex_model import ComplEx, Rows
-from shardwell_server.demo.embeddings.knowledge_graph import Facts, Ids
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Ranks: TypeAlias = npt.NDArray[np.float64]

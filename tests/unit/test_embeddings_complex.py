@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from embeddings.complex_model import ComplEx
 from shardwell import ArgumentError
-from shardwell_server.demo.embeddings.complex_model import ComplEx
 
 DIM = 6
 MODEL = ComplEx(dim=DIM, regularization=0.05)

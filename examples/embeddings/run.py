@@ -12,25 +12,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import shardwell
-from shardwell.errors import ArgumentError
-from shardwell.specs.parameter import CodecName
-from shardwell_server import signals
-from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named
-from shardwell_server.demo.embeddings.display import Screen
-from shardwell_server.demo.embeddings.evaluator import TEST_HITS, TEST_MRR, Examiner
-from shardwell_server.demo.embeddings.knowledge_graph import (
+from embeddings.display import Screen
+from embeddings.evaluator import TEST_HITS, TEST_MRR, Examiner
+from embeddings.knowledge_graph import (
     KnowledgeGraph,
     find_data,
     read_graph,
 )
-from shardwell_server.demo.embeddings.negatives import Question, ask_some
-from shardwell_server.demo.embeddings.worker import (
+from embeddings.negatives import Question, ask_some
+from embeddings.worker import (
     BATCH_COUNT,
     DATA_SET,
     MODEL,
     Task,
     open_tables,
 )
+from shardwell.errors import ArgumentError
+from shardwell.specs.parameter import CodecName
+from shardwell_server import signals
+from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named
 from shardwell_server.demo.progress import count
 from shardwell_server.demo.standing import Observer, Standing
 from shardwell_server.demo.workers import Crew

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from embeddings.knowledge_graph import Facts, Ids
 from shardwell.errors import ArgumentError
-from shardwell_server.demo.embeddings.knowledge_graph import Facts, Ids
 
 
 @dataclass(frozen=True)

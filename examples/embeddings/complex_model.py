@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from embeddings.knowledge_graph import Ids
 from shardwell.errors import ArgumentError
-from shardwell_server.demo.embeddings.knowledge_graph import Ids
 
 Rows: TypeAlias = npt.NDArray[np.floating[Any]]
 """(n, dim), C-contiguous: real and imaginary parts in turns."""

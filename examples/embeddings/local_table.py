@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
+from embeddings.knowledge_graph import Ids
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.initial_rows import initial_rows
 from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.specs.table import TableSpec
-from shardwell_server.demo.embeddings.knowledge_graph import Ids
 
 
 class RowTable(Protocol):

@@ -1,0 +1,5 @@
+"""`python -m embeddings`, in examples/."""
+
+from embeddings.commands import main
+
+main()
