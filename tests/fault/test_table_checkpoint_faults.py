@@ -21,7 +21,7 @@ from harness.manifests import change_manifest
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.wire_table import WireTable, table_spec
 from harness.wire_worker import WireWorker, error_detail
-from shardwell.checkpoint import table_capture as table_snapshots
+from shardwell.checkpoint import capture
 from shardwell.checkpoint.rows_file import RowsReader
 from shardwell.checkpoint.table_restore import TableRestore
 from shardwell.v1 import table_pb2 as pb
@@ -146,7 +146,7 @@ def test_a_shard_that_is_killed_during_a_save(cluster, connect, tmp_path, monkey
     running = cluster(2, data_dir=tmp_path / "data", processes=True)
     client = connect(running, "w0")
     trained(client)
-    write, kills = table_snapshots.write_rows, []
+    write, kills = capture.write_rows, []
 
     def killing(*given: Any) -> Any:
         if not kills:
@@ -155,7 +155,7 @@ def test_a_shard_that_is_killed_during_a_save(cluster, connect, tmp_path, monkey
         return write(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(table_snapshots, "write_rows", killing)
+        patch.setattr(capture, "write_rows", killing)
         client.save_checkpoint(tmp_path / "c")
     assert kills == [1]
     (entry,) = shardwell.inspect_checkpoint(tmp_path / "c", verify=True).tables

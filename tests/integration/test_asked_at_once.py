@@ -16,8 +16,7 @@ import pytest
 
 import shardwell
 from harness.polling import PATIENCE_S
-from shardwell.checkpoint.capture import ParameterSnapshot
-from shardwell.checkpoint.table_capture import TableSnapshot
+from shardwell.checkpoint.capture import ParameterCapture, TableCapture
 from shardwell.checkpoint.table_restore import TableRestore
 from shardwell.rpc.shard_channel import ShardChannel
 
@@ -122,7 +121,7 @@ def test_several_are_saved_and_restored_at_once(
     for name in names:
         put(table_of(client, name))
         client.parameter(name, size=40, optimizer=SGD).init(np.full(40, 2, np.float32))
-    for kind in (ParameterSnapshot, TableSnapshot):
+    for kind in (ParameterCapture, TableCapture):
         meeting.at(kind, "take", len(names), lambda *_: True)
     meeting.at(TableRestore, "restore", len(names), lambda *_: True)
     client.save_checkpoint(tmp_path / "checkpoint")

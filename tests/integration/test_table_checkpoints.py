@@ -23,7 +23,7 @@ from harness.row_model import OPTIMIZERS
 from harness.together import in_background, together
 from harness.wire_table import WireTable
 from harness.wire_worker import WireWorker
-from shardwell.checkpoint import table_capture as table_snapshots
+from shardwell.checkpoint import capture
 from shardwell_server import Limits, LocalCluster
 
 DIM = 3
@@ -145,7 +145,7 @@ class Training:
 def test_training_goes_on_while_one_version_is_taken(
     cluster, connect, tmp_path, monkeypatch, shard_count, worker_count, stored
 ) -> None:
-    monkeypatch.setattr(table_snapshots, "FILE_SIZE_BYTES", 200)
+    monkeypatch.setattr(capture, "FILE_SIZE_BYTES", 200)
     running = cluster(shard_count, data_dir=tmp_path / "data" if stored else None)
     names = [f"w{index}" for index in range(worker_count)]
     clients = [connect(running, name) for name in names]

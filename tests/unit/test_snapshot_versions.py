@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwell import SGD, ParameterSpec, Traffic
-from shardwell.checkpoint.capture import ParameterSnapshot
+from shardwell.checkpoint.capture import ParameterCapture
 from shardwell.checkpoint.format import CheckpointParameter
 from shardwell.errors import DeadlineError, LimitError, StepOrderError, WorkersMissingError
 from shardwell.rpc.retry import Attempts
@@ -43,7 +43,7 @@ class Clock:
         return f"shard {shard_index}"
 
 
-class Modelled(ParameterSnapshot):
+class Modelled(ParameterCapture):
     """Asks a model instead of shards."""
 
     def __init__(

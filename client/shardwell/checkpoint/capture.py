@@ -1,27 +1,34 @@
-"""Takes a checkpoint of a cluster: every parameter at one version, while training goes on.
+"""Takes a checkpoint of a cluster: each parameter and table at one version, while training goes on.
 
-For each parameter, all shards begin a snapshot at one version (consistent_version.py). What has
-begun everywhere can be read at leisure, slice by slice, in pieces of 1 MiB.
+Of each, all shards begin a snapshot at one version (consistent_version.py). What has begun
+everywhere can be read at leisure: a parameter's slices in pieces of 1 MiB, each into its file. Rows
+of a table come in no order and nobody knows how many there will be, so a shard's are gathered until
+they fill a file.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import grpc
 import numpy as np
 
 from shardwell.checkpoint.consistent_version import at_one_version
-from shardwell.checkpoint.format import CheckpointParameter, SliceFile, slice_path
-from shardwell.checkpoint.slice_file import WEIGHTS_NAME, SliceWriter
-from shardwell.errors import (
-    CorruptChunkError,
-    DeadlineError,
-    ShardwellError,
+from shardwell.checkpoint.format import (
+    CheckpointParameter,
+    CheckpointTable,
+    RowsFile,
+    SliceFile,
+    rows_path,
+    slice_path,
 )
+from shardwell.checkpoint.rows_file import write_rows
+from shardwell.checkpoint.slice_file import WEIGHTS_NAME, SliceWriter
+from shardwell.errors import ArgumentError, CorruptChunkError, DeadlineError, ShardwellError
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import CODECS
 from shardwell.placement.slices import Slice, slice_of
@@ -29,31 +36,55 @@ from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
+from shardwell.specs.table import TableSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import table_pb2
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec, check_chunk
+from shardwell.wire.row_state import RowState, RowStateCodec
 
+FILE_SIZE_BYTES = 32 * 2**20
+"""About that much of a shard's rows goes to a file, and is in memory before."""
 # The shards refuse weights that the spec refuses.
 _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
+SpecT = TypeVar("SpecT", ParameterSpec, TableSpec)
+FileT = TypeVar("FileT", SliceFile, RowsFile)
+EntryT = TypeVar("EntryT", CheckpointParameter, CheckpointTable)
 
-class _Taken(NamedTuple):
+
+class _Taken(NamedTuple, Generic[FileT]):
     """What came of one shard."""
 
-    file: SliceFile
+    files: tuple[FileT, ...]
     version_min: int
     version_max: int
     learning_rate: float
 
 
-class ParameterSnapshot:
-    """One parameter's, from all shards into files."""
+class Capture(ABC, Generic[SpecT, FileT, EntryT]):
+    """One parameter or table, from all shards into files.
+
+    Args:
+        spec: What it is.
+        channels: The shards that have some of it.
+        newest_version: Asks for the newest version of any of it.
+        directory: Of the checkpoint.
+        number: Its place there.
+        traffic: Counts what comes.
+        attempts: Of the call that it is part of.
+    """
+
+    _kind: ClassVar[str]
+    """"parameter" or "table"."""
+    _verb: ClassVar[str]
+    """How shards call what they are asked for: "snapshot" or "scan"."""
 
     def __init__(
         self,
-        spec: ParameterSpec,
+        spec: SpecT,
         channels: Sequence[ShardChannel],
         newest_version: Callable[[], int],
         directory: Path,
@@ -62,17 +93,144 @@ class ParameterSnapshot:
         traffic: Traffic,
         attempts: Attempts,
     ) -> None:
-        self._spec = spec
-        self._parts = [
-            (channel, where)
-            for channel in channels
-            if (where := slice_of(spec.size, channel.shard_index, len(channels))).size
-        ]
+        self._spec: SpecT = spec
+        self._channels = channels
         self._newest_version = newest_version
         self._directory = directory
         self._number = number
         self._traffic = traffic
         self._attempts = attempts
+        self._where: dict[str, Any] = {self._kind: spec.name}
+        """What errors carry of it."""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """About as much is to be written."""
+
+    def take_repeatedly(self) -> EntryT:
+        """As `take`, and again where a shard went away, until the deadline.
+
+        Raises:
+            ShardwellError: see `take`.
+        """
+        return self._attempts.run(self.take)
+
+    def take(self) -> EntryT:
+        """Blocks until all files are on the disk.
+
+        Raises:
+            WorkersMissingError: some of it waits for workers; names them.
+            DeadlineError: training was too fast, or the deadline too near.
+            ShardwellError: a shard refuses, or a file can't be written.
+        """
+        return at_one_version(
+            self._attempt, self._newest_version, self._remaining_s, self._attempts
+        )
+
+    def _attempt(self, version: int, wait_s: float) -> EntryT:
+        with CallGroup() as call_group:
+            calls = []
+            for channel in self._channels:
+                with channel.translated(**self._where):
+                    call = self._call(channel, version, wait_milliseconds(wait_s))
+                calls.append(call_group.add(channel, call))
+            reads = [
+                partial(self._next, channel, call, call_group)
+                for channel, call in zip(self._channels, calls, strict=True)
+            ]
+            firsts = [read() for read in reads]  # that a shard has begun
+            taken = call_group.read_all(
+                partial(self._receive, channel, version, first, read)
+                for channel, first, read in zip(self._channels, firsts, reads, strict=True)
+            )
+        rate = getattr(self._spec.optimizer, "learning_rate", None)
+        return self._entry(
+            spec=self._spec,
+            version=min(each.version_min for each in taken),
+            version_max=max(each.version_max for each in taken),
+            learning_rate=None if rate is None else taken[0].learning_rate,
+            files=tuple(file for each in taken for file in each.files),
+        )
+
+    @abstractmethod
+    def _call(self, channel: ShardChannel, version: int, wait_timeout_ms: int) -> Any:
+        """The call that has a shard's answers."""
+
+    @abstractmethod
+    def _receive(
+        self,
+        channel: ShardChannel,
+        version: int,
+        message: bytes | None,
+        read: Callable[[], bytes | None],
+    ) -> _Taken[FileT]:
+        """Writes what one shard sends to files.
+
+        Args:
+            channel: The shard.
+            version: That was asked for.
+            message: The first answer; None: there is none.
+            read: The next one; None at the end.
+        """
+
+    @abstractmethod
+    def _entry(self, **fields: Any) -> EntryT:
+        """What the checkpoint says of it."""
+
+    def _next(self, channel: ShardChannel, call: Any, call_group: CallGroup) -> bytes | None:
+        """The next message; None at the end."""
+        try:
+            message: bytes | None = next(call, None)
+        except grpc.RpcError as error:
+            first_channel, first = call_group.failure(channel, error)
+            raise first_channel.translate(first, **self._where) from None
+        return message
+
+    def _whole(self, channel: ShardChannel, message: bytes | None) -> bytes:
+        """A message that must be there."""
+        if message is None:
+            raise self._corrupt(channel, "the end of its answer, too early")
+        return message
+
+    def _corrupt(self, channel: ShardChannel, what: str) -> CorruptChunkError:
+        return CorruptChunkError(
+            f"shard {channel.shard_index} answered a {self._verb} of {self._spec.name!r} with "
+            f"{what}",
+            shard_index=channel.shard_index,
+            **self._where,
+        )
+
+    def _remaining_s(self) -> float:
+        remaining_s = self._attempts.remaining_s
+        if remaining_s <= 0:
+            raise DeadlineError(
+                f"no {self._verb} of {self._kind} {self._spec.name!r} in time; raise timeout_s",
+                **self._where,
+            )
+        return remaining_s
+
+    def _fresh(self, name: str) -> Path:
+        """Where a file is to be, of which an attempt before may have left something."""
+        path = self._directory / name
+        path.unlink(missing_ok=True)
+        return path
+
+
+class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
+    """See Capture."""
+
+    _kind, _verb = "parameter", "snapshot"
+
+    def __init__(
+        self, spec: ParameterSpec, channels: Sequence[ShardChannel], *rest: Any, **fields: Any
+    ) -> None:
+        self._slices = {
+            channel.shard_index: slice_of(spec.size, channel.shard_index, len(channels))
+            for channel in channels
+        }
+        having = [channel for channel in channels if self._slices[channel.shard_index].size]
+        super().__init__(spec, having, *rest, **fields)
         self._context = checksum.snapshot_context(spec.name)
         self._names = (WEIGHTS_NAME, *spec.optimizer.slot_names)
 
@@ -81,74 +239,34 @@ class ParameterSnapshot:
         """Of all its arrays."""
         return 4 * self._spec.size * len(self._names)
 
-    def take_repeatedly(self) -> CheckpointParameter:
-        """As `take`, and again where a shard went away, until the deadline.
+    def _entry(self, **fields: Any) -> CheckpointParameter:
+        return CheckpointParameter(**fields)
 
-        Raises:
-            ShardwellError: see `take`.
-        """
-        return self._attempts.run(self.take)
-
-    def take(self) -> CheckpointParameter:
-        """Blocks until all files are on the disk.
-
-        Raises:
-            WorkersMissingError: some chunks wait for workers; names them.
-            DeadlineError: training was too fast, or the deadline too near.
-            ShardwellError: a shard refuses, or a file can't be written.
-        """
-        return at_one_version(
-            self._attempt, self._newest_version, self._remaining_s, self._attempts
+    def _call(self, channel: ShardChannel, version: int, wait_timeout_ms: int) -> Any:
+        return channel.snapshot(
+            pb.SnapshotRequest(
+                shard=channel.identity,
+                parameter=self._spec.name,
+                version=version,
+                wait_timeout_ms=wait_timeout_ms,
+            ),
+            timeout=self._remaining_s(),
         )
 
-    def _attempt(self, version: int, wait_s: float) -> CheckpointParameter:
-        with CallGroup() as call_group:
-            calls = [
-                call_group.add(channel, self._call(channel, version, wait_s))
-                for channel, _ in self._parts
-            ]
-            for (channel, _), call in zip(self._parts, calls, strict=True):
-                self._begin(channel, call, call_group)
-            taken = call_group.read_all(
-                partial(self._receive, channel, where, version, call, call_group)
-                for (channel, where), call in zip(self._parts, calls, strict=True)
-            )
-        rate = getattr(self._spec.optimizer, "learning_rate", None)
-        return CheckpointParameter(
-            spec=self._spec,
-            version=min(each.version_min for each in taken),
-            version_max=max(each.version_max for each in taken),
-            learning_rate=None if rate is None else taken[0].learning_rate,
-            files=tuple(each.file for each in taken),
-        )
-
-    def _call(self, channel: ShardChannel, version: int, wait_s: float) -> Any:
-        with channel.translated(self._spec.name):
-            return channel.snapshot(
-                pb.SnapshotRequest(
-                    shard=channel.identity,
-                    parameter=self._spec.name,
-                    version=version,
-                    wait_timeout_ms=wait_milliseconds(wait_s),
-                ),
-                timeout=self._remaining_s(),
-            )
-
-    def _begin(self, channel: ShardChannel, call: Any, call_group: CallGroup) -> None:
-        """Reads the message that says that a shard has begun."""
-        header, _ = framing.parse(pb.SnapshotResponse, self._next(channel, call, call_group))
+    def _receive(
+        self,
+        channel: ShardChannel,
+        version: int,
+        message: bytes | None,
+        read: Callable[[], bytes | None],
+    ) -> _Taken[SliceFile]:
+        header, _ = framing.parse(pb.SnapshotResponse, self._whole(channel, message))
         if header.array_count != len(self._names) or header.HasField("chunk"):
             raise self._corrupt(
                 channel, f"{header.array_count} arrays, expected {len(self._names)}"
             )
-
-    def _receive(
-        self, channel: ShardChannel, where: Slice, version: int, call: Any, call_group: CallGroup
-    ) -> _Taken:
-        """Writes what one shard sends to its file."""
+        where = self._slices[channel.shard_index]
         name = slice_path(self._number, self._spec.name, channel.shard_index)
-        path = self._directory / name
-        path.unlink(missing_ok=True)  # of an attempt before
         metadata = {
             "format": "shardwell-slice",
             "parameter": self._spec.name,
@@ -157,9 +275,9 @@ class ParameterSnapshot:
         }
         expected = [where.offset] * len(self._names)
         version_min, version_max, rate = STEP_MAX, 0, 0.0
-        with SliceWriter(path, self._names, where.size, metadata) as writer:
+        with SliceWriter(self._fresh(name), self._names, where.size, metadata) as writer:
             while min(expected) < where.stop:
-                message = self._next(channel, call, call_group)
+                message = self._whole(channel, read())
                 header, payload = framing.parse(pb.SnapshotResponse, message)
                 index, chunk = header.array_index, header.chunk
                 try:
@@ -186,42 +304,87 @@ class ParameterSnapshot:
                 version_max = max(version_max, header.version)
                 rate = header.learning_rate
             size_bytes, crc = writer.finish()
-        return _Taken(
-            SliceFile(
-                path=name,
-                offset=where.offset,
-                size=where.size,
-                size_bytes=size_bytes,
-                crc32c=crc,
+        file = SliceFile(
+            path=name, offset=where.offset, size=where.size, size_bytes=size_bytes, crc32c=crc
+        )
+        return _Taken((file,), version_min, version_max, rate)
+
+
+class TableCapture(Capture[TableSpec, RowsFile, CheckpointTable]):
+    """See Capture; `row_count` is about how many rows there are."""
+
+    _kind, _verb = "table", "scan"
+
+    def __init__(self, spec: TableSpec, *rest: Any, row_count: int, **fields: Any) -> None:
+        super().__init__(spec, *rest, **fields)
+        self._row_count = row_count
+        self._codec = RowStateCodec(spec)
+        self._context = checksum.rows_scan_context(
+            spec.name, table_pb2.ScanRowsRequest.CONTENT_STATE
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Of about as many rows."""
+        return self._row_count * (24 + 4 * sum((self._spec.dim, *self._spec.slot_widths)))
+
+    def _entry(self, **fields: Any) -> CheckpointTable:
+        return CheckpointTable(**fields)
+
+    def _call(self, channel: ShardChannel, version: int, wait_timeout_ms: int) -> Any:
+        return channel.scan_rows(
+            table_pb2.ScanRowsRequest(
+                shard=channel.identity,
+                table=self._spec.name,
+                content=table_pb2.ScanRowsRequest.CONTENT_STATE,
+                version=version,
+                wait_timeout_ms=wait_timeout_ms,
             ),
-            version_min,
-            version_max,
-            rate,
+            timeout=self._remaining_s(),
         )
 
-    def _next(self, channel: ShardChannel, call: Any, call_group: CallGroup) -> bytes:
-        """The next message; an answer that ends early is an error too."""
+    def _receive(
+        self,
+        channel: ShardChannel,
+        version: int,
+        message: bytes | None,
+        read: Callable[[], bytes | None],
+    ) -> _Taken[RowsFile]:
+        files: list[RowsFile] = []
+        states: list[RowState] = []
+        self._whole(channel, message)
+        size_bytes, found, rate = 0, 0, 0.0
+        while message is not None:
+            header, payload = framing.parse(table_pb2.ScanRowsResponse, message)
+            state = self._opened(channel, header, payload)
+            if self._spec.mode == "sync" and header.version != version:
+                raise self._corrupt(
+                    channel, f"rows at version {header.version}; expected {version}"
+                )
+            found, rate = header.version, header.learning_rate
+            if state.ids.size:
+                states.append(state)
+                self._traffic.add_received(len(message), state.weights.size)
+                size_bytes += payload.size
+            if size_bytes >= FILE_SIZE_BYTES:
+                files.append(self._write(channel, len(files), states))
+                states, size_bytes = [], 0
+            message = read()
+        if states:
+            files.append(self._write(channel, len(files), states))
+        return _Taken(tuple(files), found, found, rate)
+
+    def _opened(
+        self, channel: ShardChannel, header: table_pb2.ScanRowsResponse, payload: Any
+    ) -> RowState:
+        start = checksum.rows_scan(self._context, header)
         try:
-            message: bytes | None = next(call, None)
-        except grpc.RpcError as error:
-            first_channel, first = call_group.failure(channel, error)
-            raise first_channel.translate(first, self._spec.name) from None
-        if message is None:
-            raise self._corrupt(channel, "the end of its answer, too early")
-        return message
+            return self._codec.open(header.rows, payload, start=start)
+        except (ArgumentError, CorruptChunkError) as error:
+            raise self._corrupt(channel, error.message) from None
 
-    def _corrupt(self, channel: ShardChannel, what: str) -> CorruptChunkError:
-        return CorruptChunkError(
-            f"shard {channel.shard_index} answered a snapshot of {self._spec.name!r} with {what}",
-            shard_index=channel.shard_index,
-            parameter=self._spec.name,
-        )
-
-    def _remaining_s(self) -> float:
-        remaining_s = self._attempts.remaining_s
-        if remaining_s <= 0:
-            raise DeadlineError(
-                f"no snapshot of {self._spec.name!r} in time; raise timeout_s",
-                parameter=self._spec.name,
-            )
-        return remaining_s
+    def _write(self, channel: ShardChannel, part: int, states: list[RowState]) -> RowsFile:
+        name = rows_path(self._number, self._spec.name, channel.shard_index, part)
+        size_bytes, crc = write_rows(self._fresh(name), self._spec, states)
+        row_count = sum(state.ids.size for state in states)
+        return RowsFile(path=name, row_count=row_count, size_bytes=size_bytes, crc32c=crc)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwell.checkpoint.capture import ParameterSnapshot
+from shardwell.checkpoint.capture import ParameterCapture
 from shardwell.checkpoint.consistent_version import known_first
 from shardwell.checkpoint.directory import whole_directory
 from shardwell.checkpoint.export import TableExport
@@ -107,7 +107,7 @@ class Checkpointing:
         for number, spec in enumerate(specs, 1):
             (directory / f"{number:06d}-{spec.name}").mkdir()
             snapshots.append(
-                ParameterSnapshot(
+                ParameterCapture(
                     spec,
                     self._channels,
                     known_first(known[spec.name], partial(newest_version, spec.name)),
@@ -120,7 +120,7 @@ class Checkpointing:
 
         entries = []
         for batch in batches(snapshots, lambda snapshot: snapshot.size_bytes):
-            entries += ask_all(batch, ParameterSnapshot.take_repeatedly)
+            entries += ask_all(batch, ParameterCapture.take_repeatedly)
         return entries
 
     # Restoring.

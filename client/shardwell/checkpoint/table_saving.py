@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from shardwell.checkpoint.capture import TableCapture
 from shardwell.checkpoint.consistent_version import known_first
 from shardwell.checkpoint.directory import working_directory
 from shardwell.checkpoint.export import TableExport, check_target, write_export
 from shardwell.checkpoint.format import CheckpointTable, load_id_of
-from shardwell.checkpoint.table_capture import TableSnapshot
 from shardwell.checkpoint.table_restore import TableRestore
 from shardwell.errors import (
     ArgumentError,
@@ -49,7 +49,7 @@ class TableCheckpointing:
 
         Raises:
             UnknownTableError: there is none of that name.
-            ShardwellError: see `TableSnapshot.take`.
+            ShardwellError: see `TableCapture.take`.
         """
         shards = ask_all(self._channels, self._statuses)
         chosen = list(dict.fromkeys(shards[0] if names is None else names))
@@ -65,7 +65,7 @@ class TableCheckpointing:
             (directory / f"{number:06d}-{name}").mkdir()
             here = [tables[name] for tables in shards if name in tables]
             snapshots.append(
-                TableSnapshot(
+                TableCapture(
                     TableSpec.from_proto(shards[0][name].spec),
                     self._channels,
                     known_first(_newest(name, here), partial(self._newest_version, name)),
@@ -78,7 +78,7 @@ class TableCheckpointing:
             )
         entries = []
         for batch in batches(snapshots, lambda snapshot: snapshot.size_bytes):
-            entries += ask_all(batch, TableSnapshot.take_repeatedly)
+            entries += ask_all(batch, TableCapture.take_repeatedly)
         return entries
 
     def export(self, name: str, path: Path) -> TableExport:
