@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT
-from shardwell.numerics.reduction import REDUCTIONS, first_non_finite, part_of, reduce_block
+from shardwell.numerics.finite import first_non_finite
+from shardwell.numerics.reduction import REDUCTIONS, part_of, reduce_block
 from shardwell.numerics.weighted_mean import MeanFactors
 
 

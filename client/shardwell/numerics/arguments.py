@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.finite import find_peak
 
 _ACCEPTED = (np.float32, np.float64, np.float16)
 _ANSWER_MARGIN_S_MAX = 1.0
@@ -19,8 +19,6 @@ DURATION_S_MAX = 30 * 86400.0
 """The longest time that can be asked for: waits that take it overflow in no library below."""
 TIMEOUT_S_MIN = 0.001
 """The shortest deadline: they travel in milliseconds."""
-_CHECK_ELEMENT_COUNT = 256 * 1024
-"""1 MiB of float32: fetched from memory once, read twice."""
 
 
 def as_array(what: str, values: Any) -> npt.NDArray[Any]:
@@ -131,24 +129,13 @@ def finite_peak(
     Raises:
         NonFiniteError: one is NaN or infinite; with the index of the first.
     """
-    stop = values.size if stop is None else stop
-    peak = 0.0
-    for first in range(start, stop, _CHECK_ELEMENT_COUNT):
-        block = values[first : min(first + _CHECK_ELEMENT_COUNT, stop)]
-        if block.dtype.itemsize > 4:
-            with np.errstate(over="ignore"):
-                block = block.astype(np.float32)
-        # Two reductions without a temporary; NaN and infinity survive one of them.
-        low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
-        if not (isfinite(low) and isfinite(high)):
-            index = first + int(np.argmin(np.isfinite(block)))
-            raise NonFiniteError(
-                f"{what}: element {index} is {values[index]}, which is not a finite float32; "
-                f"{remedy}",
-                element_index=index,
-                parameter=parameter,
-            )
-        peak = max(peak, -low, high)
+    peak, index = find_peak(values, start, stop)
+    if index is not None:
+        raise NonFiniteError(
+            f"{what}: element {index} is {values[index]}, which is not a finite float32; {remedy}",
+            element_index=index,
+            parameter=parameter,
+        )
     return peak
 
 

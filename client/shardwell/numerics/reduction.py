@@ -5,14 +5,13 @@ Not for arrays that travel: those are reduced chunk by chunk as they come.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numkong
 import numpy as np
 
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32, blocks
+from shardwell.numerics.codec import Float32
 from shardwell.numerics.weighted_mean import MeanFactors, divide
 
 ReductionName = Literal["sum", "mean", "max", "min"]
@@ -54,17 +53,6 @@ def reduce_block(
                 raise AssertionError(reduction)
     for buffer in buffers:
         np.copyto(buffer, total)
-
-
-def first_non_finite(values: Float32) -> int | None:
-    """Index of the first NaN or infinity; None if all are finite."""
-    for start in blocks(values.size):
-        block = values[start : start + BLOCK_ELEMENT_COUNT]
-        # Two reductions without a temporary; NaN and infinity survive one of them.
-        low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
-        if not (math.isfinite(low) and math.isfinite(high)):
-            return start + int(np.argmin(np.isfinite(block)))
-    return None
 
 
 def _fold(function: np.ufunc, buffers: Sequence[Float32], total: Float32) -> None:

@@ -8,7 +8,6 @@ from its first on, and the segments' sums again like that.
 from __future__ import annotations
 
 from functools import cached_property
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,13 @@ from fastcrc import crc32
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_array
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.finite import find_peak
 from shardwell.placement.rows import Ids
 from shardwell.table.batch import RowBatch, Span
 
 _ACCEPTED = (np.float32, np.float64, np.float16)
 _SEGMENT_ROW_COUNT = 8
 """Gradients that are added up one after another; bounds the rounding error, too."""
-_BLOCK_ELEMENT_COUNT = 128 * 1024
-"""Elements that are gathered, checked or added up at a time, so that they stay in the cache."""
 
 
 def as_gradients(gradients: Any, shape: tuple[int, ...], dim: int, table: str) -> Float32:
@@ -131,22 +129,17 @@ class RowSums:
 
     def _peak(self, gradients: Float32) -> float:
         """Largest magnitude; refuses what is not finite."""
-        flat, peak = gradients.reshape(-1), 0.0
-        for start in range(0, flat.size, _BLOCK_ELEMENT_COUNT):
-            block = flat[start : start + _BLOCK_ELEMENT_COUNT]
-            # Two reductions without a temporary; NaN and infinity survive one of them.
-            low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
-            if not (isfinite(low) and isfinite(high)):
-                index = start + int(np.argmin(np.isfinite(block)))
-                place, column = divmod(index, gradients.shape[1])
-                raise NonFiniteError(
-                    f"gradient of row id {self._batch.ids[place]} of {self._table!r}: element "
-                    f"{column} of the one at place {place} is {flat[index]}, which is no finite "
-                    "float32; skip or mend the step, or open the table with allow_non_finite=True",
-                    element_index=index,
-                    table=self._table,
-                )
-            peak = max(peak, -low, high)
+        flat = gradients.reshape(-1)
+        peak, index = find_peak(flat)
+        if index is not None:
+            place, column = divmod(index, gradients.shape[1])
+            raise NonFiniteError(
+                f"gradient of row id {self._batch.ids[place]} of {self._table!r}: element {column} "
+                f"of the one at place {place} is {flat[index]}, which is no finite float32; skip "
+                "or mend the step, or open the table with allow_non_finite=True",
+                element_index=index,
+                table=self._table,
+            )
         return peak
 
     def _sums_peak(self) -> float:
@@ -154,9 +147,9 @@ class RowSums:
         sums = self._sums
         if not sums.size:
             return 0.0
-        low, high = float(np.minimum.reduce(sums, axis=None)), float(sums.max())
-        if not (isfinite(low) and isfinite(high)):
-            row, column = divmod(int(np.argmin(np.isfinite(sums))), sums.shape[1])
+        peak, index = find_peak(sums.reshape(-1))
+        if index is not None:
+            row, column = divmod(index, sums.shape[1])
             number = int(self._repeated[row])
             raise NonFiniteError(
                 f"gradients of row id {self._batch.distinct.ids[number]} of {self._table!r}, which "
@@ -165,7 +158,7 @@ class RowSums:
                 element_index=int(self._firsts[number]) * sums.shape[1] + column,
                 table=self._table,
             )
-        return max(-low, high)
+        return peak
 
 
 def add_groups(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> Float32:

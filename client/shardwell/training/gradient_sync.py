@@ -15,7 +15,8 @@ import numpy as np
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_writable, check_integer, check_timeout
 from shardwell.numerics.codec import Float32
-from shardwell.numerics.reduction import ReductionName, first_non_finite
+from shardwell.numerics.finite import first_non_finite
+from shardwell.numerics.reduction import ReductionName
 from shardwell.parameter.parameter import Parameter
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX

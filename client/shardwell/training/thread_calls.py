@@ -15,7 +15,8 @@ import numpy as np
 from shardwell.errors import ArgumentError, CollectiveMismatchError, NonFiniteError, ShardwellError
 from shardwell.numerics.arguments import as_writable, check_integer
 from shardwell.numerics.codec import Float32
-from shardwell.numerics.reduction import REDUCTIONS, first_non_finite
+from shardwell.numerics.finite import first_non_finite
+from shardwell.numerics.reduction import REDUCTIONS
 from shardwell.specs.names import format_ranks
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
 

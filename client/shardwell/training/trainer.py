@@ -23,7 +23,7 @@ import numpy as np
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_flat, check_integer
 from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32, blocks
-from shardwell.numerics.reduction import first_non_finite
+from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.update_rules import UpdateRule
 from shardwell.specs.checks import brief

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.numerics.codec import Float32
-from shardwell.numerics.reduction import first_non_finite
+from shardwell.numerics.finite import first_non_finite
 from shardwell.table.batch import stable_order
 from shardwell.table.gradient_sums import add_groups
 
