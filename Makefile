@@ -13,7 +13,7 @@ TESTS ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup test test-exhaustive test-torch mutants demo demo-embeddings lint protos bench soak fuzz
+.PHONY: help setup docs test test-exhaustive test-torch mutants demo demo-embeddings lint protos bench soak fuzz
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -34,6 +34,7 @@ help:
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
 	@echo "make lint    ruff, mypy, import-linter, stubs and protos"
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
+	@echo "make docs    a site of docs/ and an API reference, in site/; links are checked"
 	@echo "make bench   the figures of docs/performance.md"
 	@echo "make setup   all that the others need, in $(VENV)"
 
@@ -72,6 +73,9 @@ lint: $(VENV)/.has-lint
 	$(BIN)/lint-imports
 	PYTHON=$(BIN)/python tools/generate_stubs.sh --check
 	$(BIN)/buf lint protos
+
+docs: $(VENV)/.has-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "site/index.html"
 
 protos: $(VENV)/.has-lint
 	PYTHON=$(BIN)/python tools/generate_stubs.sh

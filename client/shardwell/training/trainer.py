@@ -177,7 +177,7 @@ class DataParallelTrainer:
         """One step on a batch that is this worker's own, dealt before; it may be empty.
 
         Raises:
-            As `step`.
+            ShardwellError: as `step`.
         """
         if self._given_rank is not None:
             _ = self.rank  # takes the seat of a thread
@@ -213,8 +213,9 @@ class DataParallelTrainer:
             How many steps this worker made.
 
         Raises:
-            As `step`; also when a member of the group is lost while others wait for it. Then call
-            `fit(())` on all that are left, once the group is rebuilt: it ends with the same bits.
+            ShardwellError: as `step`; also when a member of the group is lost while others wait for
+                it. Then call `fit(())` on all that are left, once the group is rebuilt: it ends
+                with the same bits.
         """
         count = 0
         for batch in batches:

@@ -67,7 +67,7 @@ class MmapGradientAccumulator(Closing):
     that were touched. It stays with the file. Where there is none, the call that needs it fails,
     before anything has changed.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from shardwell_server import MmapGradientAccumulator
         >>> weights = np.ones((1000, 2), np.float32)
