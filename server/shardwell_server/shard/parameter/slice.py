@@ -1,4 +1,4 @@
-"""One parameter's slice on this shard: chunks under their locks, steps that close, weights out.
+"""One parameter's slice on this shard: gradients in, each counted once, in its turn; weights out.
 
 The tracker decides, averaging.py moves bytes, the storage keeps them; here threads meet. Locks: a
 chunk's lock guards its arrays and its entries of the tracker; the register's lock guards what
@@ -8,32 +8,42 @@ changes rarely. Order: the register's lock is never taken while a chunk's is hel
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Bytes, Float32
-from shardwell.numerics.update_rules import UpdateRule
+from shardwell.numerics.scratch import thread_scratch
+from shardwell.numerics.update_rules import SAFE_MAGNITUDE, UpdateRule, decay_into_state, peak_of
 from shardwell.placement.slices import Slice
 from shardwell.specs.optimizers import Average
-from shardwell.specs.parameter import STEP_MAX, ParameterSpec
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell.wire.chunks import ChunkCodec
+from shardwell.wire import checksum
+from shardwell.wire.chunks import ChunkCodec, check_chunk
 from shardwell_server.config import Limits
+from shardwell_server.shard import errors as refusals
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.errors import workers_missing
+from shardwell_server.shard.errors import non_finite, workers_missing
 from shardwell_server.shard.members import Contributor, Liveness
+from shardwell_server.shard.parameter.averaging import (
+    Contribution,
+    add_to_sum,
+    close_step,
+    shift_for,
+    state_overflow,
+)
 from shardwell_server.shard.parameter.chunk import Chunk
-from shardwell_server.shard.parameter.contributions import Contributions
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
-from shardwell_server.shard.step_tracker import Seat, StepTracker
-from shardwell_server.store import ChunkRecord, ParameterStorage
+from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
+from shardwell_server.store import ChunkRecord, ParameterStorage, Transition
 
 
 class _BrokenOffError(Exception):
@@ -94,10 +104,8 @@ class ParameterSlice:
         """Of this slice, under way."""
         self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
-        self._contributions = Contributions(
-            spec, self._chunks, self._tracker, self._register, storage, rule, self.snapshots
-        )
-        self._contributions.replay()
+        self._decay = decay_into_state(spec.optimizer)
+        self._replay()
         if storage.is_torn:
             for index in range(self.chunk_count):
                 self.verify(index)
@@ -132,7 +140,7 @@ class ParameterSlice:
         with self._register.lock:
             incarnation = self._register.meet_incarnation(incarnation)
             if seat_for is not None:
-                took_over = self._contributions.seat(seat_for).was_taken_over
+                took_over = self._seat(seat_for).was_taken_over
             elif worker_id and session_number:
                 self._tracker.remember(worker_id, session_number)
             standing = self._register.is_standing  # what is only staged may have any version
@@ -339,7 +347,213 @@ class ParameterSlice:
             StepOrderError: see the tracker.
             WorkersMissingError: the earlier step did not close in time.
         """
-        return self._contributions.take(contributor, gradient, payload, deadline)
+        header = gradient.chunk
+        context = checksum.gradient_context(self.spec.name, contributor.worker_id)
+        intact = check_chunk(header, payload, checksum.gradient(context, gradient))
+        index, step = header.chunk_index, gradient.step
+        chunk = self._chunk(index)
+        if gradient.sample_count > SAMPLE_COUNT_MAX:
+            raise ArgumentError(
+                f"sample_count must be at most {SAMPLE_COUNT_MAX}; got {gradient.sample_count}"
+            )
+        values = self._codec.open(intact, chunk.where)
+        peak = self._codec.peak(header, values)
+        bad = self._codec.first_non_finite(header, values) if peak == math.inf else None
+        if bad is not None:
+            whose = f"gradient of {contributor.worker_id!r}"
+            raise non_finite(self.spec, chunk.where.offset + bad, whose)
+        contribution = Contribution(values, header.scale_exponent, gradient.sample_count)
+        if contributor.seat is None:
+            with self._register.lock:
+                contributor.seat = self._seat(contributor)
+        seat = contributor.seat
+        with chunk.changed:
+            seat.check(contributor)  # another one may take it over at any time
+            decision = self._tracker.decide(seat, index, step, header.crc32c)
+            if decision is Decision.WAIT:
+                deadline.wait(chunk.changed)
+                raise workers_missing(self.spec, self._tracker, index, step, deadline)
+            if decision is Decision.DUPLICATE:
+                chunk.duplicate_count += 1
+                return False
+            chunk.verify()
+            version = self._tracker.records[index].version
+            learning_rate = self._register.learning_rate(version)
+            decayed = self._decay and self._decay * peak_of(chunk.state.weights)
+            if not peak + decayed < SAFE_MAGNITUDE:
+                what = "gradient" if peak >= SAFE_MAGNITUDE else "weight decay"
+                self._check_state(chunk, index, contribution, seat, learning_rate, what)
+            self.storage.journal(
+                index,
+                seat.index,
+                seat.stored(step),
+                contribution.sample_count,
+                contribution.exponent,
+                learning_rate,
+                contribution.payload,
+            )
+            with np.errstate(all="ignore"):  # overflows are found where weights are encoded
+                self._count(chunk, index, contribution, seat, step, learning_rate, header.crc32c)
+            seat.contributed(contributor.session)
+            chunk.counted_count += 1
+            if self._tracker.records[index].version != version:
+                chunk.changed.notify_all()
+            return True
+
+    def _seat(self, contributor: Contributor[Seat]) -> Seat:
+        """The worker's seat, which is the session's from now on; the register's lock is held.
+
+        When it was taken over, all that its last owner was counting is counted on return.
+
+        Raises:
+            ShardwellError: see `Register.seat`.
+        """
+        seat = self._register.seat(contributor)
+        if seat.was_taken_over:
+            for chunk in self._chunks:
+                with chunk.changed:
+                    chunk.changed.notify_all()  # its last owner may wait there
+            seat.forget_checksums()
+        return seat
+
+    def _chunk(self, index: int) -> Chunk:
+        if index >= len(self._chunks):
+            raise ArgumentError(
+                f"chunk {index} of parameter {self.spec.name!r}: this shard's slice of "
+                f"{sum(chunk.where.size for chunk in self._chunks)} elements has "
+                f"{len(self._chunks)} chunks",
+                parameter=self.spec.name,
+            )
+        return self._chunks[index]
+
+    def _check_state(
+        self,
+        chunk: Chunk,
+        index: int,
+        contribution: Contribution,
+        seat: Seat,
+        learning_rate: float,
+        too_large: str,
+    ) -> None:
+        """Refuses a gradient that would take optimizer state beyond float32, for good.
+
+        In a mean with others it does so no more than alone, and with weight decay neither: the
+        mean lies between what each would be.
+        """
+        weighs = contribution.sample_count or not self._tracker.is_sync
+        if self.spec.allow_non_finite or not weighs:
+            return
+        with np.errstate(all="ignore"):
+            found = state_overflow(
+                contribution,
+                self._codec.codec,
+                chunk.state,
+                self._rule,
+                thread_scratch(),
+                update_count=self._tracker.records[index].version + 1,
+                learning_rate=learning_rate,
+            )
+        if found is not None:
+            slot_index, place = found
+            element = chunk.where.offset + place
+            raise refusals.state_overflow(
+                f"parameter {self.spec.name!r}",
+                f"element {element}",
+                f"gradient of {seat.worker_id!r}",
+                self.spec.optimizer.slot_names[slot_index],
+                too_large=too_large,
+                element_index=element,
+                parameter=self.spec.name,
+            )
+
+    def _count(
+        self,
+        chunk: Chunk,
+        index: int,
+        contribution: Contribution,
+        seat: Seat,
+        step: int,
+        learning_rate: float,
+        crc32c: int | None = None,
+    ) -> None:
+        """Adds a contribution, closes the step if it is the last, and records both."""
+        tracker, codec, scratch = self._tracker, self._codec.codec, thread_scratch()
+        record = tracker.records[index]
+        total_factor, shift = record.total_factor, record.shift
+        needed = shift_for(contribution.sample_count, self.spec.worker_count)
+        if total_factor == 0.0:
+            shift = needed
+        elif needed > shift:
+            total_factor, shift = math.ldexp(total_factor, shift - needed), needed
+        closes = tracker.completes(index)
+        if closes and self.snapshots.pending:
+            self.snapshots.before_close(index, learning_rate)
+        transition = Transition.FIRST if total_factor == 0.0 else Transition.ADD
+        with self.storage.change(index, Transition.CLOSE if closes else transition) as change:
+            if closes:
+                sample_total = record.sample_total + contribution.sample_count
+                close_step(
+                    contribution,
+                    codec,
+                    chunk.state,
+                    self._rule,
+                    scratch,
+                    change,
+                    total_factor=total_factor,
+                    shift=shift,
+                    # An asynchronous gradient is applied as it is: there is nothing to weigh it
+                    # against.
+                    sample_total=sample_total if tracker.is_sync else 1,
+                    update_count=record.version + 1,
+                    learning_rate=learning_rate,
+                )
+            else:
+                assert chunk.state.gradient_sum is not None
+                total_factor = add_to_sum(
+                    contribution,
+                    codec,
+                    chunk.state.gradient_sum,
+                    total_factor,
+                    scratch,
+                    change,
+                    shift=shift,
+                )
+            following = tracker.following(
+                index, contribution.sample_count, total_factor=total_factor, shift=shift
+            )
+            change.commit(following, seat.index, seat.stored(step))
+        tracker.record(seat, index, step, following, crc32c)
+
+    def _replay(self) -> None:
+        """Counts again what the storage lacks, having lost it with the machine's power."""
+        seats = self._tracker.seats
+        for entry in self.storage.replay():
+            chunk, index = self._chunks[entry.chunk_index], entry.chunk_index
+            contribution = Contribution(entry.payload, entry.exponent, entry.sample_count)
+            seat = seats[entry.seat_index] if entry.seat_index < len(seats) else None
+            step = entry.step - (0 if seat is None else seat.tenure.first_step)
+            if (
+                seat is None
+                or entry.payload.size != chunk.where.size * self._codec.codec.item_size
+                # Below 0 it is of a tenure that is over: the sequence in the journal has to do.
+                or (step >= 0 and self._tracker.decide(seat, index, step) is not Decision.COUNT)
+            ):
+                raise StorageError(
+                    f"parameter {self.spec.name!r}: its journal has step {entry.step} of seat "
+                    f"{entry.seat_index} for chunk {index}, which does not go on from its image; "
+                    "restore a checkpoint",
+                    parameter=self.spec.name,
+                )
+            chunk.verify()
+            with np.errstate(all="ignore"):
+                self._count(
+                    chunk,
+                    index,
+                    contribution,
+                    seat,
+                    step,
+                    entry.learning_rate,  # the register may have forgotten it
+                )
 
     # Weights out.
 
