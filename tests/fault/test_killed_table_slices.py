@@ -25,7 +25,7 @@ from harness.table_messages import part
 from harness.telling import OtherStart, SameMachine
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Durability, Limits, ShardConfig
-from shardwell_server.shard import tables
+from shardwell_server.shard import registry
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
@@ -168,7 +168,7 @@ def state_of(table: TableSlice) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "rows_per_message_max", lambda spec: BATCH_ROW_COUNT)
+    monkeypatch.setattr(registry, "rows_per_message_max", lambda spec: BATCH_ROW_COUNT)
 
 
 @pytest.fixture

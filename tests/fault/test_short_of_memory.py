@@ -34,7 +34,7 @@ TABLE = TableSpec(
 )
 PARAMETER = ParameterSpec(name="p", size=100, optimizer=SGD, worker_count=1)
 TABLE_PARTS = ["TableStepTracker", "TableRegister", "RowSlots", "TableRows", "TableScan"]
-PARAMETER_PARTS = ["StepTracker", "Register", "Snapshots", "EncodedWeights", "Contributions"]
+PARAMETER_PARTS = ["StepTracker", "Register", "Snapshots", "EncodedWeights", "Chunk"]
 
 
 def config(kind: str) -> ShardConfig:
@@ -132,7 +132,7 @@ def test_a_parameter_opens_when_there_is_memory_again(
         assert [path.name for path in tmp_path.glob("parameters/*")] == ["000001"]
         shard.close()
         again = Shard(config(kind), store_of(kind, tmp_path))
-        assert [parameter.spec for parameter in again.parameters()] == [PARAMETER]
+        assert [parameter.spec for parameter in again.parameters.all()] == [PARAMETER]
         again.close()
 
 

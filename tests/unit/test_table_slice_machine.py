@@ -33,7 +33,7 @@ from harness.wire_table import owner, uniform
 from shardwell.errors import SeatsTakenError, StepOrderError, WorkersMissingError
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
-from shardwell_server.shard import tables
+from shardwell_server.shard import registry
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store.memory.store import MemoryStore
@@ -68,7 +68,7 @@ class TableMachine(RuleBasedStateMachine):
         self.images: list[Image] | None = None
         # So that steps close in several batches, and a large table's files are small.
         self.open.enter_context(
-            mock.patch.object(tables, "rows_per_message_max", return_value=BATCH_ROW_COUNT)
+            mock.patch.object(registry, "rows_per_message_max", return_value=BATCH_ROW_COUNT)
         )
         if self.on_files:
             path = self.open.enter_context(in_memory(Path(tempfile.gettempdir())))
