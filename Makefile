@@ -54,7 +54,7 @@ mutants: $(VENV)/.has-test
 	@$(BIN)/python tools/mutants.py
 
 soak: $(VENV)/.has-test
-	@SHARDWELL_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m soak -s tests/fault/test_kill_nine.py
+	@SHARDWELL_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m soak -s tests/fault/shard/test_kill_nine.py
 
 fuzz: $(VENV)/.has-test
 	@$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis tests
@@ -63,7 +63,7 @@ fuzz: $(VENV)/.has-test
 # say so and go on: the optimizers are compared with float64 arithmetic in any case.
 test-torch: $(VENV)/.has-test
 	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH); then \
-	  $(BIN)/python -m pytest tests/unit/test_update_rules_torch.py; \
+	  $(BIN)/python -m pytest tests/unit/numerics/test_update_rules_torch.py; \
 	else echo "no $(TORCH) for this Python here: the comparison with torch.optim was not run"; fi
 
 lint: $(VENV)/.has-lint

@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 import shardwell
-from harness.leaks import Belongings, descriptor_count
+from harness.leaks import Resources, descriptor_count
 from harness.polling import PATIENCE_S, eventually
 from shardwell_server import LocalCluster
 
@@ -62,12 +62,12 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if not _WITH_LEAK_CHECK.intersection(request.path.parts):
         yield
         return
-    before = Belongings.now()
+    before = Resources.now()
     yield
     last: list[str] = []
 
     def is_clean() -> bool:
-        last[:] = Belongings.now().beyond(before)
+        last[:] = Resources.now().beyond(before)
         return not last
 
     with contextlib.suppress(AssertionError):

@@ -12,6 +12,7 @@ those.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import queue
 import shutil
@@ -60,7 +61,7 @@ class Copy:
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONDONTWRITEBYTECODE": "1",  # a line that changes may leave size and time as is
         }
-        with self._spoiled(mutant) if mutant else _unchanged():
+        with self._spoiled(mutant) if mutant else contextlib.nullcontext():
             try:
                 ended = subprocess.run(
                     [*command, "--timeout=120", *arguments, *tests],
@@ -92,12 +93,6 @@ class _Spoiled:
 
     def __exit__(self, *_: object) -> None:
         self._path.write_text(self._text)
-
-
-class _unchanged:  # noqa: N801 - reads as a function
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def read_mutants(words: list[str]) -> list[Mutant]:

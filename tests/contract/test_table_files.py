@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.images import in_memory
-from harness.stored_rows import (
+from harness.data.stored_rows import (
     add_seat,
     assert_rows,
     layout,
@@ -22,6 +21,7 @@ from harness.stored_rows import (
     reopened,
     rows_of,
 )
+from harness.stories.images import in_memory
 from shardwell.errors import StorageError
 from shardwell_server.store import Layout, Position, TableRecord
 from shardwell_server.store.mmap.store import MmapStore

@@ -12,8 +12,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from harness.images import in_memory
-from harness.stored_rows import (
+from harness.data.stored_rows import (
     add_seat,
     arrays_of,
     assert_rows,
@@ -24,6 +23,7 @@ from harness.stored_rows import (
     reopened,
     rows_of,
 )
+from harness.stories.images import in_memory
 from shardwell.errors import LimitError, ShardwellError, StorageError
 from shardwell_server.store import FREE, Position, Store, TableRecord, TableStorage
 from shardwell_server.store.memory.store import MemoryStore

@@ -1,1 +1,1 @@
-"""What several tests share: an oracle, a wire worker, a faulty wire, programs, leak checks."""
+"""What several tests share, by purpose."""

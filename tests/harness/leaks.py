@@ -16,7 +16,7 @@ _KNOWS_CHILDREN = Path("/proc/thread-self/children").exists()
 
 
 @dataclass(frozen=True)
-class Belongings:
+class Resources:
     """What this process has now."""
 
     threads: frozenset[threading.Thread]
@@ -27,9 +27,9 @@ class Belongings:
     """TCP ports on which this process listens."""
 
     @staticmethod
-    def now() -> Belongings:
+    def now() -> Resources:
         """Looks."""
-        return Belongings(
+        return Resources(
             frozenset(
                 thread
                 for thread in threading.enumerate()
@@ -39,7 +39,7 @@ class Belongings:
             frozenset(listening_ports()),
         )
 
-    def beyond(self, earlier: Belongings) -> list[str]:
+    def beyond(self, earlier: Resources) -> list[str]:
         """What is here that was not there earlier, in words."""
         return [
             *(f"thread {thread.name!r}" for thread in self.threads - earlier.threads),

@@ -1,0 +1,172 @@
+"""Goal: a restore whose client was killed at any instant is brought to its end by doing it again.
+
+Method: clients in processes of their own restore a checkpoint and are killed before and after each
+call and message, of parameters, tables, and both. Then another client restores the same again, and
+what is there is what was saved, bit for bit; another checkpoint over it is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+import shardwell_server
+from harness.polling import PATIENCE_S, eventually
+from harness.programs import killed_restore
+from harness.programs.forkserver import ForkServer
+
+SIZE, DIM = 700, 3
+IDS = np.arange(0, 90, 2)
+CHOICES: dict[str, dict[str, list[str]]] = {
+    "parameters": {"tables": []},
+    "tables": {"parameters": []},
+    "mixed": {},
+}
+OPTIMIZER = shardwell.SGD(learning_rate=0.5, momentum=0.5)
+
+
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer(killed_restore.MODULES) as found:
+        yield found
+
+
+def opened(client: shardwell.Client, *, worker_count: int = 1) -> list[Any]:
+    """Two parameters, one of them shorter than there are shards, and a table."""
+    options: dict[str, Any] = {"optimizer": OPTIMIZER, "worker_count": worker_count}
+    return [
+        client.parameter("long", size=SIZE, **options),
+        client.parameter("short", size=1, **options),
+        client.table("rows", row_count=1000, dim=DIM, codec="fp32", **options),
+    ]
+
+
+def train(client: shardwell.Client, value: int) -> None:
+    long, short, rows = opened(client)
+    for parameter in (long, short):
+        parameter.init(np.arange(parameter.size, dtype=np.float32))
+        for step in range(3):
+            parameter.put_gradient(np.full(parameter.size, value + step, np.float32))
+    rows.put_row_gradients(IDS, np.full((IDS.size, DIM), value, np.float32))
+
+
+@pytest.fixture
+def saved(cluster, connect, tmp_path) -> list[Path]:
+    """Two checkpoints of the same names, and of other values."""
+    paths = []
+    for value in (1, 2):
+        client = connect(cluster(2), "saver")
+        train(client, value)
+        if value == 1:
+            opened(client)[0].set_learning_rate(0.25)
+        client.save_checkpoint(tmp_path / f"saved-{value}")
+        paths.append(tmp_path / f"saved-{value}")
+    return paths
+
+
+def contents(path: Path) -> list[Any]:
+    """What a checkpoint holds, but for what depends on when and where it was made."""
+    found = shardwell.inspect_checkpoint(path, verify=True)
+    return [
+        (each.spec, each.version, each.learning_rate, sorted(file.crc32c for file in each.files))
+        for each in (*found.parameters, *found.tables)
+    ]
+
+
+def check_restored(client: shardwell.Client, to: Path, saved: Path, choice: str) -> None:
+    """What the cluster has is what was saved, with as many shards."""
+    client.save_checkpoint(to)
+    wanted = {
+        "parameters": lambda spec: not hasattr(spec, "dim"),
+        "tables": lambda spec: hasattr(spec, "dim"),
+        "mixed": lambda spec: True,
+    }[choice]
+    assert contents(to) == [each for each in contents(saved) if wanted(each[0])]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_killed_at_every_instant(
+    cluster, connect, tmp_path, fork_server: ForkServer, saved: list[Path], choice: str
+) -> None:
+    chosen = CHOICES[choice]
+    for instant in itertools.count(0, 2 if choice == "mixed" else 1):
+        with shardwell_server.LocalCluster(2, chunk_size_bytes=4096) as running:
+            child = fork_server.start(
+                killed_restore.restore, running.target, str(saved[0]), instant, chosen
+            )
+            told = child.await_line("restored after ", timeout_s=PATIENCE_S)
+            code = child.reap()
+            assert (code == -9) == (told is None), (code, child.lines)
+            with shardwell.connect(running.target, worker_id="restorer") as client:
+                for _ in range(2):
+                    client.restore_checkpoint(saved[0], **chosen)
+                check_restored(client, tmp_path / f"{instant}", saved[0], choice)
+                with pytest.raises(shardwell.ArgumentError, match="already"):
+                    client.restore_checkpoint(saved[1], **chosen)
+        if told is not None:
+            break
+    assert instant > 8
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("instant", [3, 9, 15, 21])
+def test_another_checkpoint_never_mixes_with_one_that_was_cut_off(
+    cluster, connect, tmp_path, fork_server: ForkServer, saved: list[Path], instant: int
+) -> None:
+    """It replaces what does not stand yet, or is refused; then the first one goes on."""
+    running = cluster(2)
+    child = fork_server.start(killed_restore.restore, running.target, str(saved[0]), instant, {})
+    assert child.await_line("restored", timeout_s=PATIENCE_S) is None
+    assert child.reap() == -9
+    client = connect(running, "restorer")
+    try:
+        client.restore_checkpoint(saved[1])
+        stands = saved[1]
+    except shardwell.ArgumentError:
+        client.restore_checkpoint(saved[0])
+        stands = saved[0]
+    check_restored(client, tmp_path / "again", stands, "mixed")
+
+
+def test_shards_that_were_killed_know_what_they_have(
+    cluster, connect, tmp_path, fork_server: ForkServer, saved: list[Path]
+) -> None:
+    running = cluster(2, data_dir=tmp_path / "data", processes=True)
+    child = fork_server.start(killed_restore.restore, running.target, str(saved[0]), 10**6, {})
+    assert child.await_line("restored", timeout_s=PATIENCE_S)
+    child.reap()
+    for shard_index in range(2):
+        running.children[shard_index].kill()
+        eventually("it ended", lambda n=shard_index: running.children[n].poll() is not None)
+        running.start_again(shard_index)
+    client = connect(running, "restorer")
+    client.restore_checkpoint(saved[0])
+    check_restored(client, tmp_path / "again", saved[0], "mixed")
+    with pytest.raises(shardwell.ArgumentError, match="already"):
+        client.restore_checkpoint(saved[1])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("changed", ["a step", "a rate", "first weights of its own"])
+def test_what_was_trained_since_is_never_overwritten(
+    cluster, connect, saved: list[Path], changed: str
+) -> None:
+    client = connect(cluster(2), "w0")
+    if changed == "first weights of its own":
+        opened(client)[0].init(np.zeros(SIZE, np.float32))
+    else:
+        client.restore_checkpoint(saved[0])
+        long = opened(client)[0]
+        if changed == "a step":
+            long.put_gradient(np.ones(SIZE, np.float32))
+        else:
+            long.set_learning_rate(0.125)
+    with pytest.raises(shardwell.ArgumentError, match="'long' has first weights already"):
+        client.restore_checkpoint(saved[0])

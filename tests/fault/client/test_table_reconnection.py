@@ -1,0 +1,401 @@
+"""Goal: what goes wrong between a worker and the shards of a table costs time, and nothing else.
+
+Method: as test_reconnection.py: real shards behind proxies that cut, refuse and stall, whole
+numbers as gradients; at the end the rows of an undisturbed run, bit for bit, and each part counted
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.data.table_training import (
+    DIM,
+    EVERY,
+    ID_COUNT,
+    OPTIONS,
+    KnownRows,
+    batch,
+    sent_row_count,
+)
+from harness.faults.proxy import Direction, Proxy
+from harness.oracles.rows import ModelRows
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
+from harness.threads import in_background
+from shardwell.placement.rows import RowPlacement
+from shardwell.table.transfer import RowTransfer
+from shardwell.v1 import table_pb2
+
+RATE = 0.25
+
+
+@pytest.fixture
+def running(cluster):
+    return cluster(2)
+
+
+@pytest.fixture
+def proxies(running) -> Iterator[list[Proxy]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Proxy(address)) for address in running.addresses]
+
+
+@pytest.fixture
+def join(proxies, connect) -> Callable[..., tuple[shardwell.Client, shardwell.Table]]:
+    target = ",".join(proxy.address for proxy in proxies)
+
+    def join_as(index: int = 0, **options: Any) -> tuple[shardwell.Client, shardwell.Table]:
+        client = connect(target, f"w{index}", timeout_s=options.pop("timeout_s", 30.0))
+        return client, client.table("rows", **{**OPTIONS, **options})
+
+    return join_as
+
+
+def _counted(running) -> tuple[int, int]:
+    """Rows that were counted, and the steps, of all shards."""
+    status = _status(running)
+    return sum(each.counted_row_count for each in status), min(each.version for each in status)
+
+
+def _status(running) -> list[Any]:
+    with shardwell.connect(running.target, worker_id="observer") as observer:
+        return [
+            channel.call(
+                "GetTableStatus",
+                table_pb2.GetTableStatusRequest(shard=channel.identity, table="rows"),
+                table_pb2.GetTableStatusResponse,
+                timeout_s=5.0,
+                table="rows",
+            ).tables[0]
+            for channel in observer._shards.channels
+        ]
+
+
+def _half_counted(running, proxies: list[Proxy], call: Callable[[], Any]) -> None:
+    """Has a gradient counted by shard 0 and not by shard 1, which is out of reach then."""
+    before = _status(running)[0].version
+    proxies[1].stall()
+    calling = in_background(call)
+    eventually("shard 0 has it", lambda: before < _status(running)[0].version)
+    proxies[1].cut(refuse=True)
+    proxies[1].resume()
+    assert isinstance(calling.exception(PATIENCE_S), shardwell.ShardUnavailableError)
+
+
+def _tried(proxy: Proxy) -> None:
+    """Waits until the client has tried to come back, in vain."""
+    before = proxy.refused_count
+    eventually("it tries to connect", lambda: proxy.refused_count >= before + 2)
+
+
+VERBS: dict[str, Callable[[shardwell.Client, shardwell.Table], Any]] = {
+    "first put": lambda client, table: table.put_row_gradients(*batch(0)),
+    "put": lambda client, table: table.put_row_gradients(*batch(1)),
+    "exchange": lambda client, table: table.exchange_rows(*batch(1), EVERY),
+    "get_rows": lambda client, table: table.get_rows(EVERY),
+    "prefetch": lambda client, table: (table.prefetch_rows(EVERY), table.get_rows(EVERY))[1],
+    "row_ids": lambda client, table: table.row_ids(),
+    "evict": lambda client, table: table.evict(older_than_step=0),
+    "set_learning_rate": lambda client, table: table.set_learning_rate(RATE),
+    "set_learning_rate now": lambda client, table: table.set_learning_rate(RATE, now=True),
+    "status": lambda client, table: table.status(),
+    "reopen": lambda client, table: table.reopen(),
+    "table": lambda client, table: client.table("another", **OPTIONS),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    ("verb", "lost"),
+    [*((verb, 1) for verb in VERBS), *((verb, 0) for verb in ("put", "exchange", "get_rows"))],
+)
+def test_every_verb_goes_on_when_the_shard_is_back(running, proxies, join, verb, lost) -> None:
+    client, table = join()
+    is_first = verb.startswith("first")
+    if not is_first:
+        table.put_row_gradients(*batch(0))
+    proxies[lost].cut(refuse=True)
+    calling = in_background(lambda: VERBS[verb](client, table))
+    _tried(proxies[lost])
+    assert not calling.done()
+    proxies[lost].accept()
+    result = calling.result(PATIENCE_S)
+    done = 2 if verb in ("put", "exchange") else 1
+    if verb in ("get_rows", "prefetch", "exchange"):
+        KnownRows(done).check(result)
+    if verb == "row_ids":
+        np.testing.assert_array_equal(result, np.unique(batch(0)[0]))
+    assert table.next_step == done
+    KnownRows(done).check(table.get_rows(EVERY, min_version=done))
+    assert _counted(running) == (sent_row_count(done), done)
+    model = KnownRows(done)
+    model.model.learning_rate = RATE if verb.startswith("set_learning_rate") else 0.5
+    ids, gradients = batch(done)
+    model.model.put(ids, gradients[:, :1])
+    model.check(table.exchange_rows(ids, gradients, EVERY))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("verb", ["exchange", "put"])
+@pytest.mark.parametrize(
+    ("direction", "byte_count"),
+    [
+        (Direction.TO_SHARD, 20_000),
+        (Direction.TO_SHARD, 800_000),
+        (Direction.TO_CLIENT, 1),
+        (Direction.TO_CLIENT, 200_000),
+    ],
+)
+def test_cut_in_the_middle_of_abatch(
+    running, proxies, join, mode, verb, direction, byte_count
+) -> None:
+    """Two workers; both lose the shard, and both go on where they were."""
+    step_count = 3
+    if verb == "put" and direction is Direction.TO_CLIENT:
+        byte_count = min(byte_count, 100)  # its answers are short
+
+    def train(index: int) -> None:
+        _, table = tables[index]
+        for step in range(step_count):
+            if verb == "put":
+                table.put_row_gradients(*batch(step, index))
+            else:
+                table.exchange_rows(*batch(step, index), EVERY)
+
+    tables = [join(index, worker_count=2, mode=mode) for index in (0, 1)]
+    proxies[1].cut_after(direction, byte_count)
+    training = [in_background(partial(train, index)) for index in (0, 1)]
+    eventually("the line is cut", lambda: proxies[1].cut_count)
+    _tried(proxies[1])
+    proxies[1].accept()
+    for each in training:
+        each.result(PATIENCE_S)
+    model = KnownRows(step_count, 2, mode=mode)
+    for _, table in tables:
+        assert table.next_step == step_count
+        model.check(table.get_rows(EVERY, min_version=step_count))
+    counted = sum(status.counted_row_count for status in tables[0][1].status())
+    assert counted == sent_row_count(step_count, 2)
+
+
+def test_a_fetch_goes_on_from_where_it_was(running, proxies, join) -> None:
+    """Each connection takes it some messages further; none of them would last for all."""
+    _, table = join()
+    table.put_row_gradients(*batch(0))
+    proxies[1].cut_after(Direction.TO_CLIENT, 1_500_000, refuse=False, count=1_000)
+    ids = np.arange(2 * ID_COUNT)
+    KnownRows(1).check(table.get_rows(ids), ids)
+    assert proxies[1].cut_count >= 2
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_deadline_names_the_shard_and_the_step_is_repeated(
+    running, proxies, join, lost
+) -> None:
+    _, table = join()
+    table.put_row_gradients(*batch(0))
+    proxies[lost].cut(refuse=True)
+    calls = {
+        "put": partial(table.put_row_gradients, *batch(1)),
+        "exchange": partial(table.exchange_rows, *batch(1)),
+        "get_rows": partial(table.get_rows, EVERY),
+        "row_ids": table.row_ids,
+        "evict": partial(table.evict, older_than_step=0),
+        "set_learning_rate": partial(table.set_learning_rate, 0.5),
+        "status": table.status,
+    }
+    for verb, call in calls.items():
+        watch = Stopwatch()
+        with pytest.raises(shardwell.ShardUnavailableError) as caught:
+            call(timeout_s=BRIEF_S)
+        assert watch.elapsed_s < PATIENCE_S, verb
+        error = caught.value
+        assert (error.shard_index, error.retryable, error.table) == (lost, True, "rows"), verb
+        for part in (f"shard {lost} at {proxies[lost].address}", "waited ", "timeout_s"):
+            assert error.message.count(part) == 1, (verb, error.message)
+    assert table.next_step == 1
+    assert table.is_step_begun
+    proxies[lost].accept()
+    with pytest.raises(shardwell.StepOrderError, match=r"step 1 of table 'rows'.*abandon_step"):
+        table.put_row_gradients(*batch(2))
+    ids, gradients = batch(1)
+    with pytest.raises(shardwell.StepOrderError, match="sent other rows"):
+        table.put_row_gradients(ids, gradients + 1)
+    with pytest.raises(shardwell.StepOrderError, match="sent other rows"):
+        table.put_row_gradients(ids, gradients, sample_count=2)
+    assert table.put_row_gradients(ids, gradients) == 1
+    assert not table.is_step_begun
+    assert table.put_row_gradients(*batch(2)) == 2
+    KnownRows(3).check(table.get_rows(EVERY))
+    assert _counted(running) == (sent_row_count(3), 3)
+
+
+def test_a_step_that_was_begun_is_abandoned(running, proxies, join) -> None:
+    """What one shard counted stays, the other has nothing of it, and the next step goes on."""
+    _, table = join()
+    table.put_row_gradients(*batch(0))
+    _half_counted(running, proxies, lambda: table.put_row_gradients(*batch(1), timeout_s=BRIEF_S))
+    with pytest.raises(shardwell.ShardUnavailableError):
+        table.abandon_step(timeout_s=BRIEF_S)
+    with pytest.raises(shardwell.StepOrderError, match=r"began to abandon it.*; end the step with"):
+        table.put_row_gradients(*batch(1))
+    proxies[1].accept()
+    assert table.abandon_step() == 1
+    rows = table.get_rows(EVERY, min_version=2)
+    home = RowPlacement(2 * ID_COUNT, 2).shards_of(EVERY)
+    KnownRows(2).check(rows[home == 0], EVERY[home == 0])
+    KnownRows(1).check(rows[home == 1], EVERY[home == 1])
+    assert table.put_row_gradients([], np.zeros((0, DIM))) == 2
+
+
+def test_the_others_go_on_with_what_was_counted_of_an_abandoned_step(
+    running, proxies, join, connect
+) -> None:
+    """Two workers; of the one that gives up nothing was counted anywhere, as if it had no rows."""
+    other = connect(running, "w1").table("rows", **{**OPTIONS, "worker_count": 2})
+    _, table = join(worker_count=2)
+    for step in range(2):
+        if step == 1:
+            with pytest.raises(shardwell.NonFiniteError):
+                table.put_row_gradients([1], np.full((1, DIM), np.nan))
+            assert table.abandon_step() == 1
+        else:
+            table.put_row_gradients(*batch(0))
+        other.put_row_gradients(*batch(step, 1))
+    model = ModelRows(1, OPTIONS["optimizer"], worker_count=2)
+    for ids, gradients, count in (
+        (*batch(0), 1),
+        (*batch(0, 1), 1),
+        ([], np.zeros((0, 1)), 0),
+        (*batch(1, 1), 1),
+    ):
+        model.put(ids, gradients[:, :1], count)
+    rows = table.get_rows(EVERY, min_version=2)
+    np.testing.assert_array_equal(rows, np.broadcast_to(model.get(EVERY), rows.shape))
+
+
+def test_a_worker_that_died_in_the_middle_goes_on(running, proxies, join, connect) -> None:
+    """Its next process is told, sends the same rows again, and each counts once."""
+    client, table = join(timeout_s=BRIEF_S)
+    table.put_row_gradients(*batch(0))
+    _half_counted(running, proxies, lambda: table.put_row_gradients(*batch(1)))
+    client.close()
+    again = connect(running, "w0").table("rows", **OPTIONS)
+    assert (again.next_step, again.is_step_begun) == (1, True)
+    assert again.put_row_gradients(*batch(1)) == 1
+    assert not again.is_step_begun
+    KnownRows(2).check(again.get_rows(EVERY))
+    assert _counted(running) == (sent_row_count(2), 2)
+
+
+@pytest.mark.parametrize("verb", ["put", "get_rows", "exchange"])
+def test_a_shard_that_says_nothing(proxies, join, verb) -> None:
+    """On a stream that was used: the deadline holds, and the call may be made again."""
+    _, table = join()
+    table.put_row_gradients(*batch(0))
+    table.get_rows(EVERY)
+    proxies[1].stall()
+    calls = {
+        "put": partial(table.put_row_gradients, *batch(1)),
+        "get_rows": partial(table.get_rows, EVERY),
+        "exchange": partial(table.exchange_rows, *batch(1)),
+    }
+    watch = Stopwatch()
+    with pytest.raises((shardwell.DeadlineError, shardwell.ShardUnavailableError), match="shard 1"):
+        calls[verb](timeout_s=BRIEF_S)
+    assert watch.elapsed_s < PATIENCE_S
+    proxies[1].resume()
+    calls[verb]()
+    KnownRows(table.next_step).check(table.get_rows(EVERY))
+
+
+@pytest.mark.parametrize("verb", ["put", "get_rows", "exchange", "prefetch", "row_ids"])
+@pytest.mark.parametrize("what", ["client", "table"])
+def test_close_ends_the_wait_at_once(proxies, join, verb, what) -> None:
+    client, table = join()
+    table.put_row_gradients(*batch(0))
+    proxies[1].cut(refuse=True)
+    calling = in_background(lambda: VERBS[verb](client, table))
+    _tried(proxies[1])
+    watch = Stopwatch()
+    (client if what == "client" else table).close()
+    if what == "table":
+        proxies[1].accept()
+    assert isinstance(calling.exception(PATIENCE_S), shardwell.ClosedError), calling.exception()
+    assert watch.elapsed_s < PATIENCE_S
+
+
+@pytest.mark.parametrize(("direction", "verb"), [("to shard", "put"), ("to client", "get")])
+def test_a_damaged_message_is_sent_again(running, proxies, join, direction, verb) -> None:
+    _, table = join()
+    table.put_row_gradients(*batch(0))
+    mark = np.full(8, 7.5, np.float32).tobytes()  # only payloads have it
+    ids = np.arange(20)
+    table.put_row_gradients(ids, np.full((20, DIM), -15.0))
+    before = table.get_rows(ids)
+    if verb == "put":
+        proxies[1].corrupt_after(Direction.TO_SHARD, mark)
+        assert table.put_row_gradients(ids, np.full((20, DIM), 7.5)) == 2
+        np.testing.assert_array_equal(table.get_rows(ids), before - 3.75)
+    else:
+        delta = 2 * (before - 7.5)
+        table.put_row_gradients(ids, delta)
+        proxies[1].corrupt_after(Direction.TO_CLIENT, mark)
+        assert (table.get_rows(ids) == 7.5).all()
+    assert proxies[1].corrupted_count == 1
+
+
+def test_an_interrupted_call_leaves_no_stream_and_no_answer_behind(
+    running, join, monkeypatch
+) -> None:
+    _, table = join()
+    table.put_row_gradients(*batch(0))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowTransfer, "take_rows", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            table.get_rows(np.arange(50))
+    eventually("its streams have ended", lambda: not any(s._streams.count for s in running.servers))
+    KnownRows(1).check(table.get_rows(EVERY))
+
+
+def test_a_step_that_was_interrupted_at_its_very_end_is_known_to_be_begun(
+    join, monkeypatch
+) -> None:
+    """Otherwise other rows would be sent for it, and taken for its repetition."""
+    _, table = join()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table._view, "end_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            table.put_row_gradients(*batch(0))
+    assert (table.next_step, table.is_step_begun) == (0, True)
+    with pytest.raises(shardwell.StepOrderError, match="sent other rows of it"):
+        table.put_row_gradients(*batch(1))
+    assert table.put_row_gradients(*batch(0)) == 0
+    KnownRows(1).check(table.get_rows(EVERY))
+
+
+def test_streams_dropped_by_the_shard_are_opened_again(running, join) -> None:
+    _, table = join()
+    for step in range(3):
+        KnownRows(step + 1).check(table.exchange_rows(*batch(step), EVERY))
+        # All before any is dropped: the client then ends the others itself.
+        eventually("the streams are idle", lambda: all(s._streams._idle for s in running.servers))
+        for server in running.servers:
+            for stream in list(server._streams._idle):
+                stream.end(shardwell.ShardUnavailableError("idle"))

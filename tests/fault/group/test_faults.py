@@ -1,0 +1,364 @@
+"""Members that die, stop, or are interrupted, at any moment of a group's life.
+
+Goal: nobody hangs, all survivors name the same rank within the lease, and rebuild() goes on with
+exact results. Method: members are processes that sum integers; they are killed for real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from harness.faults.standing_still import stop
+from harness.group.ranks import error_of, joined
+from harness.polling import PATIENCE_S, Stopwatch, eventually
+from harness.programs.commands import ServingShard
+from harness.programs.group_processes import Answer, GroupProcess, answers, ask_all
+from harness.programs.ports import free_port
+from harness.threads import in_background
+
+LEASE_S = 2.0
+LONG = 400_000
+STRATEGIES = ("ring", "tree", "centralized")
+
+Start = Callable[..., list[GroupProcess]]
+
+
+@pytest.fixture
+def target(cluster) -> str:
+    """Where members meet."""
+    return str(cluster(1).target)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts members; they are killed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def started(target: str, ranks: range | list[int], size: int, **options) -> list:
+            members = [
+                stack.enter_context(GroupProcess(target, rank, size, **options)) for rank in ranks
+            ]
+            for rank, answer in zip(ranks, answers(members), strict=True):
+                assert answer.get("rank") == rank, answer
+            return members
+
+        yield started
+
+
+def kill(member: GroupProcess) -> None:
+    member.send(signal.SIGKILL)
+    assert member.end() == -signal.SIGKILL
+
+
+def lost(survivors: list[GroupProcess], rank: int) -> None:
+    """Each is told of the same rank."""
+    for answer in answers(survivors, PATIENCE_S):
+        assert (answer.get("error"), answer["rank"]) == ("WorkerLostError", rank), answer
+
+
+def rebuilt(members: list[GroupProcess], **arguments) -> list[Answer]:
+    """All go on, as ranks 0, 1, 2, ... of one new generation, and sum exactly."""
+    found = ask_all(members, "rebuild", **arguments)
+    assert [answer.get("size") for answer in found] == [len(members)] * len(members), found
+    assert len({answer["generation"] for answer in found}) == 1, found
+    assert sorted(answer["rank"] for answer in found) == list(range(len(members))), found
+    exact(members)
+    return found
+
+
+def exact(members: list[GroupProcess]) -> None:
+    """A wrong sum ends a member's process."""
+    for answer in ask_all(members, "sum", size=3001, count=2):
+        assert answer.get("size") == len(members), answer
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_killed_in_the_middle_of_an_all_reduce(target, start, strategy, victim) -> None:
+    members = start(target, range(3), 3, strategy=strategy)
+    for member in members:
+        member.begin("sum", size=LONG)
+    members[victim].await_step()
+    kill(members.pop(victim))
+    lost(members, victim)
+    found = rebuilt(members)
+    assert [answer["rank"] for answer in found] == [0, 1]
+
+
+def test_a_replacement_takes_the_rank(target, start) -> None:
+    """The survivors wait for it; it has the dead one's rank, and all go on as three."""
+    members = start(target, range(3), 3)
+    first = members[0].ask("standing")["generation"]
+    kill(members[1])
+    survivors = [members[0], members[2]]
+    for member in survivors:
+        member.begin("barrier")
+    lost(survivors, 1)
+    for member in survivors:
+        member.begin("rebuild", wait_s=20.0)
+    members[1:2] = start(target, [1], 3)
+    for rank, answer in zip((0, 2), answers(survivors), strict=True):
+        assert (answer["rank"], answer["size"]) == (rank, 3)
+        assert answer["generation"] > first
+    exact(members)
+
+
+def test_two_deaths_at_once(target, start) -> None:
+    """One is named; the other is not waited for beyond its lease."""
+    members = start(target, range(4), 4)
+    for member in members:
+        member.begin("sum", size=LONG)
+    members[0].await_step()
+    for victim in (0, 2):
+        members[victim].send(signal.SIGKILL)
+    survivors = [members[1], members[3]]
+    told = answers(survivors, PATIENCE_S)
+    assert all(answer.get("error") == "WorkerLostError" for answer in told), told
+    assert {answer["rank"] for answer in told} <= {0, 2}, told
+    watch = Stopwatch()
+    rebuilt(survivors)
+    assert watch.elapsed_s < PATIENCE_S
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_member_that_is_stopped(target, start, victim) -> None:
+    """As dead, when its lease ends; when it wakes up it is told to join again, and does."""
+    members = start(target, range(3), 3)
+    for member in members:
+        member.begin("sum", size=LONG)
+    members[victim].await_step()
+    stop(members[victim].pid)
+    survivors = [member for index, member in enumerate(members) if index != victim]
+    lost(survivors, victim)
+    for member in survivors:
+        member.begin("rebuild")
+    found = answers(survivors, PATIENCE_S)  # the one that stands still is not waited for
+    assert [(answer.get("rank"), answer.get("size")) for answer in found] == [(0, 2), (1, 2)]
+    exact(survivors)
+    members[victim].send(signal.SIGCONT)
+    to_join_again(members[victim], victim)
+    again = GroupProcess(target, 2, 3)
+    with again:
+        for member in survivors:
+            member.begin("rebuild", wait_s=20.0)
+        assert answers([*survivors, again])[2]["rank"] == 2
+        exact([*survivors, again])
+
+
+def to_join_again(woken: GroupProcess, rank: int) -> None:
+    """What a member is told whose lease ended: by its call, and by rebuild."""
+    for answer in (woken.answer(PATIENCE_S), woken.ask("rebuild")):
+        assert (answer.get("error"), answer["rank"]) == ("WorkerLostError", rank), answer
+        assert "close the group, and join it again" in answer["message"]
+        assert "rebuild" not in answer["message"]
+
+
+def test_a_stopped_member_wakes_while_the_others_wait_for_a_replacement(target, start) -> None:
+    members = start(target, range(2), 2)
+    stop(members[1].pid)
+    members[0].begin("barrier")
+    lost(members[:1], 1)
+    members[0].begin("rebuild", wait_s=30.0)
+    members[1].begin("barrier")
+    members[1].send(signal.SIGCONT)
+    to_join_again(members[1], 1)
+    members[1:] = start(target, [1], 2)
+    assert answers(members[:1])[0].get("size") == 2
+    exact(members)
+
+
+def test_a_stopped_member_wakes_when_the_others_have_finished(target, start) -> None:
+    """It is not to be alone in a group of one."""
+    members = start(target, range(3), 3)
+    members[1].begin("sum", size=LONG)
+    stop(members[1].pid)
+    survivors = [members[0], members[2]]
+    for member in survivors:
+        member.begin("barrier")
+    lost(survivors, 1)
+    rebuilt(survivors)
+    for member in survivors:
+        assert member.leave() == 0
+    members[1].send(signal.SIGCONT)
+    to_join_again(members[1], 1)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("size", "strategy"), [(3, "ring"), (1, "ring"), (2, "tree")])
+def test_a_job_that_was_killed_comes_back_with_other_settings(
+    target, start, size, strategy
+) -> None:
+    """At once: it waits until the leases of the dead have ended."""
+    for member in start(target, range(2), 2):
+        kill(member)
+    members = start(target, range(size), size, strategy=strategy)
+    exact(members)
+
+
+def test_killed_while_others_join(target, start) -> None:
+    """Its rank is contended for, and the new worker has it when the dead one's lease has ended."""
+    with GroupProcess(target, 1, 3) as victim:
+
+        def is_known() -> bool:
+            error = error_of(lambda: joined(target, 0, 3, join_timeout_s=0.5))
+            return getattr(error, "missing_ranks", None) == (2,)
+
+        eventually("the meeting place knows rank 1", is_known)
+        kill(victim)
+    second = in_background(lambda: joined(target, 1, 3, lease_s=LEASE_S))
+    with GroupProcess(target, 0, 3) as zero, GroupProcess(target, 2, 3) as two:
+        told = answers([zero, two], PATIENCE_S)
+        assert [answer.get("rank") for answer in told] == [0, 2], told
+        with second.result(PATIENCE_S) as group:
+            for member in (zero, two):
+                member.begin("barrier")
+            group.barrier()
+            answers([zero, two])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_killed_during_rebuild(target, start, victim) -> None:
+    members = start(target, range(4), 4)
+    kill(members.pop(2))
+    for member in members:
+        member.begin("barrier")
+    lost(members, 2)
+    place = {0: 0, 1: 1, 3: 2}[victim]
+    dying = members.pop(place)
+    dying.begin("rebuild", wait_s=0.5)
+    for member in members:
+        member.begin("rebuild", wait_s=0.5)
+    dying.send(signal.SIGKILL)
+    found = answers(members)
+    if found[0].get("size") == 3:  # it died as a member of the new generation
+        found = answers_after_loss(members)
+    assert [answer.get("size") for answer in found] == [2, 2], found
+    exact(members)
+
+
+def answers_after_loss(members: list[GroupProcess]) -> list[Answer]:
+    for member in members:
+        member.begin("barrier")
+    told = answers(members, PATIENCE_S)
+    assert {answer.get("error") for answer in told} == {"WorkerLostError"}, told
+    return ask_all(members, "rebuild")
+
+
+def test_killed_while_others_wait_in_join(target, start) -> None:
+    members = start(target, range(3), 3)
+    for member in members[:2]:
+        member.begin("join")
+    kill(members.pop(2))
+    lost(members, 2)
+    rebuilt(members)
+
+
+def test_killed_in_join(target, start) -> None:
+    members = start(target, range(3), 3)
+    members[2].begin("join")
+    for answer in ask_all(members[:2], "barrier"):  # which goes on without it
+        assert answer.get("size") == 3, answer
+    kill(members.pop(2))
+    untold = list(members)
+
+    def told() -> bool:
+        """A barrier without rank 2 may be over before its death is noticed: then another."""
+        found = ask_all(untold, "barrier")
+        errors = [(answer["error"], answer["rank"]) for answer in found if "error" in answer]
+        assert set(errors) <= {("WorkerLostError", 2)}
+        untold[:] = [m for m, answer in zip(untold, found, strict=True) if "error" not in answer]
+        return not untold
+
+    eventually("all are told", told, timeout_s=PATIENCE_S)
+    rebuilt(members)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_in_the_middle_of_a_call(target, start, victim) -> None:
+    members = start(target, range(3), 3)
+    for member in members:
+        member.begin("sum", size=LONG)
+    members[victim].await_step()
+    members[victim].send(signal.SIGINT)
+    interrupted = members.pop(victim)
+    lost(members, victim)
+    assert "interrupted" in interrupted.answer()
+    assert interrupted.end() == 130
+    assert not interrupted.log, interrupted.log
+    rebuilt(members)
+
+
+def test_an_exception_of_the_training_code(target, start) -> None:
+    members = start(target, range(3), 3)
+    for member in members[:2]:
+        member.begin("barrier")
+    members[2].begin("raise")
+    for answer in answers(members[:2], PATIENCE_S):
+        assert (answer["error"], answer["rank"]) == ("WorkerLostError", 2)
+        assert "the training code fails" in answer["message"]
+    assert members[2].end() == 1
+
+
+def test_members_that_leave_in_order(target, start) -> None:
+    """One after another, with long pauses: no exit code, log or rest tells of a failure."""
+    members = start(target, range(3), 3)
+    exact(members)
+    for member in (members[1], members[0], members[2]):
+        assert member.leave() == 0
+        assert not member.log, member.log
+
+
+def test_the_meeting_place_is_killed(start) -> None:
+    """The group goes on without it; and with it, when it is back, knows of who dies."""
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        shard = stack.enter_context(ServingShard(port=port))
+        address = shard.address()
+        members = start(address, range(3), 3)
+        exact(members)
+        shard.send(signal.SIGKILL)
+        assert shard.end() == -signal.SIGKILL
+        exact(members)
+        for member in members:
+            member.begin("sum", size=LONG)
+        members[0].await_step()
+        stack.enter_context(ServingShard(port=port)).address()
+        for _ in range(20):
+            members[0].await_step()
+        kill(members.pop(1))
+        lost(members, 1)
+        rebuilt(members)
+
+
+def test_a_member_is_killed_while_the_meeting_place_is_away(start) -> None:
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        shard = stack.enter_context(ServingShard(port=port))
+        address = shard.address()
+        members = start(address, range(3), 3)
+        shard.send(signal.SIGKILL)
+        shard.end()
+        kill(members.pop(0))
+        for member in members:
+            member.begin("barrier")
+        lost(members, 0)
+        for member in members:
+            member.begin("rebuild")
+        stack.enter_context(ServingShard(port=port)).address()
+        assert [answer.get("size") for answer in answers(members)] == [2, 2]
+        exact(members)
+
+
+@pytest.mark.exhaustive
+def test_memory_does_not_grow(target, start) -> None:
+    """200 calls of 4 MiB: what the first ones took suffices."""
+    members = start(target, range(2), 2)
+    for answer in ask_all(members, "peak", size=2**20, count=200):
+        early_kib, late_kib = answer["kib"]
+        assert late_kib - early_kib < 12 * 1024, answer

@@ -1,0 +1,213 @@
+"""A shard that comes back with nothing: noticed, never mixed with what the others still have.
+
+Method: a real server is stopped, and a new one started on its port, with nothing in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.wire_client.worker import WireWorker, spec
+from shardwell.table.membership import TableOpening
+from shardwell_server import LocalCluster, ShardServer
+
+SIZE = 40
+ONES = np.ones(SIZE, np.float32)
+
+
+@contextmanager
+def restarted(running: LocalCluster, shard_index: int) -> Iterator[None]:
+    """The shard begins anew, on the same address."""
+    old = running.servers[shard_index]
+    old.stop(0.0)
+    with ShardServer(dataclasses.replace(old.config, listen=old.address)):
+        yield
+
+
+@pytest.mark.parametrize("shard_index", [0, 1])
+@pytest.mark.parametrize(
+    "optimizer", [shardwell.SGD(learning_rate=1.0), shardwell.Average()], ids=["SGD", "Average"]
+)
+def test_the_same_name_is_refused_and_another_one_works(
+    cluster, connect, optimizer, shard_index
+) -> None:
+    running = cluster(2)
+    client = connect(running, "w0")
+    model = client.parameter("model", size=SIZE, optimizer=optimizer)
+    if not isinstance(optimizer, shardwell.Average):
+        model.init(ONES)
+    for _ in range(5):
+        model.exchange(ONES)
+    with restarted(running, shard_index):
+        with pytest.raises(shardwell.UnknownParameterError):
+            model.exchange(ONES)
+        for again in (client, connect(running, "w0")):
+            with pytest.raises(shardwell.StepOrderError, match="lost its memory"):
+                again.parameter("model", size=SIZE, optimizer=optimizer)
+        fresh = client.parameter("model-2", size=SIZE, optimizer=optimizer)
+        if not isinstance(optimizer, shardwell.Average):
+            fresh.init(np.zeros(SIZE, np.float32))
+        assert np.isfinite(fresh.exchange(ONES)).all()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_training_that_goes_on_while_a_table_is_opened(cluster, connect, monkeypatch, mode) -> None:
+    """Between two shards' answers: they are steps apart then, and nothing is lost."""
+    running = cluster(3)
+    options = {"row_count": 100, "dim": 1, "optimizer": shardwell.SGD(learning_rate=1.0)}
+    options |= {"mode": mode, "initializer": shardwell.Zeros()}
+    writer = connect(running, "w0").table("rows", **options)
+    ids, ones = np.arange(10), np.ones((10, 1))
+    join = TableOpening._join
+
+    def interrupted(opening: TableOpening, *given: Any, **options: Any) -> Any:
+        answer = join(opening, *given, **options)
+        if opening is not writer._opening:
+            for _ in range(3):
+                writer.put_row_gradients(ids, ones)
+        return answer
+
+    monkeypatch.setattr(TableOpening, "_join", interrupted)
+    reader = connect(running, "reader").table("rows", **options)
+    assert writer.next_step == 9
+    np.testing.assert_array_equal(reader.get_rows(ids), -9 * ones)
+
+
+def test_before_the_first_step_old_first_weights_are_not_taken_for_new(cluster, connect) -> None:
+    running = cluster(2)
+    sgd = shardwell.SGD(learning_rate=1.0)
+    model = connect(running, "w0").parameter("model", size=SIZE, optimizer=sgd)
+    model.init(ONES)
+    with (
+        restarted(running, 0),
+        pytest.raises(shardwell.StepOrderError, match="shard 0 lost its memory"),
+    ):
+        connect(running, "w1").parameter("model", size=SIZE, optimizer=sgd)
+
+
+@pytest.mark.parametrize("shard_index", [0, 1])
+@pytest.mark.parametrize(
+    ("optimizer", "mode"),
+    [
+        (shardwell.SGD(learning_rate=1.0), "sync"),
+        (shardwell.SGD(learning_rate=1.0), "async"),
+        (shardwell.Average(), "sync"),
+    ],
+    ids=["SGD-sync", "SGD-async", "Average"],
+)
+def test_one_step_is_enough_to_tell(cluster, connect, optimizer, mode, shard_index) -> None:
+    """The shards' steps are no further apart than those of any training."""
+    running = cluster(3)
+    options = {"size": SIZE, "optimizer": optimizer, "mode": mode}
+    model = connect(running, "w0").parameter("model", **options)
+    if not isinstance(optimizer, shardwell.Average):
+        model.init(ONES)
+    model.exchange(ONES)
+    with restarted(running, shard_index):
+        for worker_id in ("w0", "w1"):
+            for _ in range(2):
+                with pytest.raises(
+                    shardwell.StepOrderError, match=f"shard {shard_index}.* lost its memory"
+                ):
+                    connect(running, worker_id).parameter("model", **options)
+
+
+def test_what_shard_0_has_lost_is_not_left_out_of_a_checkpoint(cluster, connect, tmp_path) -> None:
+    running = cluster(2)
+    client = connect(running, "w0")
+    client.parameter("model", size=SIZE, optimizer=shardwell.SGD(learning_rate=1.0)).init(ONES)
+    with restarted(running, 0):
+        observer = connect(running, "observer")
+        for names in (None, ["model"]):
+            with pytest.raises(shardwell.StepOrderError, match="shard 0 lost its memory"):
+                observer.save_checkpoint(tmp_path / "saved", names)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shard_index", [0, 1])
+def test_before_anything_has_begun_nothing_is_lost(cluster, connect, shard_index) -> None:
+    """First weights that are half there are no reason to refuse those that come whole."""
+    running = cluster(2)
+    sgd = shardwell.SGD(learning_rate=1.0)
+    with WireWorker(running.target, "w0") as dead:
+        half = dead.create(spec("model", SIZE))
+        half.init_shard(1, 5 * ONES, half.claim_init().epoch)
+    with restarted(running, shard_index):
+        model = connect(running, "w0").parameter("model", size=SIZE, optimizer=sgd, codec="fp32")
+        model.init(ONES)
+        np.testing.assert_array_equal(model.exchange(ONES), 0)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("durability", ["process", "step"])
+@pytest.mark.parametrize("shard_index", [0, 1])
+@pytest.mark.parametrize("kind", ["parameter", "table"])
+def test_a_start_on_an_empty_directory(
+    tmp_path, cluster, connect, kind, shard_index, durability
+) -> None:
+    """Whoever opens what the others have trained reads which shard it is, and why."""
+    running = cluster(2, data_dir=tmp_path, processes=True, durability=durability)
+    sgd = shardwell.SGD(learning_rate=1.0)
+
+    def opened(worker_id: str) -> Any:
+        client = connect(running, worker_id)
+        if kind == "parameter":
+            return client.parameter("model", size=SIZE, optimizer=sgd)
+        return client.table("model", row_count=SIZE, dim=1, optimizer=sgd)
+
+    model = opened("w0")
+    if kind == "parameter":
+        model.init(ONES)
+        model.exchange(ONES)
+    else:
+        model.put_row_gradients(np.arange(SIZE), np.ones((SIZE, 1), np.float32))
+    model.close()
+    running.children[shard_index].kill()
+    path = tmp_path / f"shard-{shard_index}"
+    path.rename(tmp_path / "elsewhere")
+    running.start_again(shard_index)
+    expected = f"{path} was empty when it started" if shard_index else "was made anew"
+    for worker_id in ("w0", "w1"):
+        with pytest.raises(shardwell.StepOrderError, match="lost its memory") as caught:
+            opened(worker_id)
+        assert expected in caught.value.message
+    running.children[shard_index].kill()
+    path.rename(tmp_path / "nothing")
+    (tmp_path / "elsewhere").rename(path)
+    running.start_again(shard_index)
+    assert opened("w0").next_step == 1
+
+
+@pytest.mark.parametrize("shard_index", [0, 1])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_rows_that_are_gone_are_not_taken_for_new_ones(cluster, connect, mode, shard_index) -> None:
+    """Whoever opens the table again, under whatever name, is told."""
+    running = cluster(2)
+    options = {"row_count": 100, "dim": 1, "optimizer": shardwell.SGD(learning_rate=1.0)}
+    options |= {"mode": mode, "initializer": shardwell.Zeros()}
+    client = connect(running, "w0")
+    table = client.table("rows", **options)
+    ids, ones = np.arange(10), np.ones((10, 1))
+    for _ in range(5):
+        table.put_row_gradients(ids, ones)
+    with restarted(running, shard_index):
+        with pytest.raises(shardwell.UnknownTableError):
+            table.get_rows(ids)
+        for again in (client, connect(running, "w0"), connect(running, "reader")):
+            for _ in range(2):
+                with pytest.raises(shardwell.StepOrderError, match="lost its memory") as caught:
+                    again.table("rows", **options)
+                assert caught.value.table == "rows"
+        # Shard 0 has made it anew when it was asked to open it, and can't know that it had it.
+        expected = shardwell.UnknownTableError if shard_index else shardwell.StepOrderError
+        with pytest.raises(expected, match="lost its"):
+            table.get_rows(ids)
+        fresh = client.table("rows-2", **options)
+        np.testing.assert_array_equal(fresh.exchange_rows(ids, ones), -ones)

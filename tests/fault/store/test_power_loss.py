@@ -1,0 +1,293 @@
+"""Goal: after a loss of power a shard has what its `--durability` promises, no half of anything.
+
+Method: real servers on a data directory, while every sync to disk is recorded; then the directory
+is copied as a disk would have it that wrote nothing else (see harness/stories/power.py). A server
+goes on from that.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.polling import eventually
+from harness.stories.power import (
+    OPTIMIZERS,
+    Disk,
+    Run,
+    gradient,
+    served,
+    start_again,
+    trained,
+    with_synced,
+)
+from shardwell.errors import StorageError
+from shardwell_server.config import Durability, ShardConfig
+from shardwell_server.server import ShardServer
+from shardwell_server.store.files.data_dir import DataDir
+from shardwell_server.store.files.mapped import MappedFile
+from shardwell_server.store.journal.journal import HEAD_BYTES, Journal
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["SGD", "momentum", "Average"])
+@pytest.mark.parametrize("lost_after", [0, 1, 7])
+def test_what_step_acknowledged_survives(
+    tmp_path: Path, disk: Disk, optimizer: shardwell.Optimizer, lost_after: int
+) -> None:
+    expected = trained(tmp_path, 10, optimizer)
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, optimizer)
+        for step in range(lost_after):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        # One worker is ahead: what it was told must survive in the open step's sum.
+        assert run.models[0].put_gradient(gradient(lost_after, 0)) == lost_after
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, optimizer)
+        assert [model.next_step for model in run.models] == [lost_after + 1, lost_after]
+        run.models[1].put_gradient(gradient(lost_after, 1))
+        weights = run.models[0].get_weights(min_version=lost_after + 1)
+        np.testing.assert_array_equal(weights, expected[lost_after])
+        for step in range(lost_after + 1, 10):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        run.close()
+
+
+@pytest.mark.parametrize("step_count", [0, 2])
+def test_what_was_restored_survives(tmp_path: Path, disk: Disk, step_count: int) -> None:
+    """Optimizer state, version and rate of a checkpoint are on the disk as soon as they stand."""
+    optimizer = OPTIMIZERS[1]
+    expected = trained(tmp_path, 8, optimizer)
+    with served(tmp_path / "source", "process") as target:
+        run = Run(target, optimizer)
+        for step in range(4):
+            run.step(step)
+        run.clients[0].save_checkpoint(tmp_path / "checkpoint")
+        run.close()
+    with served(tmp_path / "first", "step") as target:
+        with shardwell.connect(target, worker_id="restorer") as client:
+            client.restore_checkpoint(tmp_path / "checkpoint")
+        run = Run(target, optimizer)
+        for step in range(4, 4 + step_count):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, optimizer)
+        assert {model.next_step for model in run.models} == {4 + step_count}
+        for step in range(4 + step_count, 8):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        run.close()
+
+
+def test_power_may_be_lost_again_and_again(tmp_path: Path, disk: Disk) -> None:
+    expected = trained(tmp_path, 8, OPTIMIZERS[1])
+    for number in range(8):
+        disk.holds(tmp_path / f"{number}")
+        with served(tmp_path / f"{number}", "step") as target:
+            run = Run(target, OPTIMIZERS[1])
+            assert {model.next_step for model in run.models} == {number}
+            np.testing.assert_array_equal(run.step(number), expected[number])
+            disk.lose_power(tmp_path / f"{number}", tmp_path / f"{number + 1}")
+            run.close()
+
+
+@pytest.mark.parametrize("asks", ["again", "next_step"])
+def test_what_a_killed_process_left_is_synced_before_it_is_acknowledged(
+    tmp_path: Path, disk: Disk, asks: str
+) -> None:
+    with served(tmp_path / "first", "3600") as target:  # counted, journaled and not synced
+        run = Run(target, OPTIMIZERS[0])
+        assert run.models[0].put_gradient(gradient(0, 0)) == 0
+        shutil.copytree(tmp_path / "first", tmp_path / "second")  # what a kill leaves
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        assert run.models[0].next_step == 1
+        if asks == "again":
+            run.models[0].next_step = 0
+            assert run.models[0].put_gradient(gradient(0, 0)) == 0
+        disk.lose_power(tmp_path / "second", tmp_path / "third")
+        run.close()
+    with served(tmp_path / "third", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        assert [model.next_step for model in run.models] == [1, 0]
+        run.close()
+
+
+def test_what_is_told_by_next_step_is_synced(tmp_path: Path, disk: Disk) -> None:
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        run.step(0)
+        held, real = threading.Event(), Journal.sync
+
+        def sync(journal: Journal) -> None:
+            if not held.is_set():
+                raise StorageError("the disk is slow")  # the answer is lost, the gradient counted
+            real(journal)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Journal, "sync", sync)
+            with pytest.raises(StorageError, match="slow"):
+                run.models[0].put_gradient(gradient(1, 0))
+            held.set()
+            run.models[0].reopen()
+        assert run.models[0].next_step == 2
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        assert [model.next_step for model in run.models] == [2, 1]
+        run.close()
+
+
+def test_seconds_keep_what_was_synced(tmp_path: Path, disk: Disk) -> None:
+    expected = trained(tmp_path, 6, OPTIMIZERS[1])
+    with served(tmp_path / "first", "0.05") as target:
+        run = Run(target, OPTIMIZERS[1])
+        for step in range(4):
+            run.step(step)
+
+        def synced() -> bool:
+            to = tmp_path / "second"
+            shutil.rmtree(to, ignore_errors=True)
+            disk.lose_power(tmp_path / "first", to)
+            journal = [p.stat().st_size for p in to.rglob("journal-*")]
+            live = [p.stat().st_size for p in (tmp_path / "first").rglob("journal-*")]
+            return journal == live and sum(journal) > 0
+
+        eventually("everything is synced", synced)
+        run.close()
+    with served(tmp_path / "second", "0.05") as target:
+        run = Run(target, OPTIMIZERS[1])
+        assert {model.next_step for model in run.models} == {4}
+        for step in range(4, 6):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        run.close()
+
+
+@pytest.mark.exhaustive
+def test_a_journal_cut_anywhere_leaves_a_state_that_was(tmp_path: Path, disk: Disk) -> None:
+    expected = trained(tmp_path, 5, OPTIMIZERS[0])
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        for step in range(4):
+            run.step(step)
+        disk.lose_power(tmp_path / "first", tmp_path / "whole")
+        run.close()
+    (journal,) = (tmp_path / "whole").rglob("journal-*")
+    data = journal.read_bytes()
+    for number, cut in enumerate(range(HEAD_BYTES, len(data), len(data) // 7 + 3)):
+        copy = tmp_path / f"cut-{number}"
+        shutil.copytree(tmp_path / "whole", copy)
+        torn = with_synced(data[:cut])
+        (copy / journal.relative_to(tmp_path / "whole")).write_bytes(torn)
+        with served(copy, "step") as target:
+            run = Run(target, OPTIMIZERS[0])
+            first = min(model.next_step for model in run.models)
+            for step in range(first, 5):  # both send what is missing; what counted is a duplicate
+                for index, model in enumerate(run.models):
+                    if model.next_step <= step:
+                        model.put_gradient(gradient(step, index))
+            np.testing.assert_array_equal(run.models[0].get_weights(min_version=5), expected[4])
+            run.close()
+
+
+def test_a_gap_in_the_journal_is_refused(tmp_path: Path, disk: Disk) -> None:
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, OPTIMIZERS[0])
+        for step in range(3):
+            run.step(step)
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    (journal,) = (tmp_path / "second").rglob("journal-*")
+    data = journal.read_bytes()
+    first = data[HEAD_BYTES:]
+    second = first.index(first[:4], 4)  # an entry's first bytes are always the same
+    journal.write_bytes(with_synced(bytes(HEAD_BYTES) + first[second:]))
+    with pytest.raises(StorageError, match=r"journal-\d+: chunk \d+ goes on with transition"):
+        served(tmp_path / "second", "step").__enter__()
+
+
+def test_without_image_damage_after_a_loss_of_power_is_refused(tmp_path: Path, disk: Disk) -> None:
+    with served(tmp_path / "first", "process") as target:
+        run = Run(target, OPTIMIZERS[0])
+        run.step(0)
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    with pytest.raises(StorageError, match="was damaged"):
+        served(tmp_path / "second", "process").__enter__()
+
+
+def test_a_clean_stop_needs_no_journal(tmp_path: Path) -> None:
+    expected = trained(tmp_path, 3, OPTIMIZERS[1])
+    for durability in ("process", "step", "process", "0.5"):
+        with served(tmp_path / "undisturbed", durability) as target:
+            run = Run(target, OPTIMIZERS[1])
+            assert {model.next_step for model in run.models} == {3}
+            np.testing.assert_array_equal(run.models[0].get_weights(), expected[-1])
+            run.close()
+        boot = json.loads((tmp_path / "undisturbed" / "boot.json").read_text())
+        assert boot["state"] == "clean"
+        start_again(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("loses_power_first", [False, True])
+def test_going_back_to_process_loses_nothing(
+    tmp_path: Path, disk: Disk, loses_power_first: bool
+) -> None:
+    """The files themselves are synced before image and journal are removed."""
+    expected = trained(tmp_path, 3, OPTIMIZERS[1])
+    synced: set[str] = set()
+    with served(tmp_path / "first", "step") as target:
+        run = Run(target, OPTIMIZERS[1])
+        for step in range(3):
+            run.step(step)
+        if loses_power_first:
+            disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    path = tmp_path / ("second" if loses_power_first else "first")
+    real = MappedFile.sync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MappedFile, "sync", lambda file: (synced.add(file.path.name), real(file)))
+        with served(path, "process") as target:
+            assert {"weights", "slot-0", "records", "marks"} <= synced
+            assert not [*path.rglob("image-*"), *path.rglob("journal-*")]
+            run = Run(target, OPTIMIZERS[1])
+            assert {model.next_step for model in run.models} == {3}
+            np.testing.assert_array_equal(run.models[0].get_weights(), expected[2])
+            run.close()
+
+
+def test_an_image_when_nothing_was_journaled_since_the_last(tmp_path: Path, disk: Disk) -> None:
+    """The shard's thread and whoever sets first weights may both write one, one after the other."""
+    config = ShardConfig(
+        shard_index=0, shard_count=1, chunk_size_bytes=256, durability=Durability("step")
+    )
+    path = tmp_path / "first"
+    with DataDir(path, config) as claimed, ShardServer(config, claimed) as server:
+        run = Run(server.address, OPTIMIZERS[1])
+        expected = run.step(0)
+        for parameter in server.shard.parameters.all():
+            for _ in range(3):
+                parameter._write_image(lambda: False)
+        disk.lose_power(path, tmp_path / "second")
+        run.close()
+    with served(tmp_path / "second", "step") as target:
+        run = Run(target, OPTIMIZERS[1])
+        assert {model.next_step for model in run.models} == {1}
+        np.testing.assert_array_equal(run.models[0].get_weights(), expected)
+        run.close()

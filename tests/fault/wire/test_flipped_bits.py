@@ -1,0 +1,517 @@
+"""Goal: no single bit that flips in a message with a payload, or in a request that changes
+something, is accepted with a wrong result.
+
+Method: a worker trains through a proxy that flips one bit of one message: each bit before the
+payload (in `make test` every seventh, which is one in each byte at least), and the payload's first
+and last. The call fails, or its result is right; made again, it succeeds. In either case what the
+shard has then is what undisturbed training has: integers, known beforehand. Beside what the worker
+trains are parameters, tables and a worker whose names differ in one bit from those that are meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import shardwell
+from harness.faults.flipping_proxy import FlippingProxy
+from harness.group.ranks import on_ranks
+from harness.polling import PATIENCE_S
+from harness.wire_client import crc as wire_crc
+from harness.wire_client.table import WireTable, table_spec
+from harness.wire_client.worker import WireWorker
+from shardwell.errors import ShardwellError
+from shardwell.group.mailbox import Mailbox
+from shardwell.parameter.first_weights import FirstWeights
+from shardwell.rpc import retry
+from shardwell.traffic import Traffic
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import peer_pb2, table_pb2
+from shardwell.wire import messages as framing
+from shardwell_server.config import Limits
+
+SIZE, ROW_COUNT, DIM = 24, 40, 2
+NAME, NEIGHBOURS = "m", ("l", "o", "i", "e")
+WORKER, OTHER_WORKER = "w0", "w1"
+DAMAGED_TIMEOUT_S = 1.0
+"""Of a call with a damaged message: some are never answered."""
+IDS = np.array([3, 4, 9])
+SGD = shardwell.SGD(learning_rate=1.0)
+
+KINDS: dict[tuple[str, str], Any] = {
+    ("PutGradient", "request"): pb.PutGradientRequest,
+    ("Exchange", "request"): pb.ExchangeRequest,
+    ("Exchange", "response"): pb.ExchangeResponse,
+    ("GetWeights", "response"): pb.GetWeightsResponse,
+    ("InitWeights", "request"): pb.InitWeightsRequest,
+    ("Snapshot", "response"): pb.SnapshotResponse,
+    ("ExchangeRows", "request"): table_pb2.ExchangeRowsRequest,
+    ("ExchangeRows", "response"): table_pb2.ExchangeRowsResponse,
+    ("ScanRows", "response"): table_pb2.ScanRowsResponse,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_second_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged message fails its call, which the test makes again."""
+    monkeypatch.setattr(retry, "CORRUPT_RETRY_COUNT_MAX", 0)
+
+
+class Line:
+    """A client whose messages may be damaged, and the shard behind it."""
+
+    def __init__(
+        self, running: Any, client: shardwell.Client, proxy: FlippingProxy, stride: int
+    ) -> None:
+        self.running = running
+        self.client = client
+        self.stride = stride
+        """Of how many bits one is flipped."""
+        self._proxy = proxy
+
+    @property
+    def shard(self) -> Any:
+        return self.running.servers[0].shard
+
+    def flips(
+        self,
+        method: str,
+        direction: str,
+        call: Callable[[float | None], Any],
+        number: int = 0,
+    ) -> Iterator[Any]:
+        """Makes a call once for each bit, and again where it fails; its results.
+
+        Args:
+            method: The RPC whose message is damaged.
+            direction: "request" or "response".
+            call: Makes the call; passed its timeout_s.
+            number: Which of the call's messages; 0 is the first.
+        """
+        sizes: list[tuple[int, int]] = []
+
+        def measured(message: bytes) -> bytes:
+            kind = KINDS.get((method, direction))
+            payload = 0 if kind is None else framing.parse(kind, message)[1].size
+            sizes.append((len(message), payload))
+            return message
+
+        self._proxy.watch(method, direction, number, measured)
+        yield call(None)
+        ((size, payload_size),) = sizes
+        head = 8 * (size - payload_size)
+        assert head
+        for bit in (*range(0, head, self.stride), *((head, 8 * size - 1) if payload_size else ())):
+            self._proxy.damage(method, direction, number, bit)
+            try:
+                result = call(DAMAGED_TIMEOUT_S)
+            except ShardwellError:
+                result = call(None)
+            assert self._proxy.is_done
+            yield result
+
+
+@pytest.fixture(params=[7, pytest.param(1, marks=pytest.mark.exhaustive)], ids="1 in {}".format)
+def line(cluster, connect, request) -> Iterator[Line]:
+    running = cluster(1, chunk_size_bytes=4096, limits=Limits(table_count_max=4096))
+    with FlippingProxy(running.target) as proxy:
+        yield Line(running, connect(proxy.address, WORKER), proxy, request.param)
+
+
+def opened(client: shardwell.Client, name: str = NAME, **options: Any) -> shardwell.Parameter:
+    options = {"codec": "fp16", "optimizer": SGD, "size": SIZE, **options}
+    parameter = client.parameter(name, **options)
+    parameter.init(np.zeros(SIZE, np.float32))
+    return parameter
+
+
+GRADIENT = np.arange(SIZE, dtype=np.float32) * np.float32(2.0**-16)
+"""So small that fp16 is scaled; a thousand of them are exact in float32."""
+
+
+def kept(line: Line, name: str = NAME) -> np.ndarray:
+    """The weights as the shard has them."""
+    return np.array(line.shard.parameters.get(name).storage.weights)
+
+
+def neighbours(line: Line, **options: Any) -> Callable[[], None]:
+    """Opens parameters whose names differ in a bit; what shows that they are untouched."""
+    for name in NEIGHBOURS:
+        for _ in range(2):
+            opened(line.client, name, **options).put_gradient(np.zeros(SIZE))
+
+    def untouched() -> None:
+        for name in NEIGHBOURS:
+            assert not kept(line, name).any()
+
+    return untouched
+
+
+@pytest.mark.parametrize("verb", ["put_gradient", "exchange"])
+def test_gradients(line, verb) -> None:
+    """After steps that a flipped number could lead back to, which would count as a repeat."""
+    untouched = neighbours(line)
+    model = opened(line.client)
+    for _ in range(2):
+        model.put_gradient(np.zeros(SIZE))
+    method = {"put_gradient": "PutGradient", "exchange": "Exchange"}[verb]
+
+    def call(timeout_s: float | None) -> None:
+        getattr(model, verb)(GRADIENT, sample_count=3, timeout_s=timeout_s)
+
+    for count, _ in enumerate(line.flips(method, "request", call), start=1):
+        np.testing.assert_array_equal(kept(line), -count * GRADIENT)
+        model.close()  # the next message opens a stream
+        model = opened(line.client)
+    untouched()
+
+
+def test_gradients_of_a_worker_whose_name_differs_in_a_bit(line, connect) -> None:
+    """Asynchronous, both at the same step: the shard can't tell by the step whose it is."""
+    options = {"mode": "async", "worker_count": None}
+    model = opened(line.client, **options)
+    other = opened(connect(line.running, OTHER_WORKER), **options)
+
+    def call(timeout_s: float | None) -> None:
+        model.put_gradient(GRADIENT, timeout_s=timeout_s)
+
+    for count, _ in enumerate(line.flips("PutGradient", "request", call), start=1):
+        other.put_gradient(-2 * GRADIENT)
+        np.testing.assert_array_equal(kept(line), count * GRADIENT)
+
+
+def test_the_mean_weighs_as_it_was_meant(line, connect) -> None:
+    model = opened(line.client, worker_count=2)
+    other = opened(connect(line.running, OTHER_WORKER), worker_count=2)
+    other.put_gradient(np.zeros(SIZE), sample_count=3)
+
+    def call(timeout_s: float | None) -> None:
+        model.put_gradient(GRADIENT, sample_count=1, timeout_s=timeout_s)
+
+    for count, _ in enumerate(line.flips("PutGradient", "request", call), start=1):
+        np.testing.assert_array_equal(kept(line), -count * GRADIENT / 4)
+        other.put_gradient(np.zeros(SIZE), sample_count=3)
+
+
+@pytest.mark.parametrize("direction", ["request", "response"])
+def test_weights(line, direction) -> None:
+    """A question that was damaged may reach the shard as one for another parameter."""
+    for number, name in enumerate((NAME, *NEIGHBOURS), start=1):
+        opened(line.client, name, codec="fp32").put_gradient(np.full(SIZE, number, np.float32))
+    model = opened(line.client, codec="fp32")
+
+    def call(timeout_s: float | None) -> np.ndarray:
+        return model.get_weights(min_version=1, timeout_s=timeout_s)
+
+    for weights in line.flips("GetWeights", direction, call):
+        np.testing.assert_array_equal(weights, -1)
+        assert model.version == 1
+
+
+def test_answers_of_exchanges(line) -> None:
+    model = opened(line.client, codec="fp32")
+
+    def call(timeout_s: float | None) -> np.ndarray:
+        return model.exchange(np.ones(SIZE), timeout_s=timeout_s)
+
+    for count, weights in enumerate(line.flips("Exchange", "response", call), start=1):
+        np.testing.assert_array_equal(weights, -count)
+        assert model.version == count
+
+
+class Restored:
+    """First weights with all that they can have. See FirstValues."""
+
+    size, array_count, version, learning_rate, load_id = SIZE, 2, 3, 0.5, 77
+
+    def read(self, array_index: int, where: Any) -> np.ndarray:
+        return np.full(where.size, 5.0 + array_index, np.float32)
+
+
+def test_first_weights(line, monkeypatch) -> None:
+    """Names count up, so that many differ in one bit from what exists."""
+    optimizer = shardwell.SGD(learning_rate=1.0, momentum=0.5)
+    names = iter(f"m{number:04d}" for number in range(10**4))
+    stands: dict[str, float] = {}
+    under_way = [""]
+
+    def call(timeout_s: float | None) -> str:
+        if timeout_s is not None or not stands or under_way[0] in stands:
+            under_way[0] = next(names)
+        name = under_way[0]
+        line.client.parameter(name, size=SIZE, optimizer=optimizer)
+        attempts = line.client._shards.attempts(timeout_s or 20.0)
+        first = FirstWeights(
+            name,
+            Restored(),
+            line.client._shards.channels,
+            worker_id=WORKER,
+            traffic=Traffic(),
+            attempts=attempts,
+        )
+        assert first.settle() == 3
+        stands[name] = 1.0
+        return name
+
+    for name in line.flips("InitWeights", "request", call):
+        found = line.shard.parameters.get(name)
+        np.testing.assert_array_equal(found.storage.weights, 5.0)
+        np.testing.assert_array_equal(found.storage.slots[0], 6.0)
+        status = found.describe(9)
+        assert (status.version_min, status.version_max, status.learning_rate) == (3, 3, 0.5)
+        assert status.load_id == 77
+    for parameter in line.shard.parameters.all():  # what another's damaged stream brought
+        assert parameter.spec.name in stands or not parameter.describe(9).initialized
+
+
+@pytest.mark.parametrize(
+    ("direction", "number"), [("request", 0), ("response", 0), ("response", 1)]
+)
+@pytest.mark.parametrize("method", ["Snapshot", "ScanRows"])
+def test_checkpoints(line, tmp_path, method, direction, number) -> None:
+    """What is saved is byte for byte what an undisturbed client saves."""
+    for value, name in enumerate((NAME, *NEIGHBOURS), start=1):
+        opened(line.client, name).put_gradient(np.full(SIZE, value, np.float32))
+        opened_table(line.client, name).put_row_gradients(IDS, np.full((3, DIM), value, np.float32))
+    paths = iter(tmp_path / str(number) for number in range(10**4))
+    chosen = {"Snapshot": {"parameters": [NAME], "tables": []}}.get(
+        method, {"parameters": [], "tables": [NAME]}
+    )
+
+    def call(timeout_s: float | None) -> shardwell.Checkpoint:
+        return line.client.save_checkpoint(next(paths), timeout_s=timeout_s, **chosen)
+
+    first = None
+    for found in line.flips(method, direction, call, number):
+        first = first or found
+        assert (found.parameters, found.tables) == (first.parameters, first.tables)
+
+
+# Tables.
+
+
+def opened_table(client: shardwell.Client, name: str = NAME, **options: Any) -> shardwell.Table:
+    options = {"codec": "fp32", "optimizer": SGD, "initializer": shardwell.Zeros(), **options}
+    return client.table(name, row_count=ROW_COUNT, dim=DIM, **options)
+
+
+def rows_of(line: Line, name: str = NAME) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for ids, values in line.shard.tables.get(name).scan.values(with_values=True):
+        found.update(zip(ids.tolist(), values.tolist(), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_gradients_of_rows(line, connect, mode) -> None:
+    for name in NEIGHBOURS:
+        opened_table(line.client, name, mode=mode)
+    options = {"worker_count": 1 if mode == "sync" else None, "mode": mode}
+    table = opened_table(line.client, **options)
+    other = None
+    if mode == "async":
+        other = opened_table(connect(line.running, OTHER_WORKER), **options)
+    ones = np.ones((3, DIM), np.float32)
+
+    def call(timeout_s: float | None) -> None:
+        table.put_row_gradients(IDS, ones, timeout_s=timeout_s)
+
+    for count, _ in enumerate(line.flips("ExchangeRows", "request", call), start=1):
+        if other is not None:
+            other.put_row_gradients(IDS, np.zeros((3, DIM)))
+        assert rows_of(line) == {int(row): [-count] * DIM for row in IDS}
+    assert all(rows_of(line, name) == {} for name in NEIGHBOURS)
+
+
+@pytest.mark.parametrize("direction", ["request", "response"])
+def test_rows(line, direction) -> None:
+    every = np.arange(ROW_COUNT)
+    values = every[:, None] * np.ones(DIM, np.float32)
+    for number, name in enumerate((NAME, *NEIGHBOURS), start=1):
+        opened_table(line.client, name).put_row_gradients(every, values * number)
+    table = opened_table(line.client)
+
+    def call(timeout_s: float | None) -> np.ndarray:
+        return table.get_rows(IDS, min_version=1, timeout_s=timeout_s)
+
+    for rows in line.flips("ExchangeRows", direction, call):
+        np.testing.assert_array_equal(rows, -values[IDS])
+        assert table.version == 1
+
+
+@pytest.mark.parametrize(
+    ("direction", "number"), [("request", 0), ("response", 0), ("response", 1)]
+)
+def test_ids_of_rows(line, direction, number) -> None:
+    for row, name in enumerate((NAME, *NEIGHBOURS)):
+        opened_table(line.client, name).put_row_gradients([row], np.ones((1, DIM)))
+    table = opened_table(line.client)
+
+    def call(timeout_s: float | None) -> list[int]:
+        return table.row_ids(timeout_s=timeout_s).tolist()
+
+    for ids in line.flips("ScanRows", direction, call, number):
+        assert ids == [0]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_rows_that_are_loaded(line, number) -> None:
+    """The opening, the rows, or the end is damaged; a load that failed is made again."""
+    ids, values = IDS.astype("<i8").tobytes(), np.arange(6, dtype="<f4").tobytes()
+    states = np.array([4, 4, 4, 2, 2, 2], "<i8").tobytes()
+    spec = table_spec(NAME, ROW_COUNT, DIM)
+    with WireWorker(line.running.target, WORKER) as worker:
+        for name in NEIGHBOURS:
+            WireTable(worker, table_spec(name, ROW_COUNT, DIM))
+        table = WireTable(worker, spec)
+        opening = table_pb2.LoadRowsRequest(
+            open=table.opening(0), rows=table_pb2.Rows(), version=5, learning_rate=0.5, load_id=7
+        )
+        opening.open.incarnation = table.answers[0].incarnation
+        rows = table_pb2.LoadRowsRequest(
+            rows=table_pb2.Rows(row_count=3), payload=ids + values + states
+        )
+        end = table_pb2.LoadRowsRequest(rows=table_pb2.Rows(), finish=True)
+        messages = [
+            wire_crc.seal(message, *wire_crc.rows_load(opening)).SerializeToString()
+            for message in (opening, rows, end)
+        ]
+        load = worker.channels[0].stream_unary(
+            "/shardwell.v1.TableService/LoadRows",
+            response_deserializer=table_pb2.LoadRowsResponse.FromString,
+        )
+        payload_size = len(rows.payload) if number == 1 else 0
+        for bit in range(0, 8 * (len(messages[number]) - payload_size), line.stride):
+            damaged = bytearray(messages[number])
+            damaged[bit // 8] ^= 1 << bit % 8
+            sent = [*messages[:number], bytes(damaged), *messages[number + 1 :]]
+            try:
+                assert load(iter(sent), timeout=PATIENCE_S).row_count == 3
+            except grpc.RpcError:
+                assert load(iter(messages), timeout=PATIENCE_S).row_count == 3
+            (status,) = table.status()
+            assert (status.version, status.learning_rate, status.load_id) == (5, 0.5, 7)
+            assert status.incarnation == table.answers[0].incarnation
+            assert rows_of(line) == {3: [0, 1], 4: [2, 3], 9: [4, 5]}
+        for name in NEIGHBOURS:
+            (status,) = WireTable(worker, table_spec(name, ROW_COUNT, DIM)).status()
+            assert (status.loading, status.load_id) == (False, 0)
+
+
+# Requests without a payload.
+
+
+def changes_of(line: Line, kind: str, name: str) -> list[tuple[int, float]]:
+    """Learning rates and the steps from which they hold, as the shard has them."""
+    shard = line.shard
+    of = shard.parameters.get(name)._register if kind == "parameter" else shard.tables.get(name)
+    rates = of._rates if kind == "parameter" else of.register._rates
+    return list(rates.changes)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "table"])
+def test_learning_rates(line, kind) -> None:
+    """A rate, a step or a name with another bit is none that anybody asked for."""
+    open_one = opened if kind == "parameter" else opened_table
+    for name in NEIGHBOURS:
+        open_one(line.client, name)
+    before = {name: changes_of(line, kind, name) for name in NEIGHBOURS}
+    changed = open_one(line.client)
+    method = {"parameter": "SetLearningRate", "table": "SetTableLearningRate"}[kind]
+    rate = 0.75
+
+    def call(timeout_s: float | None) -> None:
+        changed.set_learning_rate(rate, timeout_s=timeout_s)
+
+    for _ in line.flips(method, "request", call):
+        assert [each for _, each in changes_of(line, kind, NAME)][-1] == rate
+        assert len(changes_of(line, kind, NAME)) <= 2
+        rate = 1.5 - rate
+    assert {name: changes_of(line, kind, name) for name in NEIGHBOURS} == before
+
+
+def test_evictions(line) -> None:
+    """A damaged step or name would take rows that are to stay."""
+    ones = np.ones((3, DIM), np.float32)
+    for name in (NAME, *NEIGHBOURS):
+        table = opened_table(line.client, name)
+        for _ in range(3):
+            table.put_row_gradients(IDS, ones)
+    table = opened_table(line.client)
+
+    def call(timeout_s: float | None) -> int:
+        return table.evict(older_than_step=1, timeout_s=timeout_s)
+
+    for count in line.flips("EvictRows", "request", call):
+        assert count == 0
+        for name in (NAME, *NEIGHBOURS):
+            assert rows_of(line, name) == {int(row): [-3] * DIM for row in IDS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("parameter", "CreateParameter"), ("parameter", "ClaimInit"), ("table", "OpenTable")],
+)
+def test_openings(line, kind, method) -> None:
+    """What is made has the spec that was meant, and nothing else is made."""
+    names = iter(f"m{number:05d}" for number in range(10**5))
+    made: list[str] = []
+    optimizer = shardwell.Adam(learning_rate=0.5, beta1=0.25)
+
+    def call(timeout_s: float | None) -> None:
+        if timeout_s is not None or not made or made[-1] in specs():
+            made.append(next(names))
+        name = made[-1]
+        if kind == "table":
+            line.client.table(name, row_count=ROW_COUNT, dim=DIM, optimizer=optimizer)
+            return
+        model = line.client.parameter(name, size=SIZE, worker_count=3, optimizer=optimizer)
+        if method == "ClaimInit":
+            model.init(np.ones(SIZE, np.float32), timeout_s=timeout_s)
+
+    def specs() -> dict[str, Any]:
+        shard = line.shard
+        every = shard.parameters.all() if kind == "parameter" else shard.tables.all()
+        return {each.spec.name: each.spec for each in every}
+
+    for _ in line.flips(method, "request", call):
+        assert specs().keys() <= {*made}
+        assert {spec.optimizer for spec in specs().values()} == {optimizer}
+        if kind == "parameter":
+            assert {(spec.size, spec.worker_count) for spec in specs().values()} == {(SIZE, 3)}
+        else:
+            assert {(spec.row_count, spec.dim) for spec in specs().values()} == {(ROW_COUNT, DIM)}
+        if method == "ClaimInit":
+            assert line.shard.parameters.get(made[-1])._register._first.epoch >> 32 <= 2
+
+
+# Groups. Every bit of peers' chunks: test_group_refusals.py.
+
+
+def test_a_verdict_that_was_damaged_mixes_no_mean(cluster, monkeypatch) -> None:
+    """One rank is told other sample counts than the others: nobody gets a result."""
+    put = Mailbox.put_verdict
+
+    def damaged(self: Mailbox, verdict: peer_pb2.Verdict) -> None:
+        if not taken and len(verdict.sample_counts) == 2:
+            taken.append(verdict.sample_counts[0])
+            verdict.sample_counts[0] ^= 4
+        put(self, verdict)
+
+    def mean(group: shardwell.Group) -> str:
+        values = np.full(100, group.rank, np.float32)
+        try:
+            group.all_reduce(values, op="mean", sample_count=1 + group.rank)
+        except ShardwellError as error:
+            return type(error).__name__
+        return f"result {values[0]}"
+
+    taken: list[int] = []
+    monkeypatch.setattr(Mailbox, "put_verdict", damaged)
+    found = on_ranks(2, cluster(1).target, mean)
+    assert taken == [1]
+    assert not any(what.startswith("result") for what in found), found

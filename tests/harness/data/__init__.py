@@ -1,0 +1,1 @@
+"""What tests train and store: plans, batches, rows, manifests, sessions."""

@@ -1,0 +1,1 @@
+"""Groups for tests: ranks as threads, and a rendezvous without a wire."""

@@ -1,0 +1,384 @@
+"""`shardwell run` with real programs: what they get, what is shown of them, and how they end.
+
+Workers tell their process ids, and every test ends with a look whether they are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from harness.leaks import is_running
+from harness.polling import PATIENCE_S, Stopwatch, eventually
+from harness.programs.commands import Program, run_command
+from shardwell.group.launch.environment import LaunchEnvironment
+from shardwell.v1 import group_pb2 as pb
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    """Writes a worker's program; what it starts with imports what all need."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "worker.py"
+        path.write_text(
+            "import os, signal, subprocess, sys, time\n"
+            "from pathlib import Path\n"
+            "rank = int(os.environ['RANK'])\n"
+            f"here = Path({str(tmp_path)!r})\n"
+            "def tell(pid, what='pid'):\n"
+            "    (here / f'{what}-{rank}.new').write_text(str(pid))\n"
+            "    (here / f'{what}-{rank}.new').rename(here / f'{what}-{rank}')\n"
+            "def others_are_there():\n"
+            "    while len(list(here.glob('pid-?'))) < int(os.environ['WORLD_SIZE']):\n"
+            "        time.sleep(0.01)\n" + text
+        )
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Iterator:
+    """The process ids that workers have told so far; all must be gone at the end."""
+
+    def told() -> list[int]:
+        return [int(path.read_text()) for path in sorted(tmp_path.glob("*-[0-9]"))]
+
+    yield told
+    left = told()
+    try:
+        eventually("all workers are gone", lambda: not any(map(is_running, left)))
+    finally:
+        for pid in filter(is_running, left):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _start(count: int, program: str, *flags: str) -> Program:
+    return Program(
+        "-m", "shardwell_server", "run", f"-n{count}", *flags, "--", sys.executable, program
+    )
+
+
+def _run(count: int, program: str, *flags: str) -> tuple[int, str, str]:
+    return run_command("run", f"-n{count}", *flags, "--", sys.executable, program)
+
+
+def _all_told(pids, count: int) -> list[int]:
+    return eventually(f"{count} processes run", lambda: pids() if len(pids()) == count else None)
+
+
+def test_workers_get_their_ranks_and_one_place_to_meet(script) -> None:
+    code, output, log = _run(3, script("print(dict(os.environ))"))
+    assert (code, log) == (0, "")
+    environs = {}
+    for line in output.splitlines():
+        rank, text = re.fullmatch(r"\[(\d)\] (.*)", line).groups()
+        environs[int(rank)] = eval(text, {"__builtins__": {}})
+    assert set(environs) == {0, 1, 2}
+    found = [LaunchEnvironment.of(environs[rank]) for rank in range(3)]
+    assert [(it.rank, it.size, it.local_rank) for it in found] == [(r, 3, r) for r in range(3)]
+    assert {it.source for it in found} == {"shardwell run"}
+    assert not any(it.serves_rendezvous for it in found)
+    assert len({(it.group_name, it.rendezvous_address) for it in found}) == 1
+    for environ in environs.values():
+        assert environ["LOCAL_WORLD_SIZE"] == "3"
+        assert environ["MASTER_ADDR"] == "127.0.0.1"
+        assert 0 < int(environ["MASTER_PORT"]) < 65536
+        assert int(environ["OMP_NUM_THREADS"]) >= 1
+        assert environ["PYTHONUNBUFFERED"] == "1"
+
+
+def test_the_place_to_meet_is_served(script, pids) -> None:
+    """A member that asks for a place is told who is missing."""
+    program = script(
+        "print(os.environ['SHARDWELL_RENDEZVOUS'], os.environ['SHARDWELL_GROUP'])\n"
+        "tell(os.getpid()); time.sleep(60)"
+    )
+    with _start(1, program) as running:
+        address, name = running.read_line().removeprefix("[0] ").split()
+        request = pb.JoinGroupRequest(
+            spec=pb.GroupSpec(name=name, size=2, strategy="ring", codec=1),
+            member=pb.Member(member_id="m0", address="127.0.0.1:1", description="a test"),
+            rank=0,
+            lease_ms=1000,
+        )
+        with grpc.insecure_channel(address) as channel:
+            join = channel.unary_unary(
+                "/shardwell.v1.GroupService/JoinGroup",
+                request_serializer=pb.JoinGroupRequest.SerializeToString,
+                response_deserializer=pb.JoinGroupResponse.FromString,
+            )
+            assert list(join(request, timeout=PATIENCE_S).missing_ranks) == [1]
+        running.send(signal.SIGTERM)
+        assert running.end() == 128 + signal.SIGTERM
+
+
+def test_names_that_were_given(script) -> None:
+    program = script(
+        "print(*(os.environ[v] for v in ('SHARDWELL_GROUP', 'SHARDWELL_RENDEZVOUS')), sys.argv[1:])"
+    )
+    flags = ("--group=job-7", "--rendezvous=10.0.0.1:7070")
+    code, output, _ = run_command(
+        "run", "-n1", *flags, sys.executable, program, "-n", "--group=x", "--", "-h"
+    )
+    assert (code, output) == (
+        0,
+        "[0] job-7 10.0.0.1:7070 ['-n', '--group=x', '--', '-h']",
+    )
+    code, output, _ = run_command(
+        "run", "-n1", "--", sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])",
+        environment={"OMP_NUM_THREADS": "7"},
+    )  # fmt: skip
+    assert (code, output) == (0, "[0] 7")
+
+
+def test_output_and_errors_keep_their_streams_and_lines(script) -> None:
+    program = script(
+        "for i in range(200):\n"
+        "    print(f'{rank}-{i} ' + 'x' * (i * 7 % 300))\n"
+        "    print(f'{rank}+{i}', file=sys.stderr)\n"
+        "sys.stdout.write('no line end')"
+    )
+    code, output, log = _run(3, program)
+    assert code == 0
+    for rank in range(3):
+        mine = [line for line in output.splitlines() if line.startswith(f"[{rank}] ")]
+        expected = [f"[{rank}] {rank}-{i} " + "x" * (i * 7 % 300) for i in range(200)]
+        assert mine == [*expected, f"[{rank}] no line end"]
+        errors = [line for line in log.splitlines() if line.startswith(f"[{rank}] ")]
+        assert errors == [f"[{rank}] {rank}+{i}" for i in range(200)]
+    assert len(output.splitlines()) == 3 * 201
+    assert len(log.splitlines()) == 3 * 200
+
+
+def test_long_lines_and_bytes_that_are_no_text(script) -> None:
+    """Lines of 64 KiB, more than a pipe takes at once, from all ranks at the same time."""
+    program = script(
+        "line = bytes([97 + rank]) * 65536 + b'\\xff\\xfe\\0' + b'\\n'\n"
+        "for _ in range(20):\n"
+        "    sys.stdout.buffer.write(line)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwell_server", "run", "-n3", sys.executable, program],
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    lines = done.stdout.split(b"\n")
+    expected = [
+        b"[%d] " % rank + bytes([97 + rank]) * 65536 + b"\xff\xfe\0" for rank in range(3)
+    ] * 20
+    assert sorted(lines) == sorted([b"", *expected])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "rank 1 has ended with exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 has ended with signal 9 (SIGKILL)"),
+        ("raise ValueError('my mistake')", 1, "rank 1 has ended with exit code 1"),
+    ],
+)
+def test_when_one_fails_the_others_are_stopped(script, pids, end, code, words) -> None:
+    program = script(
+        "tell(os.getpid()); others_are_there()\n"
+        f"if rank == 1:\n    print('last words', end='')\n    {end}\n"
+        "time.sleep(60)"
+    )
+    watch = Stopwatch()
+    ended, output, log = _run(3, program, "--grace-s=60")
+    assert ended == code
+    assert watch.elapsed_s < PATIENCE_S
+    assert output == "[1] last words"
+    assert f"shardwell: {words}; the others are stopped" in log
+    assert len(pids()) == 3
+    if "mistake" in end:
+        assert "[1] ValueError: my mistake" in log.splitlines()
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(script, pids) -> None:
+    program = script(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "tell(os.getpid()); others_are_there()\n"
+        "if rank == 0: sys.exit(3)\n"
+        "time.sleep(60)"
+    )
+    code, _, log = _run(2, program, "--grace-s=0.3")
+    assert code == 3
+    assert "rank 1 did not end within 0.3 s and is killed" in log
+    assert len(pids()) == 2
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("sys.exit(0)", 0), ("sys.exit(5)", 5), ("os.kill(os.getpid(), signal.SIGKILL)", 137)],
+)
+def test_what_workers_have_started_ends_with_them(script, pids, end, code) -> None:
+    """A grandchild holds the output open too; one ignores SIGTERM."""
+    program = script(
+        "ignoring = 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)'\n"
+        "tell(subprocess.Popen(['sleep', '60']).pid, 'child')\n"
+        "tell(subprocess.Popen([sys.executable, '-c', ignoring]).pid, 'other')\n"
+        f"tell(os.getpid()); others_are_there()\n{end}"
+    )
+    watch = Stopwatch()
+    assert _run(2, program, "--grace-s=0.5")[0] == code
+    assert watch.elapsed_s < PATIENCE_S
+    assert len(pids()) == 6
+
+
+@pytest.mark.parametrize(
+    ("number", "caught"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit")]
+)
+def test_signals_are_passed_on(script, pids, number, caught) -> None:
+    program = script(
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "tell(os.getpid())\n"
+        "try:\n    time.sleep(60)\n"
+        "except BaseException as error:\n"
+        "    print('saw', type(error).__name__); time.sleep(0.3); print('saved')"
+    )
+    with _start(2, program, "--grace-s=60") as running:
+        _all_told(pids, 2)
+        running.send(number)
+        assert running.end() == 128 + number
+        assert sorted(running.lines) == [
+            "[0] saved", f"[0] saw {caught}", "[1] saved", f"[1] saw {caught}",
+        ]  # fmt: skip
+        assert running.log == [
+            f"shardwell: {signal.Signals(number).name}: workers have 60 s to stop; "
+            "another one kills them at once"
+        ]
+
+
+def test_a_hangup_stops_workers_unless_it_is_ignored(script, pids) -> None:
+    command = [sys.executable, "-m", "shardwell_server", "run", "-n1"]
+    program = script("tell(os.getpid())\ntime.sleep(60)")
+    for trap, number in (("", signal.SIGHUP), ("trap '' HUP; ", signal.SIGTERM)):
+        with contextlib.suppress(FileNotFoundError):
+            Path(program).with_name("pid-0").unlink()
+        running = subprocess.Popen(
+            ["sh", "-c", f'{trap}exec "$@"', "sh", *command, sys.executable, program],
+            stderr=subprocess.DEVNULL,
+        )
+        _all_told(pids, 1)
+        for sent in dict.fromkeys((signal.SIGHUP, number)):  # a second one may come after its end
+            running.send_signal(sent)
+        assert running.wait(PATIENCE_S) == 128 + number
+
+
+def test_a_second_ctrl_c_kills_at_once(script, pids) -> None:
+    program = script(
+        "def ignore(*_):\n    print('not yet')\n"
+        "signal.signal(signal.SIGINT, ignore)\n"
+        "tell(os.getpid())\n"
+        "while True: time.sleep(1)"
+    )
+    with _start(2, program, "--grace-s=60") as running:
+        _all_told(pids, 2)
+        running.send(signal.SIGINT)
+        assert {running.read_line(), running.read_line()} == {"[0] not yet", "[1] not yet"}
+        running.send(signal.SIGINT)
+        assert running.end(PATIENCE_S) == 130
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_workers_end_when_the_command_itself_is_killed(script, pids, ignores) -> None:
+    program = script(
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if ignores else "")
+        + "tell(os.getpid()); tell(subprocess.Popen(['sleep', '60']).pid, 'child')\n"
+        "time.sleep(60)"
+    )
+    with _start(3, program, "--grace-s=0.5") as running:
+        workers = _all_told(pids, 6)
+        assert all(map(is_running, workers))
+        running.send(signal.SIGKILL)
+        eventually("all are gone", lambda: not any(map(is_running, workers)))
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.25, 0.3, 0.35, 0.4, 0.5])
+def test_the_command_is_killed_while_it_starts(script, delay_s) -> None:
+    """Whenever it is: no worker is started whom nobody would end."""
+    program = script("time.sleep(60)")
+    with _start(8, program, "--grace-s=0.2") as running:
+        threading.Event().wait(delay_s)
+        running.send(signal.SIGKILL)
+        eventually("all are gone", lambda: not _processes_of(program))
+
+
+def _processes_of(program: str) -> list[str]:
+    """Those that run it, or will: its path is in the arguments of all that lead to it."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if program.encode() in entry.read_bytes():
+                found.append(entry.parent.name)
+    return found
+
+
+def test_when_nobody_reads_the_output_workers_are_stopped(script, pids) -> None:
+    program = script("tell(os.getpid())\nwhile True: print('more'); time.sleep(0.01)")
+    reading_fd, writing_fd = os.pipe()
+    reader = subprocess.Popen(
+        [sys.executable, "-m", "shardwell_server", "run", "-n2", sys.executable, program],
+        stdout=writing_fd,
+    )
+    os.close(writing_fd)
+    assert os.read(reading_fd, 4)
+    os.close(reading_fd)
+    assert reader.wait(PATIENCE_S) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (("no-such-command",), 127, "no-such-command was not found"),
+        (("./missing.py",), 127, "./missing.py was not found"),
+        (("{there}/worker.py",), 126, "is not executable; to run a Python program: -- python"),
+        (("{there}",), 126, "is a directory"),
+        (("{there}/odd",), 126, "Exec format error"),
+        (("{there}/lost",), 127, "No such file or directory"),
+    ],
+)
+def test_commands_that_can_not_be_started(script, tmp_path, command, code, words) -> None:
+    script("")
+    for name, text in (("odd", "no format at all"), ("lost", "#!/no/such/interpreter\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    ended, output, log = run_command("run", "-n1", *(w.format(there=tmp_path) for w in command))
+    assert (ended, output) == (code, "")
+    assert words in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-n0", "true"),
+        ("-n2",),
+        ("true",),
+        ("-n1", "--group=a b", "true"),
+        ("-n1", "--rendezvous=nonsense", "true"),
+        ("-n1", "--grace-s=-1", "true"),
+    ],
+)
+def test_flags_that_make_no_sense(arguments) -> None:
+    code, _, log = run_command("run", *arguments)
+    assert code == 2
+    assert "Traceback" not in log

@@ -1,0 +1,130 @@
+"""Goal: a program that asks for no logs sees what it waits for, and nothing that it caught.
+
+Method: small programs in processes of their own, whose standard error is read.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+import shardwell
+from harness.programs.commands import Program, run_command
+from harness.programs.ports import free_port
+from shardwell_server import LocalCluster, ShardConfig, ShardServer
+
+pytestmark = pytest.mark.timeout(90)
+
+REFUSED = """
+import numpy as np, shardwell
+from shardwell_server import LocalCluster
+with LocalCluster(2) as cluster, shardwell.connect(cluster.target, worker_id="w0") as client:
+    sgd = shardwell.SGD(0.1)
+    client.parameter("m", size=10, optimizer=sgd)
+    for call in (
+        lambda: client.parameter("m", size=11, optimizer=sgd),
+        lambda: client.export_table("none", "none.parquet"),
+        lambda: shardwell.join_group("g", rank=1, size=2, rendezvous=cluster.target,
+                                     join_timeout_s=0.2),
+    ):
+        try:
+            call()
+        except shardwell.ShardwellError as error:
+            print("caught", type(error).__name__)
+"""
+CONNECT = """
+import sys, shardwell
+try:
+    shardwell.connect(sys.argv[1], worker_id="w0", connect_timeout_s=float(sys.argv[2]))
+except shardwell.ShardUnavailableError:
+    print("gave up")
+"""
+
+
+def test_errors_that_a_program_catches_are_not_printed_besides() -> None:
+    with Program("-c", REFUSED) as program:
+        assert program.end(60) == 0
+        assert len(program.lines) == 3
+        assert program.log == []
+
+
+def test_whoever_waits_for_a_shard_reads_which(free_address: str) -> None:
+    with Program("-c", CONNECT, free_address, "4") as program:
+        assert program.end(60) == 0
+        assert program.lines == ["gave up"]
+        (line,) = program.log
+        assert f"waiting for shard 0 of 1 at {free_address}" in line
+        assert "4 s (connect_timeout_s)" in line
+
+
+def test_who_does_not_wait_long_reads_nothing(cluster, free_address: str) -> None:
+    for target, timeout_s in ((cluster(2).target, "20"), (free_address, "0.2")):
+        with Program("-c", CONNECT, target, timeout_s) as program:
+            assert program.end(60) == 0
+            assert program.log == []
+
+
+def test_commands_say_what_they_wait_for_too(free_address: str, tmp_path: Path) -> None:
+    code, _, log = run_command(
+        "checkpoint", "save", str(tmp_path / "c"), f"--shards={free_address}", "--timeout-s=4"
+    )
+    assert code == 1
+    waits, gives_up = log.splitlines()
+    assert f"waiting for shard 0 of 1 at {free_address}" in waits
+    assert gives_up.startswith("shardwell: shard 0 of 1")
+
+
+@pytest.fixture
+def free_address() -> str:
+    """Where nobody listens."""
+    return f"127.0.0.1:{free_port()}"
+
+
+def test_a_taken_port_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = ("--shard-index=0", "--shard-count=1", f"--listen={address}", "--log-level=error")
+        code, output, log = run_command("serve", *flags)
+        assert (code, output) == (1, "")
+        (line,) = log.splitlines()
+        assert f"can't listen on {address}: Address already in use" in line
+
+
+@pytest.mark.parametrize("listen", ["192.0.2.1:0", "no-such-host.invalid:0"])
+def test_an_address_of_nobody_here_is_one_line(listen) -> None:
+    code, _, log = run_command(
+        "serve", "--shard-index=0", "--shard-count=1", f"--listen={listen}", "--log-level=error"
+    )
+    assert code == 1
+    (line,) = log.splitlines()
+    assert f"can't listen on {listen}" in line
+
+
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "[::1]", "[::]"])
+def test_every_kind_of_address_can_be_listened_on(host) -> None:
+    with ShardServer(ShardConfig(shard_index=0, shard_count=1, listen=f"{host}:0")) as server:
+        port = server.address.rpartition(":")[2]
+        target = f"[::1]:{port}" if host.startswith("[") else f"127.0.0.1:{port}"
+        with shardwell.connect(target, worker_id="w0") as client:
+            assert client.shard_count == 1
+
+
+@pytest.mark.parametrize("durability", ["step", "5"])
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_cluster_without_files_promises_none(durability, processes) -> None:
+    with pytest.raises(shardwell.ArgumentError, match="needs a data directory"):
+        LocalCluster(1, durability=durability, processes=processes)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "command", [("serve", "--shard-index=0", "--shard-count=1"), ("cluster", "--shard-count=1")]
+)
+@pytest.mark.parametrize("durability", ["step", "0.5"])
+def test_durability_without_a_data_dir_is_refused(command, durability) -> None:
+    code, output, log = run_command(*command, f"--durability={durability}", "--log-level=error")
+    assert (code, output) == (2, "")
+    assert f"durability '{durability}' needs a data directory" in log
+    assert "--data-dir" in log

@@ -1,0 +1,187 @@
+"""Goal: what README and docs/ tell people to type does what they say, in the order in which it is
+told, in one directory, on the cluster that the README starts.
+
+Method: every Python block is run as it stands, every indented line by a real shell's words, and
+what they print is compared with what the pages say. A line that can't be run here is listed with
+what checks it; a new line that is neither fails. Links lead to files and headings that there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from harness.programs.commands import Program
+from harness.programs.ports import free_port
+from shardwell_server import LocalCluster
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [
+    "README.md",
+    *(f"docs/{name}.md" for name in (
+        "parameters", "groups", "tables", "checkpoints", "durability", "machines", "guarantees",
+        "errors", "performance", "wire", "architecture",
+    )),
+]  # fmt: skip
+ELSEWHERE = {
+    "make demo": "test_demo.py, and CI runs it",
+    "pip install .": "the Dockerfile does it; tests use an editable installation",
+}
+"""Lines that are not run here, and what does."""
+ONES = r"\[ *((1\.0*|0\.999\d*) *){3}\]"
+PRINTED = {
+    "python worker.py w1": ONES,
+    "docs/parameters.md 1": r"2 2\nShardStatus\(.*",
+    "shardwell run -n 4 -- python train.py": r"(?s).*\[3\] rank 3 of 4: \[1\.5 1\.5 1\.5\].*",
+    "docs/groups.md 2": rf"\d\.\d+(e-\d+)? {ONES}",
+    "docs/tables.md 1": r"\[     7 123456\]",
+    "shardwell checkpoint inspect ckpt/step-1000 --verify": r"(?s).*model.*",
+    "shardwell status": r"(?s).*0 of 2 .* serving .*1 of 2 .* serving .*",
+}
+"""What a line prints, or a block by its page and number."""
+
+
+class Step(NamedTuple):
+    """Something that a page tells people to do."""
+
+    name: str
+    text: str
+    saved_as: str = ""
+    """Name of the file that a block is saved as, and not run by itself."""
+    is_python: bool = False
+
+
+def steps_of(page: str) -> Iterator[Step]:
+    text = (ROOT / page).read_text()
+    number = 0
+    for found in re.finditer(
+        r"^```(\w*)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n)+)", text, re.M | re.S
+    ):
+        language, block, lines = found.groups()
+        if lines:
+            for line in lines.splitlines():
+                command = re.sub(r"\s+#.*", "", line.strip())
+                yield Step(command, command)
+        elif language == "python":
+            number += 1
+            before = text[: found.start()].rpartition("\n\n")[0].rpartition("\n\n")[2]
+            saved = re.search(r"[Ss]ave this as `(\S+)`", before)
+            name = f"{page} {number}"
+            yield Step(name, block, saved[1] if saved else "", is_python=True)
+
+
+class Reader:
+    """Somebody who does all that the pages say."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._environment: dict[str, str] = {}
+        self._behind: list[Program] = []
+        self._addresses: list[str] = []
+        """Of shards that were started one by one."""
+
+    def do(self, step: Step) -> None:
+        if step.is_python:
+            if step.saved_as:
+                Path(step.saved_as).write_text(step.text)
+            else:
+                self._run(step.name, ["-c", step.text])
+            return
+        words = shlex.split(step.text)
+        match words:
+            case ["export", setting]:
+                name, _, _ = setting.partition("=")
+                assert name == "SHARDWELL_SHARDS"
+                self._environment[name] = ",".join(self._addresses)
+            case ["shardwell", "cluster", *_]:
+                cluster = self._started(words)
+                setting = cluster.read_line().removeprefix("export ")
+                if "--data-dir" in words:
+                    return  # only for those who want shards that survive
+                name, _, value = setting.partition("=")
+                self._environment[name] = value
+            case ["shardwell", "serve", *_]:
+                address = f"127.0.0.1:{free_port()}"
+                given = {"0.0.0.0:7070": address, "/var/lib/shardwell": "shard-0"}
+                shard = self._started([given.get(word, word) for word in words])
+                assert shard.read_line() == f"serving on {address}"
+                if "--data-dir" not in words:
+                    self._addresses.append(address)
+            case ["shardwell", "checkpoint", "restore", *_]:
+                with LocalCluster(3) as empty:
+                    self._run(step.name, _arguments(words), SHARDWELL_SHARDS=empty.target)
+            case ["python", script, *arguments, "&"]:
+                self._behind.append(self._started(["python", script, *arguments]))
+            case ["shardwell" | "python", *_]:
+                self._run(step.name, _arguments(words))
+                for program in self._behind:
+                    assert program.end() == 0, program.log
+                self._behind.clear()
+            case _:
+                assert step.text in ELSEWHERE, f"nobody knows how to run {step.text!r}"
+
+    def _started(self, words: list[str]) -> Program:
+        return self._stack.enter_context(Program(*_arguments(words), environment=self._environment))
+
+    def _run(self, name: str, arguments: list[str], **environment: str) -> None:
+        with Program(*arguments, environment=self._environment | environment) as program:
+            assert program.end() == 0, (name, program.lines, program.log)
+        if name in PRINTED:
+            printed = "\n".join(program.lines)
+            assert re.fullmatch(PRINTED[name], printed), (name, printed)
+
+
+def _arguments(words: list[str]) -> list[str]:
+    python = [sys.executable if word == "python" else word for word in words]
+    return ["-m", "shardwell_server", *python[1:]] if words[0] == "shardwell" else words[1:]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """Where a reader saves files, and works."""
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    yield tmp_path
+    os.chdir(before)
+
+
+def test_all_that_the_pages_tell_people_to_do(directory: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        reader = Reader(stack)
+        done = [step for page in PAGES for step in steps_of(page)]
+        for step in done:
+            reader.do(step)
+    assert {*PRINTED, *ELSEWHERE} <= {step.name for step in done}
+    assert (directory / "users.parquet").exists()
+
+
+def test_every_page_is_read() -> None:
+    assert {*PAGES} == {"README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))}
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def _headings(path: Path) -> set[str]:
+    lines = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "docs/adr/README.md"]
+)
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, heading = target.partition("#")
+        found = path.parent / name if name else path
+        assert found.exists(), f"{page}: {target}"
+        assert not heading or heading in _headings(found), f"{page}: {target}"

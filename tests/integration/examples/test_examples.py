@@ -1,0 +1,57 @@
+"""Goal: each of examples/ does what it says.
+
+Method: each is run as it stands, by real processes. What pages tell people to do: test_docs.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.programs.commands import Program
+from shardwell_server import LocalCluster
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def output_of(*arguments: str, target: str = "") -> list[str]:
+    environment = {"SHARDWELL_SHARDS": target} if target else {}
+    with Program(*arguments, environment=environment) as program:
+        assert program.end(60.0) == 0, program.log
+    return program.lines
+
+
+@pytest.mark.parametrize("name", ["worker.py", "all_reduce.py", "local_cluster.py"])
+def test_examples_of_the_server(name: str) -> None:
+    with LocalCluster(2) as cluster:
+        assert output_of(str(ROOT / "examples" / name), target=cluster.target)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pykeen") is None, reason="PyKEEN brings the facts")
+@pytest.mark.exhaustive
+def test_the_example_of_tables() -> None:
+    program = str(ROOT / "examples" / "knowledge_graph.py")
+    with LocalCluster(2) as cluster:
+        command = ("-m", "shardwell_server", "run", "-n", "2", "--", sys.executable, program)
+        lines = output_of(*command, target=cluster.target)
+    told = re.findall(r"MRR (\S+)  hits@10 (\S+)", "\n".join(lines))
+    assert len(told) == 2
+    for mrr, hits in told:
+        assert float(mrr) > 0.75
+        assert float(hits) > 0.95
+
+
+def test_the_example_of_a_group() -> None:
+    program = str(ROOT / "examples" / "group.py")
+    lines = output_of("-m", "shardwell_server", "run", "-n", "4", "--", sys.executable, program)
+    assert sum("[2.33" in line for line in lines) == 4
+    assert sum("[3.]" in line for line in lines) == 4
+
+
+def test_every_example_is_run() -> None:
+    named = {"worker.py", "all_reduce.py", "local_cluster.py", "group.py", "knowledge_graph.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == named

@@ -1,0 +1,184 @@
+"""Several workers on several shards: every step is the mean that the float64 model says.
+
+Goal: sums, weights of samples, the order of arrival and the cut among shards make no difference.
+Method: integer gradients whose means and products are exact, workers on threads that race.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.oracles.parameter import ModelParameter, integer_gradient
+from harness.threads import together
+
+SGD = shardwell.SGD(learning_rate=0.5)
+STEP_COUNT = 6
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("codec", ["fp32", "fp16"])
+@pytest.mark.parametrize(("worker_count", "shard_count"), [(1, 3), (2, 1), (2, 3), (4, 2), (8, 3)])
+def test_the_same_bits_as_the_model(cluster, connect, codec, worker_count, shard_count) -> None:
+    """Powers of two of workers divide exactly; weights stay below 2^11 in quarters of 2^-3."""
+    running = cluster(shard_count, chunk_size_bytes=64)
+    size = 347
+    oracle = ModelParameter(np.zeros(size), SGD, worker_count=worker_count)
+    for step in range(STEP_COUNT):
+        for index in range(worker_count):
+            oracle.put(f"w{index}", integer_gradient(index, step, size))
+
+    def work(index: int) -> np.ndarray:
+        model = connect(running, f"w{index}").parameter(
+            "model", size=size, optimizer=SGD, worker_count=worker_count, codec=codec
+        )
+        model.init(np.zeros(size, np.float32))
+        chance = random.Random(index)
+        for step in range(STEP_COUNT):
+            gradient = integer_gradient(index, step, size)
+            if chance.random() < 0.5:
+                weights = model.exchange(gradient)
+            else:
+                assert model.put_gradient(gradient) == step
+                weights = model.get_weights(min_version=step + 1)
+        return weights
+
+    for weights in together([lambda i=i: work(i) for i in range(worker_count)]):
+        np.testing.assert_array_equal(weights, oracle.weights)
+
+
+def test_five_workers_average_within_rounding(cluster, connect) -> None:
+    """A fifth has no exact float; a step is one division, so one rounding."""
+    running = cluster(3, chunk_size_bytes=64)
+    size, worker_count = 203, 5
+    oracle = ModelParameter(np.zeros(size), SGD, worker_count=worker_count)
+    for step in range(STEP_COUNT):
+        for index in range(worker_count):
+            oracle.put(f"w{index}", integer_gradient(index, step, size))
+
+    def work(index: int) -> np.ndarray:
+        model = connect(running, f"w{index}").parameter(
+            "model", size=size, optimizer=SGD, worker_count=worker_count, codec="fp32"
+        )
+        model.init(np.zeros(size, np.float32))
+        for step in range(STEP_COUNT):
+            weights = model.exchange(integer_gradient(index, step, size))
+        return weights
+
+    results = together([lambda i=i: work(i) for i in range(worker_count)])
+    for weights in results:
+        np.testing.assert_array_equal(weights, results[0])
+        np.testing.assert_allclose(weights, oracle.weights, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sample_counts", [(1, 3), (0, 8), (24, 40), (2**24, 0), (0, 0), (2**23, 2**23)]
+)
+def test_means_are_weighted_by_samples(cluster, connect, sample_counts) -> None:
+    running = cluster(2, chunk_size_bytes=64)
+    size = 90
+    oracle = ModelParameter(np.zeros(size), SGD, worker_count=2)
+    for step in range(3):
+        for index in (0, 1):
+            oracle.put(f"w{index}", integer_gradient(index, step, size), sample_counts[index])
+
+    def work(index: int) -> np.ndarray:
+        model = connect(running, f"w{index}").parameter(
+            "model", size=size, optimizer=SGD, worker_count=2, codec="fp32"
+        )
+        model.init(np.zeros(size, np.float32))
+        for step in range(3):
+            weights = model.exchange(
+                integer_gradient(index, step, size), sample_count=sample_counts[index]
+            )
+        return weights
+
+    for weights in together([lambda: work(0), lambda: work(1)]):
+        np.testing.assert_array_equal(weights, oracle.weights)
+
+
+def test_a_lone_worker_is_its_own_mean_whatever_its_samples(cluster, connect) -> None:
+    model = connect(cluster(), "w0").parameter("model", size=70, optimizer=SGD)
+    model.init(np.zeros(70, np.float32))
+    np.testing.assert_array_equal(model.exchange(np.ones(70, np.float32), sample_count=7), -0.5)
+    np.testing.assert_array_equal(model.exchange(np.ones(70, np.float32), sample_count=0), -0.5)
+
+
+def test_one_gradient_ahead_is_taken_and_waits_its_turn(cluster, connect) -> None:
+    running = cluster(2, chunk_size_bytes=64)
+    one, two = (
+        connect(running, name).parameter("model", size=90, optimizer=SGD, worker_count=2)
+        for name in ("one", "two")
+    )
+    one.init(np.zeros(90, np.float32))
+    assert one.put_gradient(np.full(90, 2, np.float32)) == 0
+    np.testing.assert_array_equal(one.get_weights(), 0)
+    assert two.put_gradient(np.full(90, 4, np.float32)) == 0
+    np.testing.assert_array_equal(one.get_weights(min_version=1), -1.5)
+    assert (one.next_step, two.next_step) == (1, 1)
+
+
+def test_asynchronous_gradients_are_applied_as_they_come(cluster, connect) -> None:
+    """SGD is a sum, so any order gives the same weights, once all are in."""
+    running = cluster(3, chunk_size_bytes=64)
+    size, worker_count = 217, 4
+
+    def work(index: int) -> None:
+        model = connect(running, f"w{index}").parameter(
+            "model", size=size, optimizer=SGD, mode="async"
+        )
+        model.init(np.zeros(size, np.float32))
+        for step in range(STEP_COUNT):
+            gradient = integer_gradient(index, step, size)
+            if (index + step) % 2:
+                model.exchange(gradient, sample_count=1 + index)
+            else:
+                assert model.put_gradient(gradient) == step
+
+    together([lambda i=i: work(i) for i in range(worker_count)])
+    reader = connect(running, "reader").parameter("model", size=size, optimizer=SGD, mode="async")
+    total = sum(
+        integer_gradient(index, step, size)
+        for index in range(worker_count)
+        for step in range(STEP_COUNT)
+    )
+    version = worker_count * STEP_COUNT
+    np.testing.assert_array_equal(reader.get_weights(min_version=version), -0.5 * total)
+    assert reader.version == version
+
+
+def test_an_asynchronous_exchange_sees_its_own_gradient(cluster, connect) -> None:
+    model = connect(cluster(), "w0").parameter("model", size=90, optimizer=SGD, mode="async")
+    model.init(np.zeros(90, np.float32))
+    for step in range(4):
+        np.testing.assert_array_equal(model.exchange(np.ones(90, np.float32)), -0.5 * (step + 1))
+
+
+def test_average_is_an_all_reduce(cluster, connect) -> None:
+    running = cluster(2, chunk_size_bytes=64)
+    size, worker_count = 131, 4
+
+    def work(index: int) -> list[np.ndarray]:
+        model = connect(running, f"w{index}").parameter(
+            "sum", size=size, optimizer=shardwell.Average(), worker_count=worker_count
+        )
+        return [model.exchange(integer_gradient(index, step, size)) for step in range(3)]
+
+    results = together([lambda i=i: work(i) for i in range(worker_count)])
+    for step in range(3):
+        mean = sum(integer_gradient(i, step, size) for i in range(worker_count)) / worker_count
+        for result in results:
+            np.testing.assert_array_equal(result[step], mean)
+
+
+@pytest.mark.parametrize("clip_value", [0.5, 2.0])
+def test_the_mean_is_clipped(cluster, connect, clip_value) -> None:
+    optimizer = shardwell.SGD(learning_rate=1.0, clip_value=clip_value)
+    model = connect(cluster(), "w0").parameter("model", size=90, optimizer=optimizer)
+    oracle = ModelParameter(np.zeros(90), optimizer)
+    model.init(np.zeros(90, np.float32))
+    oracle.put("w0", integer_gradient(0, 0, 90))
+    np.testing.assert_array_equal(model.exchange(integer_gradient(0, 0, 90)), oracle.weights)

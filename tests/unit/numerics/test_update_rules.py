@@ -1,0 +1,171 @@
+"""Goal: every optimizer does what types.proto's formulas say, in blocks of any size.
+
+Method: many steps of float32 beside the formulas in float64 (update_oracle.py); blocks are compared
+with the whole bit by bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.oracles.optimizers import OPTIMIZERS, Oracle, gradients_of, run
+from shardwell import SGD, Adam, Average, Optimizer
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT
+from shardwell.numerics.update_rules import UpdateRule
+
+SIZE = 257
+STEP_COUNT = 60
+
+
+def first_weights(size: int = SIZE) -> np.ndarray:
+    return np.random.default_rng(42).standard_normal(size).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_many_steps_follow_the_formulas(name: str) -> None:
+    optimizer = OPTIMIZERS[name]
+    gradients = gradients_of(STEP_COUNT, SIZE)
+    oracle = Oracle(optimizer, first_weights())
+    rate = getattr(optimizer, "learning_rate", 0.0)
+    for count, gradient in enumerate(gradients, start=1):
+        oracle.update(gradient, rate)
+        if count in (1, 2, 3, STEP_COUNT):
+            weights, _ = run(optimizer, first_weights(), gradients[:count])
+            np.testing.assert_allclose(weights, oracle.weights, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_rate_of_each_update_is_the_one_given(name: str) -> None:
+    optimizer = OPTIMIZERS[name]
+    gradients = gradients_of(12, SIZE, seed=1)
+    rates = [0.1, 0.1, 0.05, 0.0, 0.3, 0.01, 0.01, 1.0, 0.2, 0.1, 0.1, 0.001]
+    oracle = Oracle(optimizer, first_weights())
+    for gradient, rate in zip(gradients, rates, strict=True):
+        oracle.update(gradient, rate)
+    weights, _ = run(optimizer, first_weights(), gradients, rates=rates)
+    np.testing.assert_allclose(weights, oracle.weights, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_several_blocks_give_the_same_bits_as_the_whole(name: str) -> None:
+    size = 2 * BLOCK_ELEMENT_COUNT + 1001
+    gradients = gradients_of(3, size)
+    whole = run(OPTIMIZERS[name], first_weights(size), gradients)
+    cuts = (1, 2, 5, 12, 29, 64, 1000, 1003, BLOCK_ELEMENT_COUNT, 2 * BLOCK_ELEMENT_COUNT)
+    in_blocks = run(OPTIMIZERS[name], first_weights(size), gradients, cuts=cuts)
+    assert whole[0].tobytes() == in_blocks[0].tobytes()
+    assert [slot.tobytes() for slot in whole[1]] == [slot.tobytes() for slot in in_blocks[1]]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_cuts_where_chunks_end_give_the_same_bits(name: str) -> None:
+    """Chunks are multiples of 16 elements, however small chunk_size_bytes is."""
+    gradients = gradients_of(5, 999)
+    whole = run(OPTIMIZERS[name], first_weights(999), gradients)
+    for size in (16, 32, 176):
+        chunked = run(OPTIMIZERS[name], first_weights(999), gradients, cuts=range(size, 999, size))
+        assert whole[0].tobytes() == chunked[0].tobytes()
+        assert [slot.tobytes() for slot in whole[1]] == [slot.tobytes() for slot in chunked[1]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    cuts=st.sets(st.integers(1, SIZE - 1), max_size=8),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_cut_gives_the_same_bits(name: str, cuts: set[int], seed: int) -> None:
+    gradients = gradients_of(4, SIZE, seed)
+    whole = run(OPTIMIZERS[name], first_weights(), gradients)
+    pieces = run(OPTIMIZERS[name], first_weights(), gradients, cuts=sorted(cuts))
+    assert whole[0].tobytes() == pieces[0].tobytes()
+    assert [slot.tobytes() for slot in whole[1]] == [slot.tobytes() for slot in pieces[1]]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gradient_of_zeros_at_the_start_moves_only_what_decays(name: str) -> None:
+    optimizer = OPTIMIZERS[name]
+    if isinstance(optimizer, Average):
+        return
+    oracle = Oracle(optimizer, first_weights())
+    zeros = np.zeros(SIZE, np.float32)
+    oracle.update(zeros, optimizer.learning_rate)  # type: ignore[attr-defined]
+    weights, _ = run(optimizer, first_weights(), [zeros])
+    np.testing.assert_allclose(weights, oracle.weights, rtol=1e-6, atol=1e-6)
+    if not getattr(optimizer, "weight_decay", 0.0):
+        assert weights.tobytes() == first_weights().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "slot_starts"),
+    [
+        ("average", ()),
+        ("sgd", ()),
+        ("sgd, dampening without momentum", ()),
+        ("sgd, momentum", (0.0,)),
+        ("adagrad", (0.0,)),
+        ("adagrad, all", (0.5,)),
+        ("rms_prop", (0.0,)),
+        ("rms_prop, all", (0.0, 0.0)),
+        ("adam", (0.0, 0.0)),
+        ("adam_w", (0.0, 0.0)),
+    ],
+)
+def test_the_state_that_is_kept(optimizer: str, slot_starts: tuple[float, ...]) -> None:
+    assert UpdateRule(OPTIMIZERS[optimizer]).initial_slots == slot_starts
+
+
+def test_average_is_the_gradient_itself() -> None:
+    (gradient,) = gradients_of(1, SIZE)
+    weights, _ = run(Average(), first_weights(), [gradient])
+    assert weights.tobytes() == gradient.tobytes()
+    assert UpdateRule(Average()).learning_rate is None
+
+
+def test_sgd_with_integers_is_exact() -> None:
+    weights = np.arange(SIZE, dtype=np.float32)
+    gradients = [np.full(SIZE, step, np.float32) for step in range(10)]
+    found, _ = run(SGD(learning_rate=0.5), weights, gradients)
+    assert (found == np.arange(SIZE) - 22.5).all()
+
+
+@pytest.mark.parametrize("clip_value", [0.5, 1e-30, 1e30])
+def test_clipping_is_elementwise(clip_value: float) -> None:
+    (gradient,) = gradients_of(1, SIZE)
+    limit = float(np.float32(clip_value))
+    weights, _ = run(Average(clip_value=clip_value), first_weights(), [gradient])
+    want = [min(max(value, -limit), limit) for value in gradient.tolist()]
+    assert weights.tolist() == want
+
+
+@pytest.mark.parametrize("optimizer", [Average(clip_value=1e300), Average(clip_value=1e-300)])
+def test_a_clip_value_beyond_float32_clips_as_it_says(optimizer: Optimizer) -> None:
+    gradient = np.array([1.0, -2.0, 0.0, 3e38], np.float32)
+    weights, _ = run(optimizer, np.zeros(4, np.float32), [gradient])
+    limit = optimizer.clip_value
+    want = [min(max(value, -limit), limit) for value in gradient.tolist()]
+    np.testing.assert_allclose(weights, want, atol=1e-37)
+
+
+def test_adams_first_step_is_the_rate_in_the_gradients_direction() -> None:
+    gradient = np.array([1e-4, -3.0, 2000.0, 0.0], np.float32)
+    weights, _ = run(Adam(learning_rate=0.5, epsilon=1e-12), np.zeros(4, np.float32), [gradient])
+    np.testing.assert_allclose(weights, [-0.5, 0.5, -0.5, 0.0], rtol=1e-5)
+
+
+def test_adam_after_a_million_updates_needs_no_correction() -> None:
+    rule = UpdateRule(Adam(learning_rate=0.5, beta1=0.5, beta2=0.25, epsilon=1e-8))
+    weights, one = np.zeros(1, np.float32), np.ones(1, np.float32)
+    rule.apply(
+        weights, one.copy(), (one.copy(), one.copy()), one.copy(),
+        update_count=10**6, learning_rate=0.5,
+    )  # fmt: skip
+    np.testing.assert_allclose(weights, [-0.5], rtol=1e-6)
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match="no update rule"):
+        UpdateRule(Optimizer())

@@ -1,0 +1,247 @@
+"""Goal: a step's mean is sum(n_i * g_i) / sum(n_i), correctly rounded where the sum is exact.
+
+Method: contributions go through add_to_sum and close_step as ParameterSlice sends them; the mean,
+seen through Average, is compared with exact fractions, and elsewhere with float64.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from harness.oracles.codec import decoded, encoded
+from shardwell import SGD, Average, Optimizer
+from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, CODECS, Scratch
+from shardwell.numerics.update_rules import UpdateRule
+from shardwell_server.shard.parameter.averaging import (
+    ChunkState,
+    Contribution,
+    add_to_sum,
+    close_step,
+    shift_for,
+)
+from shardwell_server.store import Layout, Transition
+from shardwell_server.store.memory.store import MemoryStore
+
+NAMES = sorted(CODECS)
+LAYOUT = Layout(name="p", slice_size=0, chunk_element_count=1, with_sum=False)
+CHANGE = MemoryStore().create(LAYOUT).change(0, Transition.CLOSE)
+
+
+def contribution(name: str, values: np.ndarray, sample_count: int) -> Contribution:
+    payload, exponent = encoded(name, values)
+    return Contribution(payload, exponent, sample_count)
+
+
+def shifted(
+    each: Contribution, total_factor: float, shift: int, worker_count: int
+) -> tuple[float, int]:
+    """As ParameterSlice does: the sum is scaled down for the heaviest contribution so far."""
+    needed = shift_for(each.sample_count, worker_count)
+    if total_factor == 0.0:
+        return 0.0, needed
+    return math.ldexp(total_factor, min(shift - needed, 0)), max(shift, needed)
+
+
+def stepped(
+    name: str,
+    gradients: list[np.ndarray],
+    sample_counts: list[int],
+    *,
+    optimizer: Optimizer | None = None,
+) -> np.ndarray:
+    """The weights after one step, from zero; the sum starts as whatever the last step left."""
+    size = gradients[0].size
+    rule, scratch = UpdateRule(optimizer or Average()), Scratch()
+    state = ChunkState(
+        weights=np.zeros(size, np.float32),
+        gradient_sum=np.full(size, math.nan, np.float32) if len(gradients) > 1 else None,
+        slots=(),
+    )
+    sent = [contribution(name, *each) for each in zip(gradients, sample_counts, strict=True)]
+    total_factor, shift = 0.0, 0
+    for each in sent[:-1]:
+        assert state.gradient_sum is not None
+        total_factor, shift = shifted(each, total_factor, shift, len(sent))
+        total_factor = add_to_sum(
+            each, CODECS[name], state.gradient_sum, total_factor, scratch, CHANGE, shift=shift
+        )
+    total_factor, shift = shifted(sent[-1], total_factor, shift, len(sent))
+    close_step(
+        sent[-1],
+        CODECS[name],
+        state,
+        rule,
+        scratch,
+        CHANGE,
+        total_factor=total_factor,
+        shift=shift,
+        sample_total=sum(sample_counts),
+        update_count=1,
+        learning_rate=rule.learning_rate or 0.0,
+    )
+    return state.weights
+
+
+def rounded(value: Fraction) -> float:
+    """A fraction to the nearest float32, ties to even: integers alone."""
+    if value == 0:
+        return 0.0
+    sign, value = (-1 if value < 0 else 1), abs(value)
+    exponent = math.floor(math.log2(value)) - 23
+    while value / Fraction(2) ** exponent >= 2**24:
+        exponent += 1
+    while value / Fraction(2) ** exponent < 2**23:
+        exponent -= 1
+    return sign * math.ldexp(round(value / Fraction(2) ** exponent), exponent)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data(), name=st.sampled_from(NAMES), worker_count=st.integers(1, 5))
+def test_the_mean_of_integers_is_correctly_rounded(
+    data: st.DataObject, name: str, worker_count: int
+) -> None:
+    """Integers up to 200 times counts up to 2^12 add exactly, so one rounding is left."""
+    size = data.draw(st.integers(1, 9))
+    rows = st.lists(st.integers(-200, 200), min_size=size, max_size=size)
+    values = [data.draw(rows) for _ in range(worker_count)]
+    counts = [data.draw(st.sampled_from([0, 1, 2, 3, 7, 32, 100, 4096])) for _ in values]
+    found = stepped(name, [np.array(row, np.float32) for row in values], counts)
+    total = sum(counts)
+    for element in range(size):
+        weighted = sum(count * row[element] for count, row in zip(counts, values, strict=True))
+        want = rounded(Fraction(weighted, total)) if total else 0.0
+        assert found[element] == want
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "sample_counts",
+    [[1, 1], [32, 32, 32, 32], [1, 2, 3], [0, 5], [5, 0], [7, 0, 0], [2**24, 2**24], [2**24, 1, 0]],
+)
+def test_the_mean_over_several_blocks(name: str, sample_counts: list[int]) -> None:
+    random = np.random.default_rng(6)
+    size = 2 * BLOCK_ELEMENT_COUNT + 77
+    gradients = [random.standard_normal(size).astype(np.float32) for _ in sample_counts]
+    received = [decoded(name, *encoded(name, each)).astype(np.float64) for each in gradients]
+    weights = np.array(sample_counts, np.float64) / sum(sample_counts)
+    want = sum(weight * each for weight, each in zip(weights, received, strict=True))
+    found = stepped(name, gradients, sample_counts)
+    np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sample_count", [1, 3, 32, 100, 2**24])
+def test_a_single_contribution_is_itself(name: str, sample_count: int) -> None:
+    values = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
+    values[:4] = 1e-38, -3e38, 1e-44, 0.0
+    received = decoded(name, *encoded(name, values))
+    assert stepped(name, [values], [sample_count]).tobytes() == received.tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("worker_count", [1, 2, 3])
+def test_no_samples_make_a_mean_of_zero(name: str, worker_count: int) -> None:
+    gradients = [np.full(10, 3.0, np.float32)] * worker_count
+    assert stepped(name, gradients, [0] * worker_count).tolist() == [0.0] * 10
+    moved = stepped(name, gradients, [0] * worker_count, optimizer=SGD(learning_rate=1.0))
+    assert moved.tolist() == [0.0] * 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_without_samples_has_no_effect(name: str) -> None:
+    one, other = np.full(5, 2.0, np.float32), np.full(5, 1e30, np.float32)
+    for order in ([one, other], [other, one]):
+        counts = [0 if gradient is other else 4 for gradient in order]
+        assert stepped(name, order, counts).tolist() == [2.0] * 5
+
+
+@pytest.mark.parametrize("worker_count", [2, 256, 300])
+def test_ones_do_not_stick(worker_count: int) -> None:
+    """In a half-precision sum, adding 1.0 sticks at 256 (bf16) or 2048 (fp16)."""
+    ones = np.ones(3, np.float32)
+    for name in NAMES:
+        assert stepped(name, [ones] * worker_count, [16] * worker_count).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_of_contributions_may_differ(name: str) -> None:
+    gradients = [np.array([scale, -scale], np.float32) for scale in (2.0**40, 2.0**-40, 2.0**20)]
+    want = float(np.float32(2.0**40 + 2.0**20)) / 4
+    assert stepped(name, gradients, [1, 1, 2])[0] == (2.0**40 + 2.0**21) / 4
+    assert stepped(name, gradients[:1] + gradients[2:], [2, 2])[0] * 2 == want * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_gradients_with_powers_of_two_are_exact(name: str) -> None:
+    tiny = np.array([2.0**-120, -(2.0**-121)], np.float32)
+    assert stepped(name, [tiny] * 4, [8] * 4).tolist() == tiny.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mean_goes_to_the_optimizer(name: str) -> None:
+    gradients = [np.full(6, value, np.float32) for value in (1.0, 2.0, 9.0)]
+    found = stepped(name, gradients, [1, 1, 2], optimizer=SGD(learning_rate=0.5))
+    assert found.tolist() == [-(1 + 2 + 18) / 4 / 2] * 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("counts", [[1000, 1001], [512, 512], [2**24 - 1, 1], [1, 2**24, 0, 3]])
+@pytest.mark.parametrize("value", [1e37, 3e38, -3e38])
+def test_a_mean_that_float32_holds_does_not_overflow_on_the_way(
+    name: str, counts: list[int], value: float
+) -> None:
+    gradients = [np.array([value, 1.0], np.float32) for _ in counts]
+    found = stepped(name, gradients, counts)
+    np.testing.assert_allclose(found[0], value, rtol=2**-7)
+    assert np.isfinite(found).all()
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    counts=st.lists(
+        st.sampled_from([0, 1, 2, 3, 5, 2**23, 2**24 - 1, 2**24]) | st.integers(0, 2**24),
+        min_size=2,
+        max_size=6,
+    ).filter(any)
+)
+@example(counts=[1, 2**24])
+@example(counts=[2**24, 1])
+@example(counts=[2**24, 2**24 - 1, 1])
+def test_the_mean_of_the_largest_values_is_finite(counts: list[int]) -> None:
+    """2^24 + 1, say, is no float32, and neither is a sum that is rounded up by a hair."""
+    largest = np.finfo(np.float32).max
+    gradients = [np.array([largest, -largest, 1.0], np.float32) for _ in counts]
+    found = stepped("fp32", gradients, counts)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, [largest, -largest, 1.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("counts", [(512, 511), (2**24, 2**24), (1, 2**24)])
+def test_zeros_with_the_largest_scale_stay_zeros(counts: tuple[int, int]) -> None:
+    payload = np.zeros(8, np.uint8)
+    first, last = (Contribution(payload, 119, count) for count in counts)
+    state = ChunkState(np.zeros(4, np.float32), np.zeros(4, np.float32), ())
+    shift = max(shift_for(count, 2) for count in counts)
+    codec, scratch = CODECS["fp16"], Scratch()
+    assert state.gradient_sum is not None
+    factor = add_to_sum(first, codec, state.gradient_sum, 0.0, scratch, CHANGE, shift=shift)
+    close_step(
+        last,
+        codec,
+        state,
+        UpdateRule(Average()),
+        scratch,
+        CHANGE,
+        total_factor=factor,
+        shift=shift,
+        sample_total=sum(counts),
+        update_count=1,
+        learning_rate=0.0,
+    )
+    np.testing.assert_array_equal(state.weights, 0.0)

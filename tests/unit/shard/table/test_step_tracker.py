@@ -1,0 +1,250 @@
+"""Goal: the table tracker's table, row by row, and its words to people.
+
+Method: short histories written out; the state machine in test_table_ledger_machine.py has the long
+ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.data.sessions import AllAlive, applicant, know, session_of, take
+from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
+from shardwell_server.shard.members import Event, seat_event
+from shardwell_server.shard.step_tracker import Decision
+from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
+from shardwell_server.store.contract import Position
+
+
+def tracker(
+    worker_count: int = 2, *, version: int = 0, worker_count_max: int = 9
+) -> TableStepTracker:
+    return TableStepTracker(
+        version,
+        worker_count=worker_count,
+        worker_count_max=worker_count_max,
+        sessions=AllAlive(),
+    )
+
+
+def give(steps: TableStepTracker, seat: Seat, step: int, part_count: int = 1) -> None:
+    """A whole step."""
+    for part in range(part_count):
+        assert steps.decide(seat, step, part, ends_step=False) is Decision.COUNT
+        steps.record(seat, steps.following(seat, ends_step=part == part_count - 1))
+
+
+def restored(steps: TableStepTracker, worker_id: str, stored: Position) -> Seat:
+    """The seat of a worker that an earlier process has logged."""
+    return steps.restore_seat(seat_event(take(tracker(), worker_id)), stored)
+
+
+def give_part(steps: TableStepTracker, seat: Seat) -> None:
+    steps.record(seat, steps.following(seat, ends_step=False))
+
+
+def test_a_step_is_complete_when_all_workers_have_ended_it() -> None:
+    steps = tracker()
+    first, second = take(steps, "w0"), take(steps, "w1")
+    give(steps, first, 0, part_count=3)
+    assert not steps.is_complete
+    give(steps, second, 0)
+    assert steps.is_complete
+    assert steps.version == 0
+    for seat in (first, second):
+        assert steps.decide(seat, 0, 0, ends_step=False) is Decision.DUPLICATE
+        assert steps.decide(seat, 1, 0, ends_step=False) is Decision.WAIT
+    steps.close()
+    assert steps.version == 1
+    for seat in (first, second):
+        assert steps.decide(seat, 0, 5, ends_step=False) is Decision.DUPLICATE
+        assert steps.decide(seat, 1, 0, ends_step=False) is Decision.COUNT
+
+
+def test_parts_count_once_and_in_order() -> None:
+    steps = tracker()
+    seat = take(steps, "w0")
+    give_part(steps, seat)
+    give_part(steps, seat)
+    assert steps.next_part("w0") == (0, 2)
+    assert [steps.decide(seat, 0, part, ends_step=False) for part in range(3)] == [
+        Decision.DUPLICATE,
+        Decision.DUPLICATE,
+        Decision.COUNT,
+    ]
+    with pytest.raises(
+        StepOrderError, match="sent part 3 of step 0, of which 2 are counted here; send part 2"
+    ) as caught:
+        steps.decide(seat, 0, 3, ends_step=False)
+    assert caught.value.worker_id == "w0"
+
+
+def test_an_end_before_parts_that_were_counted_is_refused() -> None:
+    """A worker that came back with fewer rows; acknowledged, the step would stay open."""
+    steps = tracker()
+    seat = take(steps, "w0")
+    for _ in range(3):
+        give_part(steps, seat)
+    for part in range(3):
+        assert steps.decide(seat, 0, part, ends_step=False) is Decision.DUPLICATE
+        with pytest.raises(StepOrderError, match=f"part {part}, and 3 parts.*abandon"):
+            steps.decide(seat, 0, part, ends_step=True)
+    steps.record(seat, steps.following(seat, ends_step=True))
+    for part in range(4):
+        assert steps.decide(seat, 0, part, ends_step=True) is Decision.DUPLICATE
+
+
+def test_a_worker_one_ahead_waits_with_its_first_part_and_its_end() -> None:
+    steps = tracker()
+    first, second = take(steps, "w0"), take(steps, "w1")
+    give(steps, first, 0)
+    assert steps.decide(first, 1, 0, ends_step=False) is Decision.WAIT
+    assert steps.decide_end(first, 1) is Decision.WAIT
+    with pytest.raises(StepOrderError, match="part 1 of step 1, of which 0 are counted"):
+        steps.decide(first, 1, 1, ends_step=False)
+    with pytest.raises(StepOrderError, match="expected step 1"):
+        steps.decide(first, 2, 0, ends_step=False)
+    give(steps, second, 0)
+    steps.close()
+    assert steps.decide(first, 1, 0, ends_step=False) is Decision.COUNT
+
+
+@pytest.mark.parametrize("step", [1, 2, 2**62])
+def test_steps_are_not_skipped(step: int) -> None:
+    steps = tracker()
+    seat = take(steps, "w0")
+    for decide in (
+        lambda: steps.decide(seat, step, 0, ends_step=False),
+        lambda: steps.decide_end(seat, step),
+    ):
+        with pytest.raises(StepOrderError, match=f"step {step}, which was not its next"):
+            decide()
+    assert steps.decide(seat, 0, 0, ends_step=False) is Decision.COUNT
+
+
+def test_an_abandoned_step_ends_with_the_parts_that_were_counted() -> None:
+    steps = tracker()
+    seat = take(steps, "w0")
+    give_part(steps, seat)
+    assert steps.decide_end(seat, 0) is Decision.COUNT
+    steps.record(seat, steps.following(seat, ends_step=True))
+    assert seat.position == Position(0, 1, 0)
+    assert steps.decide_end(seat, 0) is Decision.DUPLICATE
+    assert steps.decide(seat, 0, 7, ends_step=False) is Decision.DUPLICATE
+    assert steps.contributed(0) == ["w0"]
+
+
+def test_asynchronous_workers_count_for_themselves() -> None:
+    steps = tracker(worker_count=0)
+    assert not steps.is_sync
+    first, second = take(steps, "w0"), take(steps, "w1")
+    for step in range(3):
+        give(steps, first, step, part_count=2)
+    give_part(steps, second)
+    assert steps.version == 3
+    assert not steps.is_complete
+    found = [steps.next_part(worker_id) for worker_id in ("w0", "w1", "new")]
+    assert found == [(3, 0), (0, 1), (0, 0)]
+    with pytest.raises(StepOrderError, match="expected step 0"):
+        steps.decide(second, 3, 0, ends_step=False)
+    assert steps.missing(4) == ([], 0)
+
+
+def test_a_step_that_closed_without_a_worker_is_refused() -> None:
+    """A restored table begins at a version; a worker joins it there."""
+    steps = tracker(version=3)
+    seat = restored(steps, "w0", Position(0, 1, 2))
+    assert (
+        steps.decide(seat, 0, 9, ends_step=False)
+        is steps.decide(seat, 1, 1, ends_step=False)
+        is Decision.DUPLICATE
+    )
+    for step, part in ((1, 2), (1, 3), (2, 0)):
+        with pytest.raises(StepOrderError, match="which closed without it: expected step 3"):
+            steps.decide(seat, step, part, ends_step=False)
+    with pytest.raises(StepOrderError, match="closed without it"):
+        steps.decide_end(seat, 2)
+    assert steps.next_part("w0") == steps.next_part("new") == (3, 0)
+    give_part(steps, seat)
+    assert seat.position == Position(0, 3, 1)
+    assert steps.decide(seat, 2, 0, ends_step=False) is Decision.DUPLICATE
+
+
+def test_a_ledger_that_comes_back_goes_on() -> None:
+    steps = tracker(version=5)
+    restored(steps, "w0", Position(0, 6))
+    second = restored(steps, "w1", Position(1, 5, 4))
+    assert steps.seated_worker_ids == ["w0", "w1"]
+    assert steps.next_part("w1") == (5, 4)
+    steps.record(second, steps.following(second, ends_step=True))
+    assert steps.is_complete
+
+
+def test_one_worker_completes_alone() -> None:
+    steps = tracker(worker_count=1)
+    seat = take(steps, "w0")
+    for step in range(3):
+        give(steps, seat, step)
+        assert steps.is_complete
+        steps.close()
+    assert steps.version == 3
+
+
+def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> None:
+    steps = tracker(worker_count=2, worker_count_max=2)
+    for number in range(5):
+        know(steps, f"onlooker-{number}")
+    assert take(steps, "w0").index == 0
+    assert take(steps, "w1").index == 1
+    assert take(steps, "w0") is take(steps, "w0")
+    with pytest.raises(SeatsTakenError, match="'w0', 'w1'; 'w2' would be one more"):
+        take(steps, "w2")
+    steps = tracker(worker_count=0, worker_count_max=2)
+    for worker_id in ("w0", "w1"):
+        take(steps, worker_id)
+    with pytest.raises(LimitError, match="worker_count_max=2: 'w2'"):
+        take(steps, "w2")
+
+
+def test_what_is_told_of_a_new_worker_comes_first() -> None:
+    """What is logged before a worker is taken in may fail, and then it is not."""
+    steps = tracker()
+
+    def fail(event: Event) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        steps.seat(applicant("w0"), fail)
+    assert steps.seated_worker_ids == []
+
+
+def test_missing_workers_are_named_or_counted() -> None:
+    steps = tracker(worker_count=4)
+    assert steps.missing(0) == ([], 4)
+    know(steps, "idle")
+    give(steps, take(steps, "w0"), 0)
+    give_part(steps, take(steps, "w1"))
+    assert steps.contributed(0) == ["w0"]
+    assert steps.missing(0) == (["w1", "idle"], 1)
+    for worker_id in ("w2", "w3"):
+        take(steps, worker_id)
+    assert steps.missing(0) == (["w1", "w2", "w3"], 0)
+
+
+def test_other_rows_in_place_of_those_that_counted_are_refused() -> None:
+    steps = tracker(worker_count=1)
+    seat = take(steps, "w0")
+    for crc32c in (10, 11):
+        steps.record(seat, steps.following(seat, ends_step=False), crc32c)
+    for part, crc32c in enumerate((10, 11)):
+        assert steps.decide(seat, 0, part, ends_step=False, crc32c=crc32c) is Decision.DUPLICATE
+        with pytest.raises(StepOrderError, match=f"part {part} of step 0 again with other rows"):
+            steps.decide(seat, 0, part, ends_step=False, crc32c=12)
+    steps.record(seat, steps.following(seat, ends_step=True), 13)
+    with pytest.raises(StepOrderError, match="part 2 of step 0 again"):
+        steps.decide(seat, 0, 2, ends_step=True, crc32c=14)
+    steps.close()
+    steps.record(seat, steps.following(seat, ends_step=True), 20)
+    assert steps.decide(seat, 0, 0, ends_step=False, crc32c=99) is Decision.DUPLICATE
+    seat.give_to(session_of("w0", life=1))
+    assert steps.decide(seat, 1, 0, ends_step=True, crc32c=99) is Decision.DUPLICATE

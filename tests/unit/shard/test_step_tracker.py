@@ -1,0 +1,205 @@
+"""Goal: the tracker's table, row by row, and its words to people.
+
+Method: short histories written out; the state machine in test_ledger_machine.py has the long ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.data.sessions import AllAlive, know, session_of, take
+from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
+from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
+from shardwell_server.store import ChunkRecord
+
+
+def tracker(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int = 9) -> StepTracker:
+    return StepTracker(
+        [ChunkRecord()] * chunk_count,
+        worker_count=worker_count,
+        worker_count_max=worker_count_max,
+        sessions=AllAlive(),
+    )
+
+
+def give(tracker: StepTracker, seat: Seat, step: int, chunk: int = 0, samples: int = 1) -> None:
+    assert tracker.decide(seat, chunk, step) is Decision.COUNT
+    tracker.record(seat, chunk, step, tracker.following(chunk, samples))
+
+
+def test_a_step_closes_with_the_last_worker() -> None:
+    steps = tracker()
+    first, second = take(steps, "w0"), take(steps, "w1")
+    assert not steps.completes(0)
+    give(steps, first, 0, samples=3)
+    assert steps.completes(0)
+    assert steps.records[0] == ChunkRecord(contribution_count=1, sample_total=3)
+    give(steps, second, 0, samples=4)
+    assert steps.records[0] == ChunkRecord(version=1)
+
+
+def test_a_repeated_gradient_counts_once_before_and_after_the_step_closed() -> None:
+    steps = tracker()
+    first, second = take(steps, "w0"), take(steps, "w1")
+    give(steps, first, 0)
+    assert steps.decide(first, 0, 0) is Decision.DUPLICATE
+    give(steps, second, 0)
+    for seat in (first, second):
+        assert steps.decide(seat, 0, 0) is Decision.DUPLICATE
+
+
+def test_a_worker_one_ahead_waits() -> None:
+    steps = tracker()
+    first, second = take(steps, "w0"), take(steps, "w1")
+    give(steps, first, 0)
+    assert steps.decide(first, 0, 1) is Decision.WAIT
+    give(steps, second, 0)
+    assert steps.decide(first, 0, 1) is Decision.COUNT
+
+
+@pytest.mark.parametrize("step", [1, 2, 2**63, 2**64 - 1])
+def test_steps_are_not_skipped(step: int) -> None:
+    steps = tracker()
+    seat = take(steps, "w0")
+    with pytest.raises(StepOrderError, match=f"step {step} of chunk 0, which was not its next"):
+        steps.decide(seat, 0, step)
+    assert steps.decide(seat, 0, 0) is Decision.COUNT
+
+
+def test_a_worker_two_ahead_skips() -> None:
+    steps = tracker()
+    seat = take(steps, "w0")
+    give(steps, seat, 0)
+    with pytest.raises(StepOrderError, match="expected step 1"):
+        steps.decide(seat, 0, 2)
+
+
+def test_asynchronous_workers_count_for_themselves() -> None:
+    steps = tracker(worker_count=0)
+    assert not steps.is_sync
+    first, second = take(steps, "w0"), take(steps, "w1")
+    for step in range(3):
+        assert steps.completes(0)
+        give(steps, first, step)
+    give(steps, second, 0)
+    assert steps.records[0].version == 4
+    assert (steps.next_step("w0"), steps.next_step("w1"), steps.next_step("new")) == (3, 1, 0)
+    with pytest.raises(StepOrderError, match="expected step 1"):
+        steps.decide(second, 0, 3)
+    assert steps.missing(4) == ([], 0)
+
+
+def test_seats_are_kept_and_their_holders_named() -> None:
+    steps = tracker(worker_count=10, worker_count_max=20)
+    for index in range(10):
+        take(steps, f"w{index}")
+    with pytest.raises(SeatsTakenError) as caught:
+        take(steps, "w10")
+    message = str(caught.value)
+    assert "worker_count=10" in message
+    assert "'w0', 'w1'" in message
+    assert "and 2 more" in message
+    assert "'w10' would be one more" in message
+    assert take(steps, "w3") is take(steps, "w3")
+
+
+def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> None:
+    steps = tracker(worker_count=0, worker_count_max=2)
+    for number in range(5):
+        know(steps, f"reader-{number}")
+    for worker_id in ("w0", "w1"):
+        assert take(steps, worker_id).worker_id == worker_id
+    with pytest.raises(LimitError, match="worker_count_max=2: 'w2'"):
+        take(steps, "w2")
+    assert take(steps, "w0").worker_id == "w0"
+
+
+def test_a_step_that_closed_without_a_worker_is_refused() -> None:
+    """Versions come back from files; a worker that comes later joins where they are."""
+    steps = tracker(chunk_count=2)
+    steps.records = [ChunkRecord(version=3), ChunkRecord(version=4)]
+    seat = take(steps, "w0")
+    for chunk, version in enumerate((3, 4)):
+        for step in range(version):
+            with pytest.raises(StepOrderError, match=f"closed without it: expected step {version}"):
+                steps.decide(seat, chunk, step)
+        assert steps.decide(seat, chunk, version) is Decision.COUNT
+    assert steps.next_step("w0") == steps.next_step("w1") == 3
+
+
+def test_next_step_after_a_part_of_a_step_is_that_step() -> None:
+    steps = tracker(chunk_count=3, worker_count=1)
+    seat = take(steps, "w0")
+    for step, chunks in ((0, (0, 1, 2)), (1, (0, 2))):
+        for chunk in chunks:
+            give(steps, seat, step, chunk)
+    assert steps.next_step("w0") == 1
+    assert [steps.decide(seat, chunk, 1) for chunk in range(3)] == [
+        Decision.DUPLICATE,
+        Decision.COUNT,
+        Decision.DUPLICATE,
+    ]
+    give(steps, seat, 1, 1)
+    assert steps.next_step("w0") == 2
+
+
+def test_a_newcomer_joins_the_oldest_open_step() -> None:
+    steps = tracker(chunk_count=2, worker_count=2)
+    first = take(steps, "w0")
+    give(steps, first, 0, 0)
+    assert steps.next_step("w1") == 0
+    assert steps.next_step("w0") == 0
+    second = take(steps, "w1")
+    give(steps, second, 0, 0)
+    assert (steps.version_min(), steps.version_max()) == (0, 1)
+    assert steps.next_step("w1") == 0
+
+
+def test_missing_workers_are_named_or_counted() -> None:
+    steps = tracker(chunk_count=2, worker_count=4)
+    assert steps.missing(0) == ([], 4)
+    know(steps, "idle")
+    give(steps, take(steps, "w0"), 0, 0)
+    assert steps.missing(0, 0) == (["idle"], 2)
+    assert steps.missing(0, 1) == (["w0", "idle"], 2)
+    assert steps.missing(0) == (["w0", "idle"], 2)
+    assert steps.contributed(0, 0) == ["w0"]
+    assert steps.contributed(0) == []
+
+
+def test_a_worker_that_only_looks_on_is_not_missed_when_all_seats_are_taken() -> None:
+    steps = tracker(worker_count=2)
+    know(steps, "onlooker")
+    give(steps, take(steps, "w0"), 0)
+    take(steps, "w1")
+    assert steps.missing(0) == (["w1"], 0)
+
+
+def test_an_empty_slice_has_a_ledger_too() -> None:
+    steps = tracker(chunk_count=0, worker_count=2)
+    know(steps, "w0")
+    assert (steps.version_min(), steps.version_max(), steps.next_step("w0")) == (0, 0, 0)
+    assert steps.missing(0) == (["w0"], 1)
+
+
+def test_a_seat_in_an_empty_slice_has_contributed_all_that_there_is() -> None:
+    steps = tracker(chunk_count=0, worker_count=2)
+    take(steps, "w0")
+    assert steps.next_step("w0") == 0
+    assert steps.contributed(0) == ["w0"]
+    assert steps.missing(0) == ([], 1)
+
+
+def test_another_gradient_in_place_of_one_that_counted_is_refused() -> None:
+    steps = tracker(chunk_count=2, worker_count=1)
+    seat = take(steps, "w0")
+    for step in range(2):
+        steps.record(seat, 0, step, steps.following(0, 1), 10 + step)
+    assert steps.decide(seat, 0, 1, 11) is Decision.DUPLICATE
+    assert steps.decide(seat, 0, 0, 99) is Decision.DUPLICATE  # only the last one's is known
+    assert steps.decide(seat, 0, 1) is Decision.DUPLICATE
+    with pytest.raises(StepOrderError, match="step 1 of chunk 0 again, and its") as caught:
+        steps.decide(seat, 0, 1, 12)
+    assert "0x0000000c, counted 0x0000000b" in caught.value.message
+    seat.give_to(session_of("w0", life=1))
+    assert steps.decide(seat, 0, 1, 12) is Decision.DUPLICATE

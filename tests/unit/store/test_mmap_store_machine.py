@@ -1,0 +1,352 @@
+"""Goal: any order of calls, kills and restarts leaves a shard on files where plain Python says.
+
+Method: a hypothesis state machine drives a Shard on a MmapStore; a kill is an image of its files
+after some write of a call (harness/stories/images.py), with which it goes on. Oracle: a dict of
+integers in float64; values and rates are such that float32 is exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from harness.data.sessions import applicant, session_of
+from harness.stories import parameter as story
+from harness.stories.crash import SameMachine
+from harness.stories.images import Image, image_of, restore
+from harness.stories.parameter import CONFIG, contribute, short_blocks
+from shardwell import SGD, ParameterSpec
+from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
+from shardwell_server.config import Limits
+from shardwell_server.shard.shard import Shard
+from shardwell_server.store.mmap.store import MmapStore
+
+NAMES = ["first", "second"]
+WORKERS = ["w0", "w1", "w2", "w3"]
+PLACE_COUNT = 3
+"""There are no more workers at once."""
+SHARD_CONFIG = dataclasses.replace(CONFIG, limits=Limits(worker_count_max=PLACE_COUNT))
+CHUNK_ELEMENT_COUNT = 16
+RATES = [1.0, 0.5, 2.0]
+
+
+class Model:
+    """One parameter in plain Python. Weights are float64 lists, one a chunk."""
+
+    def __init__(self, size: int, worker_count: int) -> None:
+        self.worker_count = worker_count
+        self.size = size
+        self.sizes = [
+            min(CHUNK_ELEMENT_COUNT, size - start) for start in range(0, size, CHUNK_ELEMENT_COUNT)
+        ]
+        self.is_standing = False
+        self.weights: list[np.ndarray] = []
+        self.seats: list[str] = []
+        self.versions = [0] * len(self.sizes)
+        self.open_step: list[dict[str, float]] = [{} for _ in self.sizes]
+        self.last: dict[str, list[int]] = {}
+        self.tenures: dict[str, int] = {}
+        self.ended: list[str] = []
+        self.rates: dict[int, float] = {0: 1.0}
+
+    def rate(self, version: int) -> float:
+        return self.rates[max(step for step in self.rates if step <= version)]
+
+    def next_step(self, worker: str, chunk: int) -> int:
+        following = self.last[worker][chunk] + 1
+        return max(following, self.versions[chunk]) if self.worker_count else following
+
+    def takes(self, worker: str, chunk: int) -> bool:
+        """Whether a worker's next gradient is counted at once."""
+        return not self.worker_count or self.next_step(worker, chunk) == self.versions[chunk]
+
+    def count(self, worker: str, chunk: int, value: float) -> None:
+        self.last[worker][chunk] = self.next_step(worker, chunk)
+        self.open_step[chunk][worker] = value
+        if len(self.open_step[chunk]) >= max(self.worker_count, 1):
+            mean = sum(self.open_step[chunk].values()) / len(self.open_step[chunk])
+            self.weights[chunk] = self.weights[chunk] - self.rate(self.versions[chunk]) * mean
+            self.versions[chunk] += 1
+            self.open_step[chunk] = {}
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Every rule is a call that is answered; `kill` decides after which of its writes it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = contextlib.ExitStack()
+        self.open.enter_context(short_blocks())
+        self.path = Path(tempfile.mkdtemp(prefix="shardwell-machine-"))
+        self.open.callback(shutil.rmtree, self.path)
+        self.models: dict[str, Model] = {}
+        self.images: list[Image] | None = None
+        self.tenures = itertools.count(1)
+        self.over: list[tuple[str, str, int]] = []
+        """Parameter, worker and tenure of those that are over."""
+        self.start()
+
+    def teardown(self) -> None:
+        self.open.close()
+
+    def start(self) -> None:
+        """A new process: nothing is left of the old one but its files."""
+        self.shard = Shard(
+            SHARD_CONFIG, MmapStore(self.path, boot=SameMachine(self.path), reached=self.reached)
+        )
+
+    def reached(self, point: str) -> None:
+        if self.images is not None:
+            self.images.append(image_of(self.path))
+
+    def call(self, make: Callable[[], object], kill: float | None) -> None:
+        """Makes a call; killed at one of its writes, the shard comes back and it is sent again."""
+        if kill is None:
+            make()
+            return
+        self.images = []
+        make()
+        images, self.images = self.images, None
+        if images:
+            restore(images[int(kill * len(images))], self.path)
+            self.start()
+            make()
+
+    @initialize(worker_count=st.sampled_from([0, 0, 1, 2, 3]), seats=st.integers(0, 3))
+    def begin(self, worker_count: int, seats: int) -> None:
+        """One that contributions are taken for, so that few sequences come to nothing."""
+        self.create(NAMES[0], 37, worker_count, None)
+        self.set_first_weights(NAMES[0], 0, None)
+        for worker in WORKERS[:seats]:
+            self.take_seat(NAMES[0], worker, False, None)
+
+    kills = st.none() | st.floats(0, 1, exclude_max=True)
+    names = st.sampled_from(NAMES)
+    workers = st.sampled_from(WORKERS)
+
+    @rule(name=names, size=st.sampled_from([1, 16, 37]), worker_count=st.integers(0, 3), kill=kills)
+    def create(self, name: str, size: int, worker_count: int, kill: float | None) -> None:
+        if name in self.models:
+            return
+        spec = ParameterSpec(
+            name=name,
+            size=size,
+            optimizer=SGD(learning_rate=1.0),
+            worker_count=worker_count,
+            mode="sync" if worker_count else "async",
+            codec="fp32",
+        )
+        self.call(lambda: self.shard.parameters.open(spec), kill)
+        self.models[name] = Model(size, worker_count)
+
+    @precondition(lambda self: any(not model.is_standing for model in self.models.values()))
+    @rule(name=names, value=st.integers(-9, 9), kill=kills)
+    def set_first_weights(self, name: str, value: int, kill: float | None) -> None:
+        model = self.models.get(name)
+        if model is None or model.is_standing:
+            return
+        values = np.arange(model.size) + value
+        self.call(
+            lambda: story.initialize(
+                self.shard.parameters.get(name), "w0", values.astype(np.float32)
+            ),
+            kill,
+        )
+        model.is_standing = True
+        starts = range(0, model.size, CHUNK_ELEMENT_COUNT)
+        model.weights = [values[start : start + CHUNK_ELEMENT_COUNT] for start in starts]
+
+    def standing(self, name: str) -> Model | None:
+        model = self.models.get(name)
+        return model if model is not None and model.is_standing else None
+
+    @rule(name=names, worker=workers, anew=st.booleans(), kill=kills)
+    def take_seat(self, name: str, worker: str, anew: bool, kill: float | None) -> None:
+        model = self.standing(name)
+        if model is None:
+            return
+
+        tenure = next(self.tenures)
+        anew = anew and not model.worker_count
+
+        def join() -> None:
+            asks = applicant(worker, 0, tenure, begins_anew=anew)
+            self.shard.parameters.get(name).join(worker, seat_for=asks)
+
+        if worker not in model.seats:
+            if model.worker_count and len(model.seats) == model.worker_count:
+                with pytest.raises(SeatsTakenError):
+                    join()
+                return
+            if len(model.seats) < PLACE_COUNT:
+                model.seats.append(worker)
+            elif model.ended:
+                model.seats[model.seats.index(model.ended[0])] = worker
+                self.over.append((name, model.ended[0], model.tenures.pop(model.ended.pop(0))))
+            else:
+                with pytest.raises(LimitError, match="worker_count_max"):
+                    join()
+                return
+        elif anew:
+            self.over.append((name, worker, model.tenures.pop(worker)))
+        if worker not in model.tenures:
+            model.last[worker] = [-1] * len(model.sizes)
+            model.tenures[worker] = 0 if model.worker_count else tenure
+        if worker in model.ended:
+            model.ended.remove(worker)
+        self.call(join, kill)
+
+    @rule(worker=workers, kill=kills)
+    def end_session(self, worker: str, kill: float | None) -> None:
+        """In order, for all parameters."""
+        self.call(lambda: self.shard.end_session(session_of(worker).number), kill)
+        for model in self.models.values():
+            if worker in model.seats and worker not in model.ended:
+                model.ended.append(worker)
+
+    @rule(name=names, leaver=workers, comer=workers, value=st.integers(-3, 3), kill=kills)
+    def pass_on(self, name: str, leaver: str, comer: str, value: int, kill: float | None) -> None:
+        """All places are taken, one is given to another worker, and everybody contributes."""
+        model = self.standing(name)
+        if model is not None and not model.worker_count:
+            for worker in WORKERS[:PLACE_COUNT]:
+                self.take_seat(name, worker, False, None)
+            self.end_session(leaver, None)
+            self.take_seat(name, comer, False, kill)
+            self.contribute_all(name, value, kill)
+            self.come_back()
+
+    @precondition(lambda self: self.over)
+    @rule(data=st.data(), chunk=st.integers(0, 2), step=st.integers(0, 3))
+    def come_late(self, data: st.DataObject, chunk: int, step: int) -> None:
+        """A gradient of a tenure that is over, counted or not, counts nothing."""
+        name, worker, tenure = data.draw(st.sampled_from(self.over))
+        model = self.models[name]
+        if chunk < len(model.sizes):
+            made, zeros = self.shard.parameters.get(name), np.zeros(model.sizes[chunk], np.float32)
+            with pytest.raises(StepOrderError, match="given to a newcomer"):
+                contribute(made, worker, chunk, step, zeros, tenure=tenure)
+
+    @precondition(lambda self: any(model.seats for model in self.models.values()))
+    @rule(data=st.data(), value=st.integers(-3, 3), kill=kills)
+    def contribute(self, data: st.DataObject, value: int, kill: float | None) -> None:
+        """The next gradient of one worker for one chunk that need not wait for others."""
+        open_ones = [
+            (name, worker, chunk)
+            for name, model in self.models.items()
+            for worker in model.seats
+            if worker not in model.ended
+            for chunk in range(len(model.sizes))
+            if model.takes(worker, chunk)
+        ]
+        if open_ones:
+            self.send(*data.draw(st.sampled_from(open_ones)), value, kill)
+
+    @rule(name=names, value=st.integers(-3, 3), kill=kills)
+    def contribute_all(self, name: str, value: int, kill: float | None) -> None:
+        """What closes the open steps; the kill is at the end of the last one."""
+        model = self.standing(name)
+        for chunk in range(len(model.sizes) if model else 0):
+            for worker in model.seats:
+                if worker not in model.ended and model.takes(worker, chunk):
+                    is_last = chunk == len(model.sizes) - 1 and worker == model.seats[-1]
+                    self.send(name, worker, chunk, value, kill if is_last else None)
+
+    def send(self, name: str, worker: str, chunk: int, value: int, kill: float | None) -> None:
+        """One gradient; multiples of 6, so that means of 1 to 3 are integers."""
+        model = self.models[name]
+        step = model.next_step(worker, chunk)
+        gradient = np.full(model.sizes[chunk], 6 * value, np.float32)
+
+        def make() -> bool:
+            made = self.shard.parameters.get(name)
+            tenure = model.tenures[worker]
+            return contribute(made, worker, chunk, step, gradient, tenure=tenure)
+
+        self.call(make, kill)
+        model.count(worker, chunk, 6 * value)
+        assert not make()
+
+    @rule(name=names, worker=workers, chunk=st.integers(0, 2), back=st.integers(0, 3))
+    def repeat(self, name: str, worker: str, chunk: int, back: int) -> None:
+        """What was answered once is a duplicate for ever; what was skipped is refused.
+
+        So is the last gradient with other values, unless the shard was started again since.
+        """
+        model = self.standing(name)
+        if model is None or worker not in model.seats or chunk >= len(model.sizes):
+            return
+        if worker in model.ended:
+            return
+        last, tenure = model.last[worker][chunk], model.tenures[worker]
+        made, zeros = self.shard.parameters.get(name), np.zeros(model.sizes[chunk], np.float32)
+        if last >= back:
+            refused = ""
+            try:
+                assert not contribute(made, worker, chunk, last - back, zeros, tenure=tenure)
+            except StepOrderError as error:
+                refused = error.message
+            assert not refused or (not back and "another than was counted" in refused)
+        skipped = max(last + 1, model.versions[chunk]) + 2 + back
+        with pytest.raises(StepOrderError):
+            contribute(made, worker, chunk, skipped, zeros, tenure=tenure)
+
+    @rule(name=names, rate=st.sampled_from(RATES), ahead=st.integers(0, 3), kill=kills)
+    def set_learning_rate(self, name: str, rate: float, ahead: int, kill: float | None) -> None:
+        model = self.standing(name)
+        if model is None:
+            return
+        from_step = max(model.versions) + ahead
+        self.call(
+            lambda: self.shard.parameters.get(name).change_learning_rate(from_step, rate), kill
+        )
+        kept = {step: old for step, old in model.rates.items() if step < from_step}
+        model.rates = {**kept, from_step: rate}
+
+    @rule()
+    def come_back(self) -> None:
+        """Killed while nothing is under way."""
+        self.start()
+
+    @invariant()
+    def all_is_as_in_the_model(self) -> None:
+        found = {made.spec.name: made for made in self.shard.parameters.all()}
+        assert sorted(found) == sorted(self.models)
+        for name, model in self.models.items():
+            made = found[name]
+            assert made._register.is_standing == model.is_standing
+            seats = made._tracker.seats
+            assert [(seat.worker_id, seat.tenure.number) for seat in seats] == [
+                (worker, model.tenures[worker]) for worker in model.seats
+            ]
+            assert set(made._tracker.done_worker_ids) == set(model.ended)
+            for index in range(len(model.sizes)):
+                made.verify(index)
+                record, state = made._tracker.records[index], made._chunks[index].state
+                assert record.version == model.versions[index]
+                assert record.contribution_count == len(model.open_step[index])
+                marks = [seat.last_step[index] for seat in made._tracker._seats.values()]
+                assert marks == [model.last[worker][index] for worker in model.seats]
+                if model.is_standing:
+                    np.testing.assert_array_equal(state.weights, model.weights[index])
+                    rate = made._register.learning_rate(record.version)
+                    assert rate == model.rate(record.version)
+                if model.open_step[index]:
+                    total = state.gradient_sum * np.float64(record.total_factor)
+                    expected = sum(model.open_step[index].values())
+                    np.testing.assert_array_equal(total * 2.0**record.shift, expected)
+
+
+StoreMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestMmapStore = StoreMachine.TestCase

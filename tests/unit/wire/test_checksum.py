@@ -1,0 +1,196 @@
+"""Goal: a CRC covers all that types.proto says, so two sides that differ in anything disagree.
+
+Method: contexts and fields are computed from the table in types.proto by other code, and each value
+is changed alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.wire_client import crc as wire_crc
+from harness.wire_client.table import table_spec
+from harness.wire_client.worker import sgd, spec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import peer_pb2, table_pb2, types_pb2
+from shardwell.wire import checksum
+
+LARGE = 2**64 - 1
+PAYLOAD = np.frombuffer(b"payload", np.uint8)
+CHUNK = types_pb2.Chunk(
+    chunk_index=7, element_offset=LARGE, element_count=2**32 - 1, scale_exponent=-126, lz4=True
+)
+ROWS = table_pb2.Rows(row_count=2**32 - 1, scale_exponent=-1, lz4=True)
+CALL = peer_pb2.CollectiveCall(
+    call_index=3,
+    operation=peer_pb2.OPERATION_ALL_REDUCE,
+    reduction=peer_pb2.REDUCTION_MEAN,
+    codec=types_pb2.CODEC_FP16,
+    element_count=2**40,
+    root=1,
+)
+OPENING = pb.InitWeightsRequest(
+    open=types_pb2.StreamOpen(parameter="p"),
+    epoch=LARGE,
+    version=4,
+    learning_rate=0.5,
+    load_id=LARGE - 1,
+)
+LOADING = table_pb2.LoadRowsRequest(
+    open=table_pb2.TableOpen(table="t", incarnation=9), version=4, load_id=LARGE
+)
+IDS = np.array([-1, 2**62], np.int64)
+
+GRADIENT = types_pb2.GradientChunk(
+    chunk=CHUNK, step=LARGE, sample_count=5, wait_timeout_ms=6, end_of_step=True
+)
+ROW_GRADIENTS = table_pb2.RowGradients(
+    rows=ROWS,
+    step=1,
+    part_index=2,
+    end_of_step=True,
+    sample_count=3,
+    wait_timeout_ms=4,
+    abandons=True,
+)
+FETCH = table_pb2.RowsFetch(rows=ROWS, min_version=8, wait_timeout_ms=9)
+SNAPSHOT = pb.SnapshotResponse(chunk=CHUNK, version=3, array_index=2, learning_rate=1e-300)
+SCAN = table_pb2.ScanRowsResponse(rows=ROWS, version=3, learning_rate=-0.0)
+
+# Of each kind: what the shard and the SDK compute, the message, and its context by the .proto.
+KINDS: dict[str, tuple[Callable[[], int], Any, tuple[Any, ...]]] = {
+    "gradient": (
+        lambda: checksum.gradient(checksum.gradient_context("p", "wörker"), GRADIENT),
+        pb.PutGradientRequest(gradient=GRADIENT),
+        (1, "p", "wörker"),
+    ),
+    "weights": (
+        lambda: checksum.weights(checksum.weights_context("p"), LARGE),
+        pb.ExchangeResponse(chunk=CHUNK, version=LARGE),
+        (2, "p"),
+    ),
+    "first weights": (
+        lambda: checksum.first_weights(checksum.first_weights_context(OPENING), 2),
+        pb.InitWeightsRequest(chunk=CHUNK, array_index=2),
+        (3, "p", LARGE, 4, 1, 0.5, LARGE - 1),
+    ),
+    "snapshot": (
+        lambda: checksum.snapshot(checksum.snapshot_context("p"), SNAPSHOT),
+        SNAPSHOT,
+        (4, "p"),
+    ),
+    "row gradients": (
+        lambda: checksum.row_gradients(checksum.row_gradients_context("t", "w"), ROW_GRADIENTS),
+        table_pb2.ExchangeRowsRequest(gradient=ROW_GRADIENTS),
+        (5, "t", "w"),
+    ),
+    "fetch": (
+        lambda: checksum.rows_fetch(checksum.rows_fetch_context("t"), FETCH),
+        table_pb2.ExchangeRowsRequest(fetch=FETCH),
+        (6, "t"),
+    ),
+    "answer": (
+        lambda: checksum.rows_answer(checksum.rows_answer_context("t"), IDS, 5),
+        table_pb2.ExchangeRowsResponse(rows=ROWS, version=5),
+        (7, "t", IDS.astype("<i8").tobytes()),
+    ),
+    "scan": (
+        lambda: checksum.rows_scan(checksum.rows_scan_context("t", 3), SCAN),
+        SCAN,
+        (8, "t", 3),
+    ),
+    "load": (
+        lambda: checksum.rows_load(checksum.rows_load_context(LOADING), finish=True),
+        table_pb2.LoadRowsRequest(rows=ROWS, finish=True),
+        (9, "t", 9, 4, 0, 0, LARGE),
+    ),
+    "peer's chunk": (
+        lambda: checksum.peer_chunk(checksum.peer_context("g", 12, CALL, [0, 2], [5, 6]), 2),
+        peer_pb2.ReceiveChunksResponse(chunk=CHUNK, stage=peer_pb2.STAGE_FINAL),
+        (10, "g", 12, 3, 1, 2, 2, 2**40, 1, 2, 0, 5, 2, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_what_the_proto_says(kind: str) -> None:
+    start, message, context = KINDS[kind]
+    head = wire_crc.head_of(message)
+    of = checksum.of_chunk if isinstance(head, types_pb2.Chunk) else checksum.of_rows
+    message.payload = PAYLOAD.tobytes()
+    assert of(start(), head, PAYLOAD) == wire_crc.crc_of(message, *context)
+
+
+def test_no_two_kinds_are_alike() -> None:
+    starts = [start() for start, _, _ in KINDS.values()]
+    assert len(set(starts)) == len(starts)
+
+
+def test_whatever_ranks_differ_in_their_chunks_do_not_fit() -> None:
+    def changed(**fields: Any) -> peer_pb2.CollectiveCall:
+        call = peer_pb2.CollectiveCall()
+        call.CopyFrom(CALL)
+        for name, value in fields.items():
+            setattr(call, name, value)
+        return call
+
+    calls = [
+        changed(),
+        changed(call_index=4),
+        changed(operation=peer_pb2.OPERATION_REDUCE),
+        changed(reduction=peer_pb2.REDUCTION_SUM),
+        changed(codec=types_pb2.CODEC_BF16),
+        changed(element_count=1),
+        changed(root=0),
+    ]
+    found = [checksum.peer_context("g", 1, call, [0, 1, 2], [5, 6, 7]) for call in calls]
+    for group, generation, ranks, counts in (
+        ("h", 1, [0, 1, 2], [5, 6, 7]),
+        ("g", 2, [0, 1, 2], [5, 6, 7]),
+        ("g", 1, [0, 1, 3], [5, 6, 7]),
+        ("g", 1, [0, 1], [5, 6]),
+        ("g", 1, [0, 1, 2], [5, 6, 3]),
+    ):
+        found.append(checksum.peer_context(group, generation, CALL, ranks, counts))
+    assert len(set(found)) == len(found)
+
+
+def test_names_do_not_run_into_one_another() -> None:
+    names = ["a", "ab", "abc", "b", "bc", "c", ""]
+    pairs = list(itertools.product(names, names))
+    assert len({checksum.gradient_context(*pair) for pair in pairs}) == len(pairs)
+
+
+REQUESTS = [
+    pb.SetLearningRateRequest(parameter="wörter", learning_rate=0.1, from_step=0),
+    pb.SetLearningRateRequest(parameter="wörter", learning_rate=0.1),
+    pb.ConfirmInitRequest(shard=types_pb2.ShardIdentity(shard_index=1), epoch=LARGE),
+    pb.ClaimInitRequest(parameter="p", worker_id="w", wait_timeout_ms=3, above_epoch=2**62),
+    table_pb2.EvictRowsRequest(table="t", older_than_step=LARGE),
+    table_pb2.SetTableLearningRateRequest(table="t", learning_rate=-0.0, from_step=2),
+    pb.CreateParameterRequest(spec=spec("p", 6, optimizer=sgd(0.5)), session=LARGE),
+    pb.CreateParameterRequest(spec=spec("p", 6, optimizer=sgd(0.25)), session=LARGE),
+    table_pb2.OpenTableRequest(spec=table_spec("t", 9, 2), worker_id="w"),
+    table_pb2.OpenTableRequest(spec=table_spec("t", None, 2), worker_id="w"),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: each.DESCRIPTOR.name)
+def test_a_request_without_a_payload_is_what_the_proto_says(request_: Any) -> None:
+    found = checksum.of_request(request_)
+    assert found == wire_crc.of_request(request_)
+    changed = type(request_)()
+    changed.CopyFrom(request_)
+    changed.crc32c = 5
+    assert checksum.of_request(changed) == found
+    changed.shard.shard_count += 1
+    assert checksum.of_request(changed) != found
+
+
+def test_requests_that_differ_in_presence_alone_differ() -> None:
+    assert len({checksum.of_request(each) for each in REQUESTS}) == len(REQUESTS)
