@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwell.checkpoint.slice_file import file_error
+from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.rpc.asking import ask_all
 

@@ -11,7 +11,6 @@ checkpoint has it, too; while a Parquet file is made, the sorted rows instead.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +21,12 @@ import numpy as np
 from shardwell.checkpoint.directory import sync_directory
 from shardwell.checkpoint.format import CheckpointTable
 from shardwell.checkpoint.rows_file import RowsReader
-from shardwell.checkpoint.slice_file import file_error
+from shardwell.checkpoint.tensor_files import file_error, layout_of
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
 
 _BLOCK_ROW_COUNT = 2**16
-_HEADER_ALIGNMENT_BYTES = 64
 _NO_ROWS: Float32 = np.empty((0, 0), np.float32)
 
 
@@ -118,38 +116,22 @@ def _write_sorted(entry: CheckpointTable, directory: Path, path: Path) -> Ids:
     if (ids[1:] == ids[:-1]).any():
         twice = ids[1:][ids[1:] == ids[:-1]][0]
         raise StorageError(f"table {entry.name!r}: row id {twice} is there twice")
-    header = _header(ids.size, entry.spec.dim)
-    size_bytes = len(header) + ids.size * (8 + 4 * entry.spec.dim)
+    n, dim = ids.size, entry.spec.dim
+    tensors = {"ids": ("I64", [n]), "rows": ("F32", [n, dim])}
+    head, offsets = layout_of(tensors, {"format": "shardwell-export"})
     with path.open("xb+") as file:
         # Written through a mapping, where a full disk would end the process.
-        os.posix_fallocate(file.fileno(), 0, size_bytes)
-        file.write(header)
+        os.posix_fallocate(file.fileno(), 0, offsets["rows"] + 4 * n * dim)
+        file.write(head)
         file.write(ids.astype("<i8", copy=False).data)
         file.flush()
-        if ids.size:
-            offset, shape = len(header) + 8 * ids.size, (ids.size, entry.spec.dim)
-            rows = np.memmap(path, "<f4", "r+", offset, shape)
+        if n:
+            rows = np.memmap(path, "<f4", "r+", offsets["rows"], (n, dim))
             for some_ids, values in _blocks(entry, directory, with_rows=True):
                 rows[np.searchsorted(ids, some_ids)] = values
             rows.flush()
         os.fsync(file.fileno())
     return ids
-
-
-def _header(row_count: int, dim: int) -> bytes:
-    ids_end = 8 * row_count
-    entries = {
-        "__metadata__": {"format": "shardwell-export"},
-        "ids": {"dtype": "I64", "shape": [row_count], "data_offsets": [0, ids_end]},
-        "rows": {
-            "dtype": "F32",
-            "shape": [row_count, dim],
-            "data_offsets": [ids_end, ids_end + 4 * row_count * dim],
-        },
-    }
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-(8 + len(header)) % _HEADER_ALIGNMENT_BYTES)
-    return len(header).to_bytes(8, "little") + header
 
 
 def _blocks(

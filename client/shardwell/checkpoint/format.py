@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwell.checkpoint.rows_file import RowsReader, tensor_names
-from shardwell.checkpoint.slice_file import WEIGHTS_NAME, SliceReader, crc_of, file_error
+from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, SliceReader, crc_of, file_error
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec

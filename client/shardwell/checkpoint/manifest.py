@@ -42,7 +42,7 @@ from shardwell.checkpoint.format import (
     RowsFile,
     SliceFile,
 )
-from shardwell.checkpoint.slice_file import file_error
+from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.arguments import check_integer
 from shardwell.specs.names import check_name

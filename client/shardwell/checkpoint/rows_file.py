@@ -11,22 +11,14 @@ A file is written whole, from memory; a shard has as many as it needs.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from fastcrc import crc32
-
-from shardwell.checkpoint.slice_file import WEIGHTS_NAME, TensorsReader, file_error
+from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, Tensors, TensorsReader, TensorsWriter
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
 from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState
-
-_HEADER_ALIGNMENT_BYTES = 8
 
 
 def tensor_names(spec: TableSpec) -> tuple[str, ...]:
@@ -34,7 +26,7 @@ def tensor_names(spec: TableSpec) -> tuple[str, ...]:
     return ("ids", WEIGHTS_NAME, *spec.optimizer.slot_names, "update_counts", "last_steps")
 
 
-def _tensors(spec: TableSpec, row_count: int) -> dict[str, tuple[str, list[int]]]:
+def _tensors(spec: TableSpec, row_count: int) -> Tensors:
     """Type and shape of each."""
     whole, n = ("I64", [row_count]), row_count
     values = [("F32", [n, width]) for width in (spec.dim, *spec.slot_widths)]
@@ -49,32 +41,13 @@ def write_rows(path: Path, spec: TableSpec, states: Sequence[RowState]) -> tuple
     """
     row_count = sum(state.ids.size for state in states)
     metadata = {"format": "shardwell-rows", "table": spec.name, "dim": str(spec.dim)}
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    start = 0
-    for name, (dtype, shape) in _tensors(spec, row_count).items():
-        stop = start + int(np.prod(shape)) * (8 if dtype == "I64" else 4)
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
-        start = stop
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % _HEADER_ALIGNMENT_BYTES)
-    head = len(header).to_bytes(8, "little") + header
-    crc = crc32.iscsi(head)
-    try:
-        with path.open("xb") as file:
-            file.write(head)
-            for arrays in zip(*(state.arrays for state in states), strict=True):
-                for array in arrays:
-                    values = np.ascontiguousarray(array).astype(
-                        array.dtype.newbyteorder("<"), copy=False
-                    )
-                    view = values.reshape(-1).view(np.uint8).data
-                    crc = crc32.iscsi(view, crc)
-                    file.write(view)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise file_error(path, error, "writing it") from None
-    return len(head) + start, crc
+    with TensorsWriter(path, _tensors(spec, row_count), metadata) as writer:
+        for number, name in enumerate(tensor_names(spec)):
+            start = 0
+            for state in states:
+                writer.put(name, start, state.arrays[number])
+                start += state.ids.size
+        return writer.finish()
 
 
 class RowsReader(TensorsReader):

@@ -17,8 +17,8 @@ from shardwell.checkpoint.directory import whole_directory
 from shardwell.checkpoint.export import TableExport
 from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, load_id_of
 from shardwell.checkpoint.manifest import inspect_checkpoint, write_manifest
-from shardwell.checkpoint.slice_file import SliceReader
 from shardwell.checkpoint.table_saving import TableCheckpointing
+from shardwell.checkpoint.tensor_files import SliceReader
 from shardwell.errors import (
     ArgumentError,
     DivergedError,

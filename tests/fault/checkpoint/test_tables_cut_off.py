@@ -176,7 +176,7 @@ def test_a_full_disk_of_whoever_saves(cluster, connect, tmp_path, monkeypatch) -
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardwell.checkpoint.rows_file.os.fsync", full)
+        patch.setattr("shardwell.checkpoint.tensor_files.os.fsync", full)
         with pytest.raises(shardwell.StorageError, match="No space left on device"):
             client.save_checkpoint(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []

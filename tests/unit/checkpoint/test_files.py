@@ -26,7 +26,7 @@ from harness.data.manifests import MANIFEST, change_manifest
 from shardwell.checkpoint.directory import whole_directory
 from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, SliceFile, slice_path
 from shardwell.checkpoint.manifest import write_manifest
-from shardwell.checkpoint.slice_file import SliceReader, SliceWriter
+from shardwell.checkpoint.tensor_files import SliceReader, SliceWriter
 from shardwell.errors import ArgumentError, DeadlineError, StorageError
 from shardwell.numerics.update_rules import UpdateRule
 from shardwell.placement.slices import slice_of

@@ -1,19 +1,22 @@
-"""A slice of a parameter in a safetensors file: weights and optimizer state, as float32.
+"""Tensors in a safetensors file: how each file of a checkpoint, and an export, is laid out.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes with the length of a JSON header,
 the header, then the tensors one after another, little-endian. It is written here, because tensors
-must go to the file piece by piece, in no order; it is read by the package `safetensors`.
+must go to the file piece by piece, in no order, and a table's rows from pieces without a copy of
+the whole; it is read by the package `safetensors`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from fastcrc import crc32
 from safetensors import SafetensorError, safe_open
 
@@ -22,10 +25,13 @@ from shardwell.numerics.codec import Float32
 from shardwell.process.closeable import Closing
 
 WEIGHTS_NAME = "weights"
-"""The first tensor of a file; the others are the optimizer's `slot_names`."""
+"""The first tensor of a slice's file; the others are the optimizer's `slot_names`."""
+Tensors: TypeAlias = Mapping[str, tuple[str, list[int]]]
+"""Type, F32 or I64, and shape of each by name, in the order of the file."""
 _open: Any = safe_open
+_TYPES: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
 _BLOCK_SIZE_BYTES = 2**20
-_HEADER_ALIGNMENT_BYTES = 8
+_DATA_ALIGNMENT_BYTES = 64
 
 
 def file_error(path: Path, error: OSError, doing: str) -> StorageError:
@@ -51,49 +57,55 @@ def crc_of(path: Path) -> int:
     return crc
 
 
-class SliceWriter(Closing):
+def layout_of(tensors: Tensors, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """What a file begins with, and where in the file each tensor is."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    stop = 0
+    for name, (kind, shape) in tensors.items():
+        start, stop = stop, stop + math.prod(shape) * _TYPES[kind].itemsize
+        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, stop]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % _DATA_ALIGNMENT_BYTES)
+    head = len(header).to_bytes(8, "little") + header
+    return head, {name: len(head) + entries[name]["data_offsets"][0] for name in tensors}
+
+
+class TensorsWriter(Closing):
     """A new file under construction. A context manager that closes it.
 
     Args:
         path: Where; nothing may be there.
-        names: Of the tensors.
-        size: Elements of each.
+        tensors: What it is to have.
         metadata: What the header says besides.
 
     Raises:
         StorageError: it can't be made or written to.
     """
 
-    def __init__(
-        self, path: Path, names: Sequence[str], size: int, metadata: Mapping[str, str]
-    ) -> None:
+    def __init__(self, path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
         self._path = path
-        self._size_bytes = 4 * size
-        entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-        for index, name in enumerate(names):
-            start = index * self._size_bytes
-            entries[name] = {
-                "dtype": "F32",
-                "shape": [size],
-                "data_offsets": [start, start + self._size_bytes],
-            }
-        header = json.dumps(entries, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % _HEADER_ALIGNMENT_BYTES)
-        self._data_offset = 8 + len(header)
+        self._tensors = tensors
+        self._crc = 0
+        """Of all that was written, as long as that was in the order of the file."""
+        self._in_order = True
+        self._stop = 0
+        head, self._offsets = layout_of(tensors, metadata)
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise file_error(path, error, "making it") from None
         try:
-            self._write(len(header).to_bytes(8, "little") + header, 0)
+            self._write(head, 0)
         except BaseException:
             self.close()
             raise
 
-    def write(self, array_index: int, start: int, values: Float32) -> None:
-        """Puts values where they belong, from element `start` of a tensor on."""
-        offset = self._data_offset + array_index * self._size_bytes + 4 * start
-        self._write(values.astype("<f4", copy=False).view(np.uint8).data, offset)
+    def put(self, name: str, start: int, values: npt.NDArray[Any]) -> None:
+        """Puts elements, or rows, where they belong, from number `start` of a tensor on."""
+        kind, shape = self._tensors[name]
+        plain = np.ascontiguousarray(values, _TYPES[kind]).reshape(-1)
+        offset = start * math.prod(shape[1:]) * plain.itemsize
+        self._write(plain.view(np.uint8).data, self._offsets[name] + offset)
 
     def finish(self) -> tuple[int, int]:
         """Brings all of it to the disk; returns the file's bytes and their CRC32C."""
@@ -101,7 +113,9 @@ class SliceWriter(Closing):
             os.fsync(self._file)
         except OSError as error:
             raise file_error(self._path, error, "writing it") from None
-        return os.fstat(self._file).st_size, crc_of(self._path)
+        size = os.fstat(self._file).st_size
+        is_whole = self._in_order and self._stop == size
+        return size, self._crc if is_whole else crc_of(self._path)
 
     def close(self) -> None:
         """Closes the file."""
@@ -109,6 +123,10 @@ class SliceWriter(Closing):
 
     def _write(self, what: bytes | memoryview, offset: int) -> None:
         view = memoryview(what)
+        self._in_order = self._in_order and offset == self._stop
+        if self._in_order:
+            self._crc = crc32.iscsi(view, self._crc)
+            self._stop += len(view)
         try:
             while view:
                 count = os.pwrite(self._file, view, offset)
@@ -117,18 +135,39 @@ class SliceWriter(Closing):
             raise file_error(self._path, error, "writing it") from None
 
 
+class SliceWriter(TensorsWriter):
+    """A file of a slice of a parameter, weights and optimizer state, as float32.
+
+    Args:
+        path: See TensorsWriter.
+        names: Of the tensors.
+        size: Elements of each.
+        metadata: See TensorsWriter.
+    """
+
+    def __init__(
+        self, path: Path, names: Sequence[str], size: int, metadata: Mapping[str, str]
+    ) -> None:
+        self._names = names
+        super().__init__(path, _slice_tensors(names, size), metadata)
+
+    def write(self, array_index: int, start: int, values: Float32) -> None:
+        """Puts values where they belong, from element `start` of a tensor on."""
+        self.put(self._names[array_index], start, values)
+
+
 class TensorsReader(Closing):
     """A safetensors file to read from. A context manager that closes it.
 
     Args:
         path: The file.
-        tensors: Type and shape of each by name.
+        tensors: What it is to have.
 
     Raises:
         StorageError: it is no safetensors file, or not one with these tensors.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, list[int]]]) -> None:
+    def __init__(self, path: Path, tensors: Tensors) -> None:
         self._path = path
         try:
             self._open = _open(path, framework="numpy")
@@ -169,9 +208,13 @@ class SliceReader(TensorsReader):
 
     def __init__(self, path: Path, names: Sequence[str], size: int) -> None:
         self._names = names
-        super().__init__(path, {name: ("F32", [size]) for name in names})
+        super().__init__(path, _slice_tensors(names, size))
 
     def read(self, array_index: int, start: int, stop: int) -> Float32:
         """Elements [start, stop) of a tensor, copied."""
         values: Float32 = self.read_part(self._names[array_index], start, stop)
         return values
+
+
+def _slice_tensors(names: Sequence[str], size: int) -> Tensors:
+    return {name: ("F32", [size]) for name in names}
