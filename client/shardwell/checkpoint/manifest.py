@@ -198,8 +198,8 @@ def _checkpoint(path: Path, fields: dict[str, Any]) -> Checkpoint:
     )
 
 
-def _standing(fields: Any) -> dict[str, Any]:
-    """Where a parameter or table stands."""
+def _progress(fields: Any) -> dict[str, Any]:
+    """How far a parameter or table was trained, and with which learning rate."""
     rate = fields["learning_rate"]
     return {
         "version": check_integer("version", fields["version"], 0, STEP_MAX),
@@ -214,7 +214,7 @@ def _parameter(fields: Any) -> CheckpointParameter:
     )
     entry = CheckpointParameter(
         spec=spec,
-        **_standing(fields),
+        **_progress(fields),
         files=tuple(map(_file, _typed(fields, "files", list))),
     )
     _check_entry(entry, fields, "parameter")
@@ -228,7 +228,7 @@ def _table(fields: Any) -> CheckpointTable:
     )
     entry = CheckpointTable(
         spec=spec,
-        **_standing(fields),
+        **_progress(fields),
         files=tuple(map(_rows_file, _typed(fields, "files", list))),
     )
     _check_entry(entry, fields, "table")

@@ -26,7 +26,6 @@ from shardwell.errors import (
     SpecMismatchError,
     StepOrderError,
     UnknownParameterError,
-    WrongShardError,
 )
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.first_weights import FirstWeights
@@ -35,6 +34,7 @@ from shardwell.placement.slices import Slice
 from shardwell.rpc.asking import ask_all, batches
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import ask_parameters
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.traffic import Traffic
@@ -213,19 +213,7 @@ class Checkpointing:
         return self._attempts.beside().run(partial(self._ask, channel))
 
     def _ask(self, channel: ShardChannel, parameter: str = "") -> pb.GetStatusResponse:
-        status = channel.call(
-            "GetStatus",
-            pb.GetStatusRequest(parameter=parameter),
-            pb.GetStatusResponse,
-            timeout_s=self._attempts.rest_s,
-        )
-        if status.shard != channel.identity:
-            raise WrongShardError(
-                f"{channel.address} is shard {status.shard.shard_index} of cluster "
-                f"{status.shard.cluster_id!r} now; connect again",
-                shard_index=channel.shard_index,
-            )
-        return status
+        return ask_parameters(channel, self._attempts.rest_s, parameter)
 
 
 def _is_restored(entry: CheckpointParameter, here: pb.ParameterStatus) -> bool:

@@ -21,6 +21,7 @@ from shardwell.errors import (
 from shardwell.rpc.asking import ask_all, batches
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import ask_tables
 from shardwell.specs.table import TableSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import table_pb2 as pb
@@ -156,15 +157,8 @@ class TableCheckpointing:
         found = self._attempts.beside().run(partial(self._ask, channel))
         return {table.spec.name: table for table in found}
 
-    def _ask(self, channel: ShardChannel, name: str = "") -> list[pb.TableStatus]:
-        answer = channel.call(
-            "GetTableStatus",
-            pb.GetTableStatusRequest(shard=channel.identity, table=name),
-            pb.GetTableStatusResponse,
-            timeout_s=self._attempts.rest_s,
-            table=name,
-        )
-        return list(answer.tables)
+    def _ask(self, channel: ShardChannel, name: str = "") -> Sequence[pb.TableStatus]:
+        return ask_tables(channel, self._attempts.rest_s, name)
 
     def _create(self, spec: TableSpec, channel: ShardChannel) -> pb.OpenTableResponse:
         """Makes a table on a shard."""

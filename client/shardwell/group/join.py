@@ -95,7 +95,7 @@ def join_group(
         WorkerUnreachableError: a worker can't be reached by another at the address that it gave.
         ShardUnavailableError: nobody answers at the meeting place.
     """
-    place = _place(name, rank, size, rendezvous, listen)
+    arguments = _arguments(name, rank, size, rendezvous, listen)
     strategy = Ring() if strategy is None else strategy
     if not isinstance(strategy, Strategy):
         raise ArgumentError(f"strategy must be Ring(), Tree() or Centralized(); got {strategy!r}")
@@ -109,8 +109,8 @@ def join_group(
     if keep_freed_memory:
         tune_malloc()
     spec = group_pb2.GroupSpec(
-        name=place.name,
-        size=place.size,
+        name=arguments.name,
+        size=arguments.size,
         strategy=str(strategy),
         codec=WIRE_CODECS[codec],
         allow_non_finite=bool(allow_non_finite),
@@ -121,13 +121,13 @@ def join_group(
 
     def joined() -> Group:
         membership = _Membership(
-            spec, place, strategy, traffic, lease_s=lease_s, advertise=advertise
+            spec, arguments, strategy, traffic, lease_s=lease_s, advertise=advertise
         )
         try:
             membership.join(join_timeout_s)
             # Made here, so that one which comes to nobody, after Ctrl-C, leaves by itself.
             return Group(
-                place.name,
+                arguments.name,
                 membership,
                 threads,
                 strategy=strategy,
@@ -148,7 +148,7 @@ def join_group(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Arguments:
     """Who a worker is in its group, and where the group meets."""
 
     name: str
@@ -159,13 +159,13 @@ class _Place:
     listen: str
 
 
-def _place(
+def _arguments(
     name: str | None,
     rank: int | None,
     size: int | None,
     rendezvous: str | Sequence[str] | None,
     listen: str | None,
-) -> _Place:
+) -> _Arguments:
     """What was given, and for the rest what the launcher says.
 
     Raises:
@@ -200,7 +200,7 @@ def _place(
         meeting, serves, listen = addresses[0], rank == 0, listen or addresses[rank]
     if listen is None:
         listen = _served_at(meeting) if serves else f"{_host_towards(meeting)}:0"
-    return _Place(
+    return _Arguments(
         name=check_name("name of a group", name),
         rank=rank,
         size=size,
@@ -249,7 +249,7 @@ class _Membership:
     def __init__(
         self,
         spec: group_pb2.GroupSpec,
-        place: _Place,
+        arguments: _Arguments,
         strategy: Strategy,
         traffic: Traffic,
         *,
@@ -257,7 +257,7 @@ class _Membership:
         advertise: str | None,
     ) -> None:
         self._spec = spec
-        self._place = place
+        self._arguments = arguments
         self._strategy = strategy
         self._traffic = traffic
         self._lease_ms = int(1000 * lease_s)
@@ -267,25 +267,25 @@ class _Membership:
         self._has_joined = False
         member_id = uuid.uuid4().hex
         self._server = PeerServer(
-            place.listen,
+            arguments.listen,
             group=spec.name,
             member_id=member_id,
-            size=place.size,
-            more=(GroupService().handler(),) if place.serves_rendezvous else (),
+            size=arguments.size,
+            more=(GroupService().handler(),) if arguments.serves_rendezvous else (),
         )
         self._member = group_pb2.Member(
             member_id=member_id,
             address=advertise or self._reachable_address(),
             description=f"{socket.gethostname()}, process {os.getpid()}"[:200],
         )
-        self._rendezvous = Rendezvous(place.rendezvous)
+        self._rendezvous = Rendezvous(arguments.rendezvous)
 
     def join(self, timeout_s: float) -> None:
         """Comes to the first generation; blocks until it is ready."""
         formed = self._rendezvous.join(
             self._spec,
             self._member,
-            self._place.rank,
+            self._arguments.rank,
             lease_ms=self._lease_ms,
             timeout_s=timeout_s,
             greet=self._greet,
@@ -382,10 +382,10 @@ class _Membership:
     def _reachable_address(self) -> str:
         """Where others reach the server, if it listens on all interfaces, or on port 0."""
         host, _, port = self._server.address.rpartition(":")
-        if self._place.serves_rendezvous:
-            return self._place.rendezvous
+        if self._arguments.serves_rendezvous:
+            return self._arguments.rendezvous
         if host in ("0.0.0.0", "[::]"):
-            host = _host_towards(self._place.rendezvous)
+            host = _host_towards(self._arguments.rendezvous)
         return f"{host}:{port}"
 
     def _greet(self, members: Sequence[group_pb2.Member], deadline_s: float) -> Greeting:

@@ -13,7 +13,7 @@ import grpc
 from shardwell.errors import CorruptChunkError
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import Float32
-from shardwell.parameter.transfer import Gradient, Part, Progress, Transfer
+from shardwell.parameter.transfer import Gradient, Progress, ShardSlice, Transfer
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.stream_pool import StreamPool
@@ -35,7 +35,7 @@ class Streams:
     def __init__(
         self,
         spec: ParameterSpec,
-        parts: list[Part],
+        parts: list[ShardSlice],
         transfer: Transfer,
         pool: StreamPool,
         *,

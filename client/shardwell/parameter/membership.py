@@ -10,15 +10,15 @@ from shardwell.errors import (
     CorruptChunkError,
     StepOrderError,
     UnknownParameterError,
-    WrongShardError,
 )
 from shardwell.numerics.codec import CODECS
 from shardwell.parameter.first_weights import confirm
-from shardwell.parameter.transfer import Part
+from shardwell.parameter.transfer import ShardSlice
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import ask_parameters
 from shardwell.rpc.take_over import check_next_step, common_tenure, take_place
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import ParameterSpec
@@ -35,29 +35,13 @@ def find_spec(name: str, channels: list[ShardChannel], attempts: Attempts) -> Pa
     """
     check_name("parameter name", name)
     for channel in channels:
-        for found in attempts.run(partial(_parameters, channel, name, attempts)):
+        for found in _status(channel, name, attempts).parameters:
             return ParameterSpec.from_proto(found.spec)
     return None
 
 
-def _parameters(
-    channel: ShardChannel, name: str, attempts: Attempts
-) -> Sequence[pb.ParameterStatus]:
-    """What a shard holds of a parameter, if anything."""
-    status = channel.call(
-        "GetStatus",
-        pb.GetStatusRequest(parameter=name),
-        pb.GetStatusResponse,
-        timeout_s=attempts.rest_s,
-    )
-    if status.shard != channel.identity:
-        raise WrongShardError(
-            f"{channel.address} is shard {status.shard.shard_index} of cluster "
-            f"{status.shard.cluster_id!r} now; it was shard {channel.shard_index} of "
-            f"{channel.identity.cluster_id!r}; connect again",
-            shard_index=channel.shard_index,
-        )
-    return status.parameters
+def _status(channel: ShardChannel, name: str, attempts: Attempts) -> pb.GetStatusResponse:
+    return attempts.run(lambda: ask_parameters(channel, attempts.rest_s, name))
 
 
 class Opening:
@@ -71,7 +55,7 @@ class Opening:
         """Of this worker's places, which its gradients name; 0: none, or they are for good."""
         self._opened_in = 0
 
-    def open(self, attempts: Attempts) -> tuple[list[Part], int]:
+    def open(self, attempts: Attempts) -> tuple[list[ShardSlice], int]:
         """Creates or joins the parameter on all shards.
 
         Returns:
@@ -95,7 +79,7 @@ class Opening:
             except StepOrderError as error:
                 unconfirmed = error
             answers = attempts.run(join)
-        parts: list[Part] = []
+        parts: list[ShardSlice] = []
         for channel, answer in zip(self._channels, answers, strict=True):
             if answer.slice_size:
                 first_chunk = parts[-1].first_chunk + len(parts[-1].chunks) if parts else 0
@@ -163,7 +147,7 @@ class Opening:
         """
 
         def ask(channel: ShardChannel) -> int:
-            here = attempts.beside().run(partial(_parameters, channel, self._spec.name, attempts))
+            here = _status(channel, self._spec.name, attempts.beside()).parameters
             if not here:
                 raise UnknownParameterError(
                     f"shard {channel.shard_index} has no parameter {self._spec.name!r} any more; "
@@ -184,7 +168,7 @@ class Opening:
 
     def _part(
         self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int
-    ) -> Part:
+    ) -> ShardSlice:
         where = Slice(answer.slice_offset, answer.slice_size)
         bytes_ = answer.chunk_element_count * CODECS[self._spec.codec_name].item_size
         expected = slice_of(self._spec.size, channel.shard_index, len(self._channels))
@@ -196,7 +180,7 @@ class Opening:
                 shard_index=channel.shard_index,
                 parameter=self._spec.name,
             )
-        return Part(channel, where, answer.chunk_element_count, first_chunk)
+        return ShardSlice(channel, where, answer.chunk_element_count, first_chunk)
 
 
 def join_all(

@@ -37,7 +37,7 @@ class Gradient:
     """Largest magnitude of each chunk, in the order of parts and chunks; None if not known."""
 
 
-class Part:
+class ShardSlice:
     """What this parameter is on one shard that owns a slice of it."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Transfer:
     def messages(
         self,
         header_type: Any,
-        part: Part,
+        part: ShardSlice,
         work: Gradient,
         wait_timeout_ms: int,
         *,
@@ -121,13 +121,13 @@ class Transfer:
             self._traffic.add_sent(len(message), where.size)
             yield message
 
-    def first_row(self, parts: Sequence[Part], progress: Progress) -> int:
+    def first_row(self, parts: Sequence[ShardSlice], progress: Progress) -> int:
         """The chunk at which every shard is to go on: it has one, so that each has an answer."""
         return progress.row and min(progress.row, *(len(part.chunks) - 1 for part in parts))
 
     def receive(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ShardSlice],
         weights: Float32,
         read: Callable[[int], bytes],
         min_version: int,
@@ -192,7 +192,7 @@ class Transfer:
 
     def _decode(
         self,
-        part: Part,
+        part: ShardSlice,
         index: int,
         message: bytes,
         weights: Float32,

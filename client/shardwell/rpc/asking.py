@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from shardwell.rpc.calls import Part, current_call
+from shardwell.rpc.calls import CallPart, current_call
 
 _THREAD_COUNT_MAX = 8
 """What one call has under way at once: as many as a shard answers without hurting others."""
@@ -35,9 +35,9 @@ def ask_all(given: Sequence[GivenT], ask: Callable[[GivenT], AnswerT]) -> list[A
     if len(given) < 2:
         return [ask(each) for each in given]
     call = current_call()
-    parts = [Part(call) for _ in given]
+    parts = [CallPart(call) for _ in given]
 
-    def asked(part: Part, each: GivenT) -> AnswerT:
+    def asked(part: CallPart, each: GivenT) -> AnswerT:
         with part.running():
             return ask(each)
 
@@ -73,6 +73,6 @@ def batches(
         yield from ([each] for each in members) if is_large else [members]
 
 
-def _cancel(parts: Sequence[Part]) -> None:
+def _cancel(parts: Sequence[CallPart]) -> None:
     for part in parts:
         part.cancel()

@@ -91,7 +91,7 @@ class Cancellable:
                 self._acts.remove(act)
 
 
-class Part(Cancellable):
+class CallPart(Cancellable):
     """A part of a call, on a thread of its own: cancelled with the call, or alone.
 
     Args:

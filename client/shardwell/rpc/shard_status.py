@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwell.errors import WrongShardError
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
@@ -164,6 +166,49 @@ class ShardStatus:
     """What it holds of each parameter, by name."""
     tables: tuple[TableStatus, ...]
     """What it holds of each table, by name."""
+
+
+def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> pb.GetStatusResponse:
+    """What a shard of the cluster says of itself and of its parameters, or of one, if it has it.
+
+    Raises:
+        WrongShardError: another shard answers at its address now.
+        ShardUnavailableError, DeadlineError: it does not answer within `timeout_s`.
+    """
+    status = channel.call(
+        "GetStatus",
+        pb.GetStatusRequest(parameter=name),
+        pb.GetStatusResponse,
+        timeout_s=timeout_s,
+    )
+    if status.shard != channel.identity:
+        raise WrongShardError(
+            f"{channel.address} is shard {status.shard.shard_index} of cluster "
+            f"{status.shard.cluster_id!r} now; it was shard {channel.shard_index} of "
+            f"{channel.identity.cluster_id!r}; connect again",
+            shard_index=channel.shard_index,
+        )
+    return status
+
+
+def ask_tables(
+    channel: ShardChannel, timeout_s: float, name: str = ""
+) -> Sequence[table_pb2.TableStatus]:
+    """What a shard of the cluster says of its tables, or of one.
+
+    Raises:
+        UnknownTableError: it has none of that name.
+        WrongShardError: another shard answers at its address now.
+        ShardUnavailableError, DeadlineError: it does not answer within `timeout_s`.
+    """
+    answer = channel.call(
+        "GetTableStatus",
+        table_pb2.GetTableStatusRequest(shard=channel.identity, table=name),
+        table_pb2.GetTableStatusResponse,
+        timeout_s=timeout_s,
+        table=name,
+    )
+    return answer.tables
 
 
 def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:

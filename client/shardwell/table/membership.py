@@ -21,7 +21,7 @@ from shardwell.rpc.asking import ask_all
 from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.shard_status import TableStatus
+from shardwell.rpc.shard_status import TableStatus, ask_tables
 from shardwell.rpc.take_over import common_tenure, take_place
 from shardwell.specs.names import check_name
 from shardwell.specs.table import TableSpec
@@ -33,8 +33,8 @@ from shardwell.wire.rows import RowCodec, rows_per_message_max
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 
-class Standing(NamedTuple):
-    """Where a worker goes on."""
+class Joined(NamedTuple):
+    """What the shards say to a worker that joins: where it goes on."""
 
     next_step: int
     """The first step that it has not ended on every shard."""
@@ -45,7 +45,7 @@ class Standing(NamedTuple):
     row_count_max: int
     """Rows of one message, on any shard."""
     incarnation: int
-    """What the table is told by from others of its name; 0: nothing."""
+    """Number of the table among others that had its name before; 0: not known."""
     took_over: bool
     """Whether the worker's place was another session's, and this one has not contributed yet."""
     tenure: int
@@ -61,21 +61,15 @@ def find_table_spec(
         ArgumentError: no table can have that name, or its spec can't be read.
     """
     check_name("table name", name)
-
-    def ask(channel: ShardChannel) -> pb.GetTableStatusResponse:
-        return channel.call(
-            "GetTableStatus",
-            pb.GetTableStatusRequest(shard=channel.identity, table=name),
-            pb.GetTableStatusResponse,
-            timeout_s=attempts.rest_s,
-            table=name,
-        )
-
     for channel in channels:
         with contextlib.suppress(UnknownTableError):
-            for found in attempts.run(partial(ask, channel)).tables:
+            for found in _held(channel, name, attempts):
                 return TableSpec.from_proto(found.spec)
     return None
+
+
+def _held(channel: ShardChannel, name: str, attempts: Attempts) -> Sequence[pb.TableStatus]:
+    return attempts.run(lambda: ask_tables(channel, attempts.rest_s, name))
 
 
 class TableOpening:
@@ -97,7 +91,7 @@ class TableOpening:
         """Shards of the cluster."""
         return len(self._channels)
 
-    def open(self, attempts: Attempts) -> Standing:
+    def open(self, attempts: Attempts) -> Joined:
         """Creates or joins the table on all shards.
 
         Raises:
@@ -105,9 +99,9 @@ class TableOpening:
             StepOrderError: the shards do not have the same past: one lost its memory.
             CorruptChunkError: a shard has messages of a size that can't be.
         """
-        return self._standing(attempts, take_seat=False)
+        return self._joined(attempts, take_seat=False)
 
-    def take_seat(self, attempts: Attempts) -> Standing:
+    def take_seat(self, attempts: Attempts) -> Joined:
         """Takes this worker's place among worker_count: shard 0 decides, the others follow.
 
         Raises:
@@ -115,9 +109,9 @@ class TableOpening:
             WorkerIdInUseError: another process has this worker's.
             StepOrderError: the shards do not have the same past.
         """
-        return self._standing(attempts, take_seat=True)
+        return self._joined(attempts, take_seat=True)
 
-    def _standing(self, attempts: Attempts, *, take_seat: bool) -> Standing:
+    def _joined(self, attempts: Attempts, *, take_seat: bool) -> Joined:
         tenure = secrets.randbits(63) + 1 if take_seat else 0
         answers = self._join_all(attempts, tenure)
         if take_seat and len({answer.tenure for answer in answers}) > 1:
@@ -140,7 +134,7 @@ class TableOpening:
             self._check_same_past("this worker's next step is", steps, attempts)
         else:
             self._check_versions([answer.version for answer in answers], attempts)
-        return Standing(
+        return Joined(
             next_step=min(steps),
             is_begun=max(steps) > min(steps)
             or (is_known and any(answer.counted_part_count for answer in answers)),
@@ -246,7 +240,7 @@ class TableOpening:
         """
 
         def ask(channel: ShardChannel) -> TableStatus:
-            for found in attempts.beside().run(partial(self._held, channel, attempts)):
+            for found in _held(channel, self._spec.name, attempts.beside()):
                 return TableStatus.from_proto(found)
             raise UnknownTableError(
                 f"shard {channel.shard_index} has no table {self._spec.name!r} any more; it lost "
@@ -256,16 +250,6 @@ class TableOpening:
             )
 
         return ask_all(self._channels, ask)
-
-    def _held(self, channel: ShardChannel, attempts: Attempts) -> Sequence[pb.TableStatus]:
-        """What a shard holds of the table, if anything."""
-        return channel.call(
-            "GetTableStatus",
-            pb.GetTableStatusRequest(shard=channel.identity, table=self._spec.name),
-            pb.GetTableStatusResponse,
-            timeout_s=attempts.rest_s,
-            table=self._spec.name,
-        ).tables
 
     def row_ids(self, attempts: Attempts) -> Ids:
         """(n,) int64: ids of the rows that there are on all shards, ascending."""

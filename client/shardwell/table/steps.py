@@ -18,7 +18,7 @@ from shardwell.specs.table import TableSpec
 from shardwell.table.batch import ShardedIds
 from shardwell.table.exchange import TableStreams
 from shardwell.table.gradient_sums import RowSums
-from shardwell.table.membership import Standing, TableOpening
+from shardwell.table.membership import Joined, TableOpening
 from shardwell.table.transfer import RowFetch, RowPut, RowTransfer
 from shardwell.table.view import Moment, TableView
 
@@ -66,9 +66,9 @@ class TableSteps:
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""
         self._has_seat = False
-        standing = self._opening.open(attempts)
-        self._opened_in = standing.tenure
-        return self._stand(standing)
+        joined = self._opening.open(attempts)
+        self._opened_in = joined.tenure
+        return self._resume(joined)
 
     def put(
         self,
@@ -164,32 +164,32 @@ class TableSteps:
         """Once; only then this worker's steps are the same on all shards for certain.
 
         What an earlier process of this worker had sent may have been counted since the table was
-        opened. The step stays the one that was told then: sent again, it counts once.
+        opened. The step stays the one of then: sent again, it counts once.
         """
         if not self._has_seat:
-            told = self._view.next_step
-            standing = self._opening.take_seat(attempts)
+            opened_at = self._view.next_step
+            joined = self._opening.take_seat(attempts)
             check_next_step(
                 f"table {self._spec.name!r}",
-                standing.next_step,
-                told,
-                took_over=standing.took_over,
-                lost_place=self._opened_in not in (0, standing.tenure),
+                joined.next_step,
+                opened_at,
+                took_over=joined.took_over,
+                lost_place=self._opened_in not in (0, joined.tenure),
                 table=self._spec.name,
             )
-            if standing.next_step == told + 1:
-                standing = standing._replace(next_step=told, is_begun=True)
-            self._stand(standing)
+            if joined.next_step == opened_at + 1:
+                joined = joined._replace(next_step=opened_at, is_begun=True)
+            self._resume(joined)
             self._has_seat = True
 
-    def _stand(self, standing: Standing) -> int:
+    def _resume(self, joined: Joined) -> int:
         """Goes on where the shards say."""
-        self._transfer.row_count_max = standing.row_count_max
-        self._transfer.incarnation = standing.incarnation
-        is_other = standing.tenure != self._transfer.tenure
-        self._transfer.tenure = standing.tenure
-        if is_other or standing.next_step != self._view.next_step:
+        self._transfer.row_count_max = joined.row_count_max
+        self._transfer.incarnation = joined.incarnation
+        is_other = joined.tenure != self._transfer.tenure
+        self._transfer.tenure = joined.tenure
+        if is_other or joined.next_step != self._view.next_step:
             self._begun = None
-        self._view.stand(standing.next_step, is_begun=self._begun is not None)
-        self.is_begun = standing.is_begun or self._begun is not None
-        return standing.version
+        self._view.resume(joined.next_step, is_begun=self._begun is not None)
+        self.is_begun = joined.is_begun or self._begun is not None
+        return joined.version

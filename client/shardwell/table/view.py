@@ -131,7 +131,7 @@ class TableView:
 
     # Steps.
 
-    def stand(self, next_step: int, *, is_begun: bool) -> None:
+    def resume(self, next_step: int, *, is_begun: bool) -> None:
         """Goes on at another step.
 
         Args:

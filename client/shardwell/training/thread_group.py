@@ -1,20 +1,20 @@
 """All-reduce among the threads of one process, which share their arrays' memory.
 
-One generation is one all-reduce. Its states, guarded by one lock:
+One round is one all-reduce. Its states, guarded by one lock:
 
     gathering     each rank brings its call. Ends when all have, which are then compared; or at the
                   first deadline, or when a thread is interrupted: the object is then broken.
     reducing and  all threads at once: each reduces its own part of all arrays, block by block, and
     handing out   writes each block into all of them while it is in cache. A part is read and
                   written by one thread alone, so nobody waits between the two.
-    over          all parts are done, or the generation has failed. Threads return.
+    over          all parts are done, or the round has failed. Threads return.
 
-Calls come to the next generation, which gathers as soon as this one reduces. Invariants:
+Calls come to the next round, which gathers as soon as this one reduces. Invariants:
 (1) Nothing is written unless all ranks have come, with calls that agree.
-(2) A rank has at most one call under way. A generation reduces only when all its ranks have called,
-    so all calls of the one before have returned: no thread sees a later generation's values.
+(2) A rank has at most one call under way. A round reduces only when all its ranks have called,
+    so all calls of the one before have returned: no thread sees a later round's values.
 (3) A call returns, or raises, only when no thread writes to its array any more.
-(4) What a generation ends with, all its threads get: the same bits, or the same error.
+(4) What a round ends with, all its threads get: the same bits, or the same error.
 (5) Sums are taken in order of rank: the same arrays give the same bits, whoever comes first.
 
 Each array is read twice (values that are not finite are looked for first) and written once. It
@@ -44,7 +44,7 @@ _GATHERING, _REDUCING, _OVER = "gathering", "reducing and handing out", "over"
 Failure = Callable[[], Exception]
 
 
-class _Generation:
+class _Round:
     """One all-reduce; see the module. Guarded by the lock of its ThreadedSync."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class ThreadedSync:
         self._seats: dict[int, threading.Thread] = {}
         self._under_way: dict[int, threading.Thread] = {}
         """Ranks whose call has not returned."""
-        self._next = _Generation()
+        self._next = _Round()
         """Where calls gather."""
         self._broken: Failure | None = None
 
@@ -180,9 +180,9 @@ class ThreadedSync:
                     rank=place,
                 )
             self._under_way[place] = thread
-            generation = self._next
+            round_ = self._next
         try:
-            self._take_part(generation, place, call)
+            self._take_part(round_, place, call)
         finally:
             with self._condition:
                 del self._under_way[place]
@@ -205,85 +205,85 @@ class ThreadedSync:
                     f"{self._timeout_s:g} s; reset again when they have"
                 )
             self._broken = None
-            self._next = _Generation()
+            self._next = _Round()
 
     # One call, on its own thread.
 
-    def _take_part(self, generation: _Generation, rank: int, call: ThreadCall) -> None:
+    def _take_part(self, round_: _Round, rank: int, call: ThreadCall) -> None:
         try:
-            self._gather(generation, rank, call)
-            self._reduce(generation, rank)
+            self._gather(round_, rank, call)
+            self._reduce(round_, rank)
         except BaseException:
             with self._condition:
-                if generation.failure is None:  # interrupted, or a defect: the others must know
+                if round_.failure is None:  # interrupted, or a defect: the others must know
                     reason = f"rank {rank} was interrupted in the middle of a call"
-                    self._break(generation, lambda: WorkerLostError(reason, rank=rank))
+                    self._break(round_, lambda: WorkerLostError(reason, rank=rank))
             raise
         finally:
             with self._condition:
-                self._part_is_done(generation, rank)
-                self._until_nobody_writes(generation)
+                self._part_is_done(round_, rank)
+                self._until_nobody_writes(round_)
         with self._condition:
-            if generation.failure is not None:
-                raise generation.failure()
+            if round_.failure is not None:
+                raise round_.failure()
 
-    def _gather(self, generation: _Generation, rank: int, call: ThreadCall) -> None:
+    def _gather(self, round_: _Round, rank: int, call: ThreadCall) -> None:
         """Brings a call; returns when all have, or raises what is wrong with them."""
         with self._condition:
-            if generation.state != _GATHERING:  # broken since
+            if round_.state != _GATHERING:  # broken since
                 self._check_usable()
-            generation.calls[rank] = call
-            if len(generation.calls) == self._worker_count:
-                self._compare(generation)
+            round_.calls[rank] = call
+            if len(round_.calls) == self._worker_count:
+                self._compare(round_)
                 self._condition.notify_all()
-            elif not self._waited_for(lambda: generation.state != _GATHERING):
-                self._break(generation, self._missing(generation))
-            if generation.failure is not None:
-                raise generation.failure()
+            elif not self._waited_for(lambda: round_.state != _GATHERING):
+                self._break(round_, self._missing(round_))
+            if round_.failure is not None:
+                raise round_.failure()
 
-    def _compare(self, generation: _Generation) -> None:
-        """All have come: what this generation does, and room for the next."""
-        self._next = _Generation()
-        calls = [generation.calls[rank] for rank in range(self._worker_count)]
-        generation.failure = failure_of(calls)
-        if generation.failure is not None:
-            generation.state = _OVER
+    def _compare(self, round_: _Round) -> None:
+        """All have come: what this round does, and room for the next."""
+        self._next = _Round()
+        calls = [round_.calls[rank] for rank in range(self._worker_count)]
+        round_.failure = failure_of(calls)
+        if round_.failure is not None:
+            round_.state = _OVER
             return
-        generation.state = _REDUCING
-        generation.buffers = [call.values for call in calls]
-        generation.weights = MeanFactors([call.sample_count for call in calls])
-        generation.writing = set(range(self._worker_count))
+        round_.state = _REDUCING
+        round_.buffers = [call.values for call in calls]
+        round_.weights = MeanFactors([call.sample_count for call in calls])
+        round_.writing = set(range(self._worker_count))
 
-    def _reduce(self, generation: _Generation, rank: int) -> None:
+    def _reduce(self, round_: _Round, rank: int) -> None:
         """Reduces this rank's part of all arrays, and hands it out."""
-        buffers, reduction = generation.buffers, generation.calls[rank].op
+        buffers, reduction = round_.buffers, round_.calls[rank].op
         total = thread_scratch().values
         first, stop = part_of(buffers[0].size, len(buffers), rank)
         for start in range(first, stop, BLOCK_ELEMENT_COUNT):
-            if generation.failure is not None:
+            if round_.failure is not None:
                 return
             end = min(start + BLOCK_ELEMENT_COUNT, stop)
             block = [buffer[start:end] for buffer in buffers]
-            reduce_block(block, reduction, generation.weights, total[: end - start])
+            reduce_block(block, reduction, round_.weights, total[: end - start])
 
     # Under the lock.
 
-    def _part_is_done(self, generation: _Generation, rank: int) -> None:
-        generation.writing.discard(rank)
-        if generation.state == _REDUCING and not generation.writing:
-            generation.state = _OVER
+    def _part_is_done(self, round_: _Round, rank: int) -> None:
+        round_.writing.discard(rank)
+        if round_.state == _REDUCING and not round_.writing:
+            round_.state = _OVER
             self._condition.notify_all()
-        elif generation.failure is not None:
+        elif round_.failure is not None:
             self._condition.notify_all()
 
-    def _until_nobody_writes(self, generation: _Generation) -> None:
+    def _until_nobody_writes(self, round_: _Round) -> None:
         """Waits for parts that others work on: nothing but arithmetic, so a matter of moments."""
-        if not self._waited_for(lambda: not generation.writing):
-            late = tuple(sorted(generation.writing))
+        if not self._waited_for(lambda: not round_.writing):
+            late = tuple(sorted(round_.writing))
             message = (
                 f"{format_ranks(late)} did not reduce their parts within {self._timeout_s:g} s"
             )
-            self._break(generation, lambda: WorkersMissingError(message, missing_ranks=late))
+            self._break(round_, lambda: WorkersMissingError(message, missing_ranks=late))
 
     def _waited_for(self, has_come: Callable[[], bool]) -> bool:
         """Waits with the lock held; False if it did not come in time. Signals are handled."""
@@ -295,8 +295,8 @@ class ThreadedSync:
             self._condition.wait(min(rest_s, SIGNAL_INTERVAL_S))
         return True
 
-    def _missing(self, generation: _Generation) -> Failure:
-        missing = tuple(sorted(set(range(self._worker_count)) - set(generation.calls)))
+    def _missing(self, round_: _Round) -> Failure:
+        missing = tuple(sorted(set(range(self._worker_count)) - set(round_.calls)))
         message = (
             f"{format_ranks(missing)} of {self._worker_count} did not call within "
             f"{self._timeout_s:g} s; no array was written; call reset() when all threads can go on"
@@ -304,11 +304,11 @@ class ThreadedSync:
         rank = missing[0]
         return lambda: WorkersMissingError(message, missing_ranks=missing, rank=rank)
 
-    def _break(self, generation: _Generation, failure: Failure) -> None:
-        """Ends a generation for all of its threads, and refuses calls until `reset`."""
-        if generation.failure is None and generation.state != _OVER:
-            generation.failure = failure
-            generation.state = _OVER
+    def _break(self, round_: _Round, failure: Failure) -> None:
+        """Ends a round for all of its threads, and refuses calls until `reset`."""
+        if round_.failure is None and round_.state != _OVER:
+            round_.failure = failure
+            round_.state = _OVER
         if self._broken is None:
             self._broken = failure
         self._condition.notify_all()

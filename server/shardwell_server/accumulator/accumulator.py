@@ -35,7 +35,7 @@ from shardwell_server.accumulator.sum_layout import SumLayout
 from shardwell_server.accumulator.sum_memory import SumMemory
 from shardwell_server.accumulator.sums import StoredSums
 from shardwell_server.accumulator.touched_rows import TouchedRows
-from shardwell_server.store.gradient_rows import Rows, first_bad_place
+from shardwell_server.store.gradient_rows import Rows, first_bad_cell
 
 ROW_COUNT_MAX = 2**40
 SIZE_BYTES_MAX = 2**46
@@ -271,7 +271,7 @@ class MmapGradientAccumulator(Closing):
             for part, products in sums.blocks(found):
                 with np.errstate(over="ignore"):
                     np.multiply(products, rate, out=products)
-                bad = first_bad_place(products)
+                bad = first_bad_cell(products)
                 if bad is not None:
                     raise NonFiniteError(
                         f"row {part[bad.row]}: learning_rate times its sum is {products[bad]} in "

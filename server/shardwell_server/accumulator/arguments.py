@@ -10,7 +10,7 @@ import numpy as np
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_flat, as_output
 from shardwell.numerics.codec import Float32
-from shardwell_server.store.gradient_rows import Rows, first_bad_place, merge_repeats
+from shardwell_server.store.gradient_rows import Rows, first_bad_cell, merge_repeats
 
 
 def check_row_id(row_id: Any) -> int:
@@ -86,7 +86,7 @@ def check_batch(row_ids: Any, gradients: Any, row_count: int, dim: int) -> tuple
     values = _finite("gradients", gradients, (flat.size, dim), "skip the batch, or mend it")
     rows, merged = merge_repeats(flat.astype(np.int64, copy=False), values)
     if merged is not values:
-        bad = first_bad_place(merged)
+        bad = first_bad_cell(merged)
         if bad is not None:
             raise NonFiniteError(
                 f"the gradients of row {rows[bad.row]} add up to {merged[bad]} in column "
@@ -112,7 +112,7 @@ def _finite(what: str, values: Any, shape: tuple[int, int], remedy: str) -> Floa
     flat = as_flat(what, values, shape[0] * shape[1])
     with np.errstate(over="ignore"):
         floats: Float32 = np.ascontiguousarray(flat, np.float32).reshape(shape)
-    bad = first_bad_place(floats)
+    bad = first_bad_cell(floats)
     if bad is not None:
         index = bad.row * shape[1] + bad.column
         raise NonFiniteError(

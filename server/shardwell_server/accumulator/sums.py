@@ -26,7 +26,7 @@ from shardwell_server.accumulator.file_head import Summary
 from shardwell_server.accumulator.sum_layout import UNDO_ENTRY_COUNT, SumLayout
 from shardwell_server.accumulator.sum_memory import SumMemory
 from shardwell_server.store.contract import TableLayout
-from shardwell_server.store.gradient_rows import Flags, Rows, add_rows, first_bad_place
+from shardwell_server.store.gradient_rows import Flags, Rows, add_rows, first_bad_cell
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.mmap.row_checks import Checks, RowChecks
 from shardwell_server.store.mmap.row_undo import RowUndo
@@ -138,7 +138,7 @@ class StoredSums:
     def _add_block(self, rows: Rows, sums: Float32, has_sum: Flags, gradients: Float32) -> None:
         added = thread_scratch().values[: sums.size].reshape(sums.shape)
         add_rows(sums, has_sum, gradients, out=added)
-        bad = first_bad_place(added)
+        bad = first_bad_cell(added)
         if bad is not None:
             raise NonFiniteError(
                 f"the sum of row {rows[bad.row]} would be {added[bad]} in column {bad.column}, "

@@ -22,7 +22,7 @@ from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
 from shardwell_server.store import Store
 
 
-class Traffic:
+class PayloadBytes:
     """Payload bytes in and out, counted by all streams."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Shard:
     ) -> None:
         self.config = config
         self._origin = origin
-        self.traffic = Traffic()
+        self.traffic = PayloadBytes()
         self.started_s = time.monotonic()
         self._store = store
         self._stored_bytes = ByteBudget(config.limits.stored_bytes_max)

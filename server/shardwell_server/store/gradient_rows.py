@@ -22,7 +22,7 @@ Rows = npt.NDArray[np.int64]
 """(n,) int64: numbers of rows."""
 
 
-class Place(NamedTuple):
+class Cell(NamedTuple):
     """One value of a batch of rows."""
 
     row: int
@@ -47,7 +47,7 @@ def add_rows(
         out: (n, dim), where the new sums go; default: into `sums`.
 
     Returns:
-        `out`. A value may be infinite where the sum is beyond float32: see `first_bad_place`.
+        `out`. A value may be infinite where the sum is beyond float32: see `first_bad_cell`.
     """
     out = sums if out is None else out
     with np.errstate(over="ignore", invalid="ignore"):
@@ -92,7 +92,7 @@ def touched_rows(has_sum: Flags, row_count: int) -> Rows:
     return np.flatnonzero(has_sum[:row_count])
 
 
-def first_bad_place(values: Float32) -> Place | None:
+def first_bad_cell(values: Float32) -> Cell | None:
     """The first NaN or infinity of (n, dim) values, C-contiguous; None if all are finite."""
     index = first_non_finite(values.reshape(-1))
-    return None if index is None else Place(*divmod(index, values.shape[1]))
+    return None if index is None else Cell(*divmod(index, values.shape[1]))

@@ -41,7 +41,7 @@ def undisturbed_story() -> Undisturbed:
         for call in story():
             results.append(call.make(shard))
             states.append(state_of(shard))
-    assert states[-1]["sync"]["standing"]
+    assert states[-1]["sync"]["initialized"]
     assert sum(before != after for before, after in itertools.pairwise(states)) > 30
     return Undisturbed(results, states)
 

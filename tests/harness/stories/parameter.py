@@ -252,14 +252,14 @@ def _state_of(found: ParameterSlice) -> State:
             {
                 "record": record,
                 "marks": [seat.last_step[index] for seat in tracker._seats.values()],
-                "weights": state.weights.tobytes() if register.is_standing else None,
+                "weights": state.weights.tobytes() if register.is_initialized else None,
                 "sum": state.gradient_sum.tobytes() if has_sum else None,
                 "slots": [slot.tobytes() for slot in state.slots],
             }
         )
     return {
         "spec": found.spec,
-        "standing": register.is_standing,
+        "initialized": register.is_initialized,
         "seats": [(seat.worker_id, seat.owner, seat.tenure) for seat in tracker.seats],
         "rates": [register.learning_rate(tracker.version_min() + ahead) for ahead in range(5)],
         "chunks": chunks,

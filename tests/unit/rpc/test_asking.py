@@ -11,7 +11,7 @@ import pytest
 
 from harness.polling import PATIENCE_S
 from shardwell.rpc.asking import ask_all, batches
-from shardwell.rpc.calls import Cancellable, Part, cancelled_by, current_call
+from shardwell.rpc.calls import CallPart, Cancellable, cancelled_by, current_call
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -66,7 +66,7 @@ def test_all_are_cancelled_with_the_call_and_know_why(is_expired: bool) -> None:
 
     canceller = threading.Thread(target=cancel)
     canceller.start()
-    whole = Part(call)
+    whole = CallPart(call)
     with whole.running():
         assert ask_all(range(8), ask) == [is_expired] * 8
         assert current_call() is whole
@@ -75,7 +75,7 @@ def test_all_are_cancelled_with_the_call_and_know_why(is_expired: bool) -> None:
 
 
 def test_a_failure_of_some_does_not_cancel_the_call() -> None:
-    whole = Part(None)
+    whole = CallPart(None)
     with whole.running(), pytest.raises(ZeroDivisionError):
         ask_all([1, 0], lambda number: 1 // number)
     assert not whole.cancelled.is_set()

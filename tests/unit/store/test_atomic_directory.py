@@ -13,7 +13,7 @@ from shardwell_server.store.files.atomic_directory import AtomicDirectories
 
 def numbered(path: Path) -> AtomicDirectories:
     made = AtomicDirectories(path, lambda _: None, is_synced=False)
-    assert list(made.standing()) == []
+    assert list(made.existing()) == []
     return made
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwell_server.store.gradient_rows import (
     add_rows,
-    first_bad_place,
+    first_bad_cell,
     merge_repeats,
     touched_rows,
 )
@@ -94,16 +94,16 @@ def test_a_batch_that_is_cut_has_the_same_bits(seed: int, cut: int) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_the_first_bad_value_is_found(bad: float) -> None:
     values = np.zeros((4, DIM), np.float32)
-    assert first_bad_place(values) is None
-    assert first_bad_place(values[:0]) is None
+    assert first_bad_cell(values) is None
+    assert first_bad_cell(values[:0]) is None
     values[2, 1] = values[3, 0] = bad
-    assert first_bad_place(values) == (2, 1)
+    assert first_bad_cell(values) == (2, 1)
 
 
 def test_a_sum_beyond_float32_is_seen() -> None:
     largest = np.full((2, 1), np.finfo(np.float32).max)
     added = add_rows(largest.copy(), np.array([False, True]), largest)
-    assert first_bad_place(added) == (1, 0)
+    assert first_bad_cell(added) == (1, 0)
 
 
 def test_touched_rows() -> None:

@@ -50,7 +50,7 @@ class Model:
         self.sizes = [
             min(CHUNK_ELEMENT_COUNT, size - start) for start in range(0, size, CHUNK_ELEMENT_COUNT)
         ]
-        self.is_standing = False
+        self.is_initialized = False
         self.weights: list[np.ndarray] = []
         self.seats: list[str] = []
         self.versions = [0] * len(self.sizes)
@@ -150,11 +150,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.call(lambda: self.shard.parameters.open(spec), kill)
         self.models[name] = Model(size, worker_count)
 
-    @precondition(lambda self: any(not model.is_standing for model in self.models.values()))
+    @precondition(lambda self: any(not model.is_initialized for model in self.models.values()))
     @rule(name=names, value=st.integers(-9, 9), kill=kills)
     def set_first_weights(self, name: str, value: int, kill: float | None) -> None:
         model = self.models.get(name)
-        if model is None or model.is_standing:
+        if model is None or model.is_initialized:
             return
         values = np.arange(model.size) + value
         self.call(
@@ -163,13 +163,13 @@ class StoreMachine(RuleBasedStateMachine):
             ),
             kill,
         )
-        model.is_standing = True
+        model.is_initialized = True
         starts = range(0, model.size, CHUNK_ELEMENT_COUNT)
         model.weights = [values[start : start + CHUNK_ELEMENT_COUNT] for start in starts]
 
     def standing(self, name: str) -> Model | None:
         model = self.models.get(name)
-        return model if model is not None and model.is_standing else None
+        return model if model is not None and model.is_initialized else None
 
     @rule(name=names, worker=workers, anew=st.booleans(), kill=kills)
     def take_seat(self, name: str, worker: str, anew: bool, kill: float | None) -> None:
@@ -325,7 +325,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert sorted(found) == sorted(self.models)
         for name, model in self.models.items():
             made = found[name]
-            assert made._register.is_standing == model.is_standing
+            assert made._register.is_initialized == model.is_initialized
             seats = made._tracker.seats
             assert [(seat.worker_id, seat.tenure.number) for seat in seats] == [
                 (worker, model.tenures[worker]) for worker in model.seats
@@ -338,7 +338,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert record.contribution_count == len(model.open_step[index])
                 marks = [seat.last_step[index] for seat in made._tracker._seats.values()]
                 assert marks == [model.last[worker][index] for worker in model.seats]
-                if model.is_standing:
+                if model.is_initialized:
                     np.testing.assert_array_equal(state.weights, model.weights[index])
                     rate = made._register.learning_rate(record.version)
                     assert rate == model.rate(record.version)

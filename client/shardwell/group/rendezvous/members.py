@@ -95,7 +95,7 @@ class Seat:
 
 
 @dataclass(slots=True, kw_only=True)
-class Generation:
+class Roster:
     """Members that have reached one another, until all of them are gone."""
 
     number: int
@@ -105,7 +105,7 @@ class Generation:
     """It was formed before this server was started."""
 
     @classmethod
-    def adopted(cls, number: int, member_count: int, lease_s: float, now_s: float) -> Generation:
+    def adopted(cls, number: int, member_count: int, lease_s: float, now_s: float) -> Roster:
         """One that this server knows of from one of its members."""
         seats = [
             Seat(rank=rank, member=None, lease=Lease(lease_s, now_s, heard=False))

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
-from shardwell.group.rendezvous.members import Applicant, Generation, Seat, described
+from shardwell.group.rendezvous.members import Applicant, Roster, Seat, described
 from shardwell.group.rendezvous.validation import clipped
 from shardwell.specs.parameter import codec_words
 from shardwell.v1 import group_pb2 as pb
@@ -158,7 +158,7 @@ def lost_error(group: str, seat: Seat) -> WorkerLostError:
 
 
 def left_behind_text(
-    group: str, number: int, rank: int, member: pb.Member, generation: Generation | None
+    group: str, number: int, rank: int, member: pb.Member, generation: Roster | None
 ) -> str:
     """A worker is a member of a generation that is over, or that can't be; another may live."""
     if generation is None:

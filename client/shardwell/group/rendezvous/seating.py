@@ -13,8 +13,8 @@ from typing import NamedTuple
 from shardwell.group.rendezvous.members import (
     Applicant,
     Forming,
-    Generation,
     Lease,
+    Roster,
     Seat,
     described,
 )
@@ -41,7 +41,7 @@ class Seating:
         """What those who are there agree on."""
         self.applicants: dict[str, Applicant] = {}
         """By member id, in the order in which they asked first."""
-        self.generation: Generation | None = None
+        self.generation: Roster | None = None
         """The one that has a living member."""
         self.forming: Forming | None = None
         """The one that follows."""
@@ -173,7 +173,7 @@ class Seating:
         )
         return pb.JoinGroupResponse(missing_ranks=range(applicant.spec.size), refusals=[note])
 
-    def renewal_answer(self, generation: Generation, seat: Seat) -> pb.RenewLeaseResponse:
+    def renewal_answer(self, generation: Roster, seat: Seat) -> pb.RenewLeaseResponse:
         """What a member of the generation is told of the others."""
         lost = [
             pb.LostMember(

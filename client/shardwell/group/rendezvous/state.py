@@ -25,8 +25,8 @@ from shardwell.errors import (
 from shardwell.group.rendezvous.members import (
     Applicant,
     Forming,
-    Generation,
     GenerationNumbers,
+    Roster,
     Seat,
     described,
     incarnation_of,
@@ -233,7 +233,7 @@ class Gathering:
         ]
         for applicant in forming.applicants:
             del self.seating.applicants[applicant.member.member_id]
-        self.seating.generation = Generation(number=forming.number, seats=seats)
+        self.seating.generation = Roster(number=forming.number, seats=seats)
         self.seating.forming = None
 
     # Places.
@@ -250,7 +250,7 @@ class Gathering:
         self._numbers.note(request.previous_generation)
 
     def _come_back(
-        self, generation: Generation, seat: Seat, request: pb.JoinGroupRequest, now_s: float
+        self, generation: Roster, seat: Seat, request: pb.JoinGroupRequest, now_s: float
     ) -> None:
         """A member of the generation asks for the one that follows it."""
         if seat.rank != request.rank:
@@ -309,7 +309,7 @@ class Gathering:
         if seat is not None and seat.member is None and not is_known:
             seat.member = request.member
 
-    def _place_of(self, request: pb.JoinGroupRequest) -> tuple[Generation | None, Seat | None]:
+    def _place_of(self, request: pb.JoinGroupRequest) -> tuple[Roster | None, Seat | None]:
         """The generation that lives, and the caller's seat there.
 
         It may not have been told yet that all have checked its generation.
@@ -359,12 +359,12 @@ class Gathering:
         self._numbers.note(number)
         self.seating.forming, self._ended_number = None, self._known_number()
         self.seating.spec = request.spec
-        self.seating.generation = Generation.adopted(
+        self.seating.generation = Roster.adopted(
             number, member_count, request.lease_ms / 1000, now_s
         )
         self.seating.generation.seats[request.rank].member = request.member
 
-    def _renewed_seat(self, generation: Generation, request: pb.RenewLeaseRequest) -> Seat:
+    def _renewed_seat(self, generation: Roster, request: pb.RenewLeaseRequest) -> Seat:
         """The living seat that the request is about."""
         own = generation.seat_of(request.member.member_id)
         if own is not None and own.lost_reason:

@@ -1,12 +1,12 @@
-"""Whose first weights stand: the state of one shard in docs/adr/0005-steps.md. Pure.
+"""Whose first weights are committed: the state of one shard in docs/adr/0005-steps.md. Pure.
 
-States: empty -> staged(epoch) -> standing(epoch). Shard 0 grants epochs and stands when its values
-are complete; the others stage any epoch that is not older than what they have seen, and stand when
-they are told that shard 0 does.
+States: empty -> staged(epoch) -> committed(epoch). Shard 0 grants epochs and commits when its
+values are complete; the others stage any epoch that is not older than what they have seen, and
+commit when they hear that shard 0 has.
 
 Invariants:
-  - `epoch` never decreases; what stands is never written again.
-  - A shard other than shard 0 stands only with complete values of the epoch that is confirmed.
+  - `epoch` never decreases; what is committed is never written again.
+  - A shard other than shard 0 commits only complete values of the epoch that is confirmed.
 
 An epoch is a count and, below it, 32 bits that were drawn: no clock orders epochs, and no two are
 the same, even where shard 0 has forgotten what it granted. It may then grant one that is lower than
@@ -32,14 +32,14 @@ class FirstWeightsState:
     """One parameter's, on one shard."""
 
     def __init__(self, parameter: str, *, is_first_shard: bool, claim_s: float) -> None:
-        self.standing = False
-        """Whether first weights stand, so that gradients are taken."""
+        self.is_committed = False
+        """Whether there are first weights, so that gradients are taken."""
         self.epoch = 0
-        """The newest that was granted or seen; when standing, that of the weights."""
+        """The newest that was granted or seen; when committed, that of the weights."""
         self.learning_rate: float | None = None
-        """The rate that came with the values that are staged; it is theirs when they stand."""
+        """The rate that came with the values that are staged, and is committed with them."""
         self.load_id = 0
-        """The one that came with the values that are staged or stand; 0: none."""
+        """The one that came with the values that are staged or committed; 0: none."""
         self._parameter = parameter
         self._is_first_shard = is_first_shard
         self._claim_s = claim_s
@@ -47,16 +47,16 @@ class FirstWeightsState:
         self._claim: tuple[str, float] | None = None
 
     @property
-    def standing_epoch(self) -> int:
-        """The epoch of the weights that stand; 0 if none do."""
-        return self.epoch if self.standing else 0
+    def committed_epoch(self) -> int:
+        """The epoch of the weights that are committed; 0 if none are."""
+        return self.epoch if self.is_committed else 0
 
     def facts(self) -> dict[str, Any]:
         """What must outlive the process: all but the claim, which is made again."""
         return {
             "epoch": self.epoch,
             "staged_epoch": self._staged_epoch,
-            "standing": self.standing,
+            "is_committed": self.is_committed,
             "learning_rate": self.learning_rate,
             "load_id": self.load_id,
         }
@@ -66,17 +66,17 @@ class FirstWeightsState:
         *,
         epoch: int,
         staged_epoch: int,
-        standing: bool,
+        is_committed: bool,
         learning_rate: float | None = None,
         load_id: int = 0,
     ) -> None:
         """Goes on from facts."""
-        self.epoch, self._staged_epoch, self.standing = epoch, staged_epoch, standing
+        self.epoch, self._staged_epoch, self.is_committed = epoch, staged_epoch, is_committed
         self.learning_rate, self.load_id = learning_rate, load_id
 
-    def stand_without(self) -> None:
+    def commit_without(self) -> None:
         """Makes a parameter ready that needs no first weights."""
-        self.standing = True
+        self.is_committed = True
 
     def claim(self, worker_id: str, *, now_s: float, drawn: int, above: int = 0) -> int | None:
         """Grants the right to set them: the epoch, or None while another worker has it.
@@ -104,11 +104,11 @@ class FirstWeightsState:
         return epoch
 
     def take(self, epoch: int) -> bool:
-        """Whether values of an epoch are to be written; a repeat of what stands is not.
+        """Whether values of an epoch are to be written; a repeat of what is committed is not.
 
         Raises:
             InitSupersededError: a later epoch came in between.
-            StepOrderError: other weights stand, or shard 0 did not grant the epoch.
+            StepOrderError: other weights are committed, or shard 0 did not grant the epoch.
         """
         if epoch < self.epoch or epoch < 1:
             raise InitSupersededError(
@@ -120,9 +120,9 @@ class FirstWeightsState:
         ahead = (epoch >> _DRAWN_BITS) - (self.epoch >> _DRAWN_BITS)
         if ahead > _AHEAD_COUNT_MAX or epoch >= EPOCH_END:
             raise self._refused(epoch, "which is no epoch that shard 0 grants")
-        if self.standing and epoch == self.epoch:
+        if self.is_committed and epoch == self.epoch:
             return False
-        if self.standing or (self._is_first_shard and epoch != self.epoch):
+        if self.is_committed or (self._is_first_shard and epoch != self.epoch):
             raise self._refused(epoch, f"epoch {self.epoch} is the newest")
         self.epoch = epoch
         self._staged_epoch = 0
@@ -132,19 +132,19 @@ class FirstWeightsState:
         """All values of an epoch are here, `take` having said that they are to be written."""
         self._staged_epoch = epoch
         self.learning_rate, self.load_id = learning_rate, load_id
-        self.standing = self._is_first_shard
+        self.is_committed = self._is_first_shard
 
     def confirm(self, epoch: int) -> None:
-        """Shard 0 stands with that epoch.
+        """Shard 0 has committed that epoch.
 
         Raises:
             StepOrderError: this shard has no complete values of it.
         """
-        if self.standing and epoch == self.epoch:
+        if self.is_committed and epoch == self.epoch:
             return
-        if self.standing or self._is_first_shard or epoch != self._staged_epoch:
+        if self.is_committed or self._is_first_shard or epoch != self._staged_epoch:
             raise self._refused(epoch, f"this shard has epoch {self._staged_epoch}")
-        self.standing = True
+        self.is_committed = True
 
     def _refused(self, epoch: int, reason: str) -> StepOrderError:
         return StepOrderError(

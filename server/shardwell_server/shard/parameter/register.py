@@ -2,7 +2,7 @@
 
 Events beside those of membership_log.py:
 
-    {"kind": "first_weights", "epoch": E, "staged_epoch": S, "standing": B,
+    {"kind": "first_weights", "epoch": E, "staged_epoch": S, "is_committed": B,
      "learning_rate": R or null,         and "from_step": N when R is the rate from step N on
      "load_id": N}                       what the values are of; 0: nothing to tell
 """
@@ -57,7 +57,7 @@ class Register(MembershipLog[Seat]):
             spec.name, is_first_shard=is_first_shard, claim_s=limits.init_claim_s
         )
         if isinstance(spec.optimizer, Average):
-            self._first.stand_without()
+            self._first.commit_without()
         self._restore(storage.last_steps())
 
     # Taking part. The lock is held.
@@ -76,10 +76,10 @@ class Register(MembershipLog[Seat]):
 
     @property
     def has_begun(self) -> bool:
-        """Whether first weights stand, or a gradient was counted where none are needed."""
+        """Whether there are first weights, or a gradient was counted where none are needed."""
         if isinstance(self._spec.optimizer, Average):
             return self._tracker.has_counted
-        return self._first.standing
+        return self._first.is_committed
 
     def meet_incarnation(self, incarnation: int) -> int:
         """Takes over an incarnation before anything has begun; returns the parameter's own.
@@ -109,18 +109,18 @@ class Register(MembershipLog[Seat]):
     # First weights.
 
     @property
-    def is_standing(self) -> bool:
-        """Whether first weights stand, so that gradients are taken."""
-        return self._first.standing
+    def is_initialized(self) -> bool:
+        """Whether first weights are committed, so that gradients are taken."""
+        return self._first.is_committed
 
     @property
-    def standing_epoch(self) -> int:
-        return self._first.standing_epoch
+    def committed_epoch(self) -> int:
+        return self._first.committed_epoch
 
     @property
-    def standing_load_id(self) -> int:
-        """The load_id of the first weights that stand; 0 if they have none, or none stand."""
-        return self._first.load_id if self._first.standing else 0
+    def committed_load_id(self) -> int:
+        """The load_id of the first weights; 0 if they have none, or none are committed."""
+        return self._first.load_id if self._first.is_committed else 0
 
     def check_initialized(self) -> None:
         """Refuses to go on without first weights.
@@ -128,7 +128,7 @@ class Register(MembershipLog[Seat]):
         Raises:
             NotInitializedError: there are none.
         """
-        if not self._first.standing:
+        if not self._first.is_committed:
             raise NotInitializedError(
                 f"parameter {self._spec.name!r} has no first weights; call init() in one worker",
                 parameter=self._spec.name,
@@ -143,7 +143,7 @@ class Register(MembershipLog[Seat]):
             ArgumentError: no epoch is above `above_epoch`.
         """
         with self.lock:
-            if not self._first.standing:
+            if not self._first.is_committed:
                 with self._changing_first() as first:
                     epoch = first.claim(
                         worker_id,
@@ -155,8 +155,8 @@ class Register(MembershipLog[Seat]):
                     return pb.ClaimInitResponse(granted=True, epoch=epoch)
                 deadline.wait(self._init_changed, look_s=_CLAIM_LOOK_S)
             return pb.ClaimInitResponse(
-                initialized=self._first.standing,
-                epoch=self._first.standing_epoch,
+                initialized=self._first.is_committed,
+                epoch=self._first.committed_epoch,
                 version=self._tracker.version_min(),
             )
 
@@ -176,7 +176,7 @@ class Register(MembershipLog[Seat]):
         self._init_changed.notify_all()
 
     def confirm_first(self, epoch: int) -> None:
-        """Shard 0 stands with that epoch; the lock is held.
+        """Shard 0 has committed that epoch; the lock is held.
 
         Raises:
             StepOrderError: this shard has no complete values of that epoch.
@@ -193,7 +193,7 @@ class Register(MembershipLog[Seat]):
         if changed.facts() != self._first.facts():
             event: Event = {"kind": "first_weights", **changed.facts()}
             rate = changed.learning_rate
-            if rate is not None and changed.standing and not self._first.standing:
+            if rate is not None and changed.is_committed and not self._first.is_committed:
                 # It came with the values, and is theirs from this event on.
                 event["from_step"] = self._tracker.version_max()
             self._storage.log(event)

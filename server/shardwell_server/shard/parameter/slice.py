@@ -143,15 +143,15 @@ class ParameterSlice:
                 took_over = self._seat(seat_for).was_taken_over
             elif worker_id and session_number:
                 self._tracker.remember(worker_id, session_number)
-            standing = self._register.is_standing  # what is only staged may have any version
+            initialized = self._register.is_initialized  # what is only staged may have any version
             response = pb.CreateParameterResponse(
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
                 chunk_element_count=self.chunk_element_count,
-                version=self._tracker.version_min() if standing else 0,
-                next_step=self._tracker.next_step(worker_id) if standing else 0,
-                initialized=standing,
-                init_epoch=self._register.standing_epoch,
+                version=self._tracker.version_min() if initialized else 0,
+                next_step=self._tracker.next_step(worker_id) if initialized else 0,
+                initialized=initialized,
+                init_epoch=self._register.committed_epoch,
                 incarnation=incarnation,
                 begun=self._register.has_begun,
                 took_over=took_over,
@@ -300,7 +300,7 @@ class ParameterSlice:
         Raises:
             StorageError: the disk failed, or is full.
         """
-        if self.storage.wants_image and self._register.is_standing:
+        if self.storage.wants_image and self._register.is_initialized:
             with contextlib.suppress(_BrokenOffError):
                 self._write_image(is_stopping)
 
@@ -319,7 +319,7 @@ class ParameterSlice:
         Raises:
             StorageError: it was damaged.
         """
-        if self._register.is_standing:
+        if self._register.is_initialized:
             chunk = self._chunks[chunk_index]
             with chunk.changed:
                 chunk.verify()
@@ -600,8 +600,8 @@ class ParameterSlice:
         """What GetStatus tells of it, with at most so many names of each kind."""
         with self._register.lock:
             tracker = self._tracker
-            standing = self._register.is_standing
-            oldest = tracker.version_min() if standing else 0
+            initialized = self._register.is_initialized
+            oldest = tracker.version_min() if initialized else 0
             missing, unknown = tracker.missing(oldest)
             done = tracker.done_worker_ids
             if not tracker.has_begun(oldest):
@@ -611,9 +611,9 @@ class ParameterSlice:
                 spec=self.spec.to_proto(),
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
-                initialized=standing,
+                initialized=initialized,
                 version_min=oldest,
-                version_max=tracker.version_max() if standing else 0,
+                version_max=tracker.version_max() if initialized else 0,
                 contributed_worker_ids=contributed[:name_count_max],
                 contributed_worker_count=len(contributed),
                 missing_worker_ids=missing[:name_count_max],
@@ -623,5 +623,5 @@ class ParameterSlice:
                 duplicate_chunk_count=sum(chunk.duplicate_count for chunk in self._chunks),
                 learning_rate=self._register.learning_rate(oldest),
                 done_worker_ids=done[:name_count_max],
-                load_id=self._register.standing_load_id,
+                load_id=self._register.committed_load_id,
             )

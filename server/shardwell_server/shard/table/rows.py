@@ -29,7 +29,7 @@ from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.snapshot import TableSnapshots
 from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
 from shardwell_server.store.contract import Int64, Places
-from shardwell_server.store.gradient_rows import Place, add_rows, first_bad_place, touched_rows
+from shardwell_server.store.gradient_rows import Cell, add_rows, first_bad_cell, touched_rows
 
 _NO_PLACES: Places = np.empty(0, np.int64)
 Flags = npt.NDArray[np.bool_]
@@ -38,7 +38,7 @@ Flags = npt.NDArray[np.bool_]
 class NonFiniteSumError(ArithmeticError):
     """A row's sum is beyond float32; `place` says which of the batch."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Cell) -> None:
         super().__init__(f"row {place.row}, column {place.column}")
         self.place = place
 
@@ -176,7 +176,7 @@ class TableRows:
 
     def state_overflow(
         self, ids: Ids, gradients: Float32, learning_rate: float
-    ) -> tuple[str, Place] | None:
+    ) -> tuple[str, Cell] | None:
         """The first value of optimizer state that gradients would make infinite or NaN.
 
         On copies; nothing changes. For the one who changes rows.
@@ -199,7 +199,7 @@ class TableRows:
         counts = self._update_counts(places, is_new)
         self._rule.apply(weights, gradients.copy(), slots, counts, learning_rate)
         for name, slot in zip(self._spec.optimizer.slot_names, slots, strict=True):
-            if (bad := first_bad_place(slot)) is not None:
+            if (bad := first_bad_cell(slot)) is not None:
                 return name, bad
         return None
 
@@ -292,7 +292,7 @@ class TableRows:
             has_sum = np.take(storage.has_sum, places, mode="clip")
             has_sum[is_new] = False
             sums = add_rows(change.sums, has_sum, gradients, factor)
-            if not self._spec.allow_non_finite and (bad := first_bad_place(sums)) is not None:
+            if not self._spec.allow_non_finite and (bad := first_bad_cell(sums)) is not None:
                 raise NonFiniteSumError(bad)
             new_places = places[is_new]
             weights, slots = self._new_rows(ids[is_new])
@@ -333,8 +333,8 @@ class TableRows:
                 change.write(weights=change.weights, slots=change.slots)
                 self._note(places, counts, step)
                 storage.has_sum[places] = False
-                standing = closing if rest.size else record
-                change.commit(standing._replace(row_used=self._places.used), None)
+                committed = closing if rest.size else record
+                change.commit(committed._replace(row_used=self._places.used), None)
             touched = rest
             self._touched = [touched]
         if storage.record.version == step:

@@ -1,6 +1,6 @@
 """Directories that are made whole or not at all, numbered, so that no path is made from a name.
 
-000001/        one that stands
+000001/        one that was made
 000002.new/    one whose making was cut off; removed at the next start
 """
 
@@ -33,8 +33,8 @@ class AtomicDirectories:
         self._given_up: Path | None = None
         """What has the next number's name because it could not be removed."""
 
-    def standing(self) -> Iterator[Path]:
-        """Those that stand, in order; removes what was never made. To be called first.
+    def existing(self) -> Iterator[Path]:
+        """Those that were made, in order; removes what was never made. To be called first.
 
         Raises:
             StorageError: something else is there, or it can't be read.

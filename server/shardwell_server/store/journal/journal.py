@@ -31,7 +31,7 @@ from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes
 from shardwell_server.store.files.mapped import storage_error, sync_directory, sync_file
 
-Part: TypeAlias = "bytes | memoryview[int]"
+Buffer: TypeAlias = "bytes | memoryview[int]"
 """Bytes of an entry."""
 EntryT = TypeVar("EntryT")
 _MAGIC = 0x314C5753  # "SWL1"
@@ -223,7 +223,7 @@ class Journal:
         """Bytes of the segment that is written."""
         return self._size
 
-    def append(self, parts: Sequence[Part]) -> None:
+    def append(self, parts: Sequence[Buffer]) -> None:
         """Adds an entry; it is durable after the next `sync`.
 
         Raises:

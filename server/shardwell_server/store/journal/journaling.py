@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwell_server.store.files.mapped import storage_error, sync_directory
 from shardwell_server.store.journal import image_files
 from shardwell_server.store.journal.image_files import forget_images, image_path, images
-from shardwell_server.store.journal.journal import Journal, Part, segments, sync_segments
+from shardwell_server.store.journal.journal import Buffer, Journal, segments, sync_segments
 
 
 class Journaling:
@@ -51,7 +51,7 @@ class Journaling:
         self._older_bytes += self.journal.size_bytes
         return self.journal.begin_segment(anyway=anyway)
 
-    def append(self, parts: Sequence[Part], image_bytes: int) -> None:
+    def append(self, parts: Sequence[Buffer], image_bytes: int) -> None:
         """Adds an entry; `image_bytes` is how large an image would be.
 
         Raises:
@@ -92,19 +92,19 @@ class Journaling:
         Raises:
             StorageError: it can't be written; the one before stands.
         """
-        standing = image_path(self._directory, number)
-        making = standing.with_suffix(".new")
+        image = image_path(self._directory, number)
+        making = image.with_suffix(".new")
         try:
             making.mkdir()
             self._reached("image begun")
             yield making
             sync_directory(making)
             self._reached("image written")
-            making.rename(standing)
+            making.rename(image)
             self._reached("image stands")
             sync_directory(self._directory)
         except OSError as error:
-            raise storage_error(standing, error, "making an image") from None
+            raise storage_error(image, error, "making an image") from None
         finally:
             shutil.rmtree(making, ignore_errors=True)
         self.journal.repaired()

@@ -18,7 +18,7 @@ from fastcrc import crc32
 
 from shardwell.numerics.codec import Bytes
 from shardwell_server.store.contract import JournalEntry
-from shardwell_server.store.journal.journal import NotWholeError, Part, read_segment
+from shardwell_server.store.journal.journal import Buffer, NotWholeError, read_segment
 
 _MAGIC = 0x314A5753  # "SWJ1"
 _HEAD = struct.Struct("<IIIIQQqidI")
@@ -26,7 +26,7 @@ _CRC = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CRC.size
 
 
-def pack_entry(entry: JournalEntry, salt: int) -> list[Part]:
+def pack_entry(entry: JournalEntry, salt: int) -> list[Buffer]:
     """What is appended for an entry."""
     head = _HEAD.pack(
         _MAGIC,

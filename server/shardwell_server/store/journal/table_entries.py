@@ -23,8 +23,8 @@ from shardwell.numerics.codec import Bytes
 from shardwell_server.store.contract import Position, TableRecord
 from shardwell_server.store.journal.journal import (
     HEAD_BYTES,
+    Buffer,
     NotWholeError,
-    Part,
     cut_off,
     read_segment,
     segments,
@@ -48,7 +48,7 @@ class TableEntry(NamedTuple):
     rows: WrittenRows
 
 
-def pack_entry(entry: TableEntry, salt: int) -> list[Part]:
+def pack_entry(entry: TableEntry, salt: int) -> list[Buffer]:
     """What is appended for a change."""
     rows = entry.rows
     flags = _VALUES * bool(rows.values) | _SUMS * bool(rows.sums) | _CLEARS * rows.clears
@@ -57,7 +57,7 @@ def pack_entry(entry: TableEntry, salt: int) -> list[Part]:
     return [*_heads(flags, entry.stored, rows.places.size, rows.new_start, payload, salt), *payload]
 
 
-def pack_mark(stored: StoredTableRecord, salt: int) -> list[Part]:
+def pack_mark(stored: StoredTableRecord, salt: int) -> list[Buffer]:
     """What a segment begins with."""
     return _heads(_MARK, stored, 0, stored.record.row_used, [], salt)
 
@@ -73,7 +73,7 @@ def _heads(
     new_start: int,
     payload: list[memoryview[int]],
     salt: int,
-) -> list[Part]:
+) -> list[Buffer]:
     crc = 0
     for part in payload:
         crc = crc32.iscsi(part, crc)
@@ -220,13 +220,13 @@ def _standing(found: list[_Found]) -> list[_Found]:
     A process that is killed after an entry, and before its record, leaves one that never stood: the
     next process's mark has a lower sequence number, or its next change the same.
     """
-    standing: list[_Found] = []
+    committed: list[_Found] = []
     limit = 2**64
     for each in reversed(found):
         sequence = each.stored.sequence
         if each.flags & _MARK:
             limit = min(limit, sequence + 1)
         elif sequence < limit:
-            standing.append(each)
+            committed.append(each)
             limit = sequence
-    return standing[::-1]
+    return committed[::-1]

@@ -94,7 +94,7 @@ class _Kind(Generic[LayoutT, StorageT]):
             StorageError: something can't be believed; names the file, and what to do.
         """
         found: list[tuple[LayoutT, StorageT]] = []
-        for entry in self._directories.standing():
+        for entry in self._directories.existing():
             layout, salt = read_layout(entry / self._storage.LAYOUT_NAME, self._layout)
             if layout.name in self.open:
                 raise StorageError(
