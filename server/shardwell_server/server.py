@@ -46,6 +46,9 @@ _IMAGE_RETRY_INTERVAL_S = 10.0
 """After an image could not be written: mostly a full disk."""
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
+_ABANDON_S = 10.0
+"""How long after the grace gRPC may take to end, before it is left to itself: it never ends where
+the system had no thread for it."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 TABLE_SERVICE_NAME = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
 
@@ -66,6 +69,7 @@ class ShardServer:
         self.config = config
         self._stopping: Future[None] | None = None
         self._is_closed = False
+        self._is_stuck = False
         self._has_files = data_dir is not None
         config.durability.check_files(data_dir is not None)
         store = (
@@ -166,12 +170,18 @@ class ShardServer:
     def stop(self, grace_s: float | None = None) -> None:
         """Stops: no new calls, open streams finish within the grace, then everything is released.
 
-        Safe to repeat. Blocks until all is down.
+        Safe to repeat. Blocks until all is down, which takes no longer than the grace and some
+        seconds: calls that gRPC has not ended by then are broken off with the process.
         """
         grace_s = self.config.grace_s if grace_s is None else check_duration("grace_s", grace_s)
         if self._stopping is None:
             self._stopping = self._loop.begin(self._stop(grace_s))
-        self._stopping.result()  # an interrupted stop goes on, and is waited for by the next
+        try:
+            # An interrupted stop goes on, and is waited for by the next.
+            self._stopping.result(grace_s + _ABANDON_S)
+        except TimeoutError:
+            self._is_stuck = True
+            _LOG.error("gRPC does not end its calls, and is left to itself")
         self.shard.stop()
         for thread in (self._verifier, self._syncer, self._imager, self._looker):
             if thread.ident is not None:
@@ -179,7 +189,8 @@ class ShardServer:
         if not self._is_closed:
             self._is_closed = True
             self._threads.close()
-            self._loop.close()
+            if not self._is_stuck:
+                self._loop.close()
         self.shard.close()
         _LOG.info("shard has stopped", extra={"shard_index": self.config.shard_index})
 

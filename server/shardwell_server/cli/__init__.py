@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import NoReturn
 
 import click
 
 from shardwell_server import signals, terminal
+from shardwell_server.cli.last_resort import end_process
 
 _COMMANDS = {
     "checkpoint": ("checkpoint", "checkpoint"),
@@ -74,4 +74,4 @@ def main() -> NoReturn:
             raise
         click.secho(f"shardwell: {error.message}", fg="red", err=True, color=color)
         code = 1
-    sys.exit(outputs.final_code(code))
+    end_process(outputs.final_code(code))

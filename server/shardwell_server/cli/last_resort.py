@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
+import sys
 import threading
+from typing import NoReturn
 
 _LOG = logging.getLogger("shardwell_server")
 EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
+_is_shard = False
+"""Whether this process is a shard's."""
 
 
 def end_when_a_thread_dies() -> None:
-    """Ends the process when an error ends one of its threads, gRPC's among them.
+    """Ends a shard's process when an error ends one of its threads, gRPC's among them.
 
     A shard whose threads are gone, mostly for want of memory, answers nobody and still looks alive;
     one that has ended is started again, and goes on from its files.
@@ -29,7 +34,24 @@ def end_when_a_thread_dies() -> None:
         finally:
             os._exit(EXIT_CODE)
 
+    global _is_shard
+    _is_shard = True
     threading.excepthook = end
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends the process, which has released everything.
+
+    A shard's without Python's own end, in which gRPC waits for its threads, also for one that the
+    system did not have.
+    """
+    if _is_shard:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def raise_file_limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import signal
 from collections.abc import Iterator
@@ -13,12 +14,15 @@ import numpy as np
 import pytest
 
 import shardwell
+import shardwell_server.server
 from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.programs.commands import ServingShard
 from harness.threads import in_background
 from harness.wire_client.worker import WireWorker, error_detail, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
+from shardwell_server.config import ShardConfig
+from shardwell_server.server import ShardServer
 
 SGD = shardwell.SGD(learning_rate=1.0)
 SIZE = 100
@@ -40,6 +44,22 @@ def test_an_idle_shard_stops_at_once(cluster, connect) -> None:
     assert watch.elapsed_s < PATIENCE_S
     with pytest.raises(shardwell.ShardUnavailableError):
         model.exchange(np.ones(SIZE, np.float32), timeout_s=0.3)
+
+
+def test_grpc_that_does_not_end_is_left_to_itself(monkeypatch) -> None:
+    """As where the system had no thread for it: what was counted is kept, and the stop ends."""
+    server = ShardServer(ShardConfig(shard_index=0, shard_count=1, grace_s=0.1))
+    server.start()
+    end = server._server.stop
+    monkeypatch.setattr(server._server, "stop", lambda grace_s: asyncio.Event().wait())
+    monkeypatch.setattr(shardwell_server.server, "_ABANDON_S", 0.2)
+    watch = Stopwatch()
+    server.stop()
+    server.stop()
+    assert watch.elapsed_s < PATIENCE_S
+    assert server.shard.is_stopping()
+    server._loop.run(end(None))
+    server._loop.close()
 
 
 @pytest.mark.parametrize("method", ["Exchange", "PutGradient"])
