@@ -10,6 +10,7 @@ trains are parameters, tables and a worker whose names differ in one bit from th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,9 +111,17 @@ class Line:
             try:
                 result = call(DAMAGED_TIMEOUT_S)
             except ShardwellError:
-                result = call(None)
+                result = self._made_again(call)
             assert self._proxy.is_done
             yield result
+
+    def _made_again(self, call: Callable[[float | None], Any]) -> Any:
+        """The result of a call, after one that failed, on a busy machine perhaps before its message
+        came: then it is this one's that is damaged."""
+        if not self._proxy.is_done:
+            with contextlib.suppress(ShardwellError):
+                return call(None)
+        return call(None)
 
 
 @pytest.fixture(params=[7, pytest.param(1, marks=pytest.mark.exhaustive)], ids="1 in {}".format)
