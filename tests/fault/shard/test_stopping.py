@@ -15,7 +15,7 @@ import pytest
 
 import shardwell
 import shardwell_server.server
-from harness.polling import PATIENCE_S, Stopwatch, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.programs.commands import ServingShard
 from harness.threads import in_background
 from harness.wire_client.worker import WireWorker, error_detail, spec
@@ -65,7 +65,7 @@ def test_grpc_that_does_not_end_is_left_to_itself(monkeypatch) -> None:
 @pytest.mark.parametrize("method", ["Exchange", "PutGradient"])
 def test_a_stream_in_flight_finishes_within_the_grace(cluster, method) -> None:
     """A gradient that is half sent when the shard is asked to stop is taken to its end."""
-    running = cluster(1, chunk_size_bytes=64, grace_s=10.0)
+    running = cluster(1, chunk_size_bytes=64, grace_s=4 * BRIEF_S)
     with WireWorker(running.target, "w0") as worker:
         parameter = worker.create(spec("m", SIZE))
         parameter.init(np.zeros(SIZE))
@@ -103,13 +103,16 @@ def test_a_stream_in_flight_finishes_within_the_grace(cluster, method) -> None:
 
 
 def _wait_until_refusing(target: str) -> None:
-    """Until new calls are refused, which is when the grace has begun."""
+    """Until new calls are refused, which is when the grace has begun.
+
+    Or not answered: a connection that comes as gRPC begins to stop may be left until it ends.
+    """
 
     def is_refusing() -> bool:
         with grpc.insecure_channel(target) as channel:
             call = channel.unary_unary("/shardwell.v1.ParameterServerService/GetStatus")
             try:
-                call(b"", timeout=PATIENCE_S)
+                call(b"", timeout=BRIEF_S)
             except grpc.RpcError:
                 return True
             return False
