@@ -178,7 +178,7 @@ class ShardServer:
             self._stopping = self._loop.begin(self._stop(grace_s))
         try:
             # An interrupted stop goes on, and is waited for by the next.
-            self._stopping.result(grace_s + _ABANDON_S)
+            self._stopping.result(0.0 if self._is_stuck else grace_s + _ABANDON_S)
         except TimeoutError:
             self._is_stuck = True
             _LOG.error("gRPC does not end its calls, and is left to itself")

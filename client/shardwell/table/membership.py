@@ -45,7 +45,7 @@ class Joined(NamedTuple):
     row_count_max: int
     """Rows of one message, on any shard."""
     incarnation: int
-    """Number of the table among others that had its name before; 0: not known."""
+    """Drawn when the table was made: tells it from others of its name; 0: not known."""
     took_over: bool
     """Whether the worker's place was another session's, and this one has not contributed yet."""
     tenure: int

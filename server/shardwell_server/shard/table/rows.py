@@ -36,11 +36,11 @@ Flags = npt.NDArray[np.bool_]
 
 
 class NonFiniteSumError(ArithmeticError):
-    """A row's sum is beyond float32; `place` says which of the batch."""
+    """A row's sum is beyond float32; `cell` says which value of the batch."""
 
-    def __init__(self, place: Cell) -> None:
-        super().__init__(f"row {place.row}, column {place.column}")
-        self.place = place
+    def __init__(self, cell: Cell) -> None:
+        super().__init__(f"row {cell.row}, column {cell.column}")
+        self.cell = cell
 
 
 class TableRows:

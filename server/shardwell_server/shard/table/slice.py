@@ -326,7 +326,7 @@ class TableSlice:
             try:
                 self._rows.add(ids, gradients, factor, following, stored)
             except NonFiniteSumError as error:
-                place = error.place.row * self.spec.dim + error.place.column
+                place = error.cell.row * self.spec.dim + error.cell.column
                 what = f"sum of step {header.step} with the gradient of {seat.worker_id!r}"
                 raise non_finite_row(self.spec, ids, place, what) from None
         self._tracker.record(seat, position, None if header.abandons else header.rows.crc32c)
