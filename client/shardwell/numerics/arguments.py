@@ -13,7 +13,7 @@ from shardwell.numerics.codec import Float32
 from shardwell.numerics.finite import find_peak
 
 _ACCEPTED = (np.float32, np.float64, np.float16)
-_ANSWER_MARGIN_S_MAX = 1.0
+_ANSWER_MARGIN_S_MAX = 2.0
 """What an answer may take on its way between busy machines; of short timeouts, a quarter."""
 DURATION_S_MAX = 30 * 86400.0
 """The longest time that can be asked for: waits that take it overflow in no library below."""

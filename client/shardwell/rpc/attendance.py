@@ -91,31 +91,31 @@ class Attendance:
         """Makes the call; the lock is held."""
         self._began_s = time.monotonic()
         self._count += 1
-        call = self._attend()
-        if call.add_callback(partial(_ended, weakref.ref(self), self._count)):
-            self._call = call
-        else:
-            self._refusal = self._refused(call)
+        self._call = self._attend()
+        if not self._call.add_callback(partial(_ended, weakref.ref(self), self._count)):
+            self._go_on()  # it has ended already
 
     def ended(self, number: int) -> None:
         """The call of that number has ended; gRPC's thread says so."""
         if not self._owner.is_here:  # gRPC ends the calls that a fork inherited
             return
         with self._lock:
-            call = self._call
-            if self._closed or call is None or number != self._count:
-                return
-            self._call = None
-            self._refusal = self._refused(call)
-            if self._refusal is not None:
-                return
-            with contextlib.suppress(ValueError, RuntimeError):  # the channel, or Python, is closed
-                if time.monotonic() - self._began_s >= _LIFE_S_MIN:
-                    self._begin()
-                else:
-                    self._timer = threading.Timer(_LIFE_S_MIN, _ensured, (weakref.ref(self),))
-                    self._timer.daemon = True
-                    self._timer.start()
+            if not self._closed and self._call is not None and number == self._count:
+                self._go_on()
+
+    def _go_on(self) -> None:
+        """Makes a call that has ended again, now or after a while; the lock is held."""
+        call, self._call = self._call, None
+        self._refusal = self._refused(call)
+        if self._refusal is not None:
+            return
+        with contextlib.suppress(ValueError, RuntimeError):  # the channel, or Python, is closed
+            if time.monotonic() - self._began_s >= _LIFE_S_MIN:
+                self._begin()
+            else:
+                self._timer = threading.Timer(_LIFE_S_MIN, _ensured, (weakref.ref(self),))
+                self._timer.daemon = True
+                self._timer.start()
 
     def _refused(self, call: Any) -> ShardwellError | None:
         """Why a call that has ended is not to be made again by itself; None: it is."""

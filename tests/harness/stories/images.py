@@ -35,11 +35,13 @@ def in_memory(otherwise: Path) -> Iterator[Path]:
 
 
 def image_of(path: Path) -> Image:
-    """All that is below `path`."""
-    return {
-        str(entry.relative_to(path)): entry.read_bytes() if entry.is_file() else None
-        for entry in sorted(path.rglob("*"))
-    }
+    """All that is below `path`; taken again when a process removed some of it meanwhile."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return {
+                str(entry.relative_to(path)): None if entry.is_dir() else entry.read_bytes()
+                for entry in sorted(path.rglob("*"))
+            }
 
 
 def restore(image: Image, path: Path) -> Path:
