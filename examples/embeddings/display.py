@@ -10,8 +10,7 @@ from rich.markup import escape
 from embeddings.evaluator import VALIDATION_MRR
 from embeddings.knowledge_graph import KnowledgeGraph
 from embeddings.worker import DATA_SET, MODEL
-from shardwell_server.demo.progress import Progress, count, traffic
-from shardwell_server.demo.standing import Standing
+from shardwell_server.demo.progress import Progress, Standing, count, traffic
 
 if TYPE_CHECKING:
     from embeddings.negatives import Question

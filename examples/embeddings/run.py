@@ -31,8 +31,7 @@ from shardwell.errors import ArgumentError
 from shardwell.specs.parameter import CodecName
 from shardwell_server import signals
 from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named
-from shardwell_server.demo.progress import count
-from shardwell_server.demo.standing import Observer, Standing
+from shardwell_server.demo.progress import Observer, Standing, count
 from shardwell_server.demo.workers import Crew
 from shardwell_server.local_cluster import LocalCluster
 

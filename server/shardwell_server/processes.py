@@ -4,20 +4,29 @@ A child gets a pipe as its standard input, which the parent holds open and never
 parent is gone, however it went, the child reads the end and stops (`stop_when_parent_ends`).
 Children have a session of their own, so that Ctrl-C reaches the parent alone, which then stops them
 in order.
+
+A shard's process sees to itself, too: room for files, and an end instead of half a life.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import resource
 import selectors
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from typing import IO, NoReturn
 
+_LOG = logging.getLogger("shardwell_server")
+EXIT_CODE = 70
+"""EX_SOFTWARE of sysexits.h."""
+_is_shard = False
+"""Whether this process is a shard's."""
 PARENT_FLAG = "--exit-with-parent"
 """Tells a command of this package to call `stop_when_parent_ends`."""
 
@@ -114,3 +123,46 @@ def describe_exit(code: int | None) -> str:
         with contextlib.suppress(ValueError):
             return f"signal {-code} ({signal.Signals(-code).name})"
     return f"exit code {code}"
+
+
+def end_when_a_thread_dies() -> None:
+    """Ends a shard's process when an error ends one of its threads, gRPC's among them.
+
+    A shard whose threads are gone, mostly for want of memory, answers nobody and still looks alive;
+    one that has ended is started again, and goes on from its files.
+    """
+
+    def end(error: threading.ExceptHookArgs) -> None:
+        try:
+            _LOG.critical(
+                "a thread has died, and with it this process",
+                extra={"thread_name": error.thread.name if error.thread else ""},
+                exc_info=error.exc_value,
+            )
+        finally:
+            os._exit(EXIT_CODE)
+
+    global _is_shard
+    _is_shard = True
+    threading.excepthook = end
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends the process, which has released everything.
+
+    A shard's without Python's own end, in which gRPC waits for its threads, also for one that the
+    system did not have.
+    """
+    if _is_shard:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def raise_file_limit() -> None:
+    """Lets this process have as many files as it may; a parameter maps half a dozen."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -26,8 +26,7 @@ from shardwell.checkpoint.format import (
     rows_path,
     slice_path,
 )
-from shardwell.checkpoint.rows_file import write_rows
-from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, SliceWriter
+from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, SliceWriter, write_rows
 from shardwell.errors import ArgumentError, CorruptChunkError, DeadlineError, ShardwellError
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import CODECS

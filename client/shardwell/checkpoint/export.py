@@ -20,8 +20,7 @@ import numpy as np
 
 from shardwell.checkpoint.directory import sync_directory
 from shardwell.checkpoint.format import CheckpointTable
-from shardwell.checkpoint.rows_file import RowsReader
-from shardwell.checkpoint.tensor_files import file_error, layout_of
+from shardwell.checkpoint.tensor_files import RowsReader, file_error, layout_of
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids

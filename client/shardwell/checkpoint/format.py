@@ -5,8 +5,8 @@
     DIR/000002-NAME/rows-00000-000000.safetensors   a table's rows, by shard, in files of 32 MiB
 
 A slice is a contiguous range of a parameter: "weights", and the optimizer's state under the names
-that torch.optim uses; all float32 of the same length. For rows see rows_file.py. Nothing here needs
-a cluster.
+that torch.optim uses; all float32 of the same length. For rows see tensor_files.py. Nothing here
+needs a cluster.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwell.checkpoint.rows_file import RowsReader, tensor_names
-from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, SliceReader, crc_of, file_error
+from shardwell.checkpoint.tensor_files import (
+    WEIGHTS_NAME,
+    RowsReader,
+    SliceReader,
+    crc_of,
+    file_error,
+    tensor_names,
+)
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec

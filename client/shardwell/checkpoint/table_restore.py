@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from shardwell.checkpoint.format import CheckpointTable, load_id_of
-from shardwell.checkpoint.rows_file import RowsReader
+from shardwell.checkpoint.tensor_files import RowsReader
 from shardwell.errors import ArgumentError, DeadlineError, StorageError
 from shardwell.placement.rows import RowPlacement
 from shardwell.rpc.asking import ask_all

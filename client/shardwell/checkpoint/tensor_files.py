@@ -4,6 +4,14 @@ The format (https://github.com/huggingface/safetensors): 8 bytes with the length
 the header, then the tensors one after another, little-endian. It is written here, because tensors
 must go to the file piece by piece, in no order, and a table's rows from pieces without a copy of
 the whole; it is read by the package `safetensors`.
+
+A table's rows, as a shard has gathered them in memory; it has as many files as it needs:
+
+    ids                 I64 (n,)
+    weights             F32 (n, dim)
+    exp_avg, ...        F32 (n, width), the optimizer's `slot_names`
+    update_counts       I64 (n,)
+    last_steps          I64 (n,)
 """
 
 from __future__ import annotations
@@ -22,7 +30,10 @@ from safetensors import SafetensorError, safe_open
 
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Float32
+from shardwell.placement.rows import Ids
 from shardwell.process.closeable import Closing
+from shardwell.specs.table import TableSpec
+from shardwell.wire.row_state import RowState
 
 WEIGHTS_NAME = "weights"
 """The first tensor of a slice's file; the others are the optimizer's `slot_names`."""
@@ -218,3 +229,57 @@ class SliceReader(TensorsReader):
 
 def _slice_tensors(names: Sequence[str], size: int) -> Tensors:
     return {name: ("F32", [size]) for name in names}
+
+
+def tensor_names(spec: TableSpec) -> tuple[str, ...]:
+    """Of each file, in the order of RowState.arrays."""
+    return ("ids", WEIGHTS_NAME, *spec.optimizer.slot_names, "update_counts", "last_steps")
+
+
+def _tensors(spec: TableSpec, row_count: int) -> Tensors:
+    """Type and shape of each."""
+    whole, n = ("I64", [row_count]), row_count
+    values = [("F32", [n, width]) for width in (spec.dim, *spec.slot_widths)]
+    return dict(zip(tensor_names(spec), [whole, *values, whole, whole], strict=True))
+
+
+def write_rows(path: Path, spec: TableSpec, states: Sequence[RowState]) -> tuple[int, int]:
+    """Makes a file, and brings it to the disk; returns its bytes and their CRC32C.
+
+    Raises:
+        StorageError: it can't be made or written to.
+    """
+    row_count = sum(state.ids.size for state in states)
+    metadata = {"format": "shardwell-rows", "table": spec.name, "dim": str(spec.dim)}
+    with TensorsWriter(path, _tensors(spec, row_count), metadata) as writer:
+        for number, name in enumerate(tensor_names(spec)):
+            start = 0
+            for state in states:
+                writer.put(name, start, state.arrays[number])
+                start += state.ids.size
+        return writer.finish()
+
+
+class RowsReader(TensorsReader):
+    """What `write_rows` wrote. See TensorsReader."""
+
+    def __init__(self, path: Path, spec: TableSpec, row_count: int) -> None:
+        self._spec = spec
+        super().__init__(path, _tensors(spec, row_count))
+
+    def read(self, start: int, stop: int) -> RowState:
+        """Rows [start, stop), copied."""
+        ids, weights, *slots, counts, steps = (
+            self.read_part(name, start, stop) for name in tensor_names(self._spec)
+        )
+        return RowState(ids, weights, tuple(slots), counts, steps)
+
+    def read_ids(self, start: int, stop: int) -> Ids:
+        """The ids of rows [start, stop), copied."""
+        ids: Ids = self.read_part("ids", start, stop)
+        return ids
+
+    def read_weights(self, start: int, stop: int) -> Float32:
+        """The weights of rows [start, stop), copied."""
+        weights: Float32 = self.read_part(WEIGHTS_NAME, start, stop)
+        return weights

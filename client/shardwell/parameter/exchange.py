@@ -1,55 +1,107 @@
-"""One parameter's streams to all shards that own some of it: one attempt of each verb.
+"""One parameter's bytes between a worker and the shards that own it: one attempt of each verb.
 
-Every attempt ends with its calls ended, except the streams of an exchange that succeeded, which are
-kept for the next. Whether another attempt is made, and from which chunk on, is for the caller.
+Gradients become messages, messages become weights. Every attempt ends with its calls ended, except
+the streams of an exchange that succeeded, which are kept for the next. Whether another attempt is
+made, and from which chunk on, is for the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
+import numpy.typing as npt
 
-from shardwell.errors import CorruptChunkError
+from shardwell.errors import CorruptChunkError, DeadlineError, NonFiniteError, ShardwellError
 from shardwell.numerics.arguments import wait_milliseconds
-from shardwell.numerics.codec import Float32
-from shardwell.parameter.transfer import Gradient, Progress, ShardSlice, Transfer
+from shardwell.numerics.codec import Float32, NonFiniteValueError
+from shardwell.numerics.scratch import thread_scratch
+from shardwell.placement.slices import Slice
 from shardwell.rpc.call_group import CallGroup
+from shardwell.rpc.calls import current_call
 from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
 from shardwell.rpc.stream_pool import StreamPool
 from shardwell.specs.parameter import ParameterSpec
+from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
+from shardwell.wire import checksum
+from shardwell.wire import messages as framing
+from shardwell.wire.chunks import ChunkCodec, check_chunk
 
 
-class Streams:
-    """Any thread may fetch weights; the rest is for one thread at a time.
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient on its way."""
+
+    values: npt.NDArray[Any]
+    step: int
+    sample_count: int
+    peaks: list[float] | None
+    """Largest magnitude of each chunk, in the order of parts and chunks; None if not known."""
+
+
+class ShardSlice:
+    """What this parameter is on one shard that owns a slice of it."""
+
+    def __init__(
+        self, channel: ShardChannel, where: Slice, chunk_element_count: int, first_chunk: int
+    ) -> None:
+        self.channel = channel
+        self.first_chunk = first_chunk
+        """How many chunks the parts before this one have."""
+        self.chunks = [
+            where.chunk(index, chunk_element_count)
+            for index in range(where.chunk_count(chunk_element_count))
+        ]
+
+
+@dataclass
+class Progress:
+    """How far one call has come, whatever becomes of its connections: its attempts go on there."""
+
+    row: int = 0
+    """Every shard has answered its chunks before this one."""
+    version: float = math.inf
+    """The fewest updates that a chunk among them has seen."""
+    counted_shards: set[int] = field(default_factory=set)
+    """Shards that have told that they counted the whole gradient."""
+
+
+class Transfer:
+    """How one parameter's chunks are sent and taken.
+
+    Any thread may fetch weights; the rest is for one thread at a time.
 
     Args:
         spec: The parameter.
-        parts: Where its elements are, in the order of the shards.
-        transfer: Of its chunks.
-        pool: Lanes of its exchanges.
+        pool: Streams of its exchanges.
         worker_id: Whose calls they are.
+        traffic: The client's, which counts them.
     """
 
     def __init__(
-        self,
-        spec: ParameterSpec,
-        parts: list[ShardSlice],
-        transfer: Transfer,
-        pool: StreamPool,
-        *,
-        worker_id: str,
+        self, spec: ParameterSpec, pool: StreamPool, *, worker_id: str, traffic: Traffic
     ) -> None:
-        self.parts = parts
-        """Where the elements are, in the order of the shards."""
         self._spec = spec
-        self._transfer = transfer
         self._pool = pool
         self._worker_id = worker_id
+        self._traffic = traffic
+        self.parts: list[ShardSlice] = []
+        """Where the elements are, in the order of the shards; once the shards have said it."""
+        self._codec = ChunkCodec.of(spec)
+        self._gradient_context = checksum.gradient_context(spec.name, worker_id)
+        self._weights_context = checksum.weights_context(spec.name)
+        self.tenure = 0
+        """See StreamOpen; once the shards have said it."""
 
     def get_weights(self, weights: Float32, min_version: int, attempts: Attempts) -> int:
         """Fills `weights`; returns the fewest updates that a chunk of them has seen."""
+        parts = self.parts
         with CallGroup() as call_group:
             calls = [
                 call_group.add(
@@ -65,10 +117,10 @@ class Streams:
                         timeout=attempts.rest_s,
                     ),
                 )
-                for part in self.parts
+                for part in parts
             ]
-            return self._transfer.receive(
-                self.parts,
+            return self._receive(
+                parts,
                 weights,
                 lambda number: next(calls[number], b""),
                 min_version,
@@ -89,9 +141,7 @@ class Streams:
                     part.channel,
                     part.channel.put_gradient.future(
                         _guarded(
-                            self._transfer.messages(
-                                pb.PutGradientRequest, part, work, wait_ms, opens=True
-                            ),
+                            self._messages(pb.PutGradientRequest, part, work, wait_ms, opens=True),
                             failures,
                         ),
                         timeout=attempts.rest_s,
@@ -125,22 +175,21 @@ class Streams:
         Returns the fewest updates that a chunk has seen.
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
-        first = self._transfer.first_row(self.parts, progress)
+        parts = self.parts
+        first = self._first_row(parts, progress)
         wait_ms = wait_milliseconds(attempts.rest_s)
         with self._pool.borrowed(attempts.rest_s) as streams:
             opened = []
-            for part in self.parts:
-                stream, opens = streams.stream(
-                    part.channel, (self._spec.name, self._transfer.tenure)
-                )
+            for part in parts:
+                stream, opens = streams.stream(part.channel, (self._spec.name, self.tenure))
                 opened.append(stream)
                 stream.submit(
-                    self._transfer.messages(
+                    self._messages(
                         pb.ExchangeRequest, part, work, wait_ms, opens=opens, first=first
                     )
                 )
-            return self._transfer.receive(
-                self.parts,
+            return self._receive(
+                parts,
                 weights,
                 lambda number: opened[number].read(),
                 min_version,
@@ -148,6 +197,174 @@ class Streams:
                 progress,
                 is_exchange=True,
             )
+
+    def _messages(
+        self,
+        header_type: Any,
+        part: ShardSlice,
+        work: Gradient,
+        wait_timeout_ms: int,
+        *,
+        opens: bool,
+        first: int = 0,
+    ) -> Iterator[bytes]:
+        """One gradient for one shard, from chunk `first` on; runs on a thread of gRPC's."""
+        scratch = thread_scratch()
+        last = len(part.chunks) - 1
+        for index in range(first, last + 1):
+            where = part.chunks[index]
+            header = header_type()
+            if opens and index == first:
+                header.open.CopyFrom(self._opening(part.channel))
+            gradient = header.gradient
+            gradient.step = work.step
+            gradient.sample_count = work.sample_count
+            gradient.wait_timeout_ms = wait_timeout_ms
+            gradient.end_of_step = index == last
+            try:
+                message = self._codec.encode(
+                    header,
+                    gradient.chunk,
+                    where,
+                    index,
+                    work.values[where.offset : where.stop],
+                    scratch,
+                    start=checksum.gradient(self._gradient_context, gradient),
+                    peak=None if work.peaks is None else work.peaks[part.first_chunk + index],
+                )
+            except NonFiniteValueError as error:  # the caller changed the array meanwhile
+                raise NonFiniteError(
+                    f"gradient of {self._spec.name!r}: element {where.offset + error.index} became "
+                    f"{error.value} while it was sent; do not write to it before the call returns",
+                    element_index=where.offset + error.index,
+                    parameter=self._spec.name,
+                ) from None
+            self._traffic.add_sent(len(message), where.size)
+            yield message
+
+    def _first_row(self, parts: Sequence[ShardSlice], progress: Progress) -> int:
+        """The chunk at which every shard is to go on: it has one, so that each has an answer."""
+        return progress.row and min(progress.row, *(len(part.chunks) - 1 for part in parts))
+
+    def _receive(
+        self,
+        parts: Sequence[ShardSlice],
+        weights: Float32,
+        read: Callable[[int], bytes],
+        min_version: int,
+        call_group: CallGroup,
+        progress: Progress,
+        *,
+        is_exchange: bool = False,
+    ) -> int:
+        """Reads every chunk of every part, in turns, so that no shard's stream stands still.
+
+        All clients read shard by shard within a chunk index, in the same order; with it, a shard
+        that waits until its answer is taken can never be part of a circle of waits.
+
+        Args:
+            parts: What to read, in the order of the shards.
+            weights: (size,) float32, filled.
+            read: The next message of a part, by its place in `parts`; blocks.
+            min_version: The version that is waited for.
+            call_group: The calls that are read from.
+            progress: Where to begin; after an error, how far it came.
+            is_exchange: Whether versions must be `min_version` exactly.
+
+        Returns:
+            The fewest updates that a chunk has seen.
+
+        Raises:
+            ShardwellError: see `Parameter.get_weights`.
+        """
+        version = progress.version
+        index = first = self._first_row(parts, progress)
+        try:
+            for index in range(first, max(len(part.chunks) for part in parts)):
+                for number, part in enumerate(parts):
+                    if index < len(part.chunks):
+                        try:
+                            message = read(number)
+                        except grpc.RpcError as error:
+                            raise self._failed(part.channel, error, call_group) from None
+                        found = self._decode(
+                            part, index, message, weights, min_version, is_exchange=is_exchange
+                        )
+                        version = min(version, found)
+        except BaseException:
+            progress.row, progress.version = index, version
+            raise
+        return int(version)
+
+    def _failed(
+        self, channel: ShardChannel, error: grpc.RpcError, call_group: CallGroup
+    ) -> Exception:
+        """The Shardwell error of a stream that failed while this shard's was read."""
+        call = current_call()
+        if call is not None and call.is_expired:
+            return DeadlineError(
+                f"shard {channel.shard_index} at {channel.address} did not answer for "
+                f"{self._spec.name!r} in time; check the network, or raise timeout_s",
+                shard_index=channel.shard_index,
+                parameter=self._spec.name,
+            )
+        first_channel, first = call_group.failure(channel, error)
+        return first_channel.translate(first, self._spec.name)
+
+    def _decode(
+        self,
+        part: ShardSlice,
+        index: int,
+        message: bytes,
+        weights: Float32,
+        min_version: int,
+        *,
+        is_exchange: bool,
+    ) -> int:
+        """Checks a chunk of weights and writes it where it belongs; returns its version."""
+        header, payload = framing.parse(pb.ExchangeResponse, message)
+        where = part.chunks[index]
+        chunk: types_pb2.Chunk = header.chunk
+        try:
+            start = checksum.weights(self._weights_context, header.version)
+            stored = self._codec.open(check_chunk(chunk, payload, start), where)
+        except ShardwellError as error:
+            raise CorruptChunkError(
+                f"shard {part.channel.shard_index} answered for {self._spec.name!r}: "
+                f"{error.message}",
+                shard_index=part.channel.shard_index,
+                parameter=self._spec.name,
+            ) from None
+        exact = is_exchange and self._spec.mode == "sync"
+        if chunk.chunk_index != index or header.version < min_version:
+            raise CorruptChunkError(
+                f"shard {part.channel.shard_index} answered chunk {chunk.chunk_index} at version "
+                f"{header.version} of {self._spec.name!r}; expected chunk {index} at version "
+                f"{min_version}{'' if exact else ' or later'}",
+                shard_index=part.channel.shard_index,
+                parameter=self._spec.name,
+            )
+        if exact and header.version > min_version:  # a later step closes with this worker only
+            raise went_on_elsewhere(
+                part.channel,
+                f"parameter {self._spec.name!r}",
+                self._worker_id,
+                expected=min_version,
+                found=header.version,
+                parameter=self._spec.name,
+            )
+        self._codec.codec.decode(stored, chunk.scale_exponent, weights[where.offset : where.stop])
+        self._traffic.add_received(len(message), where.size)
+        return int(header.version)
+
+    def _opening(self, channel: ShardChannel) -> types_pb2.StreamOpen:
+        return types_pb2.StreamOpen(
+            shard=channel.identity,
+            parameter=self._spec.name,
+            worker_id=self._worker_id,
+            session=channel.session.number,
+            tenure=self.tenure,
+        )
 
 
 def _guarded(messages: Iterator[bytes], failures: list[BaseException]) -> Iterator[bytes]:

@@ -12,8 +12,8 @@ from shardwell.errors import (
     UnknownParameterError,
 )
 from shardwell.numerics.codec import CODECS
+from shardwell.parameter.exchange import ShardSlice
 from shardwell.parameter.first_weights import confirm
-from shardwell.parameter.transfer import ShardSlice
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.retry import Attempts

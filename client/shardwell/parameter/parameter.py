@@ -17,10 +17,9 @@ import numpy as np
 from shardwell.errors import ArgumentError, DivergedError
 from shardwell.numerics.arguments import as_flat, as_output, check_integer, finite_peak
 from shardwell.numerics.codec import Float32
-from shardwell.parameter.exchange import Streams
+from shardwell.parameter.exchange import Gradient, Progress, Transfer
 from shardwell.parameter.first_weights import FirstWeights, GivenWeights
 from shardwell.parameter.membership import Opening
-from shardwell.parameter.transfer import Gradient, Progress, Transfer
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
@@ -60,11 +59,10 @@ class Parameter:
         self._traffic = traffic
         what = f"parameter {spec.name!r}"
         self._calls = CallScope(shards, timeout_s, what, parameter=spec.name)
-        self._pool = StreamPool(spec.name, idle_streams, what, parameter=spec.name)
+        pool = StreamPool(idle_streams, what, parameter=spec.name)
         self._has_seat = False
         self._opening = Opening(spec, shards.channels, worker_id)
-        self._transfer = Transfer(spec, worker_id=worker_id, traffic=traffic)
-        self._streams: Streams
+        self._transfer = Transfer(spec, pool, worker_id=worker_id, traffic=traffic)
         self._calls.run(self._open)
 
     def __repr__(self) -> str:
@@ -185,8 +183,8 @@ class Parameter:
 
         def put(attempts: Attempts) -> int:
             work = self._gradient(gradient, sample_count, attempts)
-            streams, progress = self._streams, Progress()
-            attempts.run(lambda: streams.put_gradient(work, progress, attempts))
+            progress = Progress()
+            attempts.run(lambda: self._transfer.put_gradient(work, progress, attempts))
             self.next_step = work.step + 1
             return work.step
 
@@ -228,14 +226,14 @@ class Parameter:
                 flat = as_output(out, self.size)
                 if np.may_share_memory(flat, work.values):
                     raise ArgumentError("out must not overlap the gradient; pass another array")
-            streams, progress = self._streams, Progress()
+            progress = Progress()
             try:
                 self.version = attempts.run(
-                    lambda: streams.exchange(work, flat, progress, attempts)
+                    lambda: self._transfer.exchange(work, flat, progress, attempts)
                 )
             except DivergedError:  # some of it is counted, so all of it is to be
                 counted = Progress()
-                attempts.run(lambda: streams.put_gradient(work, counted, attempts))
+                attempts.run(lambda: self._transfer.put_gradient(work, counted, attempts))
                 self.next_step = work.step + 1
                 raise
             self.next_step = work.step + 1
@@ -292,17 +290,13 @@ class Parameter:
 
     def _open(self, attempts: Attempts) -> None:
         """Opens the parameter on all shards; sets `next_step`."""
-        parts, self.next_step = self._opening.open(attempts)
-        self._streams = Streams(
-            self.spec, parts, self._transfer, self._pool, worker_id=self._worker_id
-        )
+        self._transfer.parts, self.next_step = self._opening.open(attempts)
 
     def _get_weights(self, out: Float32 | None, min_version: int, attempts: Attempts) -> Float32:
         min_version = check_integer("min_version", min_version, 0, STEP_MAX)
         weights = np.empty(self.size, np.float32) if out is None else out
         flat = weights if out is None else as_output(out, self.size)
-        streams = self._streams
-        self.version = attempts.run(lambda: streams.get_weights(flat, min_version, attempts))
+        self.version = attempts.run(lambda: self._transfer.get_weights(flat, min_version, attempts))
         return weights
 
     def _gradient(self, gradient: Any, sample_count: int, attempts: Attempts) -> Gradient:
@@ -314,7 +308,7 @@ class Parameter:
         if not self.spec.allow_non_finite:
             peaks = [
                 finite_peak(what, values, self.name, where.offset, where.stop)
-                for part in self._streams.parts
+                for part in self._transfer.parts
                 for where in part.chunks
             ]
         if not self._has_seat:

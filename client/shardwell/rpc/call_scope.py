@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from shardwell.errors import ClosedError, DeadlineError, ShardwellError
 from shardwell.numerics.arguments import check_timeout
-from shardwell.rpc.calls import Cancellable, current_call
+from shardwell.rpc.calls import current_call
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 
@@ -42,8 +42,6 @@ class CallScope:
         self._what = what
         self._where = where
         self._turn_lock = threading.Lock()
-        self._lock = threading.Lock()
-        self._running: set[Cancellable] = set()
         self.is_closed = False
         """Whether `close` was called."""
 
@@ -69,14 +67,15 @@ class CallScope:
         """
         bound_s = self._bound_s(timeout_s)
         call = partial(self._attempted, body, bound_s, in_turn=in_turn)
-        return self._shards.threads.run(call, bound_s)
+        return self._shards.threads.run(call, bound_s, scope=self)
 
     def start(
         self, body: Callable[[Attempts], ResultT], timeout_s: float | None = None
     ) -> Future[ResultT]:
         """The same without waiting; errors of `body` come in the future."""
         bound_s = self._bound_s(timeout_s)
-        return self._shards.threads.start(partial(self._attempted, body, bound_s), bound_s)
+        call = partial(self._attempted, body, bound_s)
+        return self._shards.threads.start(call, bound_s, scope=self)
 
     def check_open(self, cause: BaseException | None = None) -> None:
         """Refuses to work after `close`; `cause` is what came of working while it was called.
@@ -93,10 +92,9 @@ class CallScope:
     def close(self) -> None:
         """Lets no call begin and ends those under way, soon. From any thread; safe to repeat."""
         self.is_closed = True
-        self._shards.threads.soon(self._cancel)
+        self._shards.threads.cancel_scope(self)
 
     def _bound_s(self, timeout_s: float | None) -> float:
-        self._shards.threads.owner.check()
         self.check_open()
         return check_timeout(self._timeout_s if timeout_s is None else timeout_s)
 
@@ -105,33 +103,14 @@ class CallScope:
     def _attempted(
         self, body: Callable[[Attempts], ResultT], timeout_s: float, *, in_turn: bool = False
     ) -> ResultT:
-        attempts = self._shards.attempts(timeout_s)
-        with self._noted(), self._turn(attempts) if in_turn else contextlib.nullcontext():
+        attempts = Attempts(timeout_s, self._shards)
+        with self._turn(attempts) if in_turn else contextlib.nullcontext():
             try:
                 self.check_open()
                 return body(attempts)
             except (ShardwellError, ValueError) as error:  # ValueError: gRPC's, when closed
                 self.check_open(error)
                 raise
-
-    @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
-        """So that `close` finds the call."""
-        call = current_call()
-        assert call is not None
-        with self._lock:
-            self._running.add(call)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._running.discard(call)
-
-    def _cancel(self) -> None:
-        with self._lock:
-            calls = list(self._running)
-        for call in calls:
-            call.cancel()
 
     @contextlib.contextmanager
     def _turn(self, attempts: Attempts) -> Iterator[None]:

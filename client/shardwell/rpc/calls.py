@@ -127,6 +127,7 @@ class Call(Cancellable, Generic[ResultT]):
         body: What it does.
         timeout_s: How long it may take.
         deliver: Receives the outcome, on the call's thread.
+        scope: What it is a call of, if anything.
     """
 
     def __init__(
@@ -134,10 +135,12 @@ class Call(Cancellable, Generic[ResultT]):
         body: Callable[[], ResultT],
         timeout_s: float,
         deliver: Callable[[_Outcome], None],
+        scope: object,
     ) -> None:
         super().__init__()
         self.body = body
         self.deliver = deliver
+        self.scope = scope
         self.deadline_s = time.monotonic() + timeout_s
         """When it is cancelled, by time.monotonic()."""
         self.has_ended = False
@@ -178,7 +181,9 @@ class CallThreads:
         self._end = weakref.finalize(self, self._threads.end)
         self._threads.start()
 
-    def run(self, body: Callable[[], ResultT], timeout_s: float) -> ResultT:
+    def run(
+        self, body: Callable[[], ResultT], timeout_s: float, *, scope: object = None
+    ) -> ResultT:
         """What `body` returns or raises, from a thread of these. Blocks up to `timeout_s`.
 
         What it returns may come to nobody, after an interrupt: it must let go of all by itself.
@@ -186,13 +191,14 @@ class CallThreads:
         Args:
             body: What is to be done.
             timeout_s: When it is cancelled.
+            scope: What it is a call of: see `cancel_scope`.
 
         Raises:
             DeadlineError: it did not end, even though it was cancelled.
             ForkedError, ClosedError, LimitError: it was not begun.
         """
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        call = Call(body, timeout_s, outcomes.put)
+        call = Call(body, timeout_s, outcomes.put, scope)
         self._check_room()
         try:
             self._threads.queued.put(call)
@@ -203,7 +209,7 @@ class CallThreads:
                 "cancelled: its connection is stuck; make another"
             ) from None
         except BaseException:
-            self.soon(call.cancel)
+            self._threads.to_cancel.put(call.cancel)
             if not call.has_ended:
                 with contextlib.suppress(queue.Empty):
                     outcomes.get(timeout=ABANDON_S)
@@ -212,7 +218,9 @@ class CallThreads:
             raise outcome.error
         return outcome.result  # type: ignore[no-any-return]
 
-    def start(self, body: Callable[[], ResultT], timeout_s: float) -> Future[ResultT]:
+    def start(
+        self, body: Callable[[], ResultT], timeout_s: float, *, scope: object = None
+    ) -> Future[ResultT]:
         """The same without waiting.
 
         Raises:
@@ -228,12 +236,12 @@ class CallThreads:
                 future.set_result(outcome.result)
 
         self._check_room()
-        self._threads.queued.put(Call(body, timeout_s, deliver))
+        self._threads.queued.put(Call(body, timeout_s, deliver, scope))
         return future
 
-    def soon(self, act: Callable[[], None]) -> None:
-        """Does it on the thread that cancels; for what may not be done on a caller's. No wait."""
-        self._threads.to_cancel.put(act)
+    def cancel_scope(self, scope: object) -> None:
+        """Ends its calls that have begun, soon: on the thread that cancels. Does not wait."""
+        self._threads.to_cancel.put(lambda: self._threads.cancel(scope))
 
     def close(self, finish: Callable[[], None] | None = None) -> None:
         """Cancels all calls, does `finish` on the thread that cancels, and ends the threads.
@@ -285,6 +293,13 @@ class _Threads:
         if finish is not None:
             self.to_cancel.put(finish)
         self.to_cancel.put(None)
+
+    def cancel(self, scope: object = None) -> None:
+        """Ends all calls that have begun, or those of a scope."""
+        with self._lock:
+            calls = [call for call in self._running if scope in (None, call.scope)]
+        for call in calls:
+            _tried(call.cancel)
 
     def _thread(self, run: Callable[[], None]) -> None:
         threading.Thread(target=run, name=self._name, daemon=True).start()
@@ -344,10 +359,7 @@ class _Threads:
                 if not self._running:
                     self._canceller_sleeps = True
             del act
-        with self._lock:
-            calls = list(self._running)
-        for call in calls:
-            _tried(call.cancel)
+        self.cancel()
         self.queued.put(None)
 
     def _cancel_late(self) -> None:

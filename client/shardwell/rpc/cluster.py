@@ -58,10 +58,6 @@ class Shards:
         self._closed = threading.Event()
         self._end = weakref.finalize(self, threads.close, _Closing(self.channels, self._closed))
 
-    def attempts(self, timeout_s: float) -> Attempts:
-        """Those of a call that begins now and may take so long."""
-        return Attempts(timeout_s, self)
-
     def now_s(self) -> float:
         """See `Surroundings`."""
         return time.monotonic()
@@ -165,7 +161,7 @@ def _connected(
 ) -> Shards:
     shards = Shards(addresses, threads)
     try:
-        attempts = shards.attempts(timeout_s)
+        attempts = Attempts(timeout_s, shards)
         for channel in shards.channels:
             with _telling(channel, len(shards.channels), timeout_s):
                 _check(channel, shards.channels, cluster_id, attempts)

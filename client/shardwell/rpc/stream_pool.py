@@ -117,15 +117,12 @@ class StreamPool:
     """The sets of one parameter's or table's calls. Any thread may use it.
 
     Args:
-        name: Of the parameter or table.
         idle: Sets of the client.
         what: For messages: "table 'users'".
         where: What errors carry of it.
     """
 
-    def __init__(self, name: str, idle: IdleStreams, what: str, **where: Any) -> None:
-        self.name = name
-        """Of the parameter or table."""
+    def __init__(self, idle: IdleStreams, what: str, **where: Any) -> None:
         self._idle = idle
         self._what = what
         self._where = where

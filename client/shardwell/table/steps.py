@@ -16,10 +16,9 @@ from shardwell.rpc.retry import Attempts
 from shardwell.rpc.take_over import check_next_step
 from shardwell.specs.table import TableSpec
 from shardwell.table.batch import ShardedIds
-from shardwell.table.exchange import TableStreams
+from shardwell.table.exchange import RowFetch, RowPut, RowTransfer
 from shardwell.table.gradient_sums import RowSums
 from shardwell.table.membership import Joined, TableOpening
-from shardwell.table.transfer import RowFetch, RowPut, RowTransfer
 from shardwell.table.view import Moment, TableView
 
 
@@ -37,9 +36,8 @@ class TableSteps:
 
     Args:
         spec: The table.
-        transfer: The messages that rows travel in; their size is set here.
+        transfer: How rows travel; what the shards say of it is set here.
         opening: The calls about the table as a whole.
-        streams: The streams to the shards.
         view: What this worker knows of the table; its next step is set here.
     """
 
@@ -49,14 +47,12 @@ class TableSteps:
         *,
         transfer: RowTransfer,
         opening: TableOpening,
-        streams: TableStreams,
         view: TableView,
     ) -> None:
         self._spec = spec
         self._view = view
         self._transfer = transfer
         self._opening = opening
-        self._streams = streams
         self._has_seat = False
         self._opened_in = 0
         self._begun: _Begun | None = None
@@ -138,7 +134,7 @@ class TableSteps:
         return put.step
 
     def _run(self, put: RowPut, fetch: RowFetch | None, attempts: Attempts) -> None:
-        attempts.run(lambda: self._streams.attempt(put, fetch, attempts))
+        attempts.run(lambda: self._transfer.attempt(put, fetch, attempts))
 
     def _end(self, begun: Moment, fetch: RowFetch | None) -> None:
         if fetch is None or not fetch.ids.ids.size:

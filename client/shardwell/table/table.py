@@ -28,12 +28,11 @@ from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX
 from shardwell.specs.table import TableSpec
 from shardwell.table.batch import RowBatch, as_ids, as_row_output
 from shardwell.table.cache import RowCache
-from shardwell.table.exchange import TableStreams
+from shardwell.table.exchange import RowTransfer
 from shardwell.table.gradient_sums import RowSums, as_gradients
 from shardwell.table.membership import TableOpening
 from shardwell.table.reader import RowReading
 from shardwell.table.steps import TableSteps
-from shardwell.table.transfer import RowTransfer
 from shardwell.table.view import TableView
 from shardwell.traffic import Traffic
 
@@ -60,15 +59,13 @@ class Table(Closing):
         self._calls = CallScope(shards, timeout_s, what, table=spec.name)
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
         self._opening = TableOpening(spec, shards.channels, worker_id=worker_id)
-        transfer = RowTransfer(spec, worker_id=worker_id, traffic=traffic)
-        pool = StreamPool(spec.name, idle_streams, what, table=spec.name)
-        streams = TableStreams(shards.channels, transfer, pool)
+        pool = StreamPool(idle_streams, what, table=spec.name)
+        transfer = RowTransfer(spec, shards.channels, pool, worker_id=worker_id, traffic=traffic)
         cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
         self._view = TableView(cache, is_sync=spec.mode == "sync")
         self._reading = RowReading(
             spec.dim,
             transfer=transfer,
-            streams=streams,
             calls=self._calls,
             view=self._view,
         )
@@ -76,7 +73,6 @@ class Table(Closing):
             spec,
             transfer=transfer,
             opening=self._opening,
-            streams=streams,
             view=self._view,
         )
         self._view.version = self._calls.run(self._steps.open)

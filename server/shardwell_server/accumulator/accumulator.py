@@ -29,12 +29,9 @@ from shardwell_server.accumulator.arguments import (
     check_rows,
 )
 from shardwell_server.accumulator.file import GradientFile
-from shardwell_server.accumulator.file_head import State
+from shardwell_server.accumulator.file_layout import State, SumLayout
 from shardwell_server.accumulator.stripe_locks import StripeLocks
-from shardwell_server.accumulator.sum_layout import SumLayout
-from shardwell_server.accumulator.sum_memory import SumMemory
-from shardwell_server.accumulator.sums import StoredSums
-from shardwell_server.accumulator.touched_rows import TouchedRows
+from shardwell_server.accumulator.sums import StoredSums, SumMemory, TouchedRows
 from shardwell_server.store.gradient_rows import Rows, first_bad_cell
 
 ROW_COUNT_MAX = 2**40

@@ -1,7 +1,7 @@
 """The file of an accumulator: made whole, used by one process at a time, believed after checks.
 
 A new file is written under another name and gets its own when it is whole. It is locked (flock)
-while it is open. `begin` and `end` are told in its head (file_head.py), so that the next process
+while it is open. `begin` and `end` are told in its head (file_layout.py), so that the next process
 knows whether it was closed. Undo lies at the end, and is cut off while it is closed.
 """
 
@@ -18,16 +18,16 @@ from pathlib import Path
 import numpy as np
 
 from shardwell.errors import StorageError
-from shardwell_server.accumulator.file_head import (
+from shardwell_server.accumulator.file_layout import (
     HEAD_SIZE_BYTES,
     FileState,
     State,
+    SumLayout,
     Summary,
     check_head,
     new_head,
 )
-from shardwell_server.accumulator.sum_layout import SumLayout
-from shardwell_server.accumulator.sum_memory import SumMemory
+from shardwell_server.accumulator.sums import SumMemory
 from shardwell_server.store.files.boot import kernel_boot_id
 from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, storage_error, sync_directory
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import click
 
 from shardwell_server import signals, terminal
-from shardwell_server.cli.last_resort import end_process
+from shardwell_server.processes import end_process
 
 _COMMANDS = {
     "checkpoint": ("checkpoint", "checkpoint"),

@@ -1,20 +1,26 @@
-"""Options that several commands have: one idea has one name and one check."""
+"""Options that several commands have, and how commands connect to a cluster within their time."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
 
+import shardwell
 from shardwell.client import TARGET_VARIABLE
 from shardwell.errors import ArgumentError
 from shardwell.specs.names import parse_target
 from shardwell_server.local_cluster import SHARD_COUNT_MAX
 
+_CONNECT_TIMEOUT_S = 30.0
+"""Shards that are starting are waited for so long, if the command has more time than that."""
+_REST_S_MIN = 0.05
+"""What is begun at all is given so long."""
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -88,3 +94,26 @@ def shard_count_option(what: str) -> Decorator:
         envvar="SHARDWELL_SHARD_COUNT",
         help=what,
     )
+
+
+@contextlib.contextmanager
+def connected(
+    command: str, target: str, timeout_s: float
+) -> Iterator[tuple[shardwell.Client, float]]:
+    """A client, and what is left of `timeout_s` once it is connected.
+
+    Args:
+        command: What the worker is called, beside the process id.
+        target: See `shardwell.connect`.
+        timeout_s: For all of the command.
+
+    Raises:
+        ShardwellError: see `shardwell.connect`.
+    """
+    began_s = time.monotonic()
+    with shardwell.connect(
+        target,
+        worker_id=f"{command}-{os.getpid()}",
+        connect_timeout_s=min(timeout_s, _CONNECT_TIMEOUT_S),
+    ) as client:
+        yield client, max(timeout_s - (time.monotonic() - began_s), _REST_S_MIN)

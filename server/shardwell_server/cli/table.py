@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from shardwell.checkpoint.export import check_format
-from shardwell_server.cli.connecting import connected
 from shardwell_server.cli.duration import Duration
-from shardwell_server.cli.options import GivenPath, shards_option, usage_errors
+from shardwell_server.cli.options import GivenPath, connected, shards_option, usage_errors
 
 
 @click.group()

@@ -7,28 +7,34 @@ where the handlers run (see calls.py), without the GIL.
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import grpc
+import numpy as np
 
 import shardwell
-from shardwell.errors import ArgumentError, CorruptChunkError, WrongShardError
-from shardwell.numerics.codec import Bytes
+from shardwell.errors import ArgumentError, CorruptChunkError, LimitError, WrongShardError
+from shardwell.numerics.codec import CODECS, Bytes, Float32, NonFiniteValueError
+from shardwell.numerics.scratch import thread_scratch
+from shardwell.placement.slices import Slice
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
+from shardwell.wire import checksum
 from shardwell.wire import messages as framing
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
 from shardwell_server.services.calls import Call, Calls, Handling, Read
 from shardwell_server.services.deadlines import deadline_of, wanted
-from shardwell_server.services.first_weights import receive_first_weights
-from shardwell_server.services.newcomers import admit_newcomer
 from shardwell_server.services.open_streams import OpenStreams
-from shardwell_server.services.snapshots import snapshot_messages
 from shardwell_server.shard.deadline import RequestDeadline, until
+from shardwell_server.shard.errors import diverged, non_finite
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
@@ -41,6 +47,12 @@ _SHORT_ELEMENT_COUNT = 4096
 """Of a slice that is counted and encoded in less time than a thread takes to be woken."""
 STATUS_NAME_COUNT_MAX = 1500
 """Worker ids of each kind in one answer, so that it stays below the limit of a message."""
+_FIRST_WEIGHTS_CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
+_RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
+"""Of a snapshot, in a message."""
+_DESCRIPTOR_RESERVE = 16
+"""Descriptors that newcomers leave: to accept a connection and refuse it by name, and for files."""
+_DESCRIPTORS = "/proc/self/fd"
 
 
 class ParameterServerService:
@@ -110,8 +122,65 @@ class ParameterServerService:
         return (yield from until(parameter.claim_init, worker_id, deadline, request.above_epoch))
 
     def init_weights(self, call: Call) -> Handling:
-        version = yield from receive_first_weights(
-            self._opened, lambda size: self._shard.traffic.add(received=size)
+        """Takes the whole slice, array by array and range by range."""
+        parameter, opening, array_index, expected = None, pb.InitWeightsRequest(), 0, 0
+        context, has_ranges = 0, False
+        message = yield Read.NEXT_STEP
+        while message is not None:
+            request, payload = framing.parse(pb.InitWeightsRequest, message)
+            if parameter is None:
+                parameter, opening = self._opened(request), request
+                expected = parameter.where.offset
+                context = checksum.first_weights_context(opening)
+            if not request.HasField("chunk"):
+                if payload.size:
+                    raise CorruptChunkError("a message has a payload and no `chunk`; send it again")
+                message = yield Read.NEXT
+                continue
+            chunk = request.chunk
+            start = checksum.first_weights(context, request.array_index)
+            intact, has_ranges = check_chunk(chunk, payload, start), True
+            where = Slice(chunk.element_offset, chunk.element_count)
+            is_next_array = array_index + 1 == request.array_index < parameter.array_count
+            if expected == parameter.where.stop and is_next_array:
+                array_index, expected = request.array_index, parameter.where.offset
+            if (request.array_index, where.offset) != (array_index, expected):
+                raise ArgumentError(
+                    f"first weights must follow one another: expected element {expected} of array "
+                    f"{array_index}, got {where.offset} of {request.array_index}"
+                )
+            values = _FIRST_WEIGHTS_CODEC.open(intact, where).view(np.float32)
+            # Optimizer state may be infinite where no weight is: squares overflow.
+            if array_index == 0 and not parameter.spec.allow_non_finite:
+                finite = np.isfinite(values)
+                if not finite.all():
+                    index = where.offset + int(np.argmin(finite))
+                    raise non_finite(parameter.spec, index, "first weights")
+            parameter.set_first_weights(opening.epoch, where, values, array_index=array_index)
+            self._shard.traffic.add(received=payload.size)
+            expected = where.stop
+            message = yield Read.NEXT
+        if parameter is None:
+            raise ArgumentError("an InitWeights stream must begin with `open`; it was empty")
+        if not has_ranges:
+            raise ArgumentError(
+                "an InitWeights stream must have a `chunk`, whose CRC32C covers `open`: of 0 "
+                "elements, if this slice is empty"
+            )
+        last_array_index = 0 if parameter.where.size == 0 else parameter.array_count - 1
+        if expected != parameter.where.stop or array_index not in (0, last_array_index):
+            raise ArgumentError(
+                f"first weights ended before element {expected} of array {array_index}; this slice "
+                f"ends before {parameter.where.stop}, and has {parameter.array_count} arrays; send "
+                "all of it"
+            )
+        rate = opening.learning_rate if opening.HasField("learning_rate") else None
+        version = parameter.finish_init(
+            opening.epoch,
+            version=opening.version,
+            learning_rate=None if rate is None else check_learning_rate("learning_rate", rate),
+            load_id=opening.load_id,
+            with_slots=array_index == last_array_index,
         )
         return pb.InitWeightsResponse(version=version)
 
@@ -129,8 +198,10 @@ class ParameterServerService:
             source = source or self._source(request)
             if _has_gradient(request, payload):
                 self._shard.traffic.add(received=payload.size)
-                deadline = self._deadline(call, request.gradient.wait_timeout_ms / 1000)
-                if (yield from until(source.contribute, request.gradient, payload, deadline)):
+                gradient, (parameter, contributor) = request.gradient, source
+                deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
+                counts = until(parameter.contribute, contributor, gradient, payload, deadline)
+                if (yield from counts):
                     response.counted_chunk_count += 1
                 else:
                     response.duplicate_chunk_count += 1
@@ -153,14 +224,42 @@ class ParameterServerService:
             yield message
 
     def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
+        """A first message when every chunk is sure to be had, then all chunks in order.
+
+        Holds one chunk's arrays at a time.
+        """
         self._shard.check_identity(request.shard)
-        yield from snapshot_messages(
-            self._shard.parameters.get(request.parameter),
-            request.version,
-            self._deadline(call, request.wait_timeout_ms / 1000),
-            wanted(self._shard, call),
-            lambda size: self._shard.traffic.add(sent=size),
-        )
+        parameter = self._shard.parameters.get(request.parameter)
+        deadline = self._deadline(call, request.wait_timeout_ms / 1000)
+        context = checksum.snapshot_context(parameter.spec.name)
+        codec = ChunkCodec(CODECS["fp32"], allow_non_finite=parameter.spec.allow_non_finite)
+        names = ("weights", *(f"optimizer's {n!r}" for n in parameter.spec.optimizer.slot_names))
+        element_count = min(parameter.chunk_element_count, parameter.where.size)
+        buffers = [np.empty(element_count, np.float32) for _ in range(parameter.array_count)]
+        with parameter.snapshots.under_way(request.version, wanted(self._shard, call)) as snapshot:
+            yield pb.SnapshotResponse(
+                version=request.version, array_count=parameter.array_count
+            ).SerializeToString()
+            for index in range(parameter.chunk_count):
+                where = parameter.where.chunk(index, parameter.chunk_element_count)
+                arrays = [buffer[: where.size] for buffer in buffers]
+                found, rate = yield from until(
+                    parameter.snapshots.capture, index, snapshot, deadline, arrays
+                )
+                parameter.make_durable()
+                for array_index, array in enumerate(arrays):
+                    header = pb.SnapshotResponse(
+                        version=found, array_index=array_index, learning_rate=rate
+                    )
+                    start = checksum.snapshot(context, header)
+                    try:
+                        for message in _ranges(codec, header, where, index, array, start):
+                            self._shard.traffic.add(sent=len(message))
+                            yield message
+                    except NonFiniteValueError as error:
+                        raise diverged(
+                            parameter.spec, where.offset + error.index, found, names[array_index]
+                        ) from None
 
     def exchange(self, call: Call) -> Handling:
         pending: deque[tuple[int, int, RequestDeadline]] = deque()
@@ -179,10 +278,10 @@ class ParameterServerService:
                 call.is_short = is_small and self._shard.config.durability.is_process
             if not _has_gradient(request, payload):
                 continue
-            gradient, parameter = request.gradient, source.parameter
+            gradient, (parameter, contributor) = request.gradient, source
             self._shard.traffic.add(received=payload.size)
             deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
-            yield from until(source.contribute, gradient, payload, deadline)
+            yield from until(parameter.contribute, contributor, gradient, payload, deadline)
             version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
             pending.append((gradient.chunk.chunk_index, version, deadline))
             is_between_steps = gradient.end_of_step
@@ -277,14 +376,49 @@ def _has_gradient(request: Any, payload: Bytes) -> bool:
     return has_gradient
 
 
-class _GradientSource:
+class _GradientSource(NamedTuple):
     """Whose gradients a stream carries, and where they go."""
 
-    def __init__(self, parameter: ParameterSlice, contributor: Contributor[Seat]) -> None:
-        self.parameter = parameter
-        self._contributor = contributor
+    parameter: ParameterSlice
+    contributor: Contributor[Seat]
 
-    def contribute(
-        self, gradient: types_pb2.GradientChunk, payload: Bytes, deadline: RequestDeadline
-    ) -> bool:
-        return self.parameter.contribute(self._contributor, gradient, payload, deadline)
+
+def _ranges(
+    codec: ChunkCodec,
+    header: pb.SnapshotResponse,
+    where: Slice,
+    index: int,
+    array: Float32,
+    start: int,
+) -> Iterator[bytes]:
+    """The messages of one array of a chunk."""
+    for number in range(where.chunk_count(_RANGE_ELEMENT_COUNT)):
+        part = where.chunk(number, _RANGE_ELEMENT_COUNT)
+        first = part.offset - where.offset
+        values = array[first : first + part.size]
+        try:
+            yield codec.encode(
+                header, header.chunk, part, index, values, thread_scratch(), start=start
+            )
+        except NonFiniteValueError as error:
+            raise NonFiniteValueError(first + error.index, error.value) from None
+
+
+def admit_newcomer() -> None:
+    """Refuses a client while the last descriptors are needed by those who are there.
+
+    Raises:
+        LimitError: there are no others.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        count = len(os.listdir(_DESCRIPTORS))
+    except FileNotFoundError:
+        return  # a system that does not tell
+    except OSError:
+        count = most
+    if most != resource.RLIM_INFINITY and count > most - _DESCRIPTOR_RESERVE:
+        raise LimitError(
+            f"limit of open files: the shard has {count} of {most}; raise it (ulimit -n), or use "
+            "fewer workers or parameters"
+        )

@@ -26,8 +26,8 @@ from harness.stories.images import image_of, in_memory, restore
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
 from shardwell_server.accumulator import file as gradient_file
-from shardwell_server.accumulator import file_head
-from shardwell_server.accumulator.sum_layout import SumLayout
+from shardwell_server.accumulator import file_layout
+from shardwell_server.accumulator.file_layout import SumLayout
 
 LAYOUT = SumLayout(dim=DIM, row_count=ROW_COUNT)
 PAGE = 4096
@@ -161,7 +161,7 @@ def test_other_files_are_left_alone(tmp_path: Path, contents: bytes) -> None:
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "sums"
     with monkeypatch.context() as patch:
-        patch.setattr(file_head, "_FORMAT_VERSION", 2)
+        patch.setattr(file_layout, "_FORMAT_VERSION", 2)
         MmapGradientAccumulator(path, DIM, ROW_COUNT).close()
     with pytest.raises(StorageError, match=r"format version 2.*expected 1"):
         MmapGradientAccumulator(path, DIM, ROW_COUNT)

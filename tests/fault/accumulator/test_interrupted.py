@@ -26,8 +26,7 @@ FILES = ("accumulator/sums.py", "store/mmap/row_undo.py", "store/row_arrays.py")
 CLEARING_FILES = (
     "accumulator/accumulator.py",
     "accumulator/file.py",
-    "accumulator/file_head.py",
-    "accumulator/touched_rows.py",
+    "accumulator/file_layout.py",
 )
 ROWS = [1, 2, 3, 5, 8, 13]  # two blocks, of rows with sums and without
 OLD_ROWS = [2, 5, 9]

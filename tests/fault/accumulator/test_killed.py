@@ -43,7 +43,7 @@ from harness.stories.accumulator import (
 from harness.stories.images import Image, image_of, in_memory, restore, torn
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
-from shardwell_server.accumulator.sum_layout import UNDO_ENTRY_COUNT
+from shardwell_server.accumulator.file_layout import UNDO_ENTRY_COUNT
 from shardwell_server.store.mmap import row_undo
 
 KILLS_TIMEOUT_S = 60.0

@@ -30,7 +30,7 @@ from harness.oracles.rows import ModelRows
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.threads import in_background
 from shardwell.placement.rows import RowPlacement
-from shardwell.table.transfer import RowTransfer
+from shardwell.table.exchange import RowTransfer
 from shardwell.v1 import table_pb2
 
 RATE = 0.25

@@ -22,7 +22,7 @@ from harness.stories.power import with_synced
 from harness.stories.table_power import TABLE, go_on, recovered, scrambled_at
 from shardwell.errors import StorageError
 from shardwell_server.store.contract import JournalEntry
-from shardwell_server.store.journal import image_files
+from shardwell_server.store.journal import journal
 from shardwell_server.store.journal.journal import (
     HEAD_BYTES,
     Journal,
@@ -83,7 +83,7 @@ def test_every_bit_of_a_parameters_journal(tmp_path: Path) -> None:
 
 
 def test_every_bit_of_a_tables_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_files, "IMAGE_AT_BYTES_MIN", 1 << 30)
+    monkeypatch.setattr(journal, "IMAGE_AT_BYTES_MIN", 1 << 30)
     go_on(recovered(restore({}, tmp_path / "store")))
     path = scrambled_at(tmp_path / "store", tmp_path / "damaged")
     segment = max((path / TABLE).glob("journal-*"), key=lambda each: each.stat().st_size)

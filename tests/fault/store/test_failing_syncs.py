@@ -18,7 +18,7 @@ import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.stories.power import OPTIMIZERS, SIZE, Disk, Run, failing, gradient, served
 from shardwell.errors import StorageError
-from shardwell_server.store.journal import image_files
+from shardwell_server.store.journal import journal
 
 
 def test_a_sync_that_failed_is_made_good_by_an_image(
@@ -81,7 +81,7 @@ def test_a_failed_sync_is_remembered_by_the_next_process(
 def test_one_image_that_fails_stops_no_other_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_files, "IMAGE_AT_BYTES_MIN", 0)
+    monkeypatch.setattr(journal, "IMAGE_AT_BYTES_MIN", 0)
     disk = Disk(monkeypatch)
     with (
         served(tmp_path / "first", "0.05") as target,

@@ -26,7 +26,7 @@ from harness.stories.crash import (
 )
 from harness.stories.images import Image, image_of, in_memory, restore
 from harness.stories.parameter import short_blocks, state_of
-from shardwell_server.store.journal import image_files
+from shardwell_server.store.journal import journal
 
 PART_COUNT = 4
 LOWEST_WRITE_COUNT = 300
@@ -57,7 +57,7 @@ def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
         in_memory(tmp_path_factory.mktemp("story")) as path,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(image_files, "IMAGE_AT_BYTES_MIN", 0)  # several, as it grows
+        patch.setattr(journal, "IMAGE_AT_BYTES_MIN", 0)  # several, as it grows
         return writes_of_story(path, durability="step")
 
 

@@ -37,7 +37,7 @@ from harness.stories.table_power import (
 from shardwell.errors import StorageError
 from shardwell_server.config import Durability
 from shardwell_server.store import TableStorage
-from shardwell_server.store.journal import image_files
+from shardwell_server.store.journal import journal
 from shardwell_server.store.journal.journal import HEAD_BYTES
 
 
@@ -165,7 +165,7 @@ def journal_of(path: Path) -> Path:
 
 def told_story(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole story in one segment."""
-    monkeypatch.setattr(image_files, "IMAGE_AT_BYTES_MIN", 1 << 30)
+    monkeypatch.setattr(journal, "IMAGE_AT_BYTES_MIN", 1 << 30)
     go_on(recovered(restore({}, path)))
 
 

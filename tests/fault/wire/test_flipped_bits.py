@@ -29,6 +29,7 @@ from shardwell.errors import ShardwellError
 from shardwell.group.mailbox import Mailbox
 from shardwell.parameter.first_weights import FirstWeights
 from shardwell.rpc import retry
+from shardwell.rpc.retry import Attempts
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import peer_pb2, table_pb2
@@ -253,7 +254,7 @@ def test_first_weights(line, monkeypatch) -> None:
             under_way[0] = next(names)
         name = under_way[0]
         line.client.parameter(name, size=SIZE, optimizer=optimizer)
-        attempts = line.client._shards.attempts(timeout_s or 20.0)
+        attempts = Attempts(timeout_s or 20.0, line.client._shards)
         first = FirstWeights(
             name,
             Restored(),

@@ -16,7 +16,7 @@ from harness.wire_client.row_messages import part
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell_server.config import ShardConfig
-from shardwell_server.services import row_states
+from shardwell_server.services import table_service
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
@@ -85,7 +85,7 @@ def scanned(messages: Iterator[bytes], slot_widths: tuple[int, ...] = (2,)) -> R
 
 
 def scan(table: TableSlice, version: int, timeout_s: float = 0.0) -> Iterator[bytes]:
-    return row_states.state_messages(
+    return table_service.state_messages(
         table, version, deadline(timeout_s), lambda: True, lambda size: None
     )
 

@@ -20,7 +20,7 @@ from harness.stories.table import LAYOUT, STORY, State, apply, make, state_of, t
 from shardwell_server.config import Durability
 from shardwell_server.store import TableStorage
 from shardwell_server.store.files.boot import Boot
-from shardwell_server.store.journal import image_files
+from shardwell_server.store.journal import journal
 from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap import table as mapped_table
 from shardwell_server.store.mmap.store import MmapStore
@@ -33,7 +33,7 @@ STEP = Durability("step")
 
 def many_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes an image after each change, in blocks of two rows."""
-    monkeypatch.setattr(image_files, "IMAGE_AT_BYTES_MIN", 0)
+    monkeypatch.setattr(journal, "IMAGE_AT_BYTES_MIN", 0)
     monkeypatch.setattr(mapped_table, "_BLOCK_BYTES", 2 * LAYOUT.row_size_bytes)
 
 

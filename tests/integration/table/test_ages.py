@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 import shardwell
 from harness.polling import BRIEF_S, Stopwatch
 from harness.threads import together
-from shardwell.table.prefetches import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
+from shardwell.table.reader import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
 from shardwell_server.config import Limits
 
 pytestmark = pytest.mark.timeout(170)

@@ -13,7 +13,7 @@ from harness.faults.proxy import Proxy
 from harness.faults.standing_still import stopped
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.threads import in_background
-from shardwell.table.prefetches import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
+from shardwell.table.reader import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
 
 
 def _table(client: shardwell.Client, **options: Any) -> shardwell.Table:

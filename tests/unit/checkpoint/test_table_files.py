@@ -22,7 +22,7 @@ from shardwell.checkpoint.directory import whole_directory
 from shardwell.checkpoint.export import check_target, write_export
 from shardwell.checkpoint.format import Checkpoint, CheckpointTable, RowsFile, rows_path
 from shardwell.checkpoint.manifest import write_manifest
-from shardwell.checkpoint.rows_file import RowsReader, write_rows
+from shardwell.checkpoint.tensor_files import RowsReader, write_rows
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -22,11 +22,11 @@ from shardwell.errors import (
 from shardwell.group.generation import Generation
 from shardwell.group.transport.peers import SERVICE_NAME
 from shardwell.process.daemon_threads import DaemonThreads
-from shardwell.rpc.deadlines import Watchdog
 from shardwell.rpc.handlers import Handlers, parsed
 from shardwell.rpc.options import listen_on, server_options
 from shardwell.v1 import peer_pb2 as pb
 
+_LOOK_INTERVAL_S = 0.1
 _LOG = logging.getLogger("shardwell.group")
 _GENERATION_WAIT_S = 30.0
 """How long a stream of a generation that this member does not know yet may wait until it does."""
@@ -40,6 +40,83 @@ _WAITING_COUNT_MAX = 1024
 """Calls that may wait for a thread: what strangers open is refused as soon as it is looked at."""
 _SPARE_THREAD_COUNT = 16
 """Threads beyond those of streams: for greetings, and for a rendezvous that is served here."""
+
+
+class Watch:
+    """One deadline, a context manager around what it bounds; `expired` once it has acted."""
+
+    __slots__ = ("_lock", "_watches", "act", "deadline_s", "expired")
+
+    def __init__(
+        self,
+        deadline_s: float,
+        act: Callable[[], None],
+        watches: dict[int, Watch],
+        lock: threading.Lock,
+    ) -> None:
+        self.deadline_s = deadline_s
+        self.act = act
+        self.expired = False
+        self._watches = watches
+        self._lock = lock
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._watches.pop(id(self), None)
+
+
+class Watchdog:
+    """Calls back when a watched block of code takes too long. Any thread may watch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: dict[int, Watch] = {}
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def watch(self, timeout_s: float, act: Callable[[], None]) -> Watch:
+        """Calls `act` from the watchdog's thread if the block has not ended after `timeout_s`."""
+        watch = Watch(time.monotonic() + timeout_s, act, self._watches, self._lock)
+        with self._lock:
+            self._watches[id(watch)] = watch
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(
+                    target=self._run, name="shardwell-watchdog", daemon=True
+                )
+                self._thread.start()
+        if not self._wake.is_set():
+            self._wake.set()
+        return watch
+
+    def close(self) -> None:
+        """Ends the thread. Watches that are left never expire."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        self._wake.set()
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            if self._closed:
+                return
+            time.sleep(_LOOK_INTERVAL_S)
+            now = time.monotonic()
+            with self._lock:
+                watches = self._watches.values()
+                late = [w for w in watches if w.deadline_s <= now and not w.expired]
+                for watch in late:
+                    watch.expired = True
+                if not self._watches:
+                    self._wake.clear()
+            for watch in late:
+                watch.act()
 
 
 class PeerServer:

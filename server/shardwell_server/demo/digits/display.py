@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from shardwell_server.demo.digits.worker import ACCURACY_MIN
-from shardwell_server.demo.progress import Progress, count, traffic
-from shardwell_server.demo.standing import Standing
+from shardwell_server.demo.progress import Progress, Standing, count, traffic
 
 if TYPE_CHECKING:
     from shardwell_server.demo.digits.run import DemoConfig, Result

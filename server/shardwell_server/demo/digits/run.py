@@ -23,8 +23,7 @@ from shardwell_server.demo.digits.samples import (
     load_digits,
 )
 from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName, Task
-from shardwell_server.demo.progress import count
-from shardwell_server.demo.standing import Observer, Standing
+from shardwell_server.demo.progress import Observer, Standing, count
 from shardwell_server.demo.workers import Crew
 from shardwell_server.local_cluster import LocalCluster
 

@@ -10,6 +10,11 @@ Behind what was synced a loss of power may leave anything, in any order of block
 entry that is not whole is the end. Before it, such an entry was damaged, and what it and those
 behind it had was acknowledged. What was synced is noted after each sync, and so is on disk after
 the next one, or when the kernel writes it by itself, within half a minute.
+
+Images lie beside the segments; `Journaling` says when one is due, and when the journal is synced:
+
+    image-000003/        one that is committed
+    image-000005.new/    one under way, or cut off
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import struct
 import threading
 import weakref
@@ -40,6 +46,9 @@ _CRC = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size + _CRC.size
 """Where a segment's first entry begins."""
 _PREFIX = "journal-"
+_IMAGE = "image-"
+IMAGE_AT_BYTES_MIN = 64 << 20
+"""A journal smaller than that is not worth an image, however small what it is of."""
 FAILED_NAME = "failed-journal"
 """A file that is there while a segment may lack what could not be synced."""
 
@@ -310,3 +319,170 @@ class Journal:
                 finally:
                     self._let_go()
                     self._file = -1
+
+
+def image_path(directory: Path, number: int) -> Path:
+    """Where the image of a number stands."""
+    return directory / f"{_IMAGE}{number:06d}"
+
+
+def images(directory: Path) -> dict[int, Path]:
+    """The images that stand, by number, in order."""
+    found = {
+        int(path.name.removeprefix(_IMAGE)): path
+        for path in directory.glob(f"{_IMAGE}*")
+        if path.suffix != ".new"
+    }
+    return dict(sorted(found.items()))
+
+
+def forget_images(
+    directory: Path, reached: Callable[[str], None], before: int | None = None
+) -> None:
+    """Removes images and journal segments of lower numbers; None: all.
+
+    Raises:
+        StorageError: they can't be removed.
+    """
+    try:
+        older = [p for n, p in images(directory).items() if before is None or n < before]
+        for path in older:
+            path.rename(path.with_suffix(".new"))  # a part of one is no image
+            reached("image forgotten")
+        if older:
+            sync_directory(directory)  # a segment is needed for as long as its image is there
+        for number, path in segments(directory).items():
+            if before is None or number < before:
+                path.unlink()
+                reached("segment forgotten")
+        for path in directory.glob(f"{_IMAGE}*.new"):
+            shutil.rmtree(path)
+        if before is None:
+            forget_segment_begun(directory)
+    except OSError as error:
+        raise storage_error(directory, error, "removing what is superfluous") from None
+
+
+class Journaling:
+    """What is done beside the files that serve. To be made when replay is over.
+
+    Args:
+        directory: Of the files.
+        reached: Called after every write.
+        sync_names: Makes names, and what is not mapped, survive a loss of power.
+        syncs_each: Whether `make_durable` waits for the disk.
+
+    Raises:
+        StorageError: the disk failed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        reached: Callable[[str], None],
+        sync_names: Callable[[], None],
+        *,
+        syncs_each: bool,
+    ) -> None:
+        try:  # an earlier process may have left them with the kernel alone
+            sync_names()
+            sync_segments(directory)
+        except OSError as error:
+            raise storage_error(directory, error, "syncing it") from None
+        self.journal = Journal(directory, reached)
+        self.wants_image = not images(directory) or self.journal.has_failed
+        """Whether it is time for an image."""
+        self._directory = directory
+        self._reached = reached
+        self._syncs_each = syncs_each
+        self._older_bytes = sum(p.stat().st_size for p in segments(directory).values())
+
+    def begin_segment(self, *, anyway: bool = False) -> int:
+        self._older_bytes += self.journal.size_bytes
+        return self.journal.begin_segment(anyway=anyway)
+
+    def append(self, parts: Sequence[Buffer], image_bytes: int) -> None:
+        """Adds an entry; `image_bytes` is how large an image would be.
+
+        Raises:
+            StorageError: it can't be written; nothing changed.
+        """
+        self.journal.append(parts)
+        size_bytes = self._older_bytes + self.journal.size_bytes
+        if size_bytes > max(2 * image_bytes, IMAGE_AT_BYTES_MIN):
+            self.wants_image = True
+
+    def make_durable(self) -> None:
+        """Returns when all entries may be acknowledged.
+
+        Raises:
+            StorageError: the disk failed; they must not be.
+        """
+        if self._syncs_each:
+            self.sync()
+
+    def sync(self) -> None:
+        """Returns when all entries are on disk.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        try:
+            self.journal.sync()
+        finally:
+            self.wants_image = self.wants_image or self.journal.has_failed
+
+    @contextlib.contextmanager
+    def imaging(self, number: int) -> Iterator[Path]:
+        """A directory for an image, which stands when the block has filled and synced it.
+
+        Args:
+            number: Of the segment that was begun with it.
+
+        Raises:
+            StorageError: it can't be written; the one before stands.
+        """
+        image = image_path(self._directory, number)
+        making = image.with_suffix(".new")
+        try:
+            making.mkdir()
+            self._reached("image begun")
+            yield making
+            sync_directory(making)
+            self._reached("image written")
+            making.rename(image)
+            self._reached("image stands")
+            sync_directory(self._directory)
+        except OSError as error:
+            raise storage_error(image, error, "making an image") from None
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+        self.journal.repaired()
+        self.wants_image, self._older_bytes = False, 0
+        forget_images(self._directory, self._reached, before=number)
+
+    def close(self) -> None:
+        """Syncs and closes. A disk that fails is remembered; the files themselves are enough."""
+        with contextlib.suppress(OSError):
+            self.journal.close()
+
+
+def forget_journal(
+    directory: Path, reached: Callable[[str], None], sync_files: Callable[[], None]
+) -> None:
+    """Makes images and journal superfluous, and removes them.
+
+    Args:
+        directory: Of the files.
+        reached: Called after every write.
+        sync_files: Writes the files that serve to disk.
+
+    Raises:
+        StorageError: the disk failed.
+    """
+    if images(directory) or segments(directory):
+        try:
+            sync_files()
+        except OSError as error:
+            raise storage_error(directory, error, "writing it to disk") from None
+    forget_images(directory, reached)

@@ -29,7 +29,7 @@ from shardwell_server.store.journal.journal import (
     read_segment,
     segments,
 )
-from shardwell_server.store.records.table_records import StoredTableRecord
+from shardwell_server.store.records.atomic_records import StoredTableRecord
 from shardwell_server.store.row_arrays import RowArrays, Rows, WrittenRows
 
 _MAGIC = 0x31545753  # "SWT1"

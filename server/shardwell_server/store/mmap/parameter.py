@@ -4,7 +4,7 @@ Files of a parameter's directory; the arrays are plain little-endian float32:
 
     parameter.json    what it is
     weights, gradient_sum, slot-0, slot-1
-    records           where each chunk stands, and CRCs of its arrays   (records/chunk_records.py)
+    records           where each chunk stands, and CRCs of its arrays   (records/atomic_records.py)
     marks             the last step of each worker for each chunk       (records/worker_steps.py)
     undo              what chunks were that are being changed           (undo.py)
     events            seats, first weights, learning rates              (records/event_log.py)
@@ -38,15 +38,18 @@ from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes, Float32, blocks
 from shardwell_server.store.contract import ChunkRecord, JournalEntry, Layout, Transition
 from shardwell_server.store.files.mapped import MappedFile
-from shardwell_server.store.journal.image_files import image_path
-from shardwell_server.store.journal.journal import HEAD_BYTES, cut_off, segments
-from shardwell_server.store.journal.journaling import Journaling
+from shardwell_server.store.journal.journal import (
+    HEAD_BYTES,
+    Journaling,
+    cut_off,
+    image_path,
+    segments,
+)
 from shardwell_server.store.journal.parameter_entries import pack_entry, read_entries
 from shardwell_server.store.mmap import undo
 from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.mmap.undo import Arrays, UndoArea
-from shardwell_server.store.records import chunk_records
-from shardwell_server.store.records.chunk_records import ChunkRecords, StoredRecord
+from shardwell_server.store.records.atomic_records import ChunkRecords, StoredChunkRecord, file_size
 from shardwell_server.store.records.worker_steps import recover_marks, seat_count
 
 
@@ -81,9 +84,9 @@ class MmapParameter(MmapStorage):
         self.weights = array("weights")
         self.gradient_sum = array("gradient_sum") if layout.with_sum else None
         self.slots = tuple(array(f"slot-{i}") for i in range(len(layout.initial_slots)))
-        file = opened("records", chunk_records.file_size(chunk_count))
+        file = opened("records", file_size(chunk_count))
         self._records = ChunkRecords(file, chunk_count, salt, reached)
-        self._stored: list[StoredRecord] = []
+        self._stored: list[StoredChunkRecord] = []
         file = opened("undo", undo.file_size(layout))
         self._undo = UndoArea(file, layout, salt, reached)
 
@@ -106,7 +109,7 @@ class MmapParameter(MmapStorage):
             size = made._chunk(made.weights, index).size
             if size not in crcs:  # two sizes at most
                 crcs[size] = made._crcs(index)
-            made._put(index, StoredRecord(0, ChunkRecord(), -1, -1, crcs[size]))
+            made._put(index, StoredChunkRecord(0, ChunkRecord(), -1, -1, crcs[size]))
         made._complete(layout)
         return made
 
@@ -293,7 +296,7 @@ class MmapParameter(MmapStorage):
         assert self.gradient_sum is not None
         return [self._chunk(self.gradient_sum, chunk_index)]
 
-    def _put(self, chunk_index: int, stored: StoredRecord) -> None:
+    def _put(self, chunk_index: int, stored: StoredChunkRecord) -> None:
         """Makes a record stand, on disk and then here."""
         self._records.put(chunk_index, stored)
         if chunk_index == len(self._stored):
@@ -346,7 +349,7 @@ class _MmapChange:
             crcs = (self._crcs[0], 0, *self._crcs[1:])
         else:
             crcs = (old.crcs[0], self._crcs[0], *old.crcs[2:])
-        stored = StoredRecord(old.sequence + 1, record, seat_index, step, crcs)
+        stored = StoredChunkRecord(old.sequence + 1, record, seat_index, step, crcs)
         self._of._put(self._chunk_index, stored)
         self._is_committed = True
         self._of._marks.put(seat_index, self._chunk_index, step)

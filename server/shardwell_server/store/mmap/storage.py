@@ -26,8 +26,7 @@ from shardwell_server.store.files.mapped import (
     sync_file,
 )
 from shardwell_server.store.files.presence import NamedFiles, Presence
-from shardwell_server.store.journal.image_files import images
-from shardwell_server.store.journal.journaling import Journaling, forget_journal
+from shardwell_server.store.journal.journal import Journaling, forget_journal, images
 from shardwell_server.store.records.event_log import EventLog
 from shardwell_server.store.records.worker_steps import WorkerSteps
 

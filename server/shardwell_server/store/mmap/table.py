@@ -6,7 +6,7 @@ Files of a table's directory; the arrays are plain little-endian numbers, by pla
     keys, update_counts, last_steps, weights, slot-0, slot-1
     sums, has_sum     where gradients are summed
     row_checks, key_checks, sum_checks                          (row_checks.py)
-    records           where the table stands                    (records/table_records.py)
+    records           where the table stands                    (records/atomic_records.py)
     marks             what each worker has contributed          (records/worker_steps.py)
     undo              the rows that are being changed           (row_undo.py)
     events            seats, learning rates                     (records/event_log.py)
@@ -41,8 +41,7 @@ from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import Places, Position, TableLayout, TableRecord
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.files.sparse import SparseFile, copy_sparse, reserve_all
-from shardwell_server.store.journal.image_files import image_path, images
-from shardwell_server.store.journal.journaling import Journaling
+from shardwell_server.store.journal.journal import Journaling, image_path, images
 from shardwell_server.store.journal.table_entries import (
     TableEntry,
     TableJournal,
@@ -53,11 +52,7 @@ from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.mmap.row_guard import RowGuard
 from shardwell_server.store.mmap.row_undo import RowUndo, entry_bytes
 from shardwell_server.store.mmap.storage import MmapStorage
-from shardwell_server.store.records.table_records import (
-    RECORDS_BYTES,
-    StoredTableRecord,
-    TableRecords,
-)
+from shardwell_server.store.records.atomic_records import StoredTableRecord, TableRecords, file_size
 from shardwell_server.store.records.worker_steps import recover_marks, seat_count
 from shardwell_server.store.row_arrays import (
     Rows,
@@ -129,7 +124,7 @@ class MmapTable(MmapStorage):
         self._copies = make_arrays(
             layout, layout.rows_per_change_max, lambda _, *shape: lazy_zeros(*shape)
         )
-        self._records = TableRecords(fixed("records", RECORDS_BYTES), salt, reached)
+        self._records = TableRecords(fixed("records", file_size(1)), salt, reached)
         self._stored = StoredTableRecord(0, TableRecord(), None)
         self._reserved_row_count = 0
         self._image_lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Small records on disk, each replaced by one instruction.
+"""Small records on disk, each replaced by one instruction: where each chunk and each table stands.
 
 A record has two places and a word that says which one stands:
 
@@ -9,17 +9,20 @@ A record has two places and a word that says which one stands:
 
 `put` writes the place that does not stand, then the word. A process killed before the word leaves
 the old record, after it the new one; a record that stands and has a wrong CRC was damaged. A CRC
-starts from the owner's salt.
+starts from the owner's salt. A chunk's record has the chunk's index, so that it is believed only in
+its own place.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import NamedTuple
 
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
+from shardwell_server.store.contract import ChunkRecord, Position, TableRecord
 from shardwell_server.store.files.mapped import MappedFile
 
 _STRIDE_BYTES = 256
@@ -28,6 +31,13 @@ _SEQUENCE = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
 PACKED_BYTES_MAX = 108
 """Bytes of a record without its CRC."""
+# sequence, version, sample_total, step, total_factor; contribution_count, shift, seat_index,
+# chunk_index; CRC32C of weights, sum and two slots.
+_CHUNK = struct.Struct("<QqqqdiiiI4I")
+SLOT_COUNT_MAX = 2
+"""Arrays of optimizer state that a record has CRCs for."""
+# sequence, row_used, version, sample_total, step; contribution_count, shift, seat_index, part_count
+_TABLE = struct.Struct("<Qqqqqiiii")
 
 
 def file_size(count: int) -> int:
@@ -105,3 +115,107 @@ class AtomicRecords:
 def _word(sequence: int) -> int:
     low = sequence & 0xFFFFFFFF
     return low | (low ^ 0xFFFFFFFF) << 32
+
+
+class StoredChunkRecord(NamedTuple):
+    """A record with what only the store needs."""
+
+    sequence: int
+    """Transitions of the chunk so far."""
+    record: ChunkRecord
+    seat_index: int
+    """Whose contribution it was, -1 for none."""
+    step: int
+    """Of which step."""
+    crcs: tuple[int, ...]
+    """CRC32C of weights, sum and slots; the sum's has no meaning while it has none."""
+
+
+class ChunkRecords:
+    """All records of a slice. Different chunks may be put at once."""
+
+    def __init__(
+        self, file: MappedFile, chunk_count: int, salt: int, reached: Callable[[str], None]
+    ) -> None:
+        self._records = AtomicRecords(
+            file, chunk_count, _CHUNK.size, lambda index: f"chunk {index}", salt, reached
+        )
+
+    def put(self, chunk_index: int, stored: StoredChunkRecord) -> None:
+        """Makes a record stand."""
+        record, crcs = stored.record, (*stored.crcs, 0, 0, 0)
+        packed = _CHUNK.pack(
+            stored.sequence,
+            record.version,
+            record.sample_total,
+            stored.step,
+            record.total_factor,
+            record.contribution_count,
+            record.shift,
+            stored.seat_index,
+            chunk_index,
+            *crcs[: 2 + SLOT_COUNT_MAX],
+        )
+        self._records.put(chunk_index, packed)
+
+    def get(self, chunk_index: int) -> StoredChunkRecord:
+        """The record that stands.
+
+        Raises:
+            StorageError: it was damaged.
+        """
+        sequence, version, samples, step, factor, count, shift, seat, index, *crcs = _CHUNK.unpack(
+            self._records.get(chunk_index)
+        )
+        if index != chunk_index:
+            raise self._records.damaged(chunk_index, f"it is that of chunk {index}")
+        record = ChunkRecord(version, count, samples, factor, shift)
+        return StoredChunkRecord(sequence, record, seat, step, tuple(crcs))
+
+
+class StoredTableRecord(NamedTuple):
+    """A record with what only the store needs."""
+
+    sequence: int
+    """Changes of the table so far."""
+    record: TableRecord
+    position: Position | None
+    """Whose contribution the last change was, and how far its worker has come."""
+
+
+class TableRecords:
+    """The record of a table."""
+
+    def __init__(self, file: MappedFile, salt: int, reached: Callable[[str], None]) -> None:
+        self._records = AtomicRecords(file, 1, _TABLE.size, lambda _: "the table", salt, reached)
+
+    def put(self, stored: StoredTableRecord) -> None:
+        """Makes a record stand."""
+        record, position = stored.record, stored.position or Position(-1)
+        packed = _TABLE.pack(
+            stored.sequence,
+            record.row_used,
+            record.version,
+            record.sample_total,
+            position.step,
+            record.contribution_count,
+            record.shift,
+            position.seat_index,
+            position.part_count,
+        )
+        self._records.put(0, packed)
+
+    def get(self, row_capacity: int) -> StoredTableRecord:
+        """The record that stands.
+
+        Raises:
+            StorageError: it was damaged.
+        """
+        sequence, row_used, version, samples, step, count, shift, seat, parts = _TABLE.unpack(
+            self._records.get(0)
+        )
+        if not 0 <= row_used <= row_capacity:
+            raise self._records.damaged(0, f"{row_used} rows of at most {row_capacity}")
+        position = None if seat < 0 else Position(seat, step, parts)
+        record = TableRecord(row_used, version, count, samples, shift)
+        return StoredTableRecord(sequence, record, position)

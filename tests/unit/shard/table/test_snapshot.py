@@ -33,7 +33,7 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.v1 import table_pb2 as pb
-from shardwell_server.services import row_states
+from shardwell_server.services import table_service
 
 
 @pytest.fixture(params=["memory", "mmap"])
@@ -171,7 +171,7 @@ def test_as_many_scans_as_the_limit_allows() -> None:
 def test_a_reader_that_is_late_costs_training_nothing() -> None:
     table = table_of()
     give(table, ones(1))
-    messages = row_states.state_messages(table, 1, deadline(), lambda: False, lambda size: None)
+    messages = table_service.state_messages(table, 1, deadline(), lambda: False, lambda size: None)
     next(messages)
     give(table, ones(1))
     assert table.version == 2

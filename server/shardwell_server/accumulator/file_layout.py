@@ -1,4 +1,13 @@
-"""The first page of an accumulator's file: what it is, and whether it was closed.
+"""Where everything is in an accumulator's file, or memory; and its first page. Pure.
+
+    offset
+         0   head
+      4096   a word a row: 0, or what its sum is believed by
+         .   sums: `dim` float32 a row
+         .   undo: UNDO_ENTRY_COUNT entries, each with room for all rows
+
+Parts begin at pages. It is as large as it may ever get; what is not written has no disk space. The
+head says what it is, and whether it was closed:
 
     offset  size
          0    48  magic, format version, byte order, dim, rows, salt
@@ -7,22 +16,26 @@
        136    44  which start of the machine opened it, and CRC32C
        184    20  what was in it when it was closed: number of sums, total of their words, CRC32C
 
-CRCs start from the salt, but for the first. Everything is in the machine's byte order.
+CRCs start from the salt, except the first. Everything is in the machine's byte order.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
-from shardwell_server.accumulator.sum_layout import SumLayout
 from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile
+from shardwell_server.store.mmap.row_undo import entry_bytes
 
+UNDO_ENTRY_COUNT = 4
+"""Calls that change rows at once; more wait. As many as threads that find a core."""
 _MAGIC = b"shardwell sums\r\n"
 _FORMAT_VERSION = 1
 _BYTE_ORDER = 0x01020304
@@ -34,6 +47,50 @@ _BOOT_OFFSET = 136
 _SUMMARY = struct.Struct("=QQ")
 _SUMMARY_OFFSET = 184
 HEAD_SIZE_BYTES = _HEAD.size + _CRC.size
+
+
+def page_aligned(size_bytes: int) -> int:
+    """The size in whole pages."""
+    return -(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumLayout:
+    """The layout for `row_count` rows of `dim` values."""
+
+    dim: int
+    row_count: int
+
+    @property
+    def row_size_bytes(self) -> int:
+        """Bytes of a row's sum."""
+        return 4 * self.dim
+
+    @property
+    def words_offset(self) -> int:
+        """Where words begin."""
+        return PAGE_SIZE_BYTES
+
+    @property
+    def sums_offset(self) -> int:
+        """Where sums begin."""
+        return self.words_offset + page_aligned(8 * self.row_count)
+
+    @property
+    def undo_offset(self) -> int:
+        """Where undo begins, and a file that was closed ends."""
+        return self.sums_offset + page_aligned(self.row_size_bytes * self.row_count)
+
+    @property
+    def undo_entry_size_bytes(self) -> int:
+        """Of one entry, for words and sums."""
+        arrays = (np.empty(0, np.uint64), np.empty((0, self.dim), np.float32))
+        return entry_bytes(arrays, self.row_count)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of everything."""
+        return self.undo_offset + UNDO_ENTRY_COUNT * self.undo_entry_size_bytes
 
 
 class State(enum.IntEnum):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwell.rpc.deadlines import Watchdog
+from shardwell.group.transport.server import Watchdog
 
 PATIENCE_S = 30.0
 
