@@ -4,7 +4,7 @@ Method: one training of a synchronous table by two workers, with abandoned steps
 steps that close in several batches, and one of an asynchronous table with more workers than places,
 which go from worker to worker, are told on files, of which an image is taken after every write.
 From each image a shard goes on: all parts are sent again, as workers do. Oracle: the same training
-in memory. What lies below the shard is test_killed_tables.py's.
+in memory. What lies below the shard is store/test_killed.py's.
 """
 
 from __future__ import annotations

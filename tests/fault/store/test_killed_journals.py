@@ -1,7 +1,7 @@
 """Goal: with a journal, too, whatever instruction a shard is killed at, and its machine after it,
 the files hold each chunk before or after the call that was under way, and all that was answered.
 
-Method: the training of test_killed_stores.py with `--durability step`: images of the files after
+Method: the training of test_killed.py with `--durability step`: images of the files after
 each write, gone on from as the same machine, and as one that lost power, when image and journal
 alone count: then the mapped files are scrambled. Oracle: the same training, undisturbed, in memory.
 """

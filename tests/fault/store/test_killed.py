@@ -1,57 +1,39 @@
-"""Goal: whatever instruction a shard is killed at, its files hold each chunk before or after the
-call that was under way, all that was answered, and a training that goes on to the same bits.
+"""Goal: whatever instruction a process is killed at, its files hold each change whole or not at
+all, and all that was answered; and what goes on from them comes to the same end, bit for bit.
 
-Method: one training (harness/stories/parameter.py) is told again and again, cut off after each
-single write of the store: by SIGKILL to a process of its own, and, for what lies between two
-writes, by images of the files in which a write is there in part. Oracle: the same training,
-undisturbed, in memory.
+Method: a story each of a parameter, a table and an accumulator is told again and again, cut off
+after each single write: by SIGKILL to a process of its own, and, for what lies between two writes,
+by images of the files in which a write is there in part. Oracles: the same stories, undisturbed, in
+memory or plain Python (harness/stories/killed.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
-import shardwell_server.store
-from harness.stories import killed_parameter as killed_story
-from harness.stories.crash import (
-    SameMachine,
-    Undisturbed,
-    Written,
-    go_on,
-    recovered,
-    state_at,
-    undisturbed_story,
-    writes_of_story,
-)
+from harness.stories import killed
+from harness.stories.crash import SameMachine, Written
 from harness.stories.images import Image, image_of, in_memory, restore, torn
-from harness.stories.parameter import short_blocks, state_of, story
+from harness.stories.killed import STORIES
 from shardwell_server.store import ChunkRecord, Layout, Transition
 from shardwell_server.store.mmap.store import MmapStore
 from shardwell_server.store.mmap.undo import ENTRY_COUNT_MAX
 
-STORY = story()
 KILLS_TIMEOUT_S = 60.0
-PART_COUNT = 8
-LOWEST_WRITE_COUNT = 300
-"""The story has more; a hook that is never called would make these tests empty."""
-
-TABLE_MODULES = {"mmap/table.py", "mmap/row_undo.py"}
-"""Their writes are those of test_killed_tables.py."""
-
-
-@pytest.fixture(autouse=True)
-def _short_blocks() -> Iterator[None]:
-    with short_blocks():
-        yield
+PART_COUNT = 4
+"""Every fourth write; all of them in one test would take too long on a busy machine."""
+STORY = pytest.mark.parametrize("name", STORIES)
+WritesOf: TypeAlias = Callable[[str], list[Written]]
 
 
 @pytest.fixture
@@ -61,24 +43,25 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Undisturbed:
-    return undisturbed_story()
+def writes_of(tmp_path_factory: pytest.TempPathFactory) -> WritesOf:
+    """Images after every write of a story, told once."""
+
+    @functools.cache
+    def told(name: str) -> list[Written]:
+        found = killed.writes_of(STORIES[name], tmp_path_factory.mktemp(name))
+        assert len(found) > STORIES[name].write_count_min
+        return found
+
+    return told
 
 
-@pytest.fixture(scope="module")
-def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
-    """Images after every write of the story, told once."""
-    found = writes_of_story(tmp_path_factory.mktemp("story"))
-    assert len(found) > LOWEST_WRITE_COUNT
-    return found
-
-
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
+@STORY
 @pytest.mark.parametrize("part", range(PART_COUNT))
-def test_killed_after_each_write(tmp_path: Path, undisturbed: Undisturbed, part: int) -> None:
-    """Every eighth write; all of them in one test would take too long on a busy machine."""
+def test_killed_after_each_write(tmp_path: Path, name: str, part: int) -> None:
+    story = STORIES[name]
     told = subprocess.run(
-        [sys.executable, killed_story.__file__, str(tmp_path), str(1 + part), str(PART_COUNT)],
+        [sys.executable, killed.__file__, name, str(tmp_path), str(1 + part), str(PART_COUNT)],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
@@ -91,41 +74,35 @@ def test_killed_after_each_write(tmp_path: Path, undisturbed: Undisturbed, part:
     )
     assert told.returncode == 0, told.stderr
     last = int(told.stdout)
-    assert last > LOWEST_WRITE_COUNT
+    assert last > story.write_count_min
     for number in range(1 + part, last + 1, PART_COUNT):  # the last was told to its end
         path = tmp_path / str(number)
         answered_count = len((path / "answered").read_bytes())
-        with recovered(path / "store") as shard:
-            assert state_of(shard) in undisturbed.states[answered_count : answered_count + 2]
-            go_on(shard, answered_count, undisturbed)
-        assert state_at(path / "store") == undisturbed.states[-1]
-    assert answered_count == len(STORY)
+        story.check_goes_on(path / "store", answered_count, f"kill {number}")
+    assert answered_count == story.call_count
 
 
-def test_a_write_that_is_there_in_part(
-    tmp_path: Path, undisturbed: Undisturbed, writes: list[Written]
-) -> None:
-    torn_count = 0
-    for before, after in itertools.pairwise(writes):
-        assert after.answered_count - before.answered_count in (0, 1)
-        for name in after.image:
-            if ".new" in name or name.endswith("events"):  # written by calls of the system
+@STORY
+def test_a_write_that_is_there_in_part(tmp_path: Path, writes_of: WritesOf, name: str) -> None:
+    story, torn_count = STORIES[name], 0
+    for before, after in itertools.pairwise(writes_of(name)):
+        for file in after.image:
+            if ".new" in file or file.endswith("events"):  # written by calls of the system
                 continue
-            for contents in torn(before.image, after.image, name):
+            for contents in torn(before.image, after.image, file):
                 torn_count += 1
-                path = restore({**before.image, name: contents}, tmp_path / "torn")
-                n = after.answered_count
-                assert state_at(path) in undisturbed.states[n : n + 2], (after.point, name)
-    assert torn_count > LOWEST_WRITE_COUNT
+                path = restore({**before.image, file: contents}, tmp_path / "torn")
+                story.check(path, after.answered_count, f"{after.point} {file}")
+    assert torn_count > story.write_count_min
 
 
 @pytest.mark.exhaustive
+@STORY
 def test_killed_again_after_each_write_of_a_recovery(
-    tmp_path: Path, undisturbed: Undisturbed, writes: list[Written]
+    tmp_path: Path, writes_of: WritesOf, name: str
 ) -> None:
-    seen: set[int] = set()
-    points: set[str] = set()
-    for written in writes:
+    story, seen, points = STORIES[name], set[int](), set[str]()
+    for written in writes_of(name):
         path = restore(written.image, tmp_path / "first")
         images: list[Image] = []
 
@@ -133,15 +110,29 @@ def test_killed_again_after_each_write_of_a_recovery(
             points.add(point)
             images.append(image_of(path))
 
-        state = state_at(path, reached)
-        assert state in undisturbed.states[written.answered_count : written.answered_count + 2]
+        state = story.state_at(path, reached)
         for image in images:
             key = hash(tuple(image.items()))
             if image != written.image and key not in seen:
                 seen.add(key)
-                assert state_at(restore(image, tmp_path / "second")) == state, written.point
-    assert {"taken back", "undo done", "undo voided", "mark", "mark's check"} <= points
+                again = restore(image, tmp_path / "second")
+                assert story.state_at(again) == state, written.point
+    assert story.recovery_points <= points
     assert len(seen) > 20
+
+
+@STORY
+def test_the_story_reaches_every_point(writes_of: WritesOf, name: str) -> None:
+    found = {written.point for written in writes_of(name)}
+    expected = STORIES[name].points()
+    assert len(expected) > 8
+    assert expected <= found
+
+
+def test_parameters_and_accumulators_write_nothing_without_a_name(writes_of: WritesOf) -> None:
+    """Tables' rows are written by the story itself."""
+    for name in ("parameter", "accumulator"):
+        assert {written.point for written in writes_of(name)} <= killed.all_points()
 
 
 def test_several_chunks_were_being_changed(tmp_path: Path) -> None:
@@ -192,16 +183,3 @@ def test_several_chunks_were_being_changed(tmp_path: Path) -> None:
             assert found.last_steps() == [[0 if i in standing else -1 for i in range(5)]]
             taken_back_count = max(taken_back_count, found.rolled_back_count)
     assert taken_back_count == ENTRY_COUNT_MAX
-
-
-def test_the_story_reaches_every_point_of_the_store(writes: list[Written]) -> None:
-    source = Path(shardwell_server.store.__file__).parent
-    named = set()
-    for path in source.rglob("*.py"):
-        if str(path.relative_to(source)) in TABLE_MODULES:
-            continue
-        named.update(re.findall(r'reached\("([^"]+)"\)', path.read_text()))
-    recovering = {"taken back", "undo done"}
-    journaled = {"journal segment", "journal entry", "image begun", "image written"}
-    journaled |= {"image stands", "segment forgotten", "image forgotten", "file restored"}
-    assert named - recovering - journaled == {written.point for written in writes}
