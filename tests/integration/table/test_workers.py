@@ -210,7 +210,7 @@ def test_a_call_that_waits_for_another_threads_has_its_deadline(cluster, connect
     ones = np.ones((1, DIM), np.float32)
     one.put_row_gradients([1], ones)
     waiting = in_background(lambda: one.put_row_gradients([2], ones))
-    eventually("it waits", lambda: len(one._calls._running) == 1)
+    eventually("it waits", one._calls._turn_lock.locked)
     for call in (
         lambda: one.put_row_gradients([3], ones, timeout_s=0.2),
         lambda: one.set_learning_rate(0.25, timeout_s=0.2),
