@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import NoReturn
 
 import click
@@ -36,6 +37,8 @@ class _LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
+        if name != "run":  # whose workers are the user's, and may compute on all cores
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else a thread a core, never used
         module, attribute = _COMMANDS[name]
         command: click.Command = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
         return command

@@ -125,6 +125,7 @@ def test_two_deaths_at_once(target, start) -> None:
     assert watch.elapsed_s < PATIENCE_S
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_member_that_is_stopped(target, start, victim) -> None:
     """As dead, when its lease ends; when it wakes up it is told to join again, and does."""
@@ -279,6 +280,7 @@ def test_killed_in_join(target, start) -> None:
     rebuilt(members)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_ctrl_c_in_the_middle_of_a_call(target, start, victim) -> None:
     members = start(target, range(3), 3)

@@ -96,7 +96,7 @@ def _seed() -> int:
     return int(os.environ.get("SHARDWELL_TEST_SEED") or random.SystemRandom().randrange(10**9))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_same_weights_however_often_anybody_is_killed(
     fork_server: ForkServer, tmp_path: Path, case: KillCase

@@ -55,6 +55,7 @@ def test_each_verb_names_the_dead_shard(running, connect, killed) -> None:
     assert model.next_step == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("killed", [0, 1])
 def test_killed_while_every_verb_waits(running, connect, killed) -> None:
     """The other worker never comes, so all wait at both shards when one of them is killed."""

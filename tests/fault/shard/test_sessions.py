@@ -47,7 +47,7 @@ def test_a_killed_worker_is_back_at_once(cluster, connect, kind, mode) -> None:
     assert Subject(connect(running, "reader"), kind, mode).values() == {-8.0}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @KINDS
 @MODES
 def test_a_stopped_worker_is_replaced_within_its_lease_and_told(

@@ -28,7 +28,7 @@ from harness.stories.images import Image, image_of, in_memory, restore
 from harness.stories.parameter import short_blocks, state_of
 from shardwell_server.store.journal import journal
 
-PART_COUNT = 4
+PART_COUNT = 8
 LOWEST_WRITE_COUNT = 300
 """The story has more; a hook that is never called would make these tests empty."""
 MAPPED = {"weights", "gradient_sum", "slot-0", "slot-1", "records", "marks", "undo"}
@@ -63,7 +63,7 @@ def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
 
 @pytest.fixture(params=range(PART_COUNT))
 def part(request: pytest.FixtureRequest, writes: list[Written]) -> list[Written]:
-    """Every fourth write; all of them in one test would take too long on a busy machine."""
+    """Every eighth write; all of them in one test would take too long on a busy machine."""
     found = writes[request.param :: PART_COUNT]
     assert len(found) > LOWEST_WRITE_COUNT // PART_COUNT
     return found

@@ -94,8 +94,8 @@ def test_what_was_restored_survives(tmp_path: Path, disk: Disk, step_count: int)
 
 
 def test_power_may_be_lost_again_and_again(tmp_path: Path, disk: Disk) -> None:
-    expected = trained(tmp_path, 8, OPTIMIZERS[1])
-    for number in range(8):
+    expected = trained(tmp_path, 4, OPTIMIZERS[1])
+    for number in range(4):
         disk.holds(tmp_path / f"{number}")
         with served(tmp_path / f"{number}", "step") as target:
             run = Run(target, OPTIMIZERS[1])

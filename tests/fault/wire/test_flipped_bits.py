@@ -2,10 +2,11 @@
 something, is accepted with a wrong result.
 
 Method: a worker trains through a proxy that flips one bit of one message: each bit before the
-payload (in `make test` every seventh, which is one in each byte at least), and the payload's first
-and last. The call fails, or its result is right; made again, it succeeds. In either case what the
-shard has then is what undisturbed training has: integers, known beforehand. Beside what the worker
-trains are parameters, tables and a worker whose names differ in one bit from those that are meant.
+payload (in `make test` every thirteenth, so that all bits of a byte have their turn), and the
+payload's first and last. The call fails, or its result is right; made again, it succeeds. In either
+case what the shard has then is what undisturbed training has: integers, known beforehand. Beside
+what the worker trains are parameters, tables and a worker whose names differ in one bit from those
+that are meant.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Line:
         return call(None)
 
 
-@pytest.fixture(params=[7, pytest.param(1, marks=pytest.mark.exhaustive)], ids="1 in {}".format)
+@pytest.fixture(params=[13, pytest.param(1, marks=pytest.mark.exhaustive)], ids="1 in {}".format)
 def line(cluster, connect, request) -> Iterator[Line]:
     running = cluster(1, chunk_size_bytes=4096, limits=Limits(table_count_max=4096))
     with FlippingProxy(running.target) as proxy:

@@ -39,6 +39,7 @@ def test_who_is_missing(place) -> None:
     assert watch.elapsed_s < PATIENCE_S
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from harness.machines import cases
 from harness.stories.accumulator import (
     BLOCK_ROW_COUNT,
     DIM,
@@ -124,7 +124,4 @@ class AccumulatorMachine(RuleBasedStateMachine):
         np.testing.assert_array_equal(self.telling.rows, self.rows)
 
 
-AccumulatorMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None
-)
-TestAccumulator = AccumulatorMachine.TestCase
+TestAccumulator, TestMoreOfAccumulator = cases(AccumulatorMachine, max_examples=40, step_count=25)

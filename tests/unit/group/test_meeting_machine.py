@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from harness.group.rendezvous_driver import LEASE_S, Room, group_spec
+from harness.machines import cases
 from shardwell import errors
 from shardwell.v1 import group_pb2 as pb
 
@@ -332,5 +332,4 @@ class MeetingMachine(RuleBasedStateMachine):
         assert len(places) == len(set(places))
 
 
-MeetingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestMeetings = MeetingMachine.TestCase
+TestMeetings, TestMoreMeetings = cases(MeetingMachine, max_examples=60, step_count=30)

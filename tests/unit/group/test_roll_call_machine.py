@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from harness.group.calls import Room
+from harness.machines import cases
 from shardwell.group.agreement.coordinator import error_of
 from shardwell.group.agreement.matching import Verdicts
 from shardwell.v1 import peer_pb2 as pb
@@ -197,7 +197,4 @@ class RollCallMachine(RuleBasedStateMachine):
                 assert all(other.state != "left" for other in self.members)
 
 
-RollCallMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
-)
-TestRollCalls = RollCallMachine.TestCase
+TestRollCalls, TestMoreRollCalls = cases(RollCallMachine, max_examples=100, step_count=40)

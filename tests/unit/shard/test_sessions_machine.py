@@ -19,11 +19,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from harness.data.sessions import applicant, contributor, session_of, take
+from harness.machines import cases
 from shardwell.errors import (
     ArgumentError,
     LimitError,
@@ -364,8 +364,7 @@ class SessionMachine(RuleBasedStateMachine):
                 assert self.tracker.next_step(place.worker) == step
 
 
-TestSessions = SessionMachine.TestCase
-TestSessions.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestSessions, TestMoreSessions = cases(SessionMachine, max_examples=100, step_count=50)
 
 
 def test_a_shard_that_stops_ends_all_calls_and_takes_no_more() -> None:

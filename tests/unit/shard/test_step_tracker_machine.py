@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from harness.data.sessions import AllAlive, know, take
+from harness.machines import cases
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.step_tracker import Decision, StepTracker
 from shardwell_server.store import ChunkRecord
@@ -189,5 +189,4 @@ class LedgerMachine(RuleBasedStateMachine):
             assert unknown == max(self.worker_count - len(done) - len(missing), 0)
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestLedger = LedgerMachine.TestCase
+TestLedger, TestMoreOfLedger = cases(LedgerMachine, max_examples=60, step_count=40)

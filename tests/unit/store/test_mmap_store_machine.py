@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from harness.data.sessions import applicant, session_of
+from harness.machines import cases
 from harness.stories import parameter as story
 from harness.stories.crash import SameMachine
 from harness.stories.images import Image, image_of, restore
@@ -348,5 +348,4 @@ class StoreMachine(RuleBasedStateMachine):
                     np.testing.assert_array_equal(total * 2.0**record.shift, expected)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestMmapStore = StoreMachine.TestCase
+TestMmapStore, TestMoreOfMmapStore = cases(StoreMachine, max_examples=100, step_count=40)

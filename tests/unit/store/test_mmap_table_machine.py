@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from harness.machines import cases
 from harness.stories.crash import SameMachine
 from harness.stories.images import Image, image_of, in_memory, restore
 from harness.stories.table import Step, apply, make
@@ -219,5 +219,4 @@ class TableMachine(RuleBasedStateMachine):
             assert (table.sums[place] == rows[place]["sum"]).all()
 
 
-TableMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
-TestMmapTable = TableMachine.TestCase
+TestMmapTable, TestMoreOfMmapTable = cases(TableMachine, max_examples=80, step_count=30)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import shardwell
+from harness.machines import cases
 from shardwell.table.cache import CACHE_ROW_COUNT_MAX, WAY_COUNT, RowCache
 
 IDS = st.lists(
@@ -79,8 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.hit_count + self.cache.miss_count == self.asked
 
 
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCache, TestMoreOfCache = cases(CacheMachine, max_examples=60, step_count=30)
 
 
 def _filled(cache: RowCache, ids: np.ndarray, step: int = 0) -> None:

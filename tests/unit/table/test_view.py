@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from harness.machines import cases
 from shardwell.table.cache import RowCache
 from shardwell.table.view import TableView
 
@@ -154,8 +154,7 @@ class ViewMachine(RuleBasedStateMachine):
             assert self.clock - self.asked_at[(key, own, seen)] <= self.staleness
 
 
-TestViewMachine = ViewMachine.TestCase
-TestViewMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestView, TestMoreOfView = cases(ViewMachine, max_examples=100, step_count=40)
 
 
 def test_rows_of_a_version_without_the_last_step_are_not_kept() -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from harness.data.row_keys import EXTREMES, colliding_keys
+from harness.machines import cases
 from shardwell.placement.rows import Ids
 from shardwell_server.shard.table import index as row_index
 from shardwell_server.shard.table.hash_slots import LINE, SlotTable
@@ -179,8 +179,7 @@ class GrowingMachine(RuleBasedStateMachine):
         check_state(self.index)
 
 
-TestGrowingMachine = GrowingMachine.TestCase
-TestGrowingMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestGrowing, TestMoreGrowing = cases(GrowingMachine, max_examples=100, step_count=40)
 
 
 class MovedLines:

@@ -10,11 +10,11 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from harness.data.row_keys import EXTREMES, colliding_keys
+from harness.machines import cases
 from shardwell.placement.rows import Ids, RowPlacement, mix
 from shardwell_server.shard.table import index as row_index
 from shardwell_server.shard.table.hash_slots import SlotTable
@@ -96,8 +96,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.find(self.pool).tolist() == places_in(self.model, self.pool)
 
 
-TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestIndex, TestMoreOfIndex = cases(IndexMachine, max_examples=60, step_count=25)
 
 
 def both_kinds() -> list[tuple[RowIndex, Ids]]:

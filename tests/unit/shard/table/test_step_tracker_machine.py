@@ -11,7 +11,6 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from harness.data.sessions import AllAlive, know, take
+from harness.machines import cases
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.members import seat_event
 from shardwell_server.shard.step_tracker import Decision
@@ -215,5 +215,4 @@ class TableLedgerMachine(RuleBasedStateMachine):
         assert unknown == max(self.worker_count - len(done) - len(missing), 0)
 
 
-TestTableLedgerMachine = TableLedgerMachine.TestCase
-TestTableLedgerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTableLedger, TestMoreOfLedger = cases(TableLedgerMachine, max_examples=150, step_count=40)
