@@ -9,6 +9,9 @@ from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import TIMEOUT_S_MIN, check_duration, check_integer
 from shardwell.specs.names import check_name
 
+LOCAL_SHARD_COUNT_MAX = 64
+"""Shards of a cluster on one machine."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:

@@ -22,12 +22,11 @@ from shardwell.errors import ArgumentError, ShardUnavailableError
 from shardwell.process.closeable import Closing
 from shardwell.process.owner import OwnerProcess
 from shardwell_server import signals
-from shardwell_server.config import Durability, Limits, ShardConfig
+from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability, Limits, ShardConfig
 from shardwell_server.processes import PARENT_FLAG, ChildProcess
 from shardwell_server.server import ShardServer
 from shardwell_server.store.files.data_dir import DataDir, kept_cluster_id
 
-SHARD_COUNT_MAX = 64
 _STOP_MARGIN_S = 5.0
 START_TIMEOUT_S = 60.0
 """A shard starts within a second; a busy machine may need a while to import its packages."""
@@ -71,8 +70,10 @@ class LocalCluster(Closing):
         limits: Limits | None = None,
         log_level: str = "error",
     ) -> None:
-        if not 1 <= shard_count <= SHARD_COUNT_MAX:
-            raise ArgumentError(f"shard_count must be 1 to {SHARD_COUNT_MAX}; got {shard_count}")
+        if not 1 <= shard_count <= LOCAL_SHARD_COUNT_MAX:
+            raise ArgumentError(
+                f"shard_count must be 1 to {LOCAL_SHARD_COUNT_MAX}; got {shard_count}"
+            )
         if processes and limits is not None:
             raise ArgumentError("limits apply to shards in this process; use processes=False")
         self._owner = OwnerProcess("cluster")

@@ -41,7 +41,13 @@ def configure_logs(level: str = "info", log_format: LogFormat = "auto", **bound:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     last: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and not is_plain())]
+        [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty() and not is_plain(),
+                # Not the one that shows the values of variables, which may be anything.
+                exception_formatter=structlog.dev.plain_traceback,
+            )
+        ]
         if log_format == "console"
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )

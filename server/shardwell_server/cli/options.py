@@ -15,7 +15,7 @@ import shardwell
 from shardwell.client import TARGET_VARIABLE
 from shardwell.errors import ArgumentError
 from shardwell.specs.names import parse_target
-from shardwell_server.local_cluster import SHARD_COUNT_MAX
+from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
 
 _CONNECT_TIMEOUT_S = 30.0
 """Shards that are starting are waited for so long, if the command has more time than that."""
@@ -88,7 +88,7 @@ def shard_count_option(what: str) -> Decorator:
     """How many shards a command is to start."""
     return click.option(
         "--shard-count",
-        type=click.IntRange(1, SHARD_COUNT_MAX),
+        type=click.IntRange(1, LOCAL_SHARD_COUNT_MAX),
         default=2,
         show_default=True,
         envvar="SHARDWELL_SHARD_COUNT",
