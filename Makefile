@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    train a digits classifier on a cluster, and watch (20 s)"
 	@echo "make demo-embeddings    the same with a knowledge graph's embeddings (40 s)"
-	@echo "make test    the tests (7 minutes on two cores)"
+	@echo "make test    the tests (6 minutes on two cores)"
 	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
 	@echo "make fuzz    properties and state machines again, with new random examples"

@@ -14,6 +14,7 @@ import pytest
 import shardwell
 from harness.leaks import Resources, descriptor_count
 from harness.polling import PATIENCE_S, eventually
+from harness.programs import forkserver
 from shardwell_server import LocalCluster
 
 CHUNK_SIZE_BYTES = 256
@@ -54,6 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 StartCluster = Callable[..., LocalCluster]
 Connect = Callable[..., shardwell.Client]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server_ends() -> Iterator[None]:
+    """With the session; it begins when it is first needed."""
+    yield
+    if forkserver.fork_server.cache_info().currsize:
+        forkserver.fork_server().close()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.programs import forkserver
+
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _IS_LISTENING = socket.SO_ACCEPTCONN
 _KNOWS_CHILDREN = Path("/proc/thread-self/children").exists()
@@ -22,20 +24,21 @@ class Resources:
     threads: frozenset[threading.Thread]
     """Non-daemon threads, and those of Shardwell whatever they are."""
     child_pids: frozenset[int]
-    """Children, zombies included."""
+    """Children, and those that were forked from one of them, zombies included."""
     ports: frozenset[int]
     """TCP ports on which this process listens."""
 
     @staticmethod
     def now() -> Resources:
         """Looks."""
+        fork_server_pid = forkserver.fork_server().pid  # there before anything is looked at
         return Resources(
             frozenset(
                 thread
                 for thread in threading.enumerate()
                 if not thread.daemon or thread.name.startswith("shardwell")
             ),
-            frozenset(child_pids(os.getpid())),
+            frozenset(child_pids(os.getpid()) | child_pids(fork_server_pid)),
             frozenset(listening_ports()),
         )
 

@@ -19,7 +19,7 @@ import shardwell
 import shardwell_server
 from harness.polling import PATIENCE_S, eventually
 from harness.programs import killed_restore
-from harness.programs.forkserver import ForkServer
+from harness.programs.forkserver import ForkedCalls
 
 SIZE, DIM = 700, 3
 IDS = np.arange(0, 90, 2)
@@ -32,8 +32,8 @@ OPTIMIZER = shardwell.SGD(learning_rate=0.5, momentum=0.5)
 
 
 @pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    with ForkServer(killed_restore.MODULES) as found:
+def forked() -> Iterator[ForkedCalls]:
+    with ForkedCalls() as found:
         yield found
 
 
@@ -93,12 +93,12 @@ def check_restored(client: shardwell.Client, to: Path, saved: Path, choice: str)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_killed_at_every_instant(
-    cluster, connect, tmp_path, fork_server: ForkServer, saved: list[Path], choice: str
+    cluster, connect, tmp_path, forked: ForkedCalls, saved: list[Path], choice: str
 ) -> None:
     chosen = CHOICES[choice]
     for instant in itertools.count(0, 2 if choice == "mixed" else 1):
         with shardwell_server.LocalCluster(2, chunk_size_bytes=4096) as running:
-            child = fork_server.start(
+            child = forked.start(
                 killed_restore.restore, running.target, str(saved[0]), instant, chosen
             )
             told = child.await_line("restored after ", timeout_s=PATIENCE_S)
@@ -118,11 +118,11 @@ def test_killed_at_every_instant(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("instant", [3, 9, 15, 21])
 def test_another_checkpoint_never_mixes_with_one_that_was_cut_off(
-    cluster, connect, tmp_path, fork_server: ForkServer, saved: list[Path], instant: int
+    cluster, connect, tmp_path, forked: ForkedCalls, saved: list[Path], instant: int
 ) -> None:
     """It replaces what does not stand yet, or is refused; then the first one goes on."""
     running = cluster(2)
-    child = fork_server.start(killed_restore.restore, running.target, str(saved[0]), instant, {})
+    child = forked.start(killed_restore.restore, running.target, str(saved[0]), instant, {})
     assert child.await_line("restored", timeout_s=PATIENCE_S) is None
     assert child.reap() == -9
     client = connect(running, "restorer")
@@ -136,10 +136,10 @@ def test_another_checkpoint_never_mixes_with_one_that_was_cut_off(
 
 
 def test_shards_that_were_killed_know_what_they_have(
-    cluster, connect, tmp_path, fork_server: ForkServer, saved: list[Path]
+    cluster, connect, tmp_path, forked: ForkedCalls, saved: list[Path]
 ) -> None:
     running = cluster(2, data_dir=tmp_path / "data", processes=True)
-    child = fork_server.start(killed_restore.restore, running.target, str(saved[0]), 10**6, {})
+    child = forked.start(killed_restore.restore, running.target, str(saved[0]), 10**6, {})
     assert child.await_line("restored", timeout_s=PATIENCE_S)
     child.reap()
     for shard_index in range(2):

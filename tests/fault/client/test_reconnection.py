@@ -127,8 +127,9 @@ def _unavailable(call: Callable[[], Any]) -> shardwell.ShardUnavailableError | N
     return caught.value if is_it else None
 
 
-@KIND
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lost", [0, 1])
+@KIND
 def test_the_deadline_names_the_shard_and_the_client_stays_usable(
     proxies, join, kind, lost
 ) -> None:

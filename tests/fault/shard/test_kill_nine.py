@@ -28,8 +28,7 @@ from harness.faults.random_kills import KillCase, Toll
 from harness.oracles.parameter import integer_gradient
 from harness.polling import Stopwatch
 from harness.programs.commands import TRAINING_WORKER, Program
-from harness.programs.forked_cluster import MODULES
-from harness.programs.forkserver import ForkServer
+from harness.programs.forkserver import ForkedCalls
 from harness.threads import together
 
 KILL_COUNT = 24
@@ -87,8 +86,8 @@ SOAK_THREAD_COUNT = 3
 
 
 @pytest.fixture
-def fork_server() -> Iterator[ForkServer]:
-    with ForkServer(MODULES) as started:
+def forked() -> Iterator[ForkedCalls]:
+    with ForkedCalls() as started:
         yield started
 
 
@@ -99,9 +98,9 @@ def _seed() -> int:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_same_weights_however_often_anybody_is_killed(
-    fork_server: ForkServer, tmp_path: Path, case: KillCase
+    forked: ForkedCalls, tmp_path: Path, case: KillCase
 ) -> None:
-    toll = case.run(fork_server, tmp_path, seed=_seed(), kill_count=KILL_COUNT)
+    toll = case.run(forked, tmp_path, seed=_seed(), kill_count=KILL_COUNT)
     print(toll)
     assert toll.kill_count >= KILL_COUNT
 
@@ -146,7 +145,7 @@ def test_processes_as_users_start_them(
 
 @pytest.mark.soak
 @pytest.mark.timeout(60 * SOAK_MINUTES + 300)
-def test_soak(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_soak(forked: ForkedCalls, tmp_path: Path) -> None:
     seed, watch = _seed(), Stopwatch()
 
     def kill_again(thread_index: int) -> Toll:
@@ -155,7 +154,7 @@ def test_soak(fork_server: ForkServer, tmp_path: Path) -> None:
         while watch.elapsed_s < 60 * SOAK_MINUTES:
             case, kill_seed = chance.choice(CASES), chance.randrange(10**9)
             directory = tmp_path / str(kill_seed)
-            found = case.run(fork_server, directory, seed=kill_seed, kill_count=4 * KILL_COUNT)
+            found = case.run(forked, directory, seed=kill_seed, kill_count=4 * KILL_COUNT)
             shutil.rmtree(directory)
             toll += found
             print(f"{watch.elapsed_s:5.0f} s  {case.name}, seed {kill_seed}: {found}", flush=True)

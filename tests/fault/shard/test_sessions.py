@@ -148,6 +148,7 @@ def test_who_had_closed_is_replaced_at_once_after_a_restart(
     assert again.values() == {-2.0}
 
 
+@pytest.mark.sampled(1)
 @KINDS
 def test_an_idle_client_attends_again_by_itself(cluster, connect, kind) -> None:
     running = cluster(2)

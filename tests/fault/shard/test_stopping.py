@@ -18,6 +18,7 @@ import shardwell_server.server
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.programs.commands import ServingShard
 from harness.threads import in_background
+from harness.wire_client.refusing import wait_until_refusing
 from harness.wire_client.worker import WireWorker, error_detail, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
@@ -86,7 +87,7 @@ def test_a_stream_in_flight_finishes_within_the_grace(cluster, method) -> None:
                     lambda: status(pb.GetStatusRequest()).parameters[0].counted_chunk_count,
                 )
             stopping = in_background(running.close)
-            _wait_until_refusing(running.target)
+            wait_until_refusing(running.target)
             for message in messages[1:]:
                 outgoing.put(message)
             if method == "Exchange":
@@ -100,24 +101,6 @@ def test_a_stream_in_flight_finishes_within_the_grace(cluster, method) -> None:
             assert watch.elapsed_s < PATIENCE_S
         finally:
             outgoing.put(None)
-
-
-def _wait_until_refusing(target: str) -> None:
-    """Until new calls are refused, which is when the grace has begun.
-
-    Or not answered: a connection that comes as gRPC begins to stop may be left until it ends.
-    """
-
-    def is_refusing() -> bool:
-        with grpc.insecure_channel(target) as channel:
-            call = channel.unary_unary("/shardwell.v1.ParameterServerService/GetStatus")
-            try:
-                call(b"", timeout=BRIEF_S)
-            except grpc.RpcError:
-                return True
-            return False
-
-    eventually("new calls are refused", is_refusing)
 
 
 def test_waits_for_others_end_with_unavailable(cluster, connect) -> None:
@@ -160,6 +143,7 @@ def test_a_wait_for_first_weights_ends_with_unavailable(cluster) -> None:
         assert error_detail(error).code == types.ERROR_CODE_STOPPING
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_serving_process_ends_with_code_0(connect, number) -> None:
     with ServingShard("--grace-s=2") as shard:

@@ -238,6 +238,7 @@ def test_without_an_image_what_is_damaged_is_refused(tmp_path: Path) -> None:
     assert state_of(recovered(restore(image, tmp_path / "again"), boot=OtherStart)) == STATES[-1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_table_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """What was answered to workers is there, and they go on at the step that they were at."""

@@ -26,7 +26,7 @@ from harness.data.training_plan import TrainingPlan
 from harness.oracles.expected_weights import expected_weights
 from harness.polling import readable
 from harness.programs.forked_cluster import SERVING, ForkedCluster
-from harness.programs.forkserver import ForkedProcess, ForkServer
+from harness.programs.forkserver import ForkedCall, ForkedCalls
 
 ROUND_TIMEOUT_S = 90.0
 """A round that takes longer hangs."""
@@ -119,7 +119,7 @@ class RandomKills:
     """One cluster and its workers under blows.
 
     Args:
-        fork_server: Starts all processes.
+        forked: Starts all processes.
         directory: For the shards' files.
         seed: Gives the blows.
         shard_count: See LocalCluster.
@@ -129,7 +129,7 @@ class RandomKills:
 
     def __init__(
         self,
-        fork_server: ForkServer,
+        forked: ForkedCalls,
         directory: Path,
         *,
         seed: int,
@@ -139,17 +139,17 @@ class RandomKills:
     ) -> None:
         self.toll = Toll()
         self.cluster = ForkedCluster(
-            fork_server,
+            forked,
             directory,
             shard_count=shard_count,
             chunk_size_bytes=chunk_size_bytes,
             durability=durability,
         )
-        self._fork_server = fork_server
+        self._forked = forked
         self._chance = random.Random(seed)
-        self._workers: dict[int, ForkedProcess] = {}
-        self._start_worker: Callable[[int], ForkedProcess]
-        self._serving: set[ForkedProcess] = set(self.cluster.shards)
+        self._workers: dict[int, ForkedCall] = {}
+        self._start_worker: Callable[[int], ForkedCall]
+        self._serving: set[ForkedCall] = set(self.cluster.shards)
         self._progress_count = 0
         self._kill_count_max = 0
 
@@ -167,7 +167,7 @@ class RandomKills:
                 last_step += steps
                 self._round(
                     range(plan.worker_count),
-                    lambda index, last=last_step: self._fork_server.start(
+                    lambda index, last=last_step: self._forked.start(
                         plan.train, self.cluster.target, index, last
                     ),
                 )
@@ -187,7 +187,7 @@ class RandomKills:
             name = f"model-{self.toll.round_count}"
             self._round(
                 range(plan.worker_count),
-                lambda index, name=name: self._fork_server.start(
+                lambda index, name=name: self._forked.start(
                     plan.set_all, self.cluster.target, index, name
                 ),
             )
@@ -196,7 +196,7 @@ class RandomKills:
                 (stored == plan.weights(index, name)).all() for index in range(plan.worker_count)
             ), f"{name} has no worker's first weights: {stored[:5]} ... {stored[-5:]}"
 
-    def _round(self, workers: Iterable[int], start: Callable[[int], ForkedProcess]) -> None:
+    def _round(self, workers: Iterable[int], start: Callable[[int], ForkedCall]) -> None:
         deadline_s = time.monotonic() + ROUND_TIMEOUT_S
         self._start_worker = start
         self._workers = {index: start(index) for index in workers}
@@ -232,7 +232,7 @@ class RandomKills:
             if not talking:
                 return
 
-    def _read(self, process: ForkedProcess) -> None:
+    def _read(self, process: ForkedCall) -> None:
         lines = process.read_lines()
         if lines is None:
             code = process.reap()
@@ -269,7 +269,7 @@ class RandomKills:
         for index in restart:
             self._workers[index] = self._start_worker(index)
 
-    def _kill_shard(self, shard: ForkedProcess) -> None:
+    def _kill_shard(self, shard: ForkedCall) -> None:
         code = shard.kill()
         if code != -9:
             raise AssertionError(f"a shard had ended by itself with code {code}; {self._story()}")
@@ -320,11 +320,11 @@ class KillCase:
     chunk_size_bytes: int = 1024
     durability: str = "process"
 
-    def run(self, fork_server: ForkServer, directory: Path, *, seed: int, kill_count: int) -> Toll:
+    def run(self, forked: ForkedCalls, directory: Path, *, seed: int, kill_count: int) -> Toll:
         """Random kills, from nothing; an AssertionError names the seed."""
         try:
             with RandomKills(
-                fork_server,
+                forked,
                 directory,
                 seed=seed,
                 shard_count=self.shard_count,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from harness.polling import PATIENCE_S
+from harness.programs import forkserver
 
 START_TIMEOUT_S = PATIENCE_S
 END_TIMEOUT_S = PATIENCE_S
@@ -20,23 +21,36 @@ TRAINING_WORKER = Path(__file__).with_name("training_worker.py")
 
 
 class Program:
-    """A running child whose output is read line by line. A context manager that kills it."""
+    """A running child whose output is read line by line. A context manager that kills it.
+
+    Args:
+        arguments: Behind `python`.
+        environment: Variables besides this process's, of which it has none of Shardwell's.
+        stdin: As for subprocess.Popen; default: DEVNULL.
+        is_forked: Started by forkserver.py, unless $SHARDWELL_TEST_UNFORKED is set.
+    """
 
     def __init__(
         self,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         stdin: int | None = None,
+        is_forked: bool = False,
     ) -> None:
-        variables = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL if stdin is None else stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**variables, **(environment or {})},
-            text=True,
-        )
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}
+        variables = {**kept, **(environment or {})}
+        self.process: subprocess.Popen[str] | forkserver.ForkedProgram
+        if is_forked and not os.environ.get("SHARDWELL_TEST_UNFORKED"):
+            self.process = forkserver.fork_server().start(arguments, variables, stdin=stdin)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=variables,
+                text=True,
+            )
         self.lines: list[str] = []
         """What it has printed so far, as far as it was read."""
         self.log: list[str] = []
@@ -124,6 +138,7 @@ class ServingShard(Program):
             f"--shard-count={count}",
             f"--listen=127.0.0.1:{port}",
             *flags,
+            is_forked=True,
         )
 
     def address(self) -> str:
@@ -137,6 +152,7 @@ def run_command(
     *arguments: str, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str, str]:
     """`shardwell ARGUMENTS` until it ends: exit code, output, log."""
-    with Program("-m", "shardwell_server", *arguments, environment=environment) as program:
+    command = ("-m", "shardwell_server", *arguments)
+    with Program(*command, environment=environment, is_forked=True) as program:
         code = program.end()
         return code, "\n".join(program.lines), "\n".join(program.log)

@@ -10,15 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.polling import PATIENCE_S
-from harness.programs.forkserver import ForkedProcess, ForkServer
+from harness.programs.forkserver import ForkedCall, ForkedCalls
 from harness.programs.ports import free_port
 
-MODULES = (
-    "shardwell_server.cli.serve",
-    "harness.data.training_plan",
-    "harness.data.first_weights_plan",
-)
-"""What its fork server imports."""
 SERVING = "serving on "
 _START_TIMEOUT_S = PATIENCE_S
 _PORT_TRY_COUNT = 20
@@ -40,16 +34,16 @@ class ForkedCluster:
 
     def __init__(
         self,
-        fork_server: ForkServer,
+        forked: ForkedCalls,
         data_dir: Path,
         *,
         shard_count: int,
         chunk_size_bytes: int,
         durability: str = "process",
     ) -> None:
-        self.shards: list[ForkedProcess] = []
+        self.shards: list[ForkedCall] = []
         """By index; a dead one until it is started again."""
-        self._fork_server = fork_server
+        self._forked = forked
         self._data_dir = data_dir
         self._flags = (
             f"--shard-count={shard_count}",
@@ -84,8 +78,8 @@ class ForkedCluster:
             shard.reap()
         raise AssertionError(f"shard {shard_index} does not start: {list(shard.lines)}")
 
-    def _started(self, shard_index: int, address: str) -> ForkedProcess:
-        return self._fork_server.start(
+    def _started(self, shard_index: int, address: str) -> ForkedCall:
+        return self._forked.start(
             serve_shard,
             f"--shard-index={shard_index}",
             f"--listen={address}",

@@ -42,6 +42,7 @@ class GroupProcess(Program):
             json.dumps(given),
             stdin=subprocess.PIPE,
             environment={"OPENBLAS_NUM_THREADS": "1"},
+            is_forked=True,
         )
 
     def begin(self, do: str, **arguments: Any) -> None:

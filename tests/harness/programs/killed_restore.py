@@ -12,8 +12,6 @@ from shardwell.checkpoint.table_restore import _UploadStream
 from shardwell.parameter.first_weights import FirstWeights
 from shardwell.rpc.shard_channel import ShardChannel
 
-MODULES = ("harness.programs.killed_restore",)
-
 
 def restore(target: str, path: str, instant: int, chosen: dict[str, Any]) -> None:
     """Restores it; ends by SIGKILL before or after the call, or message, of that number."""

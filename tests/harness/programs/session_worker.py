@@ -78,7 +78,9 @@ class SessionWorker(Program):
     def __init__(self, target: str, worker_id: str, kind: str, mode: str) -> None:
         import subprocess
 
-        super().__init__(str(PATH), target, worker_id, kind, mode, stdin=subprocess.PIPE)
+        super().__init__(
+            str(PATH), target, worker_id, kind, mode, stdin=subprocess.PIPE, is_forked=True
+        )
         assert self.read_line() == "ready"
 
     def ask(self, line: str) -> str:

@@ -318,12 +318,14 @@ def test_segments_while_a_rank_is_out(place, strategy) -> None:
 
 def test_join_when_another_leaves_without(place) -> None:
     """It will never come: whoever waits is told at once, not after an hour."""
+    both_know = threading.Barrier(2)
 
     def work(group: shardwell.Group) -> str:
         goes_on(group)
         if group.rank == 1:
             return ""
         error = error_of(group.join)
+        both_know.wait(PATIENCE_S)  # else one of them is the next that has left
         assert isinstance(error, shardwell.WorkerLostError)
         assert error.rank == 1
         return error.message

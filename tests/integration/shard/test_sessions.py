@@ -41,7 +41,7 @@ def refused(call: object, code: grpc.StatusCode, kind: int) -> grpc.RpcError:
 # Two processes with one worker id.
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @KINDS
 @MODES
 def test_a_second_process_is_refused_by_name(cluster, connect, kind, mode) -> None:

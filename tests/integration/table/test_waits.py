@@ -13,8 +13,9 @@ import grpc
 import numpy as np
 import pytest
 
-from harness.polling import PATIENCE_S, Stopwatch, eventually
+from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.threads import in_background
+from harness.wire_client.refusing import wait_until_refusing
 from harness.wire_client.table import WireTable, table_spec
 from harness.wire_client.worker import WireWorker, error_detail
 from shardwell.v1 import parameter_server_pb2
@@ -161,7 +162,7 @@ def test_an_idle_shard_stops_at_once(cluster) -> None:
 
 
 def test_a_step_in_flight_finishes_within_the_grace(cluster) -> None:
-    running = cluster(1, grace_s=10.0)
+    running = cluster(1, grace_s=4 * BRIEF_S)
     outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with WireWorker(running.target, "a") as worker:
         table = WireTable(worker, table_spec(dim=1))
@@ -171,7 +172,7 @@ def test_a_step_in_flight_finishes_within_the_grace(cluster) -> None:
             outgoing.put(parts[0])
             eventually("the first part counts", lambda: table.status()[0].counted_row_count)
             stopping = in_background(running.close)
-            eventually("it refuses new calls", lambda: refuses(running.target))
+            wait_until_refusing(running.target)
             outgoing.put(parts[1])
             assert next(stream).counted.counted_part_count == 2
             watch = Stopwatch()
@@ -179,16 +180,6 @@ def test_a_step_in_flight_finishes_within_the_grace(cluster) -> None:
             assert watch.elapsed_s < PATIENCE_S
         finally:
             outgoing.put(None)
-
-
-def refuses(target: str) -> bool:
-    with grpc.insecure_channel(target) as channel:
-        call = channel.unary_unary("/shardwell.v1.ParameterServerService/GetStatus")
-        try:
-            call(parameter_server_pb2.GetStatusRequest().SerializeToString(), timeout=PATIENCE_S)
-        except grpc.RpcError:
-            return True
-        return False
 
 
 @pytest.mark.parametrize("asks", ["fetch", "parts"])
