@@ -41,6 +41,7 @@ _MODULES = (
 _MESSAGE_BYTES_MAX = 200 * 1024
 _PR_SET_PDEATHSIG = 1
 _TESTS = str(Path(__file__).resolve().parents[2])
+_PATH = os.pathsep.join([_TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
 _LINE_COUNT_KEPT = 60
 
 Asked: TypeAlias = tuple[Sequence[str], Mapping[str, str], str]
@@ -106,7 +107,7 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 # One thread, so that a fork has all of them.
-                env={**os.environ, "PYTHONPATH": _TESTS, "OPENBLAS_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": _PATH, "OPENBLAS_NUM_THREADS": "1"},
             )
         self._lock = threading.Lock()
 
@@ -186,7 +187,7 @@ class ForkedCall:
     def __init__(self, function: Callable[..., None], arguments: Sequence[Any]) -> None:
         self._process = fork_server().start(
             ("-m", "harness.programs.forked_call", pickle.dumps((function, arguments)).hex()),
-            {**os.environ, "PYTHONPATH": _TESTS},
+            {**os.environ, "PYTHONPATH": _PATH},
             has_errors_apart=False,
         )
         self.pid = self._process.pid

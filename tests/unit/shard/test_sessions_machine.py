@@ -364,7 +364,7 @@ class SessionMachine(RuleBasedStateMachine):
                 assert self.tracker.next_step(place.worker) == step
 
 
-TestSessions, TestMoreSessions = cases(SessionMachine, max_examples=100, step_count=50)
+TestSessions, TestMoreSessions = cases(SessionMachine, max_examples=300, step_count=50)
 
 
 def test_a_shard_that_stops_ends_all_calls_and_takes_no_more() -> None:
