@@ -23,8 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, NoReturn
 
 _LOG = logging.getLogger("shardwell_server")
-EXIT_CODE = 70
-"""EX_SOFTWARE of sysexits.h."""
 _is_shard = False
 """Whether this process is a shard's."""
 PARENT_FLAG = "--exit-with-parent"
@@ -140,7 +138,7 @@ def end_when_a_thread_dies() -> None:
                 exc_info=error.exc_value,
             )
         finally:
-            os._exit(EXIT_CODE)
+            os._exit(os.EX_SOFTWARE)
 
     global _is_shard
     _is_shard = True

@@ -15,13 +15,12 @@ from typing import Any
 import grpc
 import numpy.typing as npt
 
-from shardwell.errors import CorruptChunkError, DeadlineError, NonFiniteError, ShardwellError
+from shardwell.errors import CorruptChunkError, NonFiniteError, ShardwellError
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.rpc.call_group import CallGroup
-from shardwell.rpc.calls import current_call
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
 from shardwell.rpc.stream_pool import StreamPool
@@ -286,7 +285,9 @@ class Transfer:
                         try:
                             message = read(number)
                         except grpc.RpcError as error:
-                            raise self._failed(part.channel, error, call_group) from None
+                            raise call_group.error_of(
+                                part.channel, error, parameter=self._spec.name
+                            ) from None
                         found = self._decode(
                             part, index, message, weights, min_version, is_exchange=is_exchange
                         )
@@ -295,21 +296,6 @@ class Transfer:
             progress.row, progress.version = index, version
             raise
         return int(version)
-
-    def _failed(
-        self, channel: ShardChannel, error: grpc.RpcError, call_group: CallGroup
-    ) -> Exception:
-        """The Shardwell error of a stream that failed while this shard's was read."""
-        call = current_call()
-        if call is not None and call.is_expired:
-            return DeadlineError(
-                f"shard {channel.shard_index} at {channel.address} did not answer for "
-                f"{self._spec.name!r} in time; check the network, or raise timeout_s",
-                shard_index=channel.shard_index,
-                parameter=self._spec.name,
-            )
-        first_channel, first = call_group.failure(channel, error)
-        return first_channel.translate(first, self._spec.name)
 
     def _decode(
         self,

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from shardwell.rpc.calls import cancelled_by
+from shardwell.errors import DeadlineError, ShardwellError
+from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.shard_channel import ShardChannel
 
 _READER_COUNT_MAX = 8
@@ -67,6 +68,31 @@ class CallGroup:
             if self._first is None:
                 self._first = (channel, error)
             return self._first
+
+    def error_of(
+        self,
+        channel: ShardChannel,
+        error: grpc.RpcError,
+        *,
+        parameter: str | None = None,
+        table: str | None = None,
+    ) -> ShardwellError:
+        """The Shardwell error of a stream that failed while this shard's answer was read.
+
+        That of the call that failed first; or it is this shard that let the call's time pass.
+        """
+        call = current_call()
+        if call is None or not call.is_expired:
+            first_channel, first = self.failure(channel, error)
+            return first_channel.translate(first, parameter, table)
+        what = f"parameter {parameter!r}" if table is None else f"table {table!r}"
+        return DeadlineError(
+            f"shard {channel.shard_index} at {channel.address} did not answer for {what} in time; "
+            "check the network, or raise timeout_s",
+            shard_index=channel.shard_index,
+            parameter=parameter,
+            table=table,
+        )
 
     def cancel(self) -> None:
         """Ends all calls, and those that are added later. Safe to repeat."""

@@ -180,6 +180,7 @@ def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> p
         pb.GetStatusRequest(parameter=name),
         pb.GetStatusResponse,
         timeout_s=timeout_s,
+        parameter=name or None,
     )
     if status.shard != channel.identity:
         raise WrongShardError(

@@ -16,14 +16,12 @@ import numpy as np
 
 from shardwell.errors import (
     CorruptChunkError,
-    DeadlineError,
     NonFiniteError,
     ShardwellError,
     StepOrderError,
 )
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import Float32
-from shardwell.rpc.calls import current_call
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
 from shardwell.rpc.stream import ShardStream
@@ -239,21 +237,10 @@ class RowTransfer:
         try:
             return stream.read()
         except grpc.RpcError as error:
-            table = self._spec.name
-            call = current_call()
-            if call is not None and call.is_expired:
-                raise DeadlineError(
-                    f"shard {channel.shard_index} at {channel.address} did not answer for table "
-                    f"{table!r} in time; check the network, or raise timeout_s",
-                    shard_index=channel.shard_index,
-                    table=table,
-                ) from None
-            first_channel, first = streams.call_group.failure(channel, error)
-            told = first_channel.translate(first, table=table)
+            told = streams.call_group.error_of(channel, error, table=self._spec.name)
             if isinstance(told, NonFiniteError) and put is not None:
-                told.element_index = put.element_index(
-                    first_channel.shard_index, told.element_index
-                )
+                assert told.shard_index is not None
+                told.element_index = put.element_index(told.shard_index, told.element_index)
             raise told from None
 
     def messages(

@@ -38,7 +38,8 @@ class _LazyGroup(click.Group):
         if name not in _COMMANDS:
             return None
         if name != "run":  # whose workers are the user's, and may compute on all cores
-            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else a thread a core, never used
+            # Else each process starts a thread a core, of which shards use none.
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         module, attribute = _COMMANDS[name]
         command: click.Command = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
         return command

@@ -200,11 +200,12 @@ class ParameterServerService:
                 self._shard.traffic.add(received=payload.size)
                 gradient, (parameter, contributor) = request.gradient, source
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
-                counts = until(parameter.contribute, contributor, gradient, payload, deadline)
-                if (yield from counts):
-                    response.counted_chunk_count += 1
-                else:
-                    response.duplicate_chunk_count += 1
+                is_new = yield from until(
+                    parameter.contribute, contributor, gradient, payload, deadline
+                )
+                response.counted_chunk_count += is_new
+                response.duplicate_chunk_count += not is_new
+                del gradient
             del message, request, payload  # not to be held while there is no other
             message = yield Read.NEXT
         if source is not None:

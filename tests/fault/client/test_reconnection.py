@@ -145,6 +145,7 @@ def test_the_deadline_names_the_shard_and_the_client_stays_usable(
         error = eventually(verb, partial(_unavailable, call))
         assert timeout_s - 0.05 < watch.elapsed_s, verb
         assert (error.shard_index, error.retryable) == (lost, True), verb
+        assert getattr(error, kind) == ("another" if verb == "open" else "model"), verb
         for part in (f"shard {lost} at {proxies[lost].address}", "waited ", "timeout_s"):
             assert error.message.count(part) == 1, (verb, error.message)
     assert trained.handle.next_step == 1

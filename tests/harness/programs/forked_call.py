@@ -14,7 +14,7 @@ import traceback
 
 def main() -> None:
     """The call; exit code 1 if it raises."""
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True)
     function, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
     code = 1
     try:

@@ -69,13 +69,18 @@ class Watch:
 
 
 class Watchdog:
-    """Calls back when a watched block of code takes too long. Any thread may watch."""
+    """Calls back when a watched block of code takes too long. Any thread may watch.
+
+    One thread; it sleeps while nothing is watched, and looks a few times a second otherwise, so
+    that watching costs no more than two entries in a dict. Once a block has been left, `expired`
+    says for good whether its watch has acted, or is about to.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watches: dict[int, Watch] = {}
         self._wake = threading.Event()
-        self._closed = False
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def watch(self, timeout_s: float, act: Callable[[], None]) -> Watch:
@@ -83,7 +88,7 @@ class Watchdog:
         watch = Watch(time.monotonic() + timeout_s, act, self._watches, self._lock)
         with self._lock:
             self._watches[id(watch)] = watch
-            if self._thread is None and not self._closed:
+            if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(
                     target=self._run, name="shardwell-watchdog", daemon=True
                 )
@@ -95,18 +100,17 @@ class Watchdog:
     def close(self) -> None:
         """Ends the thread. Watches that are left never expire."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             thread, self._thread = self._thread, None
         self._wake.set()
         if thread is not None:
             thread.join()
 
     def _run(self) -> None:
-        while not self._closed:
+        while True:
             self._wake.wait()
-            if self._closed:
+            if self._closed.wait(_LOOK_INTERVAL_S):
                 return
-            time.sleep(_LOOK_INTERVAL_S)
             now = time.monotonic()
             with self._lock:
                 watches = self._watches.values()
