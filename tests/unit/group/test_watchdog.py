@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from harness.threads import in_background
+from shardwell.group.transport import server
 from shardwell.group.transport.server import Watchdog
 
 PATIENCE_S = 30.0
@@ -111,3 +115,22 @@ def test_a_closed_watchdog_watches_nothing() -> None:
         assert not acted.wait(0.3)
     assert not watch.expired
     assert "shardwell-watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_it_ends_where_it_is_closed_while_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looking, go_on = threading.Event(), threading.Event()
+
+    def now() -> float:
+        if threading.current_thread().name == "shardwell-watchdog":
+            looking.set()
+            assert go_on.wait(PATIENCE_S)
+        return time.monotonic()
+
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=now))
+    watchdog = Watchdog()
+    with watchdog.watch(math.inf, go_on.set):
+        pass
+    assert looking.wait(PATIENCE_S)
+    closing = in_background(watchdog.close)
+    threading.Timer(0.2, go_on.set).start()
+    closing.result(PATIENCE_S)

@@ -107,7 +107,7 @@ class Watchdog:
             thread.join()
 
     def _run(self) -> None:
-        while True:
+        while not self._closed.is_set():  # whose wake the last round may have cleared
             self._wake.wait()
             if self._closed.wait(_LOOK_INTERVAL_S):
                 return
