@@ -14,12 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.stories.crash import OtherStart, writes_of_story
-from harness.stories.crash import recovered as recovered_shard
-from harness.stories.images import in_memory, restore
-from harness.stories.parameter import short_blocks
-from harness.stories.power import with_synced
-from harness.stories.table_power import TABLE, go_on, recovered, scrambled_at
+from harness.stories.crash import OtherStart
+from harness.stories.images import image_of, in_memory, restore
+from harness.stories.killed import ParameterStory, StoredStory, TableStory
+from harness.stories.power import scrambled_at, with_synced
 from shardwell.errors import StorageError
 from shardwell_server.store.contract import JournalEntry
 from shardwell_server.store.journal import journal
@@ -32,7 +30,6 @@ from shardwell_server.store.journal.journal import (
 )
 from shardwell_server.store.journal.parameter_entries import pack_entry, read_entries
 
-PARAMETER = "parameters/000001"
 SALT = 77
 BLOCK_BYTES = 512
 
@@ -62,35 +59,22 @@ def refused(use: Callable[[], object], segment: Path, name: str) -> None:
     assert name in told or "its first bytes" in told
 
 
-def test_every_bit_of_a_parameters_journal(tmp_path: Path) -> None:
-    with short_blocks():
-        (tmp_path / "story").mkdir()
-        image = writes_of_story(tmp_path / "story", durability="step")[-1].image
-        path = restore(image, tmp_path / "damaged")
-        (segment,) = (path / PARAMETER).glob("journal-*")
-        size = segment.stat().st_size
-        segment.write_bytes(with_synced(segment.read_bytes(), size))
-        assert size > 1000
-
-        def use() -> None:
-            with recovered_shard(path, durability="step", boot=OtherStart):
-                pass
-
-        for _ in flips(segment, size, 19):
-            damaged = segment.read_bytes()
-            restore({**image, str(segment.relative_to(path)): damaged}, path)
-            refused(use, segment, "parameter 'sync'")
-
-
-def test_every_bit_of_a_tables_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "IMAGE_AT_BYTES_MIN", 1 << 30)
-    go_on(recovered(restore({}, tmp_path / "store")))
-    path = scrambled_at(tmp_path / "store", tmp_path / "damaged")
-    segment = max((path / TABLE).glob("journal-*"), key=lambda each: each.stat().st_size)
+@pytest.mark.parametrize("story", [ParameterStory, TableStory])
+def test_every_bit_of_a_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: type[StoredStory]
+) -> None:
+    monkeypatch.setattr(journal, "IMAGE_AT_BYTES_MIN", 1 << 30)  # all in one segment
+    told = restore({}, tmp_path / "told")
+    story("step").tell(told, lambda: None, lambda _: None)
+    path = scrambled_at(told, tmp_path / "damaged")
+    image = image_of(path)
+    segment = max((path / story.directory).glob("journal-*"), key=lambda each: each.stat().st_size)
     size = segment.stat().st_size
+    segment.write_bytes(with_synced(segment.read_bytes(), size))
     assert size > 1000
-    for _ in flips(segment, size, 19):
-        refused(lambda: recovered(path, boot=OtherStart), segment, "table 't'")
+    for _ in flips(segment, size, 37):
+        restore({**image, str(segment.relative_to(path)): segment.read_bytes()}, path)
+        refused(lambda: story("step", OtherStart).state_at(path), segment, story.what)
 
 
 @pytest.mark.parametrize("kept", [0, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 5, -1])

@@ -1,4 +1,5 @@
-"""Goal: damaged files of a table are refused by name or do no harm; they never become other rows.
+"""Goal: flipped bits in a table's files, and rows that changed places, are refused by name or do no
+harm; they never become other rows.
 
 Method: images of a story's files (finished, and cut off in the middle of changes) are damaged at
 every byte that has a meaning, one at a time, and the story is gone on with. Oracle: the story in
@@ -7,22 +8,20 @@ memory, undisturbed.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fastcrc import crc32
 
-from harness.stories.crash import SameMachine
-from harness.stories.images import Image, image_of, in_memory, restore
-from harness.stories.table import LAYOUT, State, make, state_of, tell
+from harness.faults.damage import Damage
+from harness.stories.crash import Written
+from harness.stories.images import in_memory, restore
+from harness.stories.killed import TableStory, writes_of
 from shardwell.errors import StorageError
-from shardwell_server.store.memory.store import MemoryStore
-from shardwell_server.store.mmap.store import MmapStore
 
-TABLE = "tables/000001"
+STORY = TableStory()
+TABLE = STORY.directory
 ROWS = {"weights": 12, "slot-0": 12, "slot-1": 4, "sums": 12, "has_sum": 1}
 ROWS |= dict.fromkeys(("keys", "update_counts", "last_steps"), 8)
 ROWS |= dict.fromkeys(("row_checks", "key_checks", "sum_checks"), 8)
@@ -35,97 +34,26 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-def final_state() -> State:
-    storage = make(MemoryStore())
-    tell(storage)
-    return state_of(storage)
-
-
-FINAL = final_state()
-
-
-def use(path: Path) -> State:
-    """A new process goes on with the story, and looks at all rows."""
-    storage = make(MmapStore(path, boot=SameMachine(path)))
-    state_of(storage)
-    tell(storage)
-    return state_of(storage)
-
-
-class Damage:
-    """Files of one moment of the story; tries damages, and keeps count of how they ended."""
-
-    def __init__(self, path: Path, image: Image) -> None:
-        self.path = restore(image, path)
-        self.image = image
-        self.refused_count = self.harmless_count = 0
-
-    def of(self, name: str, contents: bytes | None, what: str) -> str | None:
-        """What a shard says that finds a file of the table so (None: it is gone, or no harm)."""
-        file = self.path / TABLE / name
-        if contents is None:
-            file.unlink()
-        else:
-            file.write_bytes(contents)
-        try:
-            state = use(self.path)
-        except StorageError as error:
-            told = str(error)
-            assert str(self.path / TABLE) in told, f"{name}, {what}: {told}"
-            self.refused_count += 1
-            return told
-        except BaseException as error:
-            error.add_note(f"{name}: {what}")
-            raise
-        finally:
-            restore(self.image, self.path)
-        assert state == FINAL, f"{name}: {what}"
-        self.harmless_count += 1
-        return None
-
-    def contents(self, name: str) -> bytearray:
-        return bytearray(self.image[f"{TABLE}/{name}"] or b"")
-
-    def flip(self, name: str, offset: int) -> str | None:
-        """One bit of a byte, a different one for each."""
-        contents = self.contents(name)
-        contents[offset] ^= 1 << (offset * 3 % 8)
-        return self.of(name, bytes(contents), f"a bit of byte {offset}")
-
-
-def images_of_story(path: Path, wanted: Callable[[str, int], bool]) -> Iterator[Image]:
-    """Files after those writes that are `wanted(point, how many such points before)`."""
-    counts: dict[str, int] = {}
-    found: list[Image] = []
-
-    def reached(point: str) -> None:
-        if wanted(point, counts.get(point, 0)):
-            found.append(image_of(path))
-        counts[point] = counts.get(point, 0) + 1
-
-    path.mkdir()
-    tell(make(MmapStore(path, boot=SameMachine(path), reached=reached)), reached)
-    found.append(image_of(path))
-    yield from found
+@pytest.fixture(scope="module")
+def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
+    return writes_of(STORY, tmp_path_factory.mktemp("story"))
 
 
 @pytest.fixture
-def finished(tmp_path: Path) -> Damage:
-    *_, image = images_of_story(tmp_path / "story", lambda *_: False)
-    return Damage(tmp_path / "damaged", image)
+def finished(tmp_path: Path, writes: list[Written]) -> Damage:
+    last = writes[-1]._replace(answered_count=STORY.call_count)
+    return Damage(STORY, last, tmp_path / "damaged", TABLE)
 
 
 @pytest.fixture
-def cut_off(tmp_path: Path) -> Damage:
+def cut_off(tmp_path: Path, writes: list[Written]) -> Damage:
     """In the middle of a change of values and sums: rows are half written, and to be taken back."""
-    image, _ = images_of_story(
-        tmp_path / "story", lambda point, n: point == "sums written" and n == 4
-    )
-    return Damage(tmp_path / "damaged", image)
+    written = [written for written in writes if written.point == "sums written"][4]
+    return Damage(STORY, written, tmp_path / "damaged", TABLE)
 
 
 def test_every_bit_of_rows_is_guarded(finished: Damage) -> None:
-    used = len(FINAL["keys"])
+    used = len(STORY.states[-1]["keys"])
     for name, stride in ROWS.items():
         for offset in range(used * stride):
             told = finished.flip(name, offset)
@@ -171,23 +99,6 @@ def test_bits_of_an_entry_that_is_to_be_taken_back(cut_off: Damage) -> None:
             cut_off.flip(name, offset)
 
 
-def test_files_that_are_gone_cut_or_longer(finished: Damage) -> None:
-    names = [path.name for path in (finished.path / TABLE).iterdir()]
-    assert set(names) > set(ROWS)
-    for name in names:
-        whole = bytes(finished.contents(name))
-        told = finished.of(name, None, "gone")
-        assert told is not None
-        assert name in told
-        for contents in (b"", whole[: len(whole) // 2], whole[:-1]):
-            told = finished.of(name, contents, f"cut to {len(contents)}")
-            may_grow = name in ("events", "marks")  # and be cut off growing
-            if not may_grow and contents.strip() != whole.strip():
-                assert told is not None, name
-        told = finished.of(name, whole + b"\0" * 4096, "longer")
-        assert (told is None) == (name in ("events", "marks")) or name == "table.json"
-
-
 def test_pages_of_zeros_and_rows_that_were_moved(finished: Damage) -> None:
     for name, stride in ROWS.items():
         whole = bytes(finished.contents(name))
@@ -204,40 +115,14 @@ def test_pages_of_zeros_and_rows_that_were_moved(finished: Damage) -> None:
         rows = every[name].reshape(-1, stride).copy()
         rows[[1, 2]] = rows[[2, 1]]
         image[f"{TABLE}/{name}"] = rows.tobytes()
-    moved_all = Damage(finished.path, image)
+    restore(image, finished.path)
     with pytest.raises(StorageError, match="place 1 "):
-        use(moved_all.path)
+        STORY.state_at(finished.path)
 
 
 def test_files_of_another_table(finished: Damage, tmp_path: Path) -> None:
-    *_, other = images_of_story(tmp_path / "other", lambda *_: False)
+    other = writes_of(STORY, restore({}, tmp_path / "other"))[-1].image
     for name, contents in other.items():
         if name.startswith(f"{TABLE}/") and contents != finished.image[name]:
             told = finished.of(Path(name).name, contents, "another table's")
             assert told is not None or name.endswith("undo"), name
-
-
-def test_a_copy_and_what_is_not_ours(finished: Damage) -> None:
-    path, image = finished.path, finished.image
-    copied = {
-        name.replace(TABLE, "tables/000007"): contents
-        for name, contents in image.items()
-        if name.startswith(TABLE)
-    }
-    restore({**image, **copied}, path)
-    with pytest.raises(StorageError, match=r"000007 holds table 't', as another"):
-        use(path)
-    for extra in ("tables/notes.txt", "tables/x"):
-        restore({**image, extra: b"mine"}, path)
-        with pytest.raises(StorageError, match=extra):
-            use(path)
-
-
-def test_a_newer_format_is_refused(finished: Damage) -> None:
-    text = finished.contents("table.json").decode().rpartition("}")[0] + "}"
-    changed = json.dumps({**json.loads(text), "format_version": 2, "new": 1})
-    contents = f"{changed}\n{crc32.iscsi(changed.encode()):08x}\n".encode()
-    told = finished.of("table.json", contents, "format version 2")
-    assert told is not None
-    assert "format version 2" in told
-    assert LAYOUT.name == "t"

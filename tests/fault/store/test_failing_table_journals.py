@@ -17,18 +17,15 @@ import shardwell
 from harness.polling import PATIENCE_S
 from harness.stories.crash import OtherStart
 from harness.stories.images import image_of, in_memory, restore
-from harness.stories.power import failing, served
+from harness.stories.killed import TableStory
+from harness.stories.power import failing, many_images, scrambled_at, served, standing_images
 from harness.stories.table import STORY, apply, state_of, take_seats, tell
-from harness.stories.table_power import (
-    STATES,
-    TABLE,
-    many_images,
-    recovered,
-    scrambled_at,
-    standing_images,
-)
 from shardwell.errors import StorageError
 from shardwell_server.store.contract import Places
+
+JOURNALED = TableStory("step")
+AFTER_POWER_LOSS = TableStory("step", OtherStart)
+STATES = JOURNALED.states
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +44,7 @@ def test_a_change_that_cannot_be_journaled_never_began(
 ) -> None:
     full = failing(monkeypatch, "pwritev", "/journal-", errno.ENOSPC)
     path = restore({}, tmp_path / "store")
-    storage = recovered(path)
+    storage = JOURNALED.recovered(path)
     take_seats(storage)
     for number, step in enumerate(STORY):
         full.set()
@@ -58,7 +55,7 @@ def test_a_change_that_cannot_be_journaled_never_began(
         apply(storage, step, number + 1)
         assert state_of(storage) == STATES[number + 1]
         again = scrambled_at(path, tmp_path / "again")
-        assert state_of(recovered(again, boot=OtherStart)) == STATES[number + 1]
+        assert AFTER_POWER_LOSS.state_at(again) == STATES[number + 1]
 
 
 def test_a_sync_that_failed_is_made_good_by_an_image(
@@ -67,7 +64,7 @@ def test_a_sync_that_failed_is_made_good_by_an_image(
     """Of a lost page the kernel tells once; to ask again and believe it would be a lie."""
     fails = failing(monkeypatch, "fdatasync", "/journal-", errno.EIO)
     path = restore({}, tmp_path / "store")
-    storage = recovered(path)
+    storage = JOURNALED.recovered(path)
     take_seats(storage)
     apply(storage, STORY[0], 1)
     fails.set()
@@ -75,20 +72,22 @@ def test_a_sync_that_failed_is_made_good_by_an_image(
         storage.make_durable()
     with pytest.raises(StorageError, match="beginning it failed"):
         storage.make_image(lambda: False)
-    asked = {path.name for path in (path / TABLE).glob("journal-*")}
+    asked = {path.name for path in (path / JOURNALED.directory).glob("journal-*")}
     fails.clear()
     with pytest.raises(StorageError, match="syncing it failed"):
         storage.make_durable()
-    again = recovered(restore(image_of(path), tmp_path / "again"))  # a process that finds it so
+    again = JOURNALED.recovered(
+        restore(image_of(path), tmp_path / "again")
+    )  # a process that finds it so
     again.make_durable()
     storage.make_image(lambda: False)
     storage.make_durable()
     (image,) = standing_images(image_of(path))
-    for segment in (path / TABLE).glob("journal-*"):
+    for segment in (path / JOURNALED.directory).glob("journal-*"):
         assert segment.name.rpartition("-")[2] >= image.rpartition("-")[2]
         assert segment.name not in asked  # which the disk has lost pages of
     lost = scrambled_at(path, tmp_path / "lost")
-    assert state_of(recovered(lost, boot=OtherStart)) == STATES[1]
+    assert AFTER_POWER_LOSS.state_at(lost) == STATES[1]
 
 
 def test_images_that_fail_leave_the_journal_short(
@@ -96,7 +95,7 @@ def test_images_that_fail_leave_the_journal_short(
 ) -> None:
     full = failing(monkeypatch, "posix_fallocate", "/image-", errno.ENOSPC)
     path = restore({}, tmp_path / "store")
-    storage = recovered(path)
+    storage = JOURNALED.recovered(path)
     take_seats(storage)
     apply(storage, STORY[0], 1)
     monkeypatch.setattr(storage._journaling, "wants_image", True)
@@ -104,16 +103,16 @@ def test_images_that_fail_leave_the_journal_short(
     for _ in range(5):
         with pytest.raises(StorageError, match="free space"):
             storage.make_image(lambda: False)
-    assert len(list((path / TABLE).glob("journal-*"))) <= 3
-    assert not list((path / TABLE).glob("image-*.new"))
+    assert len(list((path / JOURNALED.directory).glob("journal-*"))) <= 3
+    assert not list((path / JOURNALED.directory).glob("image-*.new"))
     lost = scrambled_at(path, tmp_path / "lost")
-    assert state_of(recovered(lost, boot=OtherStart)) == STATES[1]
+    assert AFTER_POWER_LOSS.state_at(lost) == STATES[1]
     full.clear()
     storage.make_image(lambda: True)  # the shard stops
-    assert not list((path / TABLE).glob("image-*.new"))
+    assert not list((path / JOURNALED.directory).glob("image-*.new"))
     storage.make_image(lambda: False)
     lost = scrambled_at(path, tmp_path / "lost")
-    assert state_of(recovered(lost, boot=OtherStart)) == STATES[1]
+    assert AFTER_POWER_LOSS.state_at(lost) == STATES[1]
 
 
 def test_an_image_verifies_no_row_that_is_being_changed(
@@ -121,8 +120,8 @@ def test_an_image_verifies_no_row_that_is_being_changed(
 ) -> None:
     """Half changed, it would be taken for damaged."""
     path = restore({}, tmp_path / "store")
-    tell(recovered(path))
-    storage = recovered(path)
+    tell(JOURNALED.recovered(path))
+    storage = JOURNALED.recovered(path)
     verify, found = storage.verify, []
 
     def checked(places: Places) -> None:

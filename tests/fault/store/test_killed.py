@@ -79,6 +79,7 @@ def test_killed_after_each_write(tmp_path: Path, name: str, part: int) -> None:
         path = tmp_path / str(number)
         answered_count = len((path / "answered").read_bytes())
         story.check_goes_on(path / "store", answered_count, f"kill {number}")
+        story.check(path / "store", story.call_count, f"kill {number}, gone on with")
     assert answered_count == story.call_count
 
 

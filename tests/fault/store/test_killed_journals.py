@@ -1,43 +1,46 @@
 """Goal: with a journal, too, whatever instruction a shard is killed at, and its machine after it,
-the files hold each chunk before or after the call that was under way, and all that was answered.
+the files hold each change whole or not at all, and all that was answered.
 
-Method: the training of test_killed.py with `--durability step`: images of the files after
-each write, gone on from as the same machine, and as one that lost power, when image and journal
-alone count: then the mapped files are scrambled. Oracle: the same training, undisturbed, in memory.
+Method: the stories of test_killed.py with `--durability step` and many images: the files after each
+write, gone on from as the same machine, and as one that lost power: then logs are what was synced
+of them, and mapped files are scrambled. Oracle: the same stories, undisturbed, in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
-from harness.stories.crash import (
-    OtherStart,
-    SameMachine,
-    Undisturbed,
-    Written,
-    go_on,
-    recovered,
-    state_at,
-    undisturbed_story,
-    writes_of_story,
-)
+from harness.stories import killed
+from harness.stories.crash import OtherStart, Written
 from harness.stories.images import Image, image_of, in_memory, restore
-from harness.stories.parameter import short_blocks, state_of
-from shardwell_server.store.journal import journal
+from harness.stories.killed import ParameterStory, StoredStory, TableStory
+from harness.stories.power import (
+    Disk,
+    after_power_loss,
+    many_images,
+    scrambled_at,
+    standing_images,
+)
 
-PART_COUNT = 8
-LOWEST_WRITE_COUNT = 300
-"""The story has more; a hook that is never called would make these tests empty."""
-MAPPED = {"weights", "gradient_sum", "slot-0", "slot-1", "records", "marks", "undo"}
+KINDS: dict[str, type[StoredStory]] = {"parameter": ParameterStory, "table": TableStory}
+KIND = pytest.mark.parametrize("kind", KINDS)
+STORIES = {kind: make("step") for kind, make in KINDS.items()}
+AFTER_POWER_LOSS = {kind: make("step", OtherStart) for kind, make in KINDS.items()}
+"""The same, gone on with by a machine that lost power."""
+PART_COUNT = 16
+PART = pytest.mark.parametrize("part", range(PART_COUNT))
+"""Every 16th write; all of them in one test would take too long on a busy machine."""
+WritesOf: TypeAlias = Callable[[str], list[Written]]
 
 
 @pytest.fixture(autouse=True)
-def _short_blocks() -> Iterator[None]:
-    with short_blocks():
-        yield
+def _many_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    many_images(monkeypatch)
 
 
 @pytest.fixture
@@ -47,117 +50,116 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Undisturbed:
-    return undisturbed_story()
+def writes_of(tmp_path_factory: pytest.TempPathFactory) -> WritesOf:
+    """What every write of a story leaves, told once."""
+
+    @functools.cache
+    def told(kind: str) -> list[Written]:
+        with (
+            in_memory(tmp_path_factory.mktemp(kind)) as path,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            many_images(patch)
+            found = killed.writes_of(STORIES[kind], path, Disk(patch))
+        assert len(found) > STORIES[kind].write_count_min
+        return found
+
+    return told
 
 
-@pytest.fixture(scope="module")
-def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
-    with (
-        in_memory(tmp_path_factory.mktemp("story")) as path,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(journal, "IMAGE_AT_BYTES_MIN", 0)  # several, as it grows
-        return writes_of_story(path, durability="step")
+def lost(written: Written, path: Path) -> Path:
+    """What the machine finds that was off right after that write."""
+    return restore(after_power_loss(written.image, written.synced), path)
 
 
-@pytest.fixture(params=range(PART_COUNT))
-def part(request: pytest.FixtureRequest, writes: list[Written]) -> list[Written]:
-    """Every eighth write; all of them in one test would take too long on a busy machine."""
-    found = writes[request.param :: PART_COUNT]
-    assert len(found) > LOWEST_WRITE_COUNT // PART_COUNT
-    return found
+@KIND
+def test_the_story_writes_journals_and_images(writes_of: WritesOf, kind: str) -> None:
+    points = [written.point for written in writes_of(kind)]
+    assert points.count("journal entry") > 10
+    assert points.count("image stands") > 2
+    expected = {"journal segment", "image begun", "image written", "image stands"}
+    assert expected | {"segment forgotten", "image forgotten"} <= set(points)
 
 
-def scrambled(image: Image) -> Image:
-    """Without what was mapped and never synced, where there is an image to go back to."""
-    imaged = {
-        name.split("/image-")[0] for name in image if "/image-" in name and ".new" not in name
-    }
-    return {
-        name: b"\x5a" * len(contents)
-        if contents and name.rpartition("/")[2] in MAPPED and name.rpartition("/")[0] in imaged
-        else contents
-        for name, contents in image.items()
-    }
+def test_a_table_changes_while_an_image_is_under_way(writes_of: WritesOf) -> None:
+    answered_count = 0
+    for written in writes_of("table"):
+        is_answered = written.answered_count > answered_count
+        answered_count = written.answered_count
+        if is_answered and any(".new" in name and "/image-" in name for name in written.image):
+            return
+    raise AssertionError("it never does")
 
 
-def test_the_story_writes_journals_and_images(writes: list[Written]) -> None:
-    points = [written.point for written in writes]
-    assert points.count("journal entry") > 25
-    for point in ("journal segment", "image begun", "image written", "image stands"):
-        assert point in points
-    assert points.count("image stands") > 4
-    assert {"segment forgotten", "image forgotten"} <= set(points)
+@pytest.mark.sampled(2)
+@PART
+@KIND
+def test_killed_after_each_write(tmp_path: Path, writes_of: WritesOf, kind: str, part: int) -> None:
+    """And the machine loses power after that.
 
-
-@pytest.mark.sampled(1)
-def test_killed_after_each_write(
-    tmp_path: Path, undisturbed: Undisturbed, part: list[Written]
-) -> None:
-    for written in part:
-        n = written.answered_count
+    What was journaled before the kill and never counted may count after the other in a parameter,
+    where whoever sent it sends it again, and must not in a table.
+    """
+    story, without_power = STORIES[kind], AFTER_POWER_LOSS[kind]
+    for written in writes_of(kind)[part::PART_COUNT]:
         path = restore(written.image, tmp_path / "store")
-        with recovered(path, durability="step", boot=SameMachine) as shard:
-            assert state_of(shard) in undisturbed.states[n : n + 2], written.point
-            go_on(shard, n, undisturbed)
+        state = story.state_at(path)
+        at_once = scrambled_at(path, tmp_path / "again")
+        if standing_images(image_of(at_once)):
+            found, n = without_power.state_at(at_once), written.answered_count
+            may_be = [state] if kind == "table" else story.states[n : n + 2]
+            assert found in may_be, written.point
+        story.check_goes_on(path, written.answered_count, written.point)
+        later = scrambled_at(path, tmp_path / "again")
+        assert without_power.state_at(later) == story.states[-1], written.point
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
+@PART
+@KIND
 def test_power_lost_after_each_write(
-    tmp_path: Path, undisturbed: Undisturbed, part: list[Written]
+    tmp_path: Path, writes_of: WritesOf, kind: str, part: int
 ) -> None:
-    for written in part:
-        n = written.answered_count
-        path = restore(scrambled(written.image), tmp_path / "store")
-        with recovered(path, durability="step", boot=OtherStart) as shard:
-            assert state_of(shard) in undisturbed.states[n : n + 2], written.point
-            go_on(shard, n, undisturbed)
+    story = AFTER_POWER_LOSS[kind]
+    for written in writes_of(kind)[part::PART_COUNT]:
+        path = lost(written, tmp_path / "store")
+        story.check_goes_on(path, written.answered_count, written.point)
         # And once more, with the journal of both.
-        again = restore(scrambled(image_of(path)), tmp_path / "again")
-        assert state_at(again, durability="step", boot=OtherStart) == undisturbed.states[-1]
-
-
-@pytest.mark.sampled(1)
-def test_killed_and_then_power_lost(
-    tmp_path: Path, undisturbed: Undisturbed, part: list[Written]
-) -> None:
-    """What was journaled before the kill and never counted must not count after the other."""
-    for written in part:
-        n = written.answered_count
-        path = restore(written.image, tmp_path / "store")
-        with recovered(path, durability="step", boot=SameMachine) as shard:
-            go_on(shard, n, undisturbed)
-        again = restore(scrambled(image_of(path)), tmp_path / "again")
-        assert state_at(again, durability="step", boot=OtherStart) == undisturbed.states[-1]
+        again = scrambled_at(path, tmp_path / "again")
+        assert story.state_at(again) == story.states[-1], written.point
 
 
 @pytest.mark.exhaustive
+@KIND
 def test_power_lost_again_after_each_write_of_a_recovery(
-    tmp_path: Path, undisturbed: Undisturbed, writes: list[Written]
+    tmp_path: Path, writes_of: WritesOf, kind: str
 ) -> None:
+    story, writes = AFTER_POWER_LOSS[kind], writes_of(kind)
     for written in writes[:: max(len(writes) // 25, 1)]:
-        n = written.answered_count
+        path, second = lost(written, tmp_path / "first"), tmp_path / "second"
         images: list[Image] = []
-        path = restore(scrambled(written.image), tmp_path / "first")
 
         def reached(_: str, path: Path = path, images: list[Image] = images) -> None:
             images.append(image_of(path))
 
-        state = state_at(path, reached, durability="step", boot=OtherStart)
-        assert state in undisturbed.states[n : n + 2], written.point
+        state = story.state_at(path, reached)
         for image in images[:: max(len(images) // 12, 1)]:
-            second = restore(scrambled(image), tmp_path / "second")
-            assert state_at(second, durability="step", boot=OtherStart) == state, written.point
+            again = scrambled_at(restore(image, second), tmp_path / "again")
+            assert story.state_at(again) == state, written.point
 
 
+@KIND
 def test_going_back_to_process_forgets_images(
-    tmp_path: Path, undisturbed: Undisturbed, writes: list[Written]
+    tmp_path: Path, writes_of: WritesOf, kind: str
 ) -> None:
-    path = restore(writes[-1].image, tmp_path / "store")
+    story, in_process = STORIES[kind], killed.STORIES[kind]
+    path = restore(writes_of(kind)[-1].image, tmp_path / "store")
     images: list[Image] = []
-    state_at(path, lambda _: images.append(image_of(path)), durability="process")
+    in_process.state_at(path, lambda _: images.append(image_of(path)))
     assert not [name for name in image_of(path) if "/image-" in name or "/journal-" in name]
     for image in images:  # killed in between: it goes on from its files, as it was
         again = restore(image, tmp_path / "again")
-        assert state_at(again, durability="process") == undisturbed.states[-1]
+        assert in_process.state_at(again) == story.states[-1]
+    assert story.state_at(path) == story.states[-1]  # and forward again
+    last = scrambled_at(path, tmp_path / "last")
+    assert AFTER_POWER_LOSS[kind].state_at(last) == story.states[-1]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from harness.stories.images import Image, image_of
+from harness.stories.images import Image
 from harness.stories.parameter import CONFIG, State, short_blocks, state_of, story
 from shardwell_server.config import Durability
 from shardwell_server.shard.shard import Shard
@@ -31,6 +31,8 @@ class Written(NamedTuple):
     point: str
     answered_count: int
     image: Image
+    synced: Mapping[str, bytes]
+    """Of those files what is on disk for good, where that was recorded."""
 
 
 def undisturbed_story() -> Undisturbed:
@@ -44,22 +46,6 @@ def undisturbed_story() -> Undisturbed:
     assert states[-1]["sync"]["initialized"]
     assert sum(before != after for before, after in itertools.pairwise(states)) > 30
     return Undisturbed(results, states)
-
-
-def writes_of_story(path: Path, *, durability: str = "process") -> list[Written]:
-    """Tells it on files once: images of them after every write, and at the end."""
-    found: list[Written] = []
-    answered_count = 0
-
-    def reached(point: str) -> None:
-        found.append(Written(point, answered_count, image_of(path)))
-
-    with short_blocks(), recovered(path, reached, durability=durability) as shard:
-        for call in story():
-            call.make(shard)
-            answered_count += 1
-            shard.make_images()  # as its thread does now and then
-    return found
 
 
 class SameMachine(Boot):
@@ -97,9 +83,9 @@ def recovered(
     yield Shard(CONFIG, MmapStore(path, durability=kept, boot=boot(path), reached=reached))
 
 
-def state_at(path: Path, reached: Callable[[str], None] = _nothing, **kept: Any) -> State:
-    """What a shard that goes on from files holds; they are recovered then. See `recovered`."""
-    with recovered(path, reached, **kept) as shard:
+def state_at(path: Path, reached: Callable[[str], None] = _nothing) -> State:
+    """What a shard that goes on from files holds; they are recovered then."""
+    with recovered(path, reached) as shard:
         return state_of(shard)
 
 

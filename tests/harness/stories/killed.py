@@ -12,15 +12,16 @@ process of its own, so that it can fork: nothing else runs in it.
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,9 +29,15 @@ import shardwell_server
 from harness.stories import accumulator, crash, parameter, table
 from harness.stories.crash import SameMachine, Written
 from harness.stories.images import image_of
+from shardwell_server.config import Durability
+from shardwell_server.shard.shard import Shard
 from shardwell_server.store import TableStorage
+from shardwell_server.store.files.boot import Boot
 from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
+
+if TYPE_CHECKING:
+    from harness.stories.power import Disk
 
 Reached = Callable[[str], None]
 _SOURCES = Path(shardwell_server.__file__).parent
@@ -44,7 +51,6 @@ def _nothing(point: str) -> None:
 class Story(abc.ABC):
     """What happens to files of one kind, as a list of calls. Any number of times, anywhere."""
 
-    call_count: int
     write_count_min: int
     """It has more; a hook that is never called would make tests of it empty."""
     sources: Sequence[Path]
@@ -53,6 +59,11 @@ class Story(abc.ABC):
     """Except what only a recovery writes, or another story."""
     recovery_points: frozenset[str]
     """What the recoveries of all that it leaves write."""
+
+    @property
+    @abc.abstractmethod
+    def states(self) -> Sequence[Any]:
+        """What there is before the first call, and after each."""
 
     @abc.abstractmethod
     def tell(self, path: Path, answered: Callable[[], None], reached: Reached) -> None:
@@ -67,8 +78,19 @@ class Story(abc.ABC):
         """The files hold what was answered, or a call more."""
 
     @abc.abstractmethod
-    def check_goes_on(self, path: Path, answered_count: int, where: str) -> None:
-        """The same; and the rest can be told, to the same end."""
+    def check_goes_on(
+        self, path: Path, answered_count: int, where: str, *, is_whole: bool = True
+    ) -> None:
+        """The same; and the rest can be told, to the same end.
+
+        Args:
+            is_whole: Else only the end counts: what was damaged may be made anew on the way.
+        """
+
+    @property
+    def call_count(self) -> int:
+        """How many calls it has."""
+        return len(self.states) - 1
 
     def points(self) -> set[str]:
         """The names of the writes that it is to make."""
@@ -88,10 +110,29 @@ def all_points() -> set[str]:
     )
 
 
-class ParameterStory(Story):
+class StoredStory(Story):
+    """Of what a shard's store holds.
+
+    Args:
+        durability: As `--durability`.
+        boot: Of who goes on from files: the same machine, or one that lost power since.
+    """
+
+    what: str
+    """What it is of, in messages; of two parameters the first."""
+    directory: str
+    """In which that is."""
+
+    def __init__(self, durability: str = "process", boot: type[Boot] = SameMachine) -> None:
+        self._durability = durability
+        self._boot = boot
+
+
+class ParameterStory(StoredStory):
     """harness/stories/parameter.py, on a shard."""
 
-    call_count = len(parameter.story())
+    what = "parameter 'sync'"
+    directory = "parameters/000001"
     write_count_min = 300
     sources = tuple(
         file
@@ -109,40 +150,54 @@ class ParameterStory(Story):
     def _undisturbed(self) -> crash.Undisturbed:
         return crash.undisturbed_story()
 
+    @property
+    def states(self) -> Sequence[parameter.State]:
+        return self._undisturbed.states
+
     def tell(self, path: Path, answered: Callable[[], None], reached: Reached) -> None:
-        with parameter.short_blocks(), crash.recovered(path, reached) as shard:
+        with self._recovered(path, reached) as shard:
             for call in parameter.story():
                 call.make(shard)
+                for each in shard.parameters.all():
+                    each.make_durable()
                 answered()
+                shard.make_images()  # as its thread does now and then
 
     def state_at(self, path: Path, reached: Reached = _nothing) -> Any:
-        with parameter.short_blocks():
-            return crash.state_at(path, reached)
+        with self._recovered(path, reached) as shard:
+            return parameter.state_of(shard)
 
     def check(self, path: Path, answered_count: int, where: str) -> None:
-        states = self._undisturbed.states[answered_count : answered_count + 2]
-        assert self.state_at(path) in states, where
+        assert self.state_at(path) in self.states[answered_count : answered_count + 2], where
 
-    def check_goes_on(self, path: Path, answered_count: int, where: str) -> None:
-        with parameter.short_blocks(), crash.recovered(path) as shard:
-            states = self._undisturbed.states[answered_count : answered_count + 2]
-            assert parameter.state_of(shard) in states, where
+    def check_goes_on(
+        self, path: Path, answered_count: int, where: str, *, is_whole: bool = True
+    ) -> None:
+        with self._recovered(path) as shard:
+            states = self.states[answered_count : answered_count + 2]
+            assert parameter.state_of(shard) in states or not is_whole, where
             crash.go_on(shard, answered_count, self._undisturbed)
-        assert self.state_at(path) == self._undisturbed.states[-1], where
+
+    @contextlib.contextmanager
+    def _recovered(self, path: Path, reached: Reached = _nothing) -> Iterator[Shard]:
+        kept = {"durability": self._durability, "boot": self._boot}
+        with parameter.short_blocks(), crash.recovered(path, reached, **kept) as shard:
+            yield shard
 
 
-class TableStory(Story):
+class TableStory(StoredStory):
     """harness/stories/table.py, on storage."""
 
-    call_count = len(table.STORY)
+    what = "table 't'"
+    directory = "tables/000001"
     write_count_min = 150
     sources = tuple(_SOURCES / name for name in _TABLE_SOURCES)
     unreached = frozenset({"rows taken back"})
     recovery_points = frozenset({"rows taken back", "undo voided", "mark", "mark's check"})
 
     @functools.cached_property
-    def _states(self) -> list[table.State]:
-        """In memory: before the story, seats taken, and after each of its steps."""
+    def states(self) -> Sequence[table.State]:
+        """In memory; before the story seats are taken."""
         blank, storage = table.make(MemoryStore()), table.make(MemoryStore())
         for _ in range(2):
             blank.add_seat()
@@ -151,33 +206,35 @@ class TableStory(Story):
         return states
 
     def tell(self, path: Path, answered: Callable[[], None], reached: Reached) -> None:
-        table.tell(self._recovered(path, reached), reached, answered)
+        table.tell(self.recovered(path, reached), reached, answered)
 
     def state_at(self, path: Path, reached: Reached = _nothing) -> Any:
-        return table.state_of(self._recovered(path, reached))
+        return table.state_of(self.recovered(path, reached))
 
     def check(self, path: Path, answered_count: int, where: str) -> None:
-        states = self._states[answered_count : answered_count + 2]
-        assert self.state_at(path) in states, where
+        assert self.state_at(path) in self.states[answered_count : answered_count + 2], where
 
-    def check_goes_on(self, path: Path, answered_count: int, where: str) -> None:
-        storage = self._recovered(path)
+    def check_goes_on(
+        self, path: Path, answered_count: int, where: str, *, is_whole: bool = True
+    ) -> None:
+        storage = self.recovered(path)
         state = table.state_of(storage)
         if answered_count == 0 and not any(state["keys"]):  # seats may be missing
-            state["positions"] = self._states[0]["positions"]
-        assert state in self._states[answered_count : answered_count + 2], where
+            state["positions"] = self.states[0]["positions"]
+        assert state in self.states[answered_count : answered_count + 2] or not is_whole, where
         table.tell(storage)
-        assert table.state_of(storage) == self._states[-1], where
-        assert self.state_at(path) == self._states[-1], where
+        assert table.state_of(storage) == self.states[-1], where
 
-    def _recovered(self, path: Path, reached: Reached = _nothing) -> TableStorage:
-        return table.make(MmapStore(path, boot=SameMachine(path), reached=reached))
+    def recovered(self, path: Path, reached: Reached = _nothing) -> TableStorage:
+        """The table as a new process finds it, or makes it."""
+        kept = {"durability": Durability(self._durability), "boot": self._boot(path)}
+        return table.make(MmapStore(path, reached=reached, **kept))
 
 
 class AccumulatorStory(Story):
     """harness/stories/accumulator.py; `apply` leaves one block in doubt."""
 
-    call_count = len(accumulator.STORY)
+    states = accumulator.STATES
     write_count_min = 90
     sources = (*(_SOURCES / "accumulator").glob("*.py"), _SOURCES / "store/mmap/row_undo.py")
     unreached = frozenset({"rows taken back"})
@@ -196,7 +253,10 @@ class AccumulatorStory(Story):
     def check(self, path: Path, answered_count: int, where: str) -> None:
         self.check_goes_on(path, answered_count, where)
 
-    def check_goes_on(self, path: Path, answered_count: int, where: str) -> None:
+    def check_goes_on(
+        self, path: Path, answered_count: int, where: str, *, is_whole: bool = True
+    ) -> None:
+        assert is_whole
         states = accumulator.STATES
         with accumulator.told(path) as telling:
             found, before, is_done = telling.sums(), states[answered_count], False
@@ -214,7 +274,6 @@ class AccumulatorStory(Story):
             for call in accumulator.STORY[answered_count + is_done :]:
                 telling.make(call)
             assert telling.sums() == states[-1], where
-        assert self.state_at(path) == states[-1], where
 
     def _rows_after(self, answered_count: int) -> np.ndarray:
         """What the rows are when so many calls were answered."""
@@ -252,8 +311,8 @@ STORIES: dict[str, Story] = {
 }
 
 
-def writes_of(story: Story, path: Path) -> list[Written]:
-    """Tells it once: images of the files after every write."""
+def writes_of(story: Story, path: Path, disk: Disk | None = None) -> list[Written]:
+    """Tells it once: the files after every write, and what of them is on a disk."""
     found: list[Written] = []
     answered_count = 0
 
@@ -262,7 +321,8 @@ def writes_of(story: Story, path: Path) -> list[Written]:
         answered_count += 1
 
     def reached(point: str) -> None:
-        found.append(Written(point, answered_count, image_of(path)))
+        synced = {} if disk is None else disk.synced_below(path)
+        found.append(Written(point, answered_count, image_of(path), synced))
 
     story.tell(path, answered, reached)
     return found

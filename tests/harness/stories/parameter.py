@@ -215,7 +215,7 @@ def story() -> list[Call]:
     add(_join, "async", "moves", 1, repeated=False)
     add(_end, "moves", 1)
     add(_join, "async", "moves", 2)
-    # A place that goes from worker to worker: what a tenure counted can't be sent again after it.
+    # A seat that goes from worker to worker: what a tenure counted can't be sent again after it.
     given: dict[str, Any] = {"repeated": False}
     add(_join, "async", "w7", 0, **given)
     for chunk_index, number in ((0, 0), (1, 0), (1, 1), (1, 2)):

@@ -1,7 +1,7 @@
 """Loss of power, as a disk would have it: what was never synced is gone or scrambled.
 
-Every sync is recorded, and the directory copied: files cut back to what was last synced, mapped
-files scrambled, and another start of the machine in boot.json.
+Every sync is recorded: logs are cut back to what was last synced, mapped files scrambled, and
+another start of the machine is in boot.json.
 """
 
 from __future__ import annotations
@@ -9,26 +9,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 
 import shardwell
 from harness.polling import PATIENCE_S, eventually
+from harness.stories.images import Image, image_of, restore
+from harness.stories.table import LAYOUT
 from shardwell_server.config import Durability, ShardConfig
 from shardwell_server.server import ShardServer
 from shardwell_server.store.files.data_dir import DataDir
+from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.journal import journal
 from shardwell_server.store.journal.journal import HEAD_BYTES
+from shardwell_server.store.mmap import table as mapped_table
 
-T = TypeVar("T")
 SIZE = 1000
-MAPPED = ("weights", "gradient_sum", "slot-0", "records", "marks", "undo")
+MAPPED = {"weights", "gradient_sum", "slot-0", "slot-1", "sums", "has_sum", "keys"}
+MAPPED |= {"update_counts", "last_steps", "row_checks", "key_checks", "sum_checks"}
+MAPPED |= {"records", "marks", "undo"}
+"""Files of parameters and tables."""
 OPTIMIZERS = [
     shardwell.SGD(learning_rate=0.5),
     shardwell.SGD(learning_rate=0.5, momentum=0.5),
@@ -37,14 +42,23 @@ OPTIMIZERS = [
 
 
 class Disk:
-    """What a directory's files would be without what was never synced."""
+    """What is on a disk for good: the contents of files when they were last synced."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._synced: dict[str, bytes] = {}
         self._lock = threading.Lock()
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self._recording(getattr(os, name)))
-        following_renames(monkeypatch, self._synced)
+        for name in ("rename", "replace"):
+            monkeypatch.setattr(os, name, self._following(getattr(os, name)))
+        sync = MappedFile.sync
+
+        def sync_mapped(file: MappedFile) -> None:
+            with self._lock:
+                self._synced[str(file.path)] = file.data.tobytes()
+            sync(file)
+
+        monkeypatch.setattr(MappedFile, "sync", sync_mapped)
 
     def _recording(self, sync: Callable[[int], None]) -> Callable[[int], None]:
         def record(file: int) -> None:
@@ -56,51 +70,93 @@ class Disk:
 
         return record
 
+    def _following(self, rename: Callable[..., None]) -> Callable[..., None]:
+        """Keeps what is known of files under the name that they, or their directory, get."""
+
+        def follow(old: str | Path, new: str | Path, **given: Any) -> None:
+            rename(old, new, **given)
+            with self._lock:
+                for path in [*self._synced]:
+                    if path == str(old) or path.startswith(f"{old}/"):
+                        self._synced[f"{new}{path[len(str(old)) :]}"] = self._synced.pop(path)
+
+        return follow
+
     def holds(self, directory: Path) -> None:
         """Takes what is there for synced: it was on disk when the machine started."""
         for path in directory.rglob("*"):
             if path.is_file():
                 self._synced[str(path)] = path.read_bytes()
 
+    def synced_below(self, directory: Path) -> dict[str, bytes]:
+        """Contents by path relative to the directory."""
+        start = f"{directory}/"
+        with self._lock:
+            return {
+                path[len(start) :]: contents
+                for path, contents in self._synced.items()
+                if path.startswith(start)
+            }
+
     def lose_power(self, directory: Path, to: Path) -> None:
         """Copies what would be left, at a moment in which no image is being written."""
-        with self._lock:
+        left: list[Image] = []
 
-            def is_copied() -> bool:
-                shutil.rmtree(to, ignore_errors=True)
-                images = _images(directory)
-                with contextlib.suppress(shutil.Error):  # files went away under it
-                    shutil.copytree(directory, to)
-                    return images == _images(directory)
-                return False
+        def is_seen() -> bool:
+            images = _images(directory)
+            left[:] = [after_power_loss(image_of(directory), self.synced_below(directory))]
+            return images == _images(directory)
 
-            eventually("a copy was made", is_copied)
-            for path in to.rglob("*"):
-                original = str(directory / path.relative_to(to))
-                is_live = path.parent.parent.name == "parameters"
-                if path.name.startswith("journal-") or path.name == "events":
-                    if is_live:
-                        path.write_bytes(self._synced.get(original, b""))
-                elif is_live and path.name in MAPPED:
-                    path.write_bytes(b"\x5a" * path.stat().st_size)
+        eventually("it was seen", is_seen)
+        restore(left[0], to)
         start_again(to)
+
+
+def after_power_loss(image: Image, synced: Mapping[str, bytes]) -> Image:
+    """What another start of the machine finds of files.
+
+    What is mapped is scrambled where there is an image to go back to, even if it was synced once;
+    all else is what was synced of it. Images are whole, or begun and left behind.
+    """
+    imaged = {name.split("/image-")[0] for name in standing_images(image)}
+    found = dict(image)
+    for name, contents in image.items():
+        directory, _, file = name.rpartition("/")
+        if "/image-" in name:
+            continue
+        if contents and (file.startswith("journal-") or file == "events"):
+            found[name] = synced.get(name, b"")
+        elif contents and file in MAPPED:
+            scrambled = b"\x5a" * len(contents)
+            found[name] = scrambled if directory in imaged else synced.get(name, scrambled)
+    return found
+
+
+def standing_images(image: Image) -> list[str]:
+    """The directories of those that are whole."""
+    return [
+        name
+        for name, contents in image.items()
+        if contents is None and "/image-" in name and not name.endswith(".new")
+    ]
+
+
+def scrambled_at(path: Path, to: Path) -> Path:
+    """What another start of the machine finds when all logs were synced."""
+    image = image_of(path)
+    whole = {name: contents for name, contents in image.items() if contents is not None}
+    return restore(after_power_loss(image, whole), to)
+
+
+def many_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes an image after each change, in a table's case in blocks of two rows."""
+    monkeypatch.setattr(journal, "IMAGE_AT_BYTES_MIN", 0)
+    monkeypatch.setattr(mapped_table, "_BLOCK_BYTES", 2 * LAYOUT.row_size_bytes)
 
 
 def with_synced(segment: bytes, synced_bytes: int = HEAD_BYTES) -> bytes:
     """A journal's segment of which so much is noted as synced."""
     return journal._head(synced_bytes) + segment[HEAD_BYTES:]
-
-
-def following_renames(monkeypatch: pytest.MonkeyPatch, by_path: dict[str, T]) -> None:
-    """Keeps what is known of a file under the name that it gets."""
-    real = os.rename
-
-    def rename(old: str | Path, new: str | Path) -> None:
-        real(old, new)
-        if str(old) in by_path:
-            by_path[str(new)] = by_path.pop(str(old))
-
-    monkeypatch.setattr(os, "rename", rename)
 
 
 def _images(directory: Path) -> list[str]:

@@ -79,12 +79,28 @@ def tell(
     reached: Callable[[str], None] = _nothing,
     answered: Callable[[], None] = lambda: None,
 ) -> None:
-    """Does what is not done yet; `reached` is called after every write of rows too."""
+    """Does what is not done yet; `reached` is called after every write of rows too.
+
+    All is durable before it is answered. Images are made whose time it is, and further changes
+    between their blocks.
+    """
     take_seats(storage)
-    for number, step in enumerate(STORY):
-        if storage.record.version <= number:
-            apply(storage, step, number + 1, reached)
+    for _ in range(storage.record.version):
         answered()
+    steps = iter(range(storage.record.version, len(STORY)))
+
+    def one() -> bool:
+        """Makes the next change; False, for `is_stopping`."""
+        number = next(steps, None)
+        if number is not None:
+            apply(storage, STORY[number], number + 1, reached)
+            storage.make_durable()
+            answered()
+        return False
+
+    while storage.record.version < len(STORY):
+        one()
+        storage.make_image(one)
 
 
 def apply(

@@ -87,6 +87,7 @@ def first_weights(opening: Any) -> tuple[Value, ...]:
         opening.version,
         *optional(opening, "learning_rate"),
         opening.load_id,
+        opening.array_count,
     )
 
 

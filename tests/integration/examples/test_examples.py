@@ -16,12 +16,14 @@ from harness.programs.commands import Program
 from shardwell_server import LocalCluster
 
 ROOT = Path(__file__).resolve().parents[3]
+END_TIMEOUT_S = 250.0
+"""One trains for 15 s on two cores, beside whatever else is tested there."""
 
 
 def output_of(*arguments: str, target: str = "") -> list[str]:
     environment = {"SHARDWELL_SHARDS": target} if target else {}
     with Program(*arguments, environment=environment) as program:
-        assert program.end(60.0) == 0, program.log
+        assert program.end(END_TIMEOUT_S) == 0, program.log
     return program.lines
 
 

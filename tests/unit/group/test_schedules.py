@@ -24,6 +24,7 @@ from shardwell.v1 import peer_pb2 as pb
 STRATEGIES: tuple[Strategy, ...] = (Ring(), Tree(1), Tree(2), Tree(3), Centralized())
 SIZES = range(1, 18)
 LENGTHS = range(101)
+PART_COUNT = 4
 SEGMENTED = {Operation.REDUCE_SCATTER, Operation.ALL_GATHER}
 
 
@@ -145,11 +146,12 @@ def run(
     return relay, symbols
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("part", range(PART_COUNT))
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("operation", Operation, ids=lambda operation: operation.value)
-def test_every_size_and_length(operation: Operation, strategy: Strategy) -> None:
-    for size, length in itertools.product(SIZES, LENGTHS):
+def test_every_size_and_length(operation: Operation, strategy: Strategy, part: int) -> None:
+    for size, length in list(itertools.product(SIZES, LENGTHS))[part::PART_COUNT]:
         if operation is not Operation.ALL_REDUCE and length > 20 and (size + length) % 4:
             continue  # they are all-reduce's two halves; every pair would take a minute
         turn = size * len(LENGTHS) + length

@@ -1,4 +1,5 @@
-"""Goal: damaged files are refused by name or do no harm; they never become other weights.
+"""Goal: flipped bits in a parameter's files are refused by name or do no harm; they never become
+other weights.
 
 Method: images of a story's files (finished, just created, and cut off in the middle of changes) are
 damaged at every kind of place, one at a time, and the story is gone on with. Oracle: the story in
@@ -8,25 +9,17 @@ memory, undisturbed. Places are computed, not drawn: every byte of what is small
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fastcrc import crc32
 
-from harness.stories.crash import (
-    Undisturbed,
-    Written,
-    go_on,
-    recovered,
-    state_at,
-    undisturbed_story,
-    writes_of_story,
-)
-from harness.stories.images import Image, image_of, in_memory, restore
+from harness.faults.damage import Damage
+from harness.stories.crash import Written, recovered, state_at
+from harness.stories.images import image_of, in_memory, restore
+from harness.stories.killed import ParameterStory, writes_of
 from harness.stories.parameter import (
     CONFIG,
     SYNC,
@@ -35,13 +28,12 @@ from harness.stories.parameter import (
     initialize,
     short_blocks,
     state_of,
-    story,
 )
 from shardwell.errors import StorageError
 from shardwell_server.config import ShardConfig
 from shardwell_server.store.files.data_dir import DataDir, DataDirError
 
-STORY = story()
+STORY = ParameterStory()
 FIRST, SECOND = "parameters/000001", "parameters/000002"
 PAGE = 4096
 EVENTS_HEAD = 49
@@ -60,13 +52,8 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Undisturbed:
-    return undisturbed_story()
-
-
-@pytest.fixture(scope="module")
 def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
-    return writes_of_story(tmp_path_factory.mktemp("story"))
+    return writes_of(STORY, tmp_path_factory.mktemp("story"))
 
 
 def refusal(use: Callable[[], object]) -> str | None:
@@ -78,66 +65,21 @@ def refusal(use: Callable[[], object]) -> str | None:
     return None
 
 
-class Damage:
-    """Tries damages of one image and keeps count of how they ended."""
-
-    def __init__(self, written: Written, path: Path, undisturbed: Undisturbed) -> None:
-        self.image = written.image
-        self.refused_count = self.harmless_count = 0
-        self._answered_count = written.answered_count
-        self._path = path
-        self._undisturbed = undisturbed
-
-    def of(self, name: str, contents: bytes | None, what: str) -> str | None:
-        """What a shard says that finds a file so (None: not at all); None if it does no harm."""
-        if contents == self.image[name]:
-            return None
-        image = {**self.image, name: contents}
-        if contents is None:
-            del image[name]
-        path = restore(image, self._path)
-
-        def use() -> None:
-            with recovered(path) as shard:
-                go_on(shard, self._answered_count, self._undisturbed)
-
-        try:
-            told = refusal(use)
-        except BaseException as error:
-            error.add_note(f"{name}: {what}")
-            raise
-        self.refused_count += told is not None
-        self.harmless_count += told is None
-        assert told is None or str(path) in told, f"{what}: no file in {told}"
-        return told
-
-    def flip(self, name: str, offset: int) -> str | None:
-        """One bit of a byte, a different one for each."""
-        contents = bytearray(self.image[name] or b"")
-        contents[offset] ^= 1 << (offset * 3 % 8)
-        return self.of(name, bytes(contents), f"a bit of byte {offset}")
-
-    def zero(self, name: str, start: int, stop: int) -> str | None:
-        contents = bytearray(self.image[name] or b"")
-        contents[start:stop] = bytes(len(contents[start:stop]))
-        return self.of(name, bytes(contents), f"zeros in [{start}, {stop})")
-
-
 @pytest.fixture
-def finished(tmp_path: Path, undisturbed: Undisturbed, writes: list[Written]) -> Damage:
+def finished(tmp_path: Path, writes: list[Written]) -> Damage:
     """The end of the story: sums of meaning and of none, entries that are void, several seats."""
-    last = writes[-1]._replace(answered_count=len(STORY))
-    return Damage(last, tmp_path / "damaged", undisturbed)
+    last = writes[-1]._replace(answered_count=STORY.call_count)
+    return Damage(STORY, last, tmp_path / "damaged")
 
 
-def pending(writes: list[Written], path: Path, undisturbed: Undisturbed, array: str) -> Damage:
+def pending(writes: list[Written], path: Path, array: str) -> Damage:
     """Cut off when the last block of an array was written, before its record."""
     for before, after in itertools.pairwise(writes):
         if before.point == "block" and after.point == "record":
             name = f"{FIRST}/{array}"
             earlier = writes[writes.index(before) - 1]
             if before.image[name] != earlier.image[name]:
-                return Damage(before, path, undisturbed)
+                return Damage(STORY, before, path)
     raise AssertionError("the story has none")
 
 
@@ -213,9 +155,9 @@ def test_a_flipped_bit_in_undo_entries_of_the_past(finished: Damage) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("array", ["weights", "gradient_sum"])
 def test_a_flipped_bit_in_an_undo_entry_that_is_needed(
-    tmp_path: Path, writes: list[Written], undisturbed: Undisturbed, array: str
+    tmp_path: Path, writes: list[Written], array: str
 ) -> None:
-    damage = pending(writes, tmp_path / "damaged", undisturbed, array)
+    damage = pending(writes, tmp_path / "damaged", array)
     contents = damage.image[f"{FIRST}/undo"] or b""
     for entry in range(0, len(contents), len(contents) // 3):
         for offset in (*range(48), *range(PAGE, PAGE + 80, 7), *range(2 * PAGE, 2 * PAGE + 80, 7)):
@@ -235,50 +177,17 @@ def test_a_flipped_bit_in_an_undo_entry_that_is_needed(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("directory", [FIRST, SECOND])
 def test_a_flipped_bit_before_first_weights(
-    tmp_path: Path, writes: list[Written], undisturbed: Undisturbed, directory: str
+    tmp_path: Path, writes: list[Written], directory: str
 ) -> None:
     """Optimizer state has its first values from the start, which first weights do not set."""
     created = next(w for w in writes if w.image.get(directory, b"") is None)
-    damage = Damage(created, tmp_path / "damaged", undisturbed)
+    damage = Damage(STORY, created, tmp_path / "damaged")
     for name in SMALL:
         contents = damage.image.get(f"{directory}/{name}") or b""
         for offset in range(0, len(contents), 5):
             damage.flip(f"{directory}/{name}", offset)
     assert damage.refused_count > 50
     assert damage.harmless_count > 20
-
-
-def test_sizes_that_changed(finished: Damage) -> None:
-    garbage = bytes(range(1, 256)) * 17
-    for name, contents in finished.image.items():
-        if contents is None:
-            continue
-        size = len(contents)
-        for kept in {0, 1, size // 2, size - 1, (size - 1) // PAGE * PAGE}:
-            told = finished.of(name, contents[:kept], f"cut to {kept} of {size} bytes")
-            assert told is None or name in told
-        for more in (b"\0", bytes(PAGE), garbage[:PAGE]):
-            told = finished.of(name, contents + more, f"{len(more)} bytes more")
-            assert told is None or name in told
-    assert finished.refused_count > 60
-
-
-def test_files_that_are_gone(finished: Damage) -> None:
-    for name, contents in finished.image.items():
-        if contents is not None:
-            told = finished.of(name, None, "gone")
-            assert told is not None
-            assert name in told
-
-
-def test_zeros_in_every_file(finished: Damage) -> None:
-    for name, contents in finished.image.items():
-        if contents is None or name.endswith("undo"):
-            continue
-        for start, stop in ((0, 8), (0, 64), (16, 24), (64, 128), (0, 512), (0, len(contents))):
-            told = finished.zero(name, start, stop)
-            assert told is None or name.rpartition("/")[0] in told
-    assert finished.refused_count > 40
 
 
 def test_files_of_another_parameter(tmp_path: Path) -> None:
@@ -314,37 +223,6 @@ def test_files_of_another_parameter(tmp_path: Path) -> None:
 def path_made(path: Path) -> Path:
     path.mkdir()
     return path
-
-
-def test_directories_that_are_not_ours_or_twice(finished: Damage, tmp_path: Path) -> None:
-    image = finished.image
-    copied: Image = {
-        name.replace(FIRST, "parameters/000007"): contents
-        for name, contents in image.items()
-        if name.startswith(FIRST)
-    }
-    with pytest.raises(StorageError, match=r"000007 holds parameter 'sync', as another"):
-        state_at(restore({**image, **copied}, tmp_path / "copy"))
-    for extra in ("parameters/notes.txt", "parameters/000009", "parameters/x"):
-        with pytest.raises(StorageError, match=extra):
-            state_at(restore({**image, extra: b"mine"}, tmp_path / "extra"))
-    with pytest.raises(StorageError, match=r"000009/parameter\.json"):
-        state_at(restore({**image, "parameters/000009": None}, tmp_path / "empty"))
-
-
-@pytest.mark.parametrize("directory", [FIRST, SECOND])
-def test_a_newer_format_is_refused(finished: Damage, tmp_path: Path, directory: str) -> None:
-    """Whatever else a newer version writes."""
-
-    text = (finished.image[f"{directory}/parameter.json"] or b"").decode().rpartition("}")[0] + "}"
-    found = json.loads(text)
-    for changed in ({**found, "format_version": 2}, {"format_version": 2, "new": 1}):
-        text = json.dumps(changed)
-        contents = f"{text}\n{crc32.iscsi(text.encode()):08x}\n".encode()
-        told = finished.of(f"{directory}/parameter.json", contents, "format version 2")
-        assert told is not None
-        assert "format version 2" in told
-        assert "run the version of shardwell that wrote it" in told
 
 
 def test_damage_of_whose_directory_it_is(tmp_path: Path) -> None:
