@@ -371,11 +371,11 @@ class Client(Closing):
         """Creates what a checkpoint has; the cluster may have any number of shards.
 
         To be called before workers open parameters and tables. They use the same specs as before,
-        and go on at `next_step`. The whole checkpoint is verified first; then each parameter stands
-        whole on all shards, or not at all. One with the optimizer Average has nothing that a next
-        step could use; it begins anew. A table takes no gradients until it stands. A restore that
-        was cut off may be made again as it was: tables that it has finished already, and that
-        nothing has changed since, are left as they are.
+        and go on at `next_step`. The whole checkpoint is verified first; then each parameter is
+        committed whole on all shards, or not at all. One with the optimizer Average has nothing
+        that a next step could use; it begins anew. A table takes no gradients until it is
+        committed. A restore that was cut off may be made again as it was: tables that it has
+        finished already, and that nothing has changed since, are left as they are.
 
         Args:
             path: The checkpoint's directory.

@@ -134,7 +134,7 @@ class SeatsTakenError(ShardwellError):
 
 
 class WorkerIdInUseError(ShardwellError):
-    """Another process contributes under this worker's id, or has taken its place over.
+    """Another process contributes under this worker's id, or has taken its seat over.
 
     The message names both. `free_in_s` is None while that process is connected; else a shard that
     was started again waits for it so much longer.

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, get_args
 
 import click
 
-from embeddings.display import Screen
+from embeddings.display import Display
 from embeddings.knowledge_graph import find_data, read_graph
 from embeddings.run import RATIO_MIN, EmbeddingsConfig, Result, run_embeddings
 from embeddings.worker import BATCH_COUNT, DATA_SET, WORKER_COMMAND, Task, run_worker
@@ -59,11 +59,11 @@ def run(**fields: Any) -> None:
         config = EmbeddingsConfig(**fields)
     find_data(DATA_SET)  # where there is none, no bar is begun
     progress = Progress()
-    screen = Screen(config, progress)
+    display = Display(config, progress)
     try:
         with progress:
-            result = run_embeddings(config, screen)
-        screen.conclude(result)
+            result = run_embeddings(config, display)
+        display.conclude(result)
     except StoppedError as stopped:
         exit_stopped(stopped, "shards and workers have ended")
     _exit_by_ratio(result)

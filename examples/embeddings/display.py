@@ -10,14 +10,14 @@ from rich.markup import escape
 from embeddings.evaluator import VALIDATION_MRR
 from embeddings.knowledge_graph import KnowledgeGraph
 from embeddings.worker import DATA_SET, MODEL
-from shardwell_server.demo.progress import Progress, Standing, count, traffic
+from shardwell_server.demo.progress import Progress, TrainingState, count, traffic
 
 if TYPE_CHECKING:
     from embeddings.negatives import Question
     from embeddings.run import EmbeddingsConfig, Outcome, Result
 
 
-class Screen:
+class Display:
     """Shows one run."""
 
     def __init__(self, config: EmbeddingsConfig, progress: Progress) -> None:
@@ -50,25 +50,25 @@ class Screen:
             self._progress.add_bar()
         self._who = who
 
-    def show(self, standing: Standing, measures: Mapping[str, float], *, last: bool) -> None:
+    def show(self, state: TrainingState, measures: Mapping[str, float], *, last: bool) -> None:
         """Shows where the training stands: steps of all workers, as they don't wait for another."""
-        if standing.loss is None:
+        if state.loss is None:
             return
-        figures = [f"loss {standing.loss:.4f}"]
+        figures = [f"loss {state.loss:.4f}"]
         if VALIDATION_MRR in measures:
             figures.append(f"{VALIDATION_MRR} {measures[VALIDATION_MRR]:.3f}")
-        if not last and standing.sent_bytes:
-            figures.append(f"{standing.bytes_per_s / 1e6:5.1f} MB/s")
-        made, all_steps = standing.step_sum, self._config.step_sum
+        if not last and state.sent_bytes:
+            figures.append(f"{state.bytes_per_s / 1e6:5.1f} MB/s")
+        made, all_steps = state.step_sum, self._config.step_sum
         what = f"{self._who}, step {made:>{len(str(all_steps))}}/{all_steps}"
         self._progress.show(what, made, all_steps, figures, last=last)
 
     def conclude(self, result: Result) -> None:
         """Prints the closing tables."""
         alone, together = result.alone, result.together
-        standing, config = together.standing, self._config
+        state, config = together.state, self._config
         colour = "green" if result.passed else "red"
-        seconds = standing.training_s or float("nan")
+        seconds = state.training_s or float("nan")
         workers = count(config.worker_count, "worker")
         comparison = [
             ("of test facts", "[dim]one process[/]", f"[dim]{workers}[/]", "[dim]ratio[/]"),
@@ -88,9 +88,9 @@ class Screen:
             ("training", _training(alone), _training(together)),
         ]
         cost = [
-            ("sent", traffic(standing.sent_bytes, seconds)),
-            ("received", traffic(standing.received_bytes, seconds)),
-            ("codec", f"{config.codec}, {standing.codec_ratio:.2f} times less than float32"),
+            ("sent", traffic(state.sent_bytes, seconds)),
+            ("received", traffic(state.received_bytes, seconds)),
+            ("codec", f"{config.codec}, {state.codec_ratio:.2f} times less than float32"),
             ("in all", f"{result.duration_s:.1f} s, from start to end of all processes"),
         ]
         self._progress.print(f"\nguessed by what {config.worker_count} workers have learnt:")
@@ -108,9 +108,9 @@ def _answered(question: Question) -> str:
 
 
 def _losses(outcome: Outcome) -> str:
-    return f"{outcome.standing.first_loss:.3f} to {outcome.standing.loss:.3f}"
+    return f"{outcome.state.first_loss:.3f} to {outcome.state.loss:.3f}"
 
 
 def _training(outcome: Outcome) -> str:
-    standing = outcome.standing
-    return f"{standing.step_sum} steps, {standing.training_s:.1f} s"
+    state = outcome.state
+    return f"{state.step_sum} steps, {state.training_s:.1f} s"

@@ -16,7 +16,7 @@ VALIDATION_MRR, TEST_MRR, TEST_HITS = "validation MRR", "test MRR", "test hits@1
 """Names of the measures."""
 
 
-class Examiner:
+class Evaluator:
     """Asks a table of entities and one of relations for all held-out facts."""
 
     def __init__(

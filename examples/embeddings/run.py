@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import shardwell
-from embeddings.display import Screen
-from embeddings.evaluator import TEST_HITS, TEST_MRR, Examiner
+from embeddings.display import Display
+from embeddings.evaluator import TEST_HITS, TEST_MRR, Evaluator
 from embeddings.knowledge_graph import (
     KnowledgeGraph,
     find_data,
@@ -31,8 +31,8 @@ from shardwell.errors import ArgumentError
 from shardwell.specs.parameter import CodecName
 from shardwell_server import signals
 from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named
-from shardwell_server.demo.progress import Observer, Standing, count
-from shardwell_server.demo.workers import Crew
+from shardwell_server.demo.progress import Observer, TrainingState, count
+from shardwell_server.demo.workers import WorkerPool
 from shardwell_server.local_cluster import LocalCluster
 
 RATIO_MIN = 0.98
@@ -103,7 +103,7 @@ class EmbeddingsConfig:
 class Outcome:
     """How one of the two trainings went."""
 
-    standing: Standing
+    state: TrainingState
     """Of its workers, at the end."""
     measures: Mapping[str, float]
     """Of what they learnt."""
@@ -143,7 +143,7 @@ class Result:
         return self.ratio >= RATIO_MIN
 
 
-def run_embeddings(config: EmbeddingsConfig, screen: Screen) -> Result:
+def run_embeddings(config: EmbeddingsConfig, display: Display) -> Result:
     """Runs it all, and leaves no process behind.
 
     Raises:
@@ -154,9 +154,9 @@ def run_embeddings(config: EmbeddingsConfig, screen: Screen) -> Result:
     start_s = time.monotonic()
     with signals.breaking_off():
         graph = read_graph(find_data(DATA_SET))
-    screen.introduce(graph)
-    alone = _train_alone(config, screen)
-    together, questions = _train_together(config, graph, screen)
+    display.introduce(graph)
+    alone = _train_alone(config, display)
+    together, questions = _train_together(config, graph, display)
     return Result(
         alone=alone,
         together=together,
@@ -165,23 +165,23 @@ def run_embeddings(config: EmbeddingsConfig, screen: Screen) -> Result:
     )
 
 
-def _train_alone(config: EmbeddingsConfig, screen: Screen) -> Outcome:
-    screen.begin("one process")
-    with Crew([config.task_alone()]) as crew:
-        screen.say("starting one process")
-        (member,) = crew.members
-        return _watch(crew, screen, lambda last: member.measures)
+def _train_alone(config: EmbeddingsConfig, display: Display) -> Outcome:
+    display.begin("one process")
+    with WorkerPool([config.task_alone()]) as pool:
+        display.say("starting one process")
+        (member,) = pool.members
+        return _watch(pool, display, lambda last: member.measures)
 
 
 def _train_together(
-    config: EmbeddingsConfig, graph: KnowledgeGraph, screen: Screen
+    config: EmbeddingsConfig, graph: KnowledgeGraph, display: Display
 ) -> tuple[Outcome, list[Question]]:
     with contextlib.ExitStack() as stack:
         signals.check()
-        screen.begin(count(config.worker_count, "worker"))
+        display.begin(count(config.worker_count, "worker"))
         cluster, target = None, config.target
         if target is None:
-            screen.say(f"starting {count(config.shard_count, 'shard')}")
+            display.say(f"starting {count(config.shard_count, 'shard')}")
             with signals.breaking_off():
                 cluster = stack.enter_context(
                     LocalCluster(config.shard_count, processes=True, grace_s=GRACE_S)
@@ -190,18 +190,18 @@ def _train_together(
         signals.check()
         tasks = config.tasks(target)
         with ended_shards_named(cluster):
-            reader = f"{tasks[0].tables}-examiner"
+            reader = f"{tasks[0].tables}-evaluator"
             client = stack.enter_context(
                 shardwell.connect(target, worker_id=reader, timeout_s=_TIMEOUT_S)
             )
-            examiner = Examiner(MODEL, graph, *open_tables(client, tasks[0], graph))
-            crew = stack.enter_context(Crew(tasks))
-            screen.say(f"starting {count(config.worker_count, 'worker')}")
-            outcome = _watch(crew, screen, _now_and_then(examiner), cluster)
-            return outcome, ask_some(graph, MODEL, *examiner.rows(), _QUESTION_COUNT)
+            evaluator = Evaluator(MODEL, graph, *open_tables(client, tasks[0], graph))
+            pool = stack.enter_context(WorkerPool(tasks))
+            display.say(f"starting {count(config.worker_count, 'worker')}")
+            outcome = _watch(pool, display, _now_and_then(evaluator), cluster)
+            return outcome, ask_some(graph, MODEL, *evaluator.rows(), _QUESTION_COUNT)
 
 
-def _now_and_then(examiner: Examiner) -> Callable[[bool], Mapping[str, float]]:
+def _now_and_then(evaluator: Evaluator) -> Callable[[bool], Mapping[str, float]]:
     """Measures twice a second, and all of it at the end."""
     due_s = 0.0
     latest: Mapping[str, float] = {}
@@ -209,9 +209,9 @@ def _now_and_then(examiner: Examiner) -> Callable[[bool], Mapping[str, float]]:
     def measure(last: bool) -> Mapping[str, float]:
         nonlocal due_s, latest
         if last:
-            return examiner.result()
+            return evaluator.result()
         if time.monotonic() >= due_s:
-            latest = examiner.progress()
+            latest = evaluator.progress()
             due_s = time.monotonic() + _EXAM_INTERVAL_S
         return latest
 
@@ -219,20 +219,20 @@ def _now_and_then(examiner: Examiner) -> Callable[[bool], Mapping[str, float]]:
 
 
 def _watch(
-    crew: Crew,
-    screen: Screen,
+    pool: WorkerPool,
+    display: Display,
     measure: Callable[[bool], Mapping[str, float]],
     cluster: LocalCluster | None = None,
 ) -> Outcome:
     """Shows and measures until all workers have finished."""
-    observer = Observer(crew.members)
+    observer = Observer(pool.members)
     while True:
         signals.check()
         check_shards(cluster)
-        finished = crew.has_finished()
-        standing = observer.look(time.monotonic())
-        measures = measure(finished) if standing.ready_count else {}
-        screen.show(standing, measures, last=finished)
+        finished = pool.has_finished()
+        state = observer.look(time.monotonic())
+        measures = measure(finished) if state.ready_count else {}
+        display.show(state, measures, last=finished)
         if finished:
-            return Outcome(standing=standing, measures=measures)
+            return Outcome(state=state, measures=measures)
         time.sleep(_LOOK_INTERVAL_S)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import shardwell
 from embeddings.batches import Batches
 from embeddings.complex_model import ComplEx
-from embeddings.evaluator import Examiner
+from embeddings.evaluator import Evaluator
 from embeddings.knowledge_graph import KnowledgeGraph
 from embeddings.local_table import LocalTable, RowTable
 from shardwell.specs.parameter import CodecName
@@ -134,8 +134,8 @@ def run_worker(
     if task.target is None:
         entities, relations = (LocalTable(spec) for spec in table_specs(task, graph))
         reporter = Reporter(report, shardwell.Traffic(), interval_s=report_interval_s)
-        examiner = Examiner(MODEL, graph, entities, relations)
-        train(task, graph, entities, relations, reporter, examiner)
+        evaluator = Evaluator(MODEL, graph, entities, relations)
+        train(task, graph, entities, relations, reporter, evaluator)
         return
     with shardwell.connect(
         task.target,
@@ -154,7 +154,7 @@ def train(
     entities: RowTable,
     relations: RowTable,
     reporter: Reporter,
-    examiner: Examiner | None = None,
+    evaluator: Evaluator | None = None,
 ) -> None:
     """Fetches rows, computes, sends gradients of these rows and gets the next in one round trip.
 
@@ -191,5 +191,5 @@ def train(
             relations.set_learning_rate(LATE_LEARNING_RATE)
             is_late = True
         last = step == task.step_count
-        measure = None if examiner is None else (examiner.result if last else examiner.progress)
+        measure = None if evaluator is None else (evaluator.result if last else evaluator.progress)
         reporter.add(step, loss, last=last, measure=measure)

@@ -35,7 +35,7 @@ class Limits:
     chunks; on disk, undo (of 4 chunks at most), records and marks of parameters, events, what
     `durability` journals, and copies that snapshots keep meanwhile."""
     worker_count_max: int = 4096
-    """Workers that have a place in one parameter or table. Those that only read take none of it; as
+    """Workers that have a seat in one parameter or table. Those that only read take none of it; as
     many that are connected are known by name. Asynchronous mode: when all are taken, a newcomer is
     given that of a worker which has ended or was away for `session_lease_s`; so make it larger than
     the number of ids that come while a worker may be away and still has to be recognised."""
@@ -72,7 +72,7 @@ class Durability:
     """What an acknowledged gradient survives, where there is a data directory.
 
     "process" (default): the death of the shard's process. "step": also a loss of power, because it
-    is acknowledged when it is on disk. A number of seconds: also a loss of power, but for the last
+    is acknowledged when it is on disk. A number of seconds: also a loss of power, except the last
     so many seconds.
     """
 
@@ -138,11 +138,11 @@ class ShardConfig:
     another process may contribute under its worker id. Connections that end are noticed at
     once."""
     durability: Durability = Durability()
-    """See Durability."""
+    """What an acknowledged gradient survives beside the process."""
     reflection: bool = False
     """Answer gRPC reflection, for tools such as grpcurl."""
     limits: Limits = field(default_factory=Limits)
-    """See Limits."""
+    """What clients may take of it."""
 
     def __post_init__(self) -> None:
         check_name("cluster_id", self.cluster_id)

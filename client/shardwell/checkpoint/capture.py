@@ -217,7 +217,7 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
 
 
 class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
-    """See Capture."""
+    """Of a parameter."""
 
     _kind, _verb = "parameter", "snapshot"
 
@@ -310,7 +310,7 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
 
 
 class TableCapture(Capture[TableSpec, RowsFile, CheckpointTable]):
-    """See Capture; `row_count` is about how many rows there are."""
+    """Of a table; `row_count` is about how many rows there are."""
 
     _kind, _verb = "table", "scan"
 

@@ -217,7 +217,7 @@ class Checkpointing:
 
 
 def _is_restored(entry: CheckpointParameter, here: pb.ParameterStatus) -> bool:
-    """Whether what stands on a shard is as a restore of `entry` left it."""
+    """Whether what a shard holds is as a restore of `entry` left it."""
     if here.load_id != load_id_of(entry):
         return False
     return here.slice_size == 0 or (
@@ -313,7 +313,7 @@ class _CheckpointValues:
         self._lock = threading.Lock()
 
     def read(self, array_index: int, where: Slice) -> Float32:
-        """See FirstValues: a copy."""
+        """A copy."""
         with self._lock:
             return self._read(array_index, where)
 

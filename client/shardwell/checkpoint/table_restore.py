@@ -80,7 +80,7 @@ class TableRestore:
         self._context = checksum.rows_load_context(self._header)
 
     def restore(self) -> None:
-        """One attempt; blocks until the table stands on all shards.
+        """One attempt; blocks until the table is committed on all shards.
 
         Raises:
             StorageError: a file can't be read.

@@ -112,10 +112,10 @@ class TableCheckpointing:
                         table=entry.name,
                     )
             # Where some stand and others do not, a restore was cut off; it is done again.
-            stands = len(here) == len(shards) and not any(table.loading for table in here)
-            if stands and _is_restored(entry, here):
+            is_committed = len(here) == len(shards) and not any(table.loading for table in here)
+            if is_committed and _is_restored(entry, here):
                 continue
-            if stands and any(table.version or table.row_count for table in here):
+            if is_committed and any(table.version or table.row_count for table in here):
                 raise ArgumentError(
                     f"table {entry.name!r} has rows already; restore into a cluster without it, "
                     "before workers start",
@@ -191,7 +191,7 @@ def _newest(name: str, found: Sequence[pb.TableStatus]) -> int:
 
 
 def _is_restored(entry: CheckpointTable, here: Sequence[pb.TableStatus]) -> bool:
-    """Whether a table that stands on all shards is as a restore of `entry` left it."""
+    """Whether a table that is committed on all shards is as a restore of `entry` left it."""
     rows_move_at_once = entry.spec.worker_count < 2
     return sum(table.row_count for table in here) == entry.row_count and all(
         table.load_id == load_id_of(entry)

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, TypeAlias
 import numkong
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from shardwell.errors import ArgumentError
 
@@ -281,16 +282,16 @@ class Fp32(Codec):
     _bits = np.uint32
     _infinity = 0x7F800000
 
+    @override
     def stored(self, payload: Bytes) -> Any:
-        """See Codec."""
         return payload.view(np.float32)
 
+    @override
     def write(self, values: Float32, stored: Any) -> None:
-        """See Codec."""
         np.copyto(stored, values)
 
+    @override
     def read(self, stored: Any, values: Float32) -> None:
-        """See Codec."""
         np.copyto(values, stored)
 
 
@@ -302,20 +303,20 @@ class Fp16(Codec):
     _bits = np.uint16
     _infinity = 0x7C00
 
+    @override
     def stored(self, payload: Bytes) -> Any:
-        """See Codec."""
         return payload.view(np.float16)
 
+    @override
     def write(self, values: Float32, stored: Any) -> None:
-        """See Codec."""
         numkong.astype(values, "float16", out=stored)
 
+    @override
     def read(self, stored: Any, values: Float32) -> None:
-        """See Codec."""
         numkong.astype(stored, "float32", out=values)
 
+    @override
     def check_exponent(self, exponent: int) -> None:
-        """See Codec."""
         if not _FP16_EXPONENT_MIN <= exponent <= _FP16_EXPONENT_MAX:
             raise ArgumentError(
                 f"scale_exponent must be from {_FP16_EXPONENT_MIN} to {_FP16_EXPONENT_MAX} "
@@ -355,18 +356,19 @@ class Bf16(Codec):
     _bits = np.uint16
     _infinity = 0x7F80
 
+    @override
     def stored(self, payload: Bytes) -> Any:
-        """See Codec. A numkong tensor, since NumPy has no bfloat16."""
+        # A numkong tensor: NumPy has no bfloat16.
         return numkong.from_pointer(
             payload.ctypes.data, payload.size // 2, "bfloat16", owner=payload
         )
 
+    @override
     def write(self, values: Float32, stored: Any) -> None:
-        """See Codec."""
         numkong.astype(values, "bfloat16", out=stored)
 
+    @override
     def read(self, stored: Any, values: Float32) -> None:
-        """See Codec."""
         numkong.astype(stored, "float32", out=values)
 
     def _largest(self) -> float:

@@ -33,7 +33,7 @@ _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
 
 class FirstValues(Protocol):
-    """What is to stand, read piece by piece."""
+    """What is to be set, read piece by piece."""
 
     size: int
     """Elements of the parameter."""
@@ -63,7 +63,7 @@ class GivenWeights:
         self._weights = weights
 
     def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
-        """See FirstValues: a view."""
+        """A view."""
         return self._weights[where.offset : where.stop]
 
 
@@ -190,6 +190,7 @@ class FirstWeights:
             version=self._values.version,
             learning_rate=self._values.learning_rate,
             load_id=self._values.load_id,
+            array_count=self._values.array_count,
         )
         context = checksum.first_weights_context(header)
         scratch = Scratch()

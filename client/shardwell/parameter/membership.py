@@ -52,7 +52,7 @@ class Opening:
         self._channels = channels
         self._worker_id = worker_id
         self.tenure = 0
-        """Of this worker's places, which its gradients name; 0: none, or they are for good."""
+        """Of this worker's seats, which its gradients name; 0: none, or they are for good."""
         self._opened_in = 0
 
     def open(self, attempts: Attempts) -> tuple[list[ShardSlice], int]:
@@ -104,7 +104,7 @@ class Opening:
         return parts, min(next_steps) if len(tenures) == 1 else 0
 
     def take_seat(self, opened_at: int, attempts: Attempts) -> None:
-        """Takes this worker's place among worker_count: shard 0 decides, the others follow.
+        """Takes this worker's seat among worker_count: shard 0 decides, the others follow.
 
         Args:
             opened_at: The step at which the worker was to go on when it opened the parameter.
@@ -112,7 +112,7 @@ class Opening:
 
         Raises:
             SeatsTakenError, NotInitializedError, WorkerIdInUseError: see the errors.
-            StepOrderError: an earlier process of this worker went on since, or its place was given
+            StepOrderError: an earlier process of this worker went on since, or its seat was given
                 to another one.
         """
         tenure = secrets.randbits(63) + 1
@@ -135,7 +135,7 @@ class Opening:
             min(answer.next_step for answer in answers if answer.slice_size),
             opened_at,
             took_over=any(answer.took_over for answer in answers),
-            lost_place=self._opened_in not in (0, self.tenure),
+            lost_seat=self._opened_in not in (0, self.tenure),
             parameter=name,
         )
 
@@ -203,7 +203,7 @@ def join_all(
         channels: All shards, in order.
         attempts: Bounds the calls.
         worker_id: Who joins; "": somebody who will not contribute.
-        take_seat: Whether the worker takes its place.
+        take_seat: Whether the worker takes its seat.
         tenure: See CreateParameterRequest.
         begins_anew: The same.
 
@@ -215,7 +215,7 @@ def join_all(
     def join(
         channel: ShardChannel, *, incarnation: int = 0, must_exist: bool = False
     ) -> pb.CreateParameterResponse:
-        channel.has_places |= take_seat
+        channel.has_seats |= take_seat
         return channel.call(
             "CreateParameter",
             pb.CreateParameterRequest(

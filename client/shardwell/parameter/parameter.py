@@ -50,7 +50,7 @@ class Parameter:
         """The step that this worker's next gradient joins; a restarted worker goes on here.
 
         In asynchronous mode it is this worker's own count, from 0, and from 0 again when the shards
-        have given its place away meanwhile, for want of places: see `Limits.worker_count_max`.
+        have given its seat away meanwhile, for want of seats: see `Limits.worker_count_max`.
         """
         self.version = 0
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""

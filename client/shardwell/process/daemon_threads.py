@@ -40,7 +40,7 @@ class DaemonThreads(Executor):
     def submit(
         self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any
     ) -> Future[ResultT]:
-        """See Executor.
+        """Has a thread call the function: what it returns or raises.
 
         Raises:
             RuntimeError: it was shut down.
@@ -57,7 +57,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See Executor; what was submitted is still done."""
+        """Takes nothing further; what was submitted is still done."""
         with self._lock:
             self._closed = True
             threads = list(self._threads)

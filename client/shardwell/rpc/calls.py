@@ -288,7 +288,11 @@ class _Threads:
         self._thread(self._work)
 
     def end(self, finish: Callable[[], None] | None = None) -> None:
-        """See CallThreads.close."""
+        """Takes no further call, and ends the threads when those under way are over.
+
+        Args:
+            finish: Called by the thread that cancels, before it ends.
+        """
         self.is_ended = True
         if finish is not None:
             self.to_cancel.put(finish)

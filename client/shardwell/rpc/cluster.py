@@ -86,9 +86,9 @@ class Shards:
         return f"shard {shard_index} at {self.channels[shard_index].address}"
 
     def end_session(self) -> None:
-        """Tells the shards where it has places that this client has ended in order.
+        """Tells the shards where it has seats that this client has ended in order.
 
-        As far as they can be reached. So the places are free at once, and the workers done. Blocks
+        As far as they can be reached. So the seats are free at once, and the workers done. Blocks
         for a second at the most.
         """
         with contextlib.suppress(ShardwellError):  # it was closed before, or a fork inherited it
@@ -98,7 +98,7 @@ class Shards:
         deadline_s = time.monotonic() + _END_S
         calls = []
         for channel in self.channels:
-            if not channel.has_places:
+            if not channel.has_seats:
                 continue
             with contextlib.suppress(ValueError):  # gRPC's, for a closed channel
                 calls.append(channel.end_session(_END_S))

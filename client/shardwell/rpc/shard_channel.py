@@ -68,8 +68,8 @@ class ShardChannel:
         """Of the client."""
         self.worker_id = ""
         """Under which the client contributes; empty before it attends."""
-        self.has_places = False
-        """Whether the client may have taken a place on the shard."""
+        self.has_seats = False
+        """Whether the client may have taken a seat on the shard."""
         self._closed = False
         self._stubs: dict[str, Any] = {}
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)

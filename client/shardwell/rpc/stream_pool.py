@@ -46,7 +46,7 @@ class StreamSet:
 
         Args:
             channel: The shard.
-            subject: Name of the parameter or table, and the tenure of the worker's place there.
+            subject: Name of the parameter or table, and the tenure of the worker's seat there.
 
         Raises:
             ClosedError: the set was closed.

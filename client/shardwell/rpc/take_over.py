@@ -1,4 +1,4 @@
-"""A worker's place: taken over from a process that is gone, or is about to be noticed as gone.
+"""A worker's seat: taken over from a process that is gone, or is about to be noticed as gone.
 
 In asynchronous mode it has a tenure, see session.proto.
 
@@ -14,7 +14,7 @@ from shardwell.errors import StepOrderError, WorkerIdInUseError
 from shardwell.rpc.retry import Attempts
 
 TAKE_OVER_S = 2.0
-"""How long a place is asked for that belongs to a process which is connected: the end of one that
+"""How long a seat is asked for that belongs to a process which is connected: the end of one that
 was killed is not noticed at the instant."""
 _PAUSE_S_FIRST, _PAUSE_S_MAX = 0.05, 0.5
 """Between two questions; doubled each time. A shard logs each that it refuses."""
@@ -31,11 +31,11 @@ def take_place(
 
     Args:
         attempts: Those of the call.
-        take: Asks a shard for the place.
+        take: Asks a shard for the seat.
         run: How it is attempted.
 
     Raises:
-        WorkerIdInUseError: the place belongs to a process that is connected, for 2 s; or that a
+        WorkerIdInUseError: the seat belongs to a process that is connected, for 2 s; or that a
             shard waits for, until the call's deadline.
         ShardwellError: see `Attempts.run`.
     """
@@ -53,17 +53,17 @@ def take_place(
 
 
 def common_tenure(tenures: Iterable[int]) -> int:
-    """The tenure of a worker's places on all shards; 0: it has none, or they are not of one."""
+    """The tenure of a worker's seats on all shards; 0: it has none, or they are not of one."""
     first, *others = tenures
     return first if all(tenure == first for tenure in others) else 0
 
 
 def check_next_step(
-    what: str, next_step: int, opened_at: int, *, took_over: bool, lost_place: bool, **where: Any
+    what: str, next_step: int, opened_at: int, *, took_over: bool, lost_seat: bool, **where: Any
 ) -> None:
     """Refuses to go on where things have changed since this process opened a parameter or table.
 
-    Its place may have been given away, with all that was known of its steps. Or an earlier process
+    Its seat may have been given away, with all that was known of its steps. Or an earlier process
     of this worker went on.
 
     That one's last step may have been under way; this process sends the same step then, and each
@@ -71,18 +71,18 @@ def check_next_step(
 
     Args:
         what: "parameter 'm'", for the message.
-        next_step: This worker's, now that it has its place.
+        next_step: This worker's, now that it has its seat.
         opened_at: The same when it was opened.
-        took_over: Whether the place was another session's.
-        lost_place: Whether the worker had a place then, of another tenure.
+        took_over: Whether the seat was another session's.
+        lost_seat: Whether the worker had a seat then, of another tenure.
         where: As errors carry it.
 
     Raises:
-        StepOrderError: steps were counted meanwhile, or the place was given away.
+        StepOrderError: steps were counted meanwhile, or the seat was given away.
     """
-    if lost_place:
+    if lost_seat:
         raise StepOrderError(
-            f"{what}: the place that this worker had when it opened it at step {opened_at} was "
+            f"{what}: the seat that this worker had when it opened it at step {opened_at} was "
             "given to another one; open it again and go on as a new worker, at its next_step",
             **where,
         )

@@ -100,7 +100,7 @@ class Normal(Initializer):
     std: float = 0.01
     """Standard deviation, at least 0."""
     seed: int = 0
-    """See Uniform."""
+    """0 to 2^64 - 1. The same seed gives the same rows on any cluster."""
 
     field_name: ClassVar[str] = "normal"
 

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import check_number
 from shardwell.v1 import types_pb2
@@ -100,8 +102,8 @@ class RowWiseAdagrad(Optimizer):
     field_name: ClassVar[str] = "row_wise_adagrad"
 
     @property
+    @override
     def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
         return ("row_sum",)
 
 
@@ -121,8 +123,8 @@ class FTRL(Optimizer):
     field_name: ClassVar[str] = "ftrl"
 
     @property
+    @override
     def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
         return ("z", "n")
 
     def __post_init__(self) -> None:
@@ -161,8 +163,8 @@ class SGD(Optimizer):
     field_name: ClassVar[str] = "sgd"
 
     @property
+    @override
     def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
         return ("momentum_buffer",) if self.momentum else ()
 
     def __post_init__(self) -> None:
@@ -192,8 +194,8 @@ class Adagrad(Optimizer):
     field_name: ClassVar[str] = "adagrad"
 
     @property
+    @override
     def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
         return ("sum",)
 
 
@@ -215,8 +217,8 @@ class RMSProp(Optimizer):
     field_name: ClassVar[str] = "rms_prop"
 
     @property
+    @override
     def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
         return ("square_avg", "momentum_buffer") if self.momentum else ("square_avg",)
 
 
@@ -238,8 +240,8 @@ class Adam(Optimizer):
     field_name: ClassVar[str] = "adam"
 
     @property
+    @override
     def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
         return ("exp_avg", "exp_avg_sq")
 
 
@@ -261,6 +263,6 @@ class AdamW(Optimizer):
     field_name: ClassVar[str] = "adam_w"
 
     @property
+    @override
     def slot_names(self) -> tuple[str, ...]:
-        """See Optimizer."""
         return ("exp_avg", "exp_avg_sq")

@@ -47,9 +47,9 @@ class Joined(NamedTuple):
     incarnation: int
     """Drawn when the table was made: tells it from others of its name; 0: not known."""
     took_over: bool
-    """Whether the worker's place was another session's, and this one has not contributed yet."""
+    """Whether the worker's seat was another session's, and this one has not contributed yet."""
     tenure: int
-    """Of the worker's places; 0: it has none, or they are for good."""
+    """Of the worker's seats; 0: it has none, or they are for good."""
 
 
 def find_table_spec(
@@ -115,7 +115,7 @@ class TableOpening:
         tenure = secrets.randbits(63) + 1 if take_seat else 0
         answers = self._join_all(attempts, tenure)
         if take_seat and len({answer.tenure for answer in answers}) > 1:
-            # Some of the worker's places were given away, and others not.
+            # Some of the worker's seats were given away, and others not.
             answers = self._join_all(attempts, tenure, begins_anew=True)
         is_known = len({answer.tenure for answer in answers}) == 1
         most = rows_per_message_max(self._spec)
@@ -303,7 +303,7 @@ class TableOpening:
     ) -> pb.OpenTableResponse:
         """Creates or joins the table on one shard; `first` is what shard 0 said."""
         take_seat = tenure > 0
-        channel.has_places |= take_seat
+        channel.has_seats |= take_seat
         return channel.call(
             "OpenTable",
             pb.OpenTableRequest(

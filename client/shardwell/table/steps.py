@@ -170,7 +170,7 @@ class TableSteps:
                 joined.next_step,
                 opened_at,
                 took_over=joined.took_over,
-                lost_place=self._opened_in not in (0, joined.tenure),
+                lost_seat=self._opened_in not in (0, joined.tenure),
                 table=self._spec.name,
             )
             if joined.next_step == opened_at + 1:

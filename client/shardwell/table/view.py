@@ -1,7 +1,7 @@
 """What one worker knows of one table: its next step, and the rows that it keeps, with their age.
 
 One object that all calls share: those that send gradients report when a step begins and ends, those
-that fetch take rows out of it and leave rows in it. Pure but for its lock.
+that fetch take rows out of it and leave rows in it. Pure except its lock.
 
 Time is counted by this worker's clock. It goes on by one when a step of this worker ends, and with
 each `get_rows` that follows another one without a step between them.

@@ -157,7 +157,7 @@ class GroupSync:
         return self.group.size
 
     def sync_gradients(self, array: Float32, *, sample_count: int = 1) -> None:
-        """See GradientSync; travels in the group's codec.
+        """Replaces the array by the mean of all members'; it travels in the group's codec.
 
         Raises:
             ShardwellError: as `Group.all_reduce`. After an error in the middle of it, each element
@@ -212,7 +212,7 @@ class ServerSync:
         return self.parameter.spec.worker_count
 
     def sync_gradients(self, array: Float32, *, sample_count: int = 1) -> None:
-        """See GradientSync; `parameter.size` elements, in the parameter's codec.
+        """Replaces `parameter.size` elements by the mean; they travel in the parameter's codec.
 
         Raises:
             ShardwellError: as `Parameter.exchange`: call again, and nothing counts twice.

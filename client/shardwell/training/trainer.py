@@ -283,11 +283,11 @@ class DataParallelTrainer:
         """Ends with the bits of the rank that has made the most steps."""
         sync.group.join(timeout_s=timeout_s)
         # A row a rank: bytes, which are exact as float32, and whose sum with zeros is they.
-        standings = np.zeros((sync.group.size, _PROGRESS.size), np.float32)
+        states = np.zeros((sync.group.size, _PROGRESS.size), np.float32)
         state = _PROGRESS.pack(self._step, self._learning_rate)
-        standings[sync.group.rank] = np.frombuffer(state, np.uint8)
-        sync.group.all_reduce(standings, codec="fp32")
-        found = [_PROGRESS.unpack(row.tobytes()) for row in standings.astype(np.uint8)]
+        states[sync.group.rank] = np.frombuffer(state, np.uint8)
+        sync.group.all_reduce(states, codec="fp32")
+        found = [_PROGRESS.unpack(row.tobytes()) for row in states.astype(np.uint8)]
         furthest = max(range(len(found)), key=lambda rank: (found[rank][0], -rank))
         for array in (self._flat, *self._slots):
             sync.group.broadcast(array, root=furthest, codec="fp32")

@@ -88,7 +88,7 @@ class ClaimInitResponse(_message.Message):
     def __init__(self, initialized: bool = ..., granted: bool = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class InitWeightsRequest(_message.Message):
-    __slots__ = ("open", "epoch", "chunk", "version", "array_index", "learning_rate", "load_id", "padding", "payload")
+    __slots__ = ("open", "epoch", "chunk", "version", "array_index", "learning_rate", "load_id", "array_count", "padding", "payload")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class InitWeightsRequest(_message.Message):
     ARRAY_INDEX_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_ID_FIELD_NUMBER: _ClassVar[int]
+    ARRAY_COUNT_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     open: _types_pb2.StreamOpen
@@ -105,9 +106,10 @@ class InitWeightsRequest(_message.Message):
     array_index: int
     learning_rate: float
     load_id: int
+    array_count: int
     padding: bytes
     payload: bytes
-    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., epoch: _Optional[int] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., learning_rate: _Optional[float] = ..., load_id: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., epoch: _Optional[int] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., learning_rate: _Optional[float] = ..., load_id: _Optional[int] = ..., array_count: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class InitWeightsResponse(_message.Message):
     __slots__ = ("version",)

@@ -119,15 +119,16 @@ class ParameterServerServiceServicer(object):
         """Sets the first weights of this shard's slice, in CODEC_FP32, whatever the spec's codec; with
         optimizer state, a version and a learning rate, which is how a checkpoint is restored.
 
-        The first message has `open` and `epoch`; every message (the first one, if it likes) has a range
-        of at most 262144 elements; the ranges follow one another from the start of the slice to its end
-        (an empty slice has one range of 0 elements, whose CRC covers the first message). With optimizer state, the ranges of each of its arrays follow those of the
-        weights, array by array; all of it is needed where `version` is not 0. Without, the state is
-        what the optimizer begins with. Shard 0 must be the last to be sent: its success decides whose weights
-        stand; the others use theirs after ConfirmInit. What stands is never written again; a repeat
-        of its epoch is acknowledged. Errors: ABORTED (a higher epoch came: claim one above the
-        ErrorDetail's init_epoch), FAILED_PRECONDITION (the epoch was not granted, or other weights
-        stand), DATA_LOSS (CRC), INVALID_ARGUMENT.
+        The first message has `open`, `epoch` and `array_count`; every message (the first one, if it
+        likes) has a range of at most 262144 elements; the ranges follow one another from the start of
+        the slice to its end (an empty slice has one range of 0 elements, whose CRC covers the first
+        message). With optimizer state, the ranges of each of its arrays follow those of the weights,
+        array by array; all of it is needed where `version` is not 0. Without, the state is what the
+        optimizer begins with. Shard 0 must be the last to be sent: its success decides whose weights
+        are committed; the others use theirs after ConfirmInit. What is committed is never written
+        again; a repeat of its epoch is acknowledged. Errors: ABORTED (a higher epoch came: claim one
+        above the ErrorDetail's init_epoch), FAILED_PRECONDITION (the epoch was not granted, or other
+        weights are committed), DATA_LOSS (CRC), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,7 +136,7 @@ class ParameterServerServiceServicer(object):
 
     def ConfirmInit(self, request, context):
         """Tells a shard other than shard 0 that shard 0 has accepted the first weights of an epoch: they
-        stand there too, and gradients are taken. Idempotent; any client may do it for one that died.
+        are committed there too, and gradients are taken. Idempotent; any client may do it for one that died.
         Errors: FAILED_PRECONDITION (the shard has no complete values of that epoch).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

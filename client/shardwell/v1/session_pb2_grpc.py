@@ -64,7 +64,7 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EndSession(self, request, context):
-        """Ends a session in order: its places are free for whoever comes with their worker ids, and its
+        """Ends a session in order: its seats are free for whoever comes with their worker ids, and its
         workers are done (ParameterStatus.done_worker_ids). Idempotent. A client that ends without it
         frees them, too, once its connection is gone.
         """

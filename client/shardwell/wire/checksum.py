@@ -136,6 +136,7 @@ def first_weights_context(opening: parameter_server_pb2.InitWeightsRequest) -> i
         opening.version,
         *_optional(rate),
         opening.load_id,
+        opening.array_count,
     )
 
 

@@ -184,7 +184,7 @@ class MmapGradientAccumulator(Closing):
         return self._was_recovered
 
     def accumulate(self, row_id: int, gradient: Any) -> None:
-        """Adds a gradient to a row's sum. It stands, also after kill -9, when the call returns.
+        """Adds a gradient to a row's sum. It is kept, also after kill -9, when the call returns.
 
         Many gradients at once are many times faster: see `accumulate_rows`.
 
@@ -236,7 +236,7 @@ class MmapGradientAccumulator(Closing):
         Only those rows are read or written; they are found by a flag a stripe and a flag a row.
         The product is rounded to float32, then the difference.
 
-        Killed in the middle, the file has lost the sums of all rows that were applied, but for
+        Killed in the middle, the file has lost the sums of all rows that were applied, except
         those of one block (512 KiB of rows): these may have been applied, in whole or in part, and
         still have their sums. So whoever keeps `rows` in a file, too, and goes on with both, may
         apply one block twice.

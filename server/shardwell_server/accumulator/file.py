@@ -208,14 +208,14 @@ class GradientFile(SumMemory):
         self.data, self._mapping = np.empty(0, np.uint8), None
 
     def reserve(self, offset: int, size_bytes: int) -> None:
-        """See SumMemory."""
+        """Takes disk space for a part of the file, or raises StorageError."""
         try:
             os.posix_fallocate(self._file, offset, size_bytes)
         except OSError as error:
             raise storage_error(self.path, error, "taking disk space for more rows") from None
 
     def ranges(self, offset: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-        """See SumMemory: what is no hole."""
+        """What is no hole."""
         end = offset + size_bytes
         while offset < end:
             try:

@@ -6,7 +6,7 @@ store/mmap/row_undo.py:
 
     undo: rows' numbers, words and sums as they were; valid     killed before: nothing was touched
     sums, words                                                 killed before: taken back
-    undo: void, one store of 8 bytes                            the batch stands
+    undo: void, one store of 8 bytes                            the batch is committed
 
 Whoever calls holds the locks of the rows. What has no disk space is never touched, not even read:
 on some file systems that takes a page.
@@ -67,7 +67,7 @@ class SumMemory(MappedFile):
 
 
 class TouchedRows:
-    """A flag a row, and one a stripe. Whoever calls holds the stripes' locks, but for `stripes`.
+    """A flag a row, and one a stripe. Whoever calls holds the stripes' locks, except `stripes`.
 
     A flag is set before its row gets a sum, and cleared after the row has lost it; so rows without
     a sum may have one.
@@ -191,7 +191,7 @@ class StoredSums:
                     self._add_block(rows[part], sums[part], has_sum[part], gradients[part])
                 undo.void()
             except BaseException:
-                if undo.pending() is not None:  # else it was not saved yet, or stands already
+                if undo.pending() is not None:  # else it was not saved yet, or is committed already
                     undo.roll_back()  # where Ctrl-C may come, too
                 self._is_changing[number] = False
                 raise

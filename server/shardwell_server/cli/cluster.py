@@ -39,7 +39,7 @@ _CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal
     show_default=True,
     envvar="SHARDWELL_DURABILITY",
     metavar="process|step|SECONDS",
-    help="What acknowledged gradients survive: kill -9; a loss of power; that, but for SECONDS.",
+    help="What acknowledged gradients survive: kill -9; loss of power; that, but the last SECONDS.",
 )
 @click.option(
     "--log-level",

@@ -16,7 +16,7 @@ from shardwell_server.cli.digits_options import (
     sync_option,
 )
 from shardwell_server.cli.options import running_shards_option, shard_count_option, usage_errors
-from shardwell_server.demo.digits.display import Screen
+from shardwell_server.demo.digits.display import Display
 from shardwell_server.demo.digits.run import DemoConfig, run_demo
 from shardwell_server.demo.digits.worker import STEP_COUNT
 from shardwell_server.demo.progress import Progress
@@ -50,11 +50,11 @@ def demo(**fields: Any) -> None:
     with usage_errors():
         config = DemoConfig(**fields)
     progress = Progress()
-    screen = Screen(config, progress)
+    display = Display(config, progress)
     try:
         with progress:
-            result = run_demo(config, screen)
-        screen.conclude(result)
+            result = run_demo(config, display)
+        display.conclude(result)
     except StoppedError as stopped:
         exit_stopped(stopped, "shards and workers have ended")
     exit_by_accuracy(result.accuracy)

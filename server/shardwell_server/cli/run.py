@@ -76,7 +76,7 @@ def run(
     Every line of output has the rank in front. When a worker fails, the others get SIGTERM, and
     SIGKILL after the grace; exit code: that of the worker, 128 and the number of the signal that
     ended it, or 0 if none failed. Ctrl-C and SIGTERM are passed on; a second one kills at once.
-    What workers have started ends with them, also when this command is killed, but for what has
+    What workers have started ends with them, also when this command is killed, except what has
     made itself a session of its own.
     """
     program = _find_program(command[0])

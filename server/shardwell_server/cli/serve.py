@@ -33,7 +33,7 @@ _LIMITS = {
     "table_count_max": "Tables on this shard.",
     "table_row_count_max": "Rows of one table on this shard; a table keeps what it was made with.",
     "stored_bytes_max": "Bytes of weights, sums and optimizer state of all parameters and tables.",
-    "worker_count_max": "Workers that have a place in one parameter or table.",
+    "worker_count_max": "Workers that have a seat in one parameter or table.",
     "session_count_max": "Clients connected at once.",
     "stream_count_max": "Streams open at once, one for each call of a worker. Idle ones give way.",
     "answer_bytes_max": "Bytes of answers that wait for clients to read them.",
@@ -119,7 +119,7 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     envvar="SHARDWELL_DURABILITY",
     metavar="process|step|SECONDS",
-    help="What acknowledged gradients survive: kill -9; a loss of power; that, but for SECONDS.",
+    help="What acknowledged gradients survive: kill -9; loss of power; that, but the last SECONDS.",
 )
 @click.option(
     "--cluster-id",

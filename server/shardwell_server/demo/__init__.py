@@ -1,6 +1,6 @@
 """The demo: a real cluster and real workers that learn from real data, on a screen.
 
-What they learn is a task of its own, a package here. What tasks have in common is `crew`, the
-workers' processes, with what they tell (`reports`) and where they stand (`standing`), `shards` that
-end too early, the line that shows it all go on (`progress`), and how it is stopped (`stop`).
+What they learn is a task of its own, a package here. What tasks have in common: the workers'
+processes (`workers`), what they report (`reports`), how far they are and the line that shows it
+(`progress`), and shards that end too early (`cluster`).
 """

@@ -25,7 +25,7 @@ _WINDOW_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class TrainingState:
     """All workers together at one moment."""
 
     ready_count: int
@@ -59,13 +59,13 @@ class Standing:
 
 
 class Observer:
-    """Makes standings, and remembers the last two seconds for the rate."""
+    """Makes states, and remembers the last two seconds for the rate."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
         self._window: deque[tuple[float, int]] = deque()
 
-    def look(self, now_s: float) -> Standing:
+    def look(self, now_s: float) -> TrainingState:
         """Where all stand now; `now_s` is monotonic time."""
         members = self._members
         reports = [member.latest for member in members if member.latest is not None]
@@ -76,7 +76,7 @@ class Observer:
             self._window.popleft()
         then_s, earlier = self._window[0]
         started_s = [member.first_step_s for member in members if member.first_step_s is not None]
-        return Standing(
+        return TrainingState(
             ready_count=len(reports),
             step=min(member.step for member in members),
             step_sum=sum(member.step for member in members),

@@ -34,7 +34,7 @@ _ONE_THREAD = {
 
 
 class WorkerTask(Protocol):
-    """What a worker is to do, as far as its crew has to know."""
+    """What a worker is to do, as far as its pool has to know."""
 
     @property
     def worker_id(self) -> str:
@@ -147,7 +147,7 @@ class Member:
         return "".join(self._stderr.readlines()[-_STDERR_LINE_COUNT_MAX:]).rstrip()
 
 
-class Crew(Closing):
+class WorkerPool(Closing):
     """All workers. A context manager that leaves none behind."""
 
     def __init__(self, tasks: Sequence[WorkerTask]) -> None:

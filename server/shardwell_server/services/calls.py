@@ -201,7 +201,7 @@ class Calls:
         threads: Where handlers run.
         streams: Counts calls that are streams.
         shard_index: Which shard answers, for the errors.
-        answer_bytes_max: Bytes of answers that wait to be written, but for one a thread.
+        answer_bytes_max: Bytes of answers that wait to be written, except one a thread.
     """
 
     def __init__(

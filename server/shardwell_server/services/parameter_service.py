@@ -124,13 +124,14 @@ class ParameterServerService:
     def init_weights(self, call: Call) -> Handling:
         """Takes the whole slice, array by array and range by range."""
         parameter, opening, array_index, expected = None, pb.InitWeightsRequest(), 0, 0
+        array_count = 1
         context, has_ranges = 0, False
         message = yield Read.NEXT_STEP
         while message is not None:
             request, payload = framing.parse(pb.InitWeightsRequest, message)
             if parameter is None:
                 parameter, opening = self._opened(request), request
-                expected = parameter.where.offset
+                expected, array_count = parameter.where.offset, max(opening.array_count, 1)
                 context = checksum.first_weights_context(opening)
             if not request.HasField("chunk"):
                 if payload.size:
@@ -140,8 +141,13 @@ class ParameterServerService:
             chunk = request.chunk
             start = checksum.first_weights(context, request.array_index)
             intact, has_ranges = check_chunk(chunk, payload, start), True
+            if array_count not in (1, parameter.array_count):
+                raise ArgumentError(
+                    f"first weights of {parameter.spec.name!r} have {parameter.array_count} arrays "
+                    f"at most, or the weights alone; got {array_count}"
+                )
             where = Slice(chunk.element_offset, chunk.element_count)
-            is_next_array = array_index + 1 == request.array_index < parameter.array_count
+            is_next_array = array_index + 1 == request.array_index < array_count
             if expected == parameter.where.stop and is_next_array:
                 array_index, expected = request.array_index, parameter.where.offset
             if (request.array_index, where.offset) != (array_index, expected):
@@ -167,11 +173,11 @@ class ParameterServerService:
                 "an InitWeights stream must have a `chunk`, whose CRC32C covers `open`: of 0 "
                 "elements, if this slice is empty"
             )
-        last_array_index = 0 if parameter.where.size == 0 else parameter.array_count - 1
-        if expected != parameter.where.stop or array_index not in (0, last_array_index):
+        last_array_index = 0 if parameter.where.size == 0 else array_count - 1
+        if expected != parameter.where.stop or array_index != last_array_index:
             raise ArgumentError(
                 f"first weights ended before element {expected} of array {array_index}; this slice "
-                f"ends before {parameter.where.stop}, and has {parameter.array_count} arrays; send "
+                f"ends before {parameter.where.stop}, and {array_count} arrays were to come; send "
                 "all of it"
             )
         rate = opening.learning_rate if opening.HasField("learning_rate") else None
@@ -180,7 +186,7 @@ class ParameterServerService:
             version=opening.version,
             learning_rate=None if rate is None else check_learning_rate("learning_rate", rate),
             load_id=opening.load_id,
-            with_slots=array_index == last_array_index,
+            with_slots=array_count == parameter.array_count,
         )
         return pb.InitWeightsResponse(version=version)
 

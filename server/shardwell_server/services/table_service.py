@@ -120,7 +120,7 @@ class TableService:
                 lambda size: self._shard.traffic.add(sent=size),
             )
             return
-        table.loading.check_standing()
+        table.loading.check_committed()
         codec = RowCodec.of_scans(table.spec)
         scanned = checksum.rows_scan_context(table.spec.name, request.content)
         header = pb.ScanRowsResponse(version=table.version, learning_rate=table.learning_rate)
@@ -291,7 +291,7 @@ def state_messages(
         DivergedError: training diverged; weights are not finite.
         ShardwellError: see `TableScan.under_way`, `check_begun` and `states`.
     """
-    table.loading.check_standing()
+    table.loading.check_committed()
     codec = RowStateCodec(table.spec)
     context = checksum.rows_scan_context(table.spec.name, pb.ScanRowsRequest.CONTENT_STATE)
 

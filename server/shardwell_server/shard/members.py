@@ -1,4 +1,4 @@
-"""Who takes part in a parameter or a table, how many may, and which session each place belongs to.
+"""Who takes part in a parameter or a table, how many may, and which session each seat belongs to.
 
 Pure. Those that send gradients have a seat. What a worker has contributed is kept with its seat,
 as the kind of tracker needs it. Sessions that opened the parameter without a seat are known while
@@ -80,7 +80,7 @@ _FOR_GOOD = Tenure()
 
 
 class Seat(ABC):
-    """One worker's place. `owner` is None once the owner's session has ended in order.
+    """One worker's seat. `owner` is None once the owner's session has ended in order.
 
     All that it tells of steps is in the worker's own count.
     """
@@ -386,7 +386,7 @@ class Seats(ABC, Generic[SeatT]):
         if alive_for_s == math.inf:
             free_in_s = None
             advice += (
-                "; if that process is gone, its place is free when its connection has ended, at "
+                "; if that process is gone, its seat is free when its connection has ended, at "
                 "the latest after the shard's session_lease_s"
             )
         else:
@@ -468,7 +468,7 @@ class Seats(ABC, Generic[SeatT]):
 
 def _tenure_is_over(worker_id: str) -> StepOrderError:
     return StepOrderError(
-        f"worker {worker_id!r} has not, or not any more, the place that it sends a gradient for: "
+        f"worker {worker_id!r} has not, or not any more, the seat that it sends a gradient for: "
         "when there are worker_count_max workers, that of one which has ended, or is away for "
         "longer than session_lease_s, is given to a newcomer; the gradient is not counted now, and "
         "whether it was before is not known any more; open the parameter or table again, and go on "

@@ -2,8 +2,8 @@
 
 A session attends as long as one of its Attend calls is open; the server's keepalive ends those of a
 machine that vanished. A shard that was started again does not know which of the sessions that own
-places live; until `return_s` after its start each that it has not heard of counts as alive, so that
-a living one can come back to its places before others take them.
+seats live; until `return_s` after its start each that it has not heard of counts as alive, so that
+a living one can come back to its seats before others take them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sessions:
 
     Args:
         count_max: Sessions that may attend at once; of as many that have left it is known when.
-        lease_s: How long a session may be gone before its places are given to other workers.
+        lease_s: How long a session may be gone before its seats are given to other workers.
         return_s: See the module.
         now_s: A clock that never goes back.
     """

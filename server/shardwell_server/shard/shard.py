@@ -160,7 +160,7 @@ class Shard:
         _do_all([functools.partial(make, self.is_stopping) for make in makers])
 
     def end_session(self, number: int) -> None:
-        """Notes that a session, by its number, has ended in order: its places are free.
+        """Notes that a session, by its number, has ended in order: its seats are free.
 
         Raises:
             StorageError: it can't be noted for one, the others notwithstanding.

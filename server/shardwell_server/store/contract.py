@@ -210,10 +210,10 @@ class ParameterStorage(Storage, Protocol):
     def imaging(self) -> AbstractContextManager[Callable[[int], None]]:
         """Makes an image on disk of every chunk that the block calls the result with, all of them.
 
-        The chunk's lock is held at that call. When the block ends, the image stands.
+        The chunk's lock is held at that call. When the block ends, the image is in force.
 
         Raises:
-            StorageError: it can't be written; the one before stands.
+            StorageError: it can't be written; the one before stays in force.
         """
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
@@ -279,7 +279,7 @@ class TableRecord(NamedTuple):
     """Synchronous: steps that have closed. Asynchronous: steps that were counted."""
     contribution_count: int = 0
     """Synchronous: workers that have ended the open step; worker_count while it is closing.
-    LOADING, in both modes: nothing here stands."""
+    LOADING, in both modes: nothing here is committed."""
     sample_total: int = 0
     """Synchronous: their samples."""
     shift: int = 0
@@ -307,7 +307,7 @@ class RowChange(Protocol):
 
     The arrays may be written directly, at the places and in the arrays that the change was begun
     with, and at places from `row_used` on. Of new rows, those from `row_used` to below that of the
-    record that is committed, all arrays must be written; but for `has_sum`, which becomes False
+    record that is committed, all arrays must be written; except `has_sum`, which becomes False
     where the change is not of `sums`.
     """
 
@@ -419,7 +419,7 @@ class TableStorage(Storage, Protocol):
             is_stopping: Whether to give up.
 
         Raises:
-            StorageError: it can't be written, or a row was damaged; the image before stands.
+            StorageError: it can't be written, or a row was damaged; the one before stays in force.
         """
 
 

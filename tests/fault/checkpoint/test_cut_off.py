@@ -45,10 +45,17 @@ def restoring(
             message.array_index = array_index
         messages += ranges if array_index == 0 else ranges[1:]
     messages[0].version, messages[0].learning_rate = 3, 0.5
+    messages[0].array_count = array_count
     return parameter.seal_first_weights(messages)
 
 
 def _only_weights(messages: list[Any]) -> None:
+    del messages[4:]
+
+
+def _only_weights_of_version_0(messages: list[Any]) -> None:
+    """Which an optimizer could begin anew with, had it not been said that more was to come."""
+    messages[0].version = 0
     del messages[4:]
 
 
@@ -63,6 +70,14 @@ def _arrays_in_another_order(messages: list[Any]) -> None:
 def _an_array_too_many(messages: list[Any]) -> None:
     for message in messages[4:]:
         message.array_index = 2
+
+
+def _too_few_arrays(messages: list[Any]) -> None:
+    messages[0].array_count = 1
+
+
+def _too_many_arrays(messages: list[Any]) -> None:
+    messages[0].array_count = 3
 
 
 def _one_array_more(messages: list[Any]) -> None:
@@ -95,6 +110,9 @@ def _negative_rate(messages: list[Any]) -> None:
 
 ATTACKS: list[Callable[[list[Any]], None]] = [
     _only_weights,
+    _only_weights_of_version_0,
+    _too_few_arrays,
+    _too_many_arrays,
     _end_early,
     _arrays_in_another_order,
     _an_array_too_many,
@@ -136,7 +154,7 @@ def test_state_that_an_optimizer_does_not_have(cluster) -> None:
     with WireWorker(cluster(2).target, "w0") as worker:
         parameter = worker.create(spec("m", SIZE, optimizer=PLAIN))
         epoch = parameter.claim_init().epoch
-        with pytest.raises(grpc.RpcError, match="of array 0, got 0 of 1"):
+        with pytest.raises(grpc.RpcError, match=r"have 1 arrays at most, .* got 2"):
             worker.stubs[0].InitWeights(iter(restoring(parameter, 0, epoch)), timeout=PATIENCE_S)
         for index in (1, 0):
             messages = restoring(parameter, index, epoch, array_count=1)

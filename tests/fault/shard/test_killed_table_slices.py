@@ -1,7 +1,7 @@
 """Goal: killed after any write, a shard goes on with its tables as if nothing had been.
 
 Method: one training of a synchronous table by two workers, with abandoned steps, evictions and
-steps that close in several batches, and one of an asynchronous table with more workers than places,
+steps that close in several batches, and one of an asynchronous table with more workers than seats,
 which go from worker to worker, are told on files, of which an image is taken after every write.
 From each image a shard goes on: all parts are sent again, as workers do. Oracle: the same training
 in memory. What lies below the shard is store/test_killed.py's.
@@ -76,7 +76,7 @@ def send(
 
 
 def join(worker: str, tenure: int = 1, *, anew: bool = False) -> Any:
-    """A worker takes its place."""
+    """A worker takes its seat."""
     asks = applicant(worker, 0, tenure, begins_anew=anew)
 
     def make(table: TableSlice) -> bool:

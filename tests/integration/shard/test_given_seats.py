@@ -1,7 +1,7 @@
 """Goal: worker ids that come and go never fill an asynchronous parameter or table, and no gradient
-counts twice, or is dropped without a word, where places go from worker to worker.
+counts twice, or is dropped without a word, where seats go from worker to worker.
 
-Method: real clusters with very few places; SDK clients that close, processes that are killed, wire
+Method: real clusters with very few seats; SDK clients that close, processes that are killed, wire
 workers that come back too late, shards that are killed. The weights show which gradients counted:
 every element, of both shards, is minus their sum.
 """
@@ -148,7 +148,7 @@ def test_who_lives_keeps_its_place(cluster, connect, kind) -> None:
 @KINDS
 @pytest.mark.parametrize("ends", ["in order", "without a word"])
 def test_a_gradient_that_comes_again_too_late_is_refused(cluster, kind, ends) -> None:
-    """It was counted, which its worker never heard; another one has the place now."""
+    """It was counted, which its worker never heard; another one has the seat now."""
     running = cluster(2, limits=LIMITS, session_lease_s=1)
     with contextlib.ExitStack() as stack:
         late = stack.enter_context(wire(running.target, "late", kind))
@@ -192,7 +192,9 @@ def test_a_process_that_wakes_after_its_lease_is_told(cluster, connect, kind) ->
         until_accepted(lambda: put_once(running.target, "newcomer", kind), shardwell.LimitError)
         asleep.send(signal.SIGCONT)
         answer = asleep.read_line()
-        assert answer.startswith("StepOrderError: worker 'asleep' has not, or not any more, the pl")
+        assert answer.startswith(
+            "StepOrderError: worker 'asleep' has not, or not any more, the seat"
+        )
         assert asleep.ask("put 1000").startswith("StepOrderError")
         assert here.values() == {-4.0}
         assert asleep.ask("open") == "at 0"
@@ -207,7 +209,7 @@ def test_a_process_that_wakes_after_its_lease_is_told(cluster, connect, kind) ->
 def test_shards_that_gave_different_places_away(
     cluster, connect, kind, shard_index, step_count
 ) -> None:
-    """Who comes back by its name begins anew on both: where its place was lost, and where not."""
+    """Who comes back by its name begins anew on both: where its seat was lost, and where not."""
     running = cluster(2, limits=LIMITS)
     first = connect(running, "back")
     subject = Subject(first, kind, "async")

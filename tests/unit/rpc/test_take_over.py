@@ -1,4 +1,4 @@
-"""Goal: a place is taken soon after it is free, and whoever asks for one that is not asks seldom.
+"""Goal: a seat is taken soon after it is free, and whoever asks for one that is not asks seldom.
 
 Method: a world with a clock of its own, in which questions and pauses take next to no time.
 """
@@ -15,8 +15,8 @@ ANSWER_S = 0.001
 LATE_S_MAX = 0.6
 
 
-class Place:
-    """A place that is another's until a moment, and the clock by which that is so."""
+class Seat:
+    """A seat that is another's until a moment, and the clock by which that is so."""
 
     def __init__(self, free_at_s: float, *, is_told: bool) -> None:
         self.time_s = 0.0
@@ -51,25 +51,25 @@ class Place:
 
 @pytest.mark.parametrize("free_at_s", [0.0, 0.01, 0.1, 0.4, 1.0, 1.8])
 def test_a_place_that_gets_free_is_taken_soon(free_at_s: float) -> None:
-    place = Place(free_at_s, is_told=False)
-    taken_s = take_place(Attempts(20.0, place), place.take)
+    seat = Seat(free_at_s, is_told=False)
+    taken_s = take_place(Attempts(20.0, seat), seat.take)
     assert taken_s - free_at_s <= min(max(2 * free_at_s, 0.1), LATE_S_MAX)
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 120.0])
 def test_a_place_that_is_not_free_is_asked_for_a_few_times(timeout_s: float) -> None:
-    place = Place(1e9, is_told=False)
+    seat = Seat(1e9, is_told=False)
     with pytest.raises(WorkerIdInUseError):
-        take_place(Attempts(timeout_s, place), place.take)
-    assert place.time_s <= min(timeout_s, TAKE_OVER_S) + LATE_S_MAX
-    assert place.question_count <= 10
+        take_place(Attempts(timeout_s, seat), seat.take)
+    assert seat.time_s <= min(timeout_s, TAKE_OVER_S) + LATE_S_MAX
+    assert seat.question_count <= 10
 
 
 def test_a_place_that_will_be_free_is_waited_for_until_the_deadline() -> None:
-    place = Place(5.0, is_told=True)
-    assert take_place(Attempts(20.0, place), place.take) <= 5.0 + LATE_S_MAX
-    assert place.question_count <= 15
-    place = Place(5.0, is_told=True)
+    seat = Seat(5.0, is_told=True)
+    assert take_place(Attempts(20.0, seat), seat.take) <= 5.0 + LATE_S_MAX
+    assert seat.question_count <= 15
+    seat = Seat(5.0, is_told=True)
     with pytest.raises(WorkerIdInUseError):
-        take_place(Attempts(3.0, place), place.take)
-    assert place.time_s <= 3.0 + LATE_S_MAX
+        take_place(Attempts(3.0, seat), seat.take)
+    assert seat.time_s <= 3.0 + LATE_S_MAX

@@ -406,7 +406,7 @@ def test_an_asynchronous_place_has_a_tenure() -> None:
     )
     with pytest.raises(ArgumentError, match="tenure must be"):
         tracker.seat(applicant("w0", tenure=0), lambda event: None)
-    with pytest.raises(StepOrderError, match="has not, or not any more, the place"):
+    with pytest.raises(StepOrderError, match="has not, or not any more, the seat"):
         tracker.seat(contributor("w0"), lambda event: None)
     assert tracker.seats == []
 

@@ -217,7 +217,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=names, leaver=workers, comer=workers, value=st.integers(-3, 3), kill=kills)
     def pass_on(self, name: str, leaver: str, comer: str, value: int, kill: float | None) -> None:
-        """All places are taken, one is given to another worker, and everybody contributes."""
+        """All seats are taken, one is given to another worker, and everybody contributes."""
         model = self.standing(name)
         if model is not None and not model.worker_count:
             for worker in WORKERS[:PLACE_COUNT]:

@@ -40,6 +40,7 @@ OPENING = pb.InitWeightsRequest(
     version=4,
     learning_rate=0.5,
     load_id=LARGE - 1,
+    array_count=3,
 )
 LOADING = table_pb2.LoadRowsRequest(
     open=table_pb2.TableOpen(table="t", incarnation=9), version=4, load_id=LARGE
@@ -77,7 +78,7 @@ KINDS: dict[str, tuple[Callable[[], int], Any, tuple[Any, ...]]] = {
     "first weights": (
         lambda: checksum.first_weights(checksum.first_weights_context(OPENING), 2),
         pb.InitWeightsRequest(chunk=CHUNK, array_index=2),
-        (3, "p", LARGE, 4, 1, 0.5, LARGE - 1),
+        (3, "p", LARGE, 4, 1, 0.5, LARGE - 1, 3),
     ),
     "snapshot": (
         lambda: checksum.snapshot(checksum.snapshot_context("p"), SNAPSHOT),

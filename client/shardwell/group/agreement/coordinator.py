@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 import grpc
+from typing_extensions import override
 
 from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
 from shardwell.group.agreement.matching import CallMatcher, Verdicts
@@ -84,7 +85,7 @@ def rebuilding(rank: int) -> pb.Failure:
     return failure
 
 
-class Coordinator:
+class Coordinator(Agreement):
     """Rank 0's side: its own, and what answers the other ranks' streams."""
 
     def __init__(self, size: int, mailbox: Mailbox, on_end: Ending) -> None:
@@ -103,12 +104,12 @@ class Coordinator:
         self._timer = threading.Thread(target=self._expire, name="shardwell-roll-call", daemon=True)
         self._timer.start()
 
+    @override
     def call(self, call: pb.CollectiveCall) -> None:
-        """See Agreement."""
         self._take(0, pb.AgreeRequest(call=call))
 
+    @override
     def give_up(self, failure: pb.Failure) -> None:
-        """See Agreement."""
         with self._changed:
             if self._over:
                 return
@@ -119,8 +120,8 @@ class Coordinator:
                 answers.put(None)
         self._on_end(failure)
 
+    @override
     def leave(self) -> None:
-        """See Agreement."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -128,8 +129,8 @@ class Coordinator:
                 answers.put(pb.AgreeResponse(leaving=pb.LeavingRank()))
                 answers.put(None)
 
+    @override
     def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
-        """See Agreement."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -214,7 +215,7 @@ class Coordinator:
                     self._hand_out(self._roll_call.expire(time.monotonic()))
 
 
-class CoordinatorLink:
+class CoordinatorLink(Agreement):
     """Any other rank's side: a stream to rank 0."""
 
     def __init__(self, peer: Peer, opening: pb.PeerOpen, mailbox: Mailbox, on_end: Ending) -> None:
@@ -230,24 +231,26 @@ class CoordinatorLink:
         self._reader = threading.Thread(target=self._read, name="shardwell-agreement", daemon=True)
         self._reader.start()
 
+    @override
     def call(self, call: pb.CollectiveCall) -> None:
-        """See Agreement."""
         self._requests.put(pb.AgreeRequest(call=call))
 
+    @override
     def give_up(self, failure: pb.Failure) -> None:
-        """See Agreement. Rank 0 answers with what all are told, unless it has left."""
+        # Rank 0 answers with what all get, unless it has left.
         if self._is_alone:
             self._on_end(failure)
         self._requests.put(pb.AgreeRequest(giving_up=failure))
 
+    @override
     def leave(self) -> None:
-        """See Agreement. Rank 0 ends the stream when it has read so."""
+        # Rank 0 ends the stream when it has read so.
         self._closed = True
         self._requests.put(pb.AgreeRequest(leaving=pb.LeavingRank()))
         self._requests.put(None)
 
+    @override
     def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
-        """See Agreement."""
         self._closed = True
         self._requests.put(None)
         if 0 not in gone_ranks:

@@ -112,7 +112,7 @@ class Rendezvous(Closing):
 
         Args:
             spec: What all members must agree on.
-            member: Who asks. Each attempt needs a member_id of its own, but for those that follow
+            member: Who asks. Each attempt needs a member_id of its own, except those that follow
                 a generation.
             rank: Its place, 0 to size - 1; with `previous`, its place there.
             lease_ms: How long it counts as alive without a word of it.

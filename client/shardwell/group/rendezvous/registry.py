@@ -43,7 +43,7 @@ class Meetings:
         return len(self._gatherings)
 
     def join(self, request: pb.JoinGroupRequest, now_s: float) -> pb.JoinGroupResponse:
-        """See GroupService.JoinGroup.
+        """What a worker is answered that wants to join; holds a new group from then on.
 
         Raises:
             ArgumentError: the request can't be believed.
@@ -63,7 +63,7 @@ class Meetings:
             self._forget_if_over(request.spec.name)
 
     def renew(self, request: pb.RenewLeaseRequest, now_s: float) -> pb.RenewLeaseResponse:
-        """See GroupService.RenewLease.
+        """What a member is answered that says that it lives.
 
         Raises:
             ArgumentError: the request can't be believed.
@@ -77,7 +77,7 @@ class Meetings:
             self._forget_if_over(request.spec.name)
 
     def leave(self, request: pb.LeaveGroupRequest, now_s: float) -> pb.LeaveGroupResponse:
-        """See GroupService.LeaveGroup.
+        """Takes out a member, and with the last one the group.
 
         Raises:
             ArgumentError: the request can't be believed.

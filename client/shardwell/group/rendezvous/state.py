@@ -66,7 +66,7 @@ class Gathering:
     # Requests.
 
     def join(self, request: pb.JoinGroupRequest, now_s: float) -> pb.JoinGroupResponse:
-        """See GroupService.JoinGroup."""
+        """What an applicant is answered, who is taken in if it is new. Raises what refuses it."""
         self._advance(now_s)
         member_id = request.member.member_id
         self._refusals.raise_any(member_id, request.checked_generation)
@@ -92,7 +92,7 @@ class Gathering:
         return self.seating.join_answer(member_id, self._refusals.texts, now_s)
 
     def renew(self, request: pb.RenewLeaseRequest, now_s: float) -> pb.RenewLeaseResponse:
-        """See GroupService.RenewLease."""
+        """What a member is answered that says that it lives. Raises why it is none any more."""
         self._advance(now_s)
         lease_s = request.lease_ms / 1000
         member_id, number = request.member.member_id, request.generation
@@ -111,7 +111,7 @@ class Gathering:
         return self.seating.renewal_answer(generation, seat)
 
     def leave(self, member_id: str, now_s: float) -> None:
-        """See GroupService.LeaveGroup."""
+        """Takes out a member, or who is no longer, or not yet, one."""
         self._advance(now_s)
         self.seating.remove(member_id)
         self._refusals.drop(member_id)

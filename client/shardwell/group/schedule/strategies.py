@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from shardwell.errors import ArgumentError
 
 ARITY_MAX = 64
@@ -76,23 +78,25 @@ class Ring(Strategy):
 
     is_segmented = True
 
+    @override
     def suited_to(self, byte_count: int, size: int) -> Strategy:
-        """See Strategy."""
         return Tree(SMALL_ARITY) if byte_count < SMALL_SIZE_BYTES * size else self
 
     def __str__(self) -> str:
         return "ring"
 
+    @override
     def inflow(self, rank: int, collector: int, size: int) -> Inflow:
-        """See Strategy: a line from the collector's successor around to the collector."""
+        """A line from the collector's successor around to the collector."""
         is_first = (rank - collector - 1) % size == 0
         return Inflow(
             () if is_first else ((rank - 1) % size,),
             None if rank == collector else (rank + 1) % size,
         )
 
+    @override
     def outflow(self, rank: int, source: int, size: int) -> Outflow:
-        """See Strategy: a line from the source around to its predecessor."""
+        """A line from the source around to its predecessor."""
         is_last = (rank - source + 1) % size == 0
         return Outflow(
             None if rank == source else (rank - 1) % size,
@@ -120,13 +124,13 @@ class Tree(Strategy):
     def __str__(self) -> str:
         return f"tree(arity={self.arity})"
 
+    @override
     def inflow(self, rank: int, collector: int, size: int) -> Inflow:
-        """See Strategy."""
         parent, children = _heap(rank, collector, size, self.arity)
         return Inflow(children, parent)
 
+    @override
     def outflow(self, rank: int, source: int, size: int) -> Outflow:
-        """See Strategy."""
         return Outflow(*_heap(rank, source, size, self.arity))
 
 
@@ -140,13 +144,13 @@ class Centralized(Strategy):
     def __str__(self) -> str:
         return "centralized"
 
+    @override
     def inflow(self, rank: int, collector: int, size: int) -> Inflow:
-        """See Strategy."""
         parent, children = _heap(rank, collector, size, max(size - 1, 1))
         return Inflow(children, parent)
 
+    @override
     def outflow(self, rank: int, source: int, size: int) -> Outflow:
-        """See Strategy."""
         return Outflow(*_heap(rank, source, size, max(size - 1, 1)))
 
 

@@ -1,5 +1,5 @@
 """The task `digits`: a classifier of handwritten digits, one parameter, in five ways of averaging.
 
 `samples` and `model` are the task, `worker` is the training loop as any program would write it with
-the SDK, `examiner` measures, `run` puts them together, `screen` shows it.
+the SDK, `evaluator` measures, `run` puts them together, `display` shows it.
 """

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from shardwell_server.demo.digits.worker import ACCURACY_MIN
-from shardwell_server.demo.progress import Progress, Standing, count, traffic
+from shardwell_server.demo.progress import Progress, TrainingState, count, traffic
 
 if TYPE_CHECKING:
     from shardwell_server.demo.digits.run import DemoConfig, Result
 
 
-class Screen:
+class Display:
     """Shows one run."""
 
     def __init__(self, config: DemoConfig, progress: Progress) -> None:
@@ -28,36 +28,36 @@ class Screen:
         """Tells what is being done."""
         self._progress.say(what)
 
-    def show(self, standing: Standing, accuracy: float | None, *, last: bool) -> None:
+    def show(self, state: TrainingState, accuracy: float | None, *, last: bool) -> None:
         """Shows where the training stands."""
         step_count, worker_count = self._config.step_count, self._config.process_count
-        if standing.loss is None:
-            if self._progress.is_live and standing.ready_count:
-                self.say(f"starting workers, {standing.ready_count} of {worker_count} are ready")
+        if state.loss is None:
+            if self._progress.is_live and state.ready_count:
+                self.say(f"starting workers, {state.ready_count} of {worker_count} are ready")
             return
-        figures = [f"loss {standing.loss:.4f}"]
+        figures = [f"loss {state.loss:.4f}"]
         if accuracy is not None:
             figures.append(f"accuracy {accuracy:.3f}")
         if not last and self._config.sync != "threads":
-            figures.append(f"{standing.bytes_per_s / 1e6:5.1f} MB/s")
-        step = f"step {standing.step:>{len(str(step_count))}}/{step_count}"
-        self._progress.show(step, standing.step, step_count, figures, last=last)
+            figures.append(f"{state.bytes_per_s / 1e6:5.1f} MB/s")
+        step = f"step {state.step:>{len(str(step_count))}}/{step_count}"
+        self._progress.show(step, state.step, step_count, figures, last=last)
 
     def conclude(self, result: Result) -> None:
         """Prints the closing table."""
-        standing, config = result.standing, self._config
+        state, config = result.state, self._config
         right = round(result.accuracy * result.held_out_count)
         colour = "green" if result.passed else "red"
-        seconds = standing.training_s or float("nan")
+        seconds = state.training_s or float("nan")
         rows = {
             "held-out accuracy": f"[bold {colour}]{result.accuracy:.3f}[/], {right} of "
             f"{result.held_out_count} digits; {ACCURACY_MIN} is needed",
-            "loss": f"{standing.first_loss:.4f} at the first step, {standing.loss:.4f} at the last",
-            "steps": f"{config.step_count} by every worker in {standing.training_s:.1f} s, "
-            f"{standing.steps_per_s:.1f} a second",
-            "sent": traffic(standing.sent_bytes, seconds),
-            "received": traffic(standing.received_bytes, seconds),
-            "codec": f"{config.codec}, {standing.codec_ratio:.2f} times less than float32",
+            "loss": f"{state.first_loss:.4f} at the first step, {state.loss:.4f} at the last",
+            "steps": f"{config.step_count} by every worker in {state.training_s:.1f} s, "
+            f"{state.steps_per_s:.1f} a second",
+            "sent": traffic(state.sent_bytes, seconds),
+            "received": traffic(state.received_bytes, seconds),
+            "codec": f"{config.codec}, {state.codec_ratio:.2f} times less than float32",
         }
         if config.sync == "threads":
             del rows["sent"], rows["received"], rows["codec"]

@@ -14,13 +14,13 @@ from shardwell_server.demo.digits.worker import MODEL, Task, open_weights
 _TIMEOUT_S = 20.0
 
 
-class Examiner(Closing):
+class Evaluator(Closing):
     """A client that only fetches weights. A context manager."""
 
     def __init__(self, task: Task, held_out: Samples) -> None:
         self._held_out = held_out
         self._weights = np.empty(MODEL.size, np.float32)
-        task = dataclasses.replace(task, worker_id=f"{task.parameter}-examiner")
+        task = dataclasses.replace(task, worker_id=f"{task.parameter}-evaluator")
         self._client = shardwell.connect(
             task.target, worker_id=task.worker_id, timeout_s=_TIMEOUT_S
         )

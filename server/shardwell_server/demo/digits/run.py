@@ -14,8 +14,8 @@ from shardwell.errors import ArgumentError
 from shardwell.specs.parameter import CodecName, ModeName
 from shardwell_server import signals
 from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named
-from shardwell_server.demo.digits.display import Screen
-from shardwell_server.demo.digits.evaluator import Examiner
+from shardwell_server.demo.digits.display import Display
+from shardwell_server.demo.digits.evaluator import Evaluator
 from shardwell_server.demo.digits.samples import (
     HELD_OUT_COUNT,
     Samples,
@@ -23,8 +23,8 @@ from shardwell_server.demo.digits.samples import (
     load_digits,
 )
 from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName, Task
-from shardwell_server.demo.progress import Observer, Standing, count
-from shardwell_server.demo.workers import Crew
+from shardwell_server.demo.progress import Observer, TrainingState, count
+from shardwell_server.demo.workers import WorkerPool
 from shardwell_server.local_cluster import LocalCluster
 
 WORKER_COUNT_MAX = 32
@@ -103,7 +103,7 @@ class Result:
     """Of the final weights, on held-out digits."""
     held_out_count: int
     """How many those are."""
-    standing: Standing
+    state: TrainingState
     """Of the workers, at the end."""
     duration_s: float
     """Of the whole demo."""
@@ -114,7 +114,7 @@ class Result:
         return self.accuracy >= ACCURACY_MIN
 
 
-def run_demo(config: DemoConfig, screen: Screen) -> Result:
+def run_demo(config: DemoConfig, display: Display) -> Result:
     """Runs it all, and leaves no process behind.
 
     Raises:
@@ -123,13 +123,13 @@ def run_demo(config: DemoConfig, screen: Screen) -> Result:
         ShardwellError: see `LocalCluster` and `Client`.
     """
     start_s = time.monotonic()
-    screen.introduce()
+    display.introduce()
     check_installed()
     with contextlib.ExitStack() as stack:
         signals.check()
         cluster, target = None, config.target
         if config.started_shard_count:
-            screen.say(f"starting {count(config.started_shard_count, 'shard')}")
+            display.say(f"starting {count(config.started_shard_count, 'shard')}")
             with signals.breaking_off():
                 cluster = stack.enter_context(
                     LocalCluster(config.started_shard_count, processes=True, grace_s=GRACE_S)
@@ -137,46 +137,46 @@ def run_demo(config: DemoConfig, screen: Screen) -> Result:
             target = cluster.target
         tasks = config.tasks(target or "none:1")
         signals.check()
-        crew = stack.enter_context(Crew(tasks))
-        screen.say(f"starting {count(config.worker_count, 'worker')}")
+        pool = stack.enter_context(WorkerPool(tasks))
+        display.say(f"starting {count(config.worker_count, 'worker')}")
         held_out = load_digits().held_out
         with ended_shards_named(cluster):
-            standing, accuracy = _watch(crew, tasks[0], held_out, screen, cluster)
+            state, accuracy = _watch(pool, tasks[0], held_out, display, cluster)
     return Result(
         accuracy=accuracy,
         held_out_count=HELD_OUT_COUNT,
-        standing=standing,
+        state=state,
         duration_s=time.monotonic() - start_s,
     )
 
 
 def _watch(
-    crew: Crew,
+    pool: WorkerPool,
     task: Task,
     held_out: Samples,
-    screen: Screen,
+    display: Display,
     cluster: LocalCluster | None,
-) -> tuple[Standing, float]:
-    """Shows and measures until all workers have finished; their last standing, and the accuracy."""
-    observer = Observer(crew.members)
+) -> tuple[TrainingState, float]:
+    """Shows and measures until all workers have finished; their last state, and the accuracy."""
+    observer = Observer(pool.members)
     with contextlib.ExitStack() as stack:
-        examiner: Examiner | None = None
+        evaluator: Evaluator | None = None
         accuracy: float | None = None
         exam_due_s = 0.0
         while True:
             signals.check()
             check_shards(cluster)
-            finished = crew.has_finished()
-            standing = observer.look(time.monotonic())
-            if task.sync == "server" and examiner is None and standing.ready_count:
-                examiner = stack.enter_context(Examiner(task, held_out))
-            if examiner is not None and (finished or time.monotonic() >= exam_due_s):
-                accuracy = examiner.accuracy()
+            finished = pool.has_finished()
+            state = observer.look(time.monotonic())
+            if task.sync == "server" and evaluator is None and state.ready_count:
+                evaluator = stack.enter_context(Evaluator(task, held_out))
+            if evaluator is not None and (finished or time.monotonic() >= exam_due_s):
+                accuracy = evaluator.accuracy()
                 exam_due_s = time.monotonic() + _EXAM_INTERVAL_S
             elif task.sync != "server":
-                accuracy = crew.members[0].measures.get("accuracy")
-            screen.show(standing, accuracy, last=finished)
+                accuracy = pool.members[0].measures.get("accuracy")
+            display.show(state, accuracy, last=finished)
             if finished:
                 assert accuracy is not None
-                return standing, accuracy
+                return state, accuracy
             time.sleep(_LOOK_INTERVAL_S)

@@ -52,7 +52,7 @@ class RowIndex(Protocol):
 
 
 class DirectRowIndex:
-    """See RowIndex. Every id must be in range, and of the shard.
+    """An entry for every id that may be. Every id must be in range, and of the shard.
 
     Args:
         placement: With `row_count`.
@@ -81,7 +81,7 @@ class DirectRowIndex:
         self._count += int(np.count_nonzero(is_new))
 
     def make_room(self, count: int) -> None:
-        """See RowIndex: there is."""
+        """There is an entry for every id."""
 
     def remove(self, ids: Ids) -> None:
         rows = self._local_rows(ids)
@@ -112,7 +112,7 @@ _SALT = 0x6A09E667F3BCC909
 
 
 class HashRowIndex:
-    """See RowIndex. A `SlotTable`, and while rows move to one of another size, two.
+    """A `SlotTable`, and while rows move to one of another size, two.
 
     Resting: `_old` is None, and `_table` has all rows. When it would be too full, or after removals
     too empty, `_table` becomes `_old`, and an empty one takes its place.
@@ -156,7 +156,7 @@ class HashRowIndex:
         return places
 
     def add(self, ids: Ids, places: Places) -> None:
-        """See RowIndex. Moves no more lines than max(n, 64), four times as many after removals."""
+        """Moves no more lines than max(n, 64), four times as many after removals."""
         self.make_room(ids.size)
         for start in range(0, ids.size, _BATCH):
             batch = slice(start, start + _BATCH)

@@ -58,7 +58,7 @@ class TableLoading:
         """Whether the table has begun to be loaded, and does not stand."""
         return self._storage.record.is_loading
 
-    def check_standing(self) -> None:
+    def check_committed(self) -> None:
         """Refuses what needs the rows while they do not stand.
 
         Raises:
@@ -76,9 +76,9 @@ class TableLoading:
         """Empties the table, which counted no gradient; returns the load's number.
 
         An earlier load that has not finished is at its end. One that has finished is, too: it is
-        restored again, because not all shards had finished. `load_id` is noted when nothing stands
-        any more: so a table that stands with it has finished that load. `incarnation`, unless 0, is
-        the table's from then on.
+        restored again, because not all shards had finished. `load_id` is noted when nothing is
+        committed any more: so a table that is committed with it has finished that load.
+        `incarnation`, unless 0, is the table's from then on.
 
         Raises:
             StepOrderError: gradients were counted.

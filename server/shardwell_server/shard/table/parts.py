@@ -1,4 +1,4 @@
-"""Parts of gradients of rows as they come: checked but for their turn, and decoded."""
+"""Parts of gradients of rows as they come: checked except their turn, and decoded."""
 
 from __future__ import annotations
 

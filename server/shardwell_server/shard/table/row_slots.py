@@ -13,7 +13,7 @@ _SMALLEST_STACK = 1024
 
 
 class RowSlots:
-    """Places of one table. For one thread at a time, but for `row_count`.
+    """Places of one table. For one thread at a time, except `row_count`.
 
     Places that rows have left are given out before new ones.
 

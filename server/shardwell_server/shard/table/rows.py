@@ -309,7 +309,7 @@ class TableRows:
     def close(
         self, sample_total: int, shift: int, learning_rate: float, record: TableRecord
     ) -> None:
-        """Updates all rows that have a sum with their mean, batch by batch; then `record` stands.
+        """Updates all rows that have a sum with their mean, batch by batch; then commits `record`.
 
         May be cut off after any batch, and begun again.
 
@@ -367,7 +367,7 @@ class TableRows:
     def _changing(
         self, places: Places, *, values: bool, sums: bool
     ) -> Iterator[tuple[RowChange, Callable[[], None]]]:
-        """A change, and what keeps readers out from then on, until it stands or was taken back."""
+        """A change, and what keeps readers out until it is committed or was taken back."""
 
         def be_alone() -> None:
             if values:

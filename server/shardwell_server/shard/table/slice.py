@@ -238,7 +238,7 @@ class TableSlice:
         """
         part = self._reader.open(contributor.worker_id, header, payload)
         with self._changed:
-            self.loading.check_standing()
+            self.loading.check_committed()
             seat = contributor.seat
             if seat is None:
                 seat = contributor.seat = self._seat(contributor)
@@ -391,7 +391,7 @@ class TableSlice:
             StorageError: an earlier process left a damaged row.
         """
         ids = self._reader.open_ids(fetch, payload)
-        self.loading.check_standing()
+        self.loading.check_committed()
         self._wait_for(fetch.min_version, deadline)
         values = np.empty((ids.size, self.spec.dim), np.float32)
         header = pb.ExchangeRowsResponse(version=self._rows.read(ids, values))
@@ -422,7 +422,7 @@ class TableSlice:
         count = start = 0
         while start < self._places.used:
             with self._changed:
-                self.loading.check_standing()
+                self.loading.check_committed()
                 older = older_than_step
                 if self._tracker.is_sync:  # with one worker, the open step's rows have no sum
                     older = min(older, self.version)
@@ -456,7 +456,7 @@ class TableSlice:
 
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
         with self._changed:
-            self.loading.check_standing()
+            self.loading.check_committed()
             self.register.change_learning_rate(from_step, learning_rate)
 
     def describe(self, name_count_max: int) -> pb.TableStatus:

@@ -193,7 +193,7 @@ class Journal:
     def begin_segment(self, *, anyway: bool = False) -> int:
         """Goes on in a new segment; returns its number.
 
-        Unless nothing was written to this one, which is then as good; but for `anyway`.
+        Unless nothing was written to this one, which is then as good; except with `anyway`.
 
         Raises:
             StorageError: it can't be made.
@@ -301,7 +301,7 @@ class Journal:
             self._ask_disk()
 
     def repaired(self) -> None:
-        """An image stands that was begun after the newest segment was."""
+        """There is a whole image that was begun after the newest segment was."""
         with self._sync_lock:
             if self.has_failed:
                 (self._directory / FAILED_NAME).unlink(missing_ok=True)
@@ -322,7 +322,7 @@ class Journal:
 
 
 def image_path(directory: Path, number: int) -> Path:
-    """Where the image of a number stands."""
+    """Where the image of a number is."""
     return directory / f"{_IMAGE}{number:06d}"
 
 
@@ -434,13 +434,13 @@ class Journaling:
 
     @contextlib.contextmanager
     def imaging(self, number: int) -> Iterator[Path]:
-        """A directory for an image, which stands when the block has filled and synced it.
+        """A directory for an image, which is in force when the block has filled and synced it.
 
         Args:
             number: Of the segment that was begun with it.
 
         Raises:
-            StorageError: it can't be written; the one before stands.
+            StorageError: it can't be written; the one before stays in force.
         """
         image = image_path(self._directory, number)
         making = image.with_suffix(".new")

@@ -3,8 +3,9 @@
     magic, payload length, chunk, seat, sequence, step, samples, exponent, learning
     rate, CRC of the payload, CRC of all these  |  the codec's bytes
 
-An entry is appended before the chunk's record stands. So the last of several entries with the same
-chunk and sequence is the one that counted: the shard was killed before the others' records stood.
+An entry is appended before the chunk's record is committed. So the last of several entries with
+the same chunk and sequence is the one that counted: the shard was killed before the others'
+records were.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class TableJournal:
         if not found or not found[0].flags & _MARK:
             raise self._gone(f"journal-{first_segment:06d} does not begin with a mark")
         sequence = found[0].stored.sequence
-        for each in _standing(found):
+        for each in _committed(found):
             if each.stored.sequence != sequence + 1:
                 raise self._gone(
                     f"{each.path} goes on with change {each.stored.sequence}; expected "
@@ -214,7 +214,7 @@ class TableJournal:
         )
 
 
-def _standing(found: list[_Found]) -> list[_Found]:
+def _committed(found: list[_Found]) -> list[_Found]:
     """The entries of changes that stood, in order.
 
     A process that is killed after an entry, and before its record, leaves one that never stood: the

@@ -43,7 +43,7 @@ class _MemoryChange:
 
 
 class MemoryParameter(MemoryStorage):
-    """See ParameterStorage. Pages are touched when first written; an unused array costs nothing."""
+    """Arrays without files. Pages are touched when first written; an unused array costs nothing."""
 
     is_torn = False
     wants_image = False
@@ -91,7 +91,7 @@ class MemoryParameter(MemoryStorage):
 
 
 class MemoryStore:
-    """See Store: memory has no names to lose, and nothing is ever recovered."""
+    """Memory has no names to lose, and nothing is ever recovered."""
 
     def __init__(self) -> None:
         self._parameters: dict[str, MemoryParameter] = {}

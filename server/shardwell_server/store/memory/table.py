@@ -39,7 +39,7 @@ class MemoryStorage:
 
 
 class MemoryTable(MemoryStorage):
-    """See TableStorage."""
+    """Rows without files."""
 
     record = TableRecord()
     undo_bytes = 0
@@ -83,7 +83,7 @@ class MemoryTable(MemoryStorage):
 
 
 class MemoryRowChange:
-    """See RowChange. The rows are copied twice, so that a change that fails can be taken back."""
+    """The rows are copied twice, so that a change that fails can be taken back."""
 
     def __init__(self, of: MemoryTable, places: Places, *, values: bool, sums: bool) -> None:
         self._of = of

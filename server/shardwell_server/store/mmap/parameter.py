@@ -54,7 +54,7 @@ from shardwell_server.store.records.worker_steps import recover_marks, seat_coun
 
 
 class MmapParameter(MmapStorage):
-    """See ParameterStorage and the module."""
+    """The arrays and records of one slice, in files; see the module."""
 
     LAYOUT_NAME = "parameter.json"
 
@@ -70,7 +70,6 @@ class MmapParameter(MmapStorage):
         chunk_count = layout.chunk_count
         super().__init__(directory, chunk_count, salt, reached)
         self.is_torn = False
-        """See ParameterStorage."""
         self._layout = layout
 
         def opened(name: str, size_bytes: int) -> MappedFile:
@@ -305,7 +304,7 @@ class MmapParameter(MmapStorage):
 
 
 class _MmapChange:
-    """See ChunkChange."""
+    """Arrays go to their undo entry before they are changed; `commit` replaces the record."""
 
     __slots__ = (
         "_arrays",

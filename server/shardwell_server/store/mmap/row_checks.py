@@ -10,7 +10,7 @@ of numkong); with d0..d3 the sums, and x, y = d0 + 2^32 d1, d2 + 2^32 d3:
     its key            C0 place + C1 key + C2 (update_count is FREE)
 
 So a row is believed only in its own place and table. Any single byte that differs is found for
-certain, other damage but for one case in 2^60 or so. Measured for 2048 rows of 64: 20 us; one
+certain, other damage except one case in 2^60 or so. Measured for 2048 rows of 64: 20 us; one
 multiplication a value in NumPy takes 31 (uint64, which misses two flipped signs) to 106 (uint32).
 """
 

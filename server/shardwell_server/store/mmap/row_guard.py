@@ -151,7 +151,7 @@ class RowGuard:
         self._verified = lazy_zeros((row_used,), np.bool_)
 
     def verify(self, places: Places) -> None:
-        """See TableStorage. Any thread that may read the rows may call it."""
+        """Any thread that may read the rows may call it."""
         verified = self._verified
         if verified is None:
             return

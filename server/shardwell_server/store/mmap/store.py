@@ -149,7 +149,7 @@ class _Kind(Generic[LayoutT, StorageT]):
 
 
 class MmapStore:
-    """See Store.
+    """Parameters and tables in memory-mapped files, which survive the process.
 
     Args:
         path: A directory that belongs to this process (see store/files/data_dir.py).
@@ -242,7 +242,7 @@ class MmapStore:
         return self._tables.create(layout, self._presence, f"making table {layout.name!r}", start)
 
     def close(self) -> None:
-        """See Store. The files stay; they are unmapped when nobody uses the arrays any more.
+        """The files stay; they are unmapped when nobody uses the arrays any more.
 
         Raises:
             StorageError: the disk failed; what it lacks is on it only if the machine stays up.

@@ -73,7 +73,7 @@ class _StoppedError(Exception):
 
 
 class MmapTable(MmapStorage):
-    """See TableStorage and the module."""
+    """The rows of one table, in files; see the module."""
 
     LAYOUT_NAME = "table.json"
 
@@ -118,7 +118,6 @@ class MmapTable(MmapStorage):
         self._guard = RowGuard(directory, layout, arrays, salt, array)
         changing = self._guard.arrays
         self.undo_bytes = entry_bytes(changing, layout.rows_per_change_max)
-        """See TableStorage."""
         undo_file = fixed("undo", self.undo_bytes)
         self._undo = RowUndo(undo_file, 0, changing, layout.rows_per_change_max, salt, reached)
         self._copies = make_arrays(
@@ -257,7 +256,7 @@ class MmapTable(MmapStorage):
         self.make_image()
 
     def _journal(self, stored: StoredTableRecord, rows: WrittenRows) -> None:
-        """Notes what a change wrote, before it stands.
+        """Notes what a change wrote, before it is committed.
 
         Raises:
             StorageError: it can't be written; the change must not stand.
@@ -306,7 +305,7 @@ class MmapTable(MmapStorage):
                 self.verify(np.arange(start, stop))
                 image.copy_rows(self, start, stop)
                 if stop == self.record.row_used:
-                    image.copy_standing(self)
+                    image.copy_records(self)
                     return
             start = stop
         raise _StoppedError
@@ -316,7 +315,7 @@ class MmapTable(MmapStorage):
         for into, array in zip(self._guard.arrays, source._guard.arrays, strict=True):
             np.copyto(into[start:stop], array[start:stop])
 
-    def copy_standing(self, source: MmapTable) -> None:
+    def copy_records(self, source: MmapTable) -> None:
         """Takes over where another table stands, and what workers have contributed to it.
 
         Raises:
@@ -336,7 +335,7 @@ class MmapTable(MmapStorage):
 
 
 class MmapRowChange:
-    """See RowChange."""
+    """Rows go to the undo file before they are changed; `commit` replaces the record."""
 
     def __init__(self, of: MmapTable, places: Places, *, values: bool, sums: bool) -> None:
         self._of = of

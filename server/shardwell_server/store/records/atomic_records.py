@@ -1,6 +1,6 @@
 """Small records on disk, each replaced by one instruction: where each chunk and each table stands.
 
-A record has two places and a word that says which one stands:
+A record has two places and a word that says which one is current:
 
     offset  size
          0     8  word: sequence number, and its complement in the upper half
@@ -8,7 +8,7 @@ A record has two places and a word that says which one stands:
        128   112  record of odd sequence numbers, and its CRC
 
 `put` writes the place that does not stand, then the word. A process killed before the word leaves
-the old record, after it the new one; a record that stands and has a wrong CRC was damaged. A CRC
+the old record, after it the new one; a current record that has a wrong CRC was damaged. A CRC
 starts from the owner's salt. A chunk's record has the chunk's index, so that it is believed only in
 its own place.
 """
@@ -88,7 +88,7 @@ class AtomicRecords:
         self._reached("record's word")
 
     def get(self, index: int) -> bytes:
-        """The record that stands.
+        """The current record.
 
         Raises:
             StorageError: it was damaged.
@@ -159,7 +159,7 @@ class ChunkRecords:
         self._records.put(chunk_index, packed)
 
     def get(self, chunk_index: int) -> StoredChunkRecord:
-        """The record that stands.
+        """The current record.
 
         Raises:
             StorageError: it was damaged.
@@ -206,7 +206,7 @@ class TableRecords:
         self._records.put(0, packed)
 
     def get(self, row_capacity: int) -> StoredTableRecord:
-        """The record that stands.
+        """The current record.
 
         Raises:
             StorageError: it was damaged.

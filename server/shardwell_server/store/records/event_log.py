@@ -1,9 +1,9 @@
-"""Events of a parameter: lines of JSON, of which as many stand as the first line says.
+"""Events of a parameter: lines of JSON, of which as many count as the first line says.
 
-    shardwell events 1 00000000000000000151 5a3f09c1      length of what stands, CRC of this line
+    shardwell events 1 00000000000000000151 5a3f09c1      length of what counts, CRC of this line
     1b2c3d4e {"kind": "seat", "worker_id": "w0"}           CRC32C of the rest of the line
 
-`append` writes the line behind what stands, then the first line, in one call of the system that a
+`append` writes the line behind what counts, then the first line, in one call of the system that a
 kill can't divide. What lies behind was never acknowledged.
 """
 
@@ -98,7 +98,7 @@ class EventLog:
         return events
 
     def append(self, event: Event) -> None:
-        """Adds an event; it stands when the call returns.
+        """Adds an event; it is committed when the call returns.
 
         Raises:
             StorageError: it can't be written; nothing changed.

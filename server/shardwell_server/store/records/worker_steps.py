@@ -108,7 +108,7 @@ class WorkerSteps:
             self._reached("row of marks")
 
     def put(self, seat_index: int, chunk_index: int, step: int) -> None:
-        """Notes a step. To be called when the chunk's record stands."""
+        """Notes a step. To be called when the chunk's record is committed."""
         place = (seat_index * self._row_bytes + chunk_index * _ENTRY_BYTES) // 8
         words = self._words
         words[place] = step + 1
