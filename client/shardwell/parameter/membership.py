@@ -19,7 +19,7 @@ from shardwell.rpc.asking import ask_all
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
-from shardwell.rpc.take_over import check_next_step, common_tenure, take_place
+from shardwell.rpc.take_over import check_next_step, claim_seat, common_tenure
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -125,9 +125,9 @@ class Opening:
             take_seat=True,
             tenure=tenure,
         )
-        answers = take_place(attempts, take)
+        answers = claim_seat(attempts, take)
         if len({answer.tenure for answer in answers}) > 1:  # some were given away, and others not
-            answers = take_place(attempts, partial(take, begins_anew=True))
+            answers = claim_seat(attempts, partial(take, begins_anew=True))
         self.tenure = common_tenure(answer.tenure for answer in answers)
         name = self._spec.name
         check_next_step(

@@ -22,7 +22,7 @@ _PAUSE_S_FIRST, _PAUSE_S_MAX = 0.05, 0.5
 ResultT = TypeVar("ResultT")
 
 
-def take_place(
+def claim_seat(
     attempts: Attempts,
     take: Callable[[], ResultT],
     run: Callable[[Attempts, Callable[[], ResultT]], ResultT] = Attempts.run,

@@ -22,7 +22,7 @@ from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import TableStatus, ask_tables
-from shardwell.rpc.take_over import common_tenure, take_place
+from shardwell.rpc.take_over import claim_seat, common_tenure
 from shardwell.specs.names import check_name
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
@@ -154,7 +154,7 @@ class TableOpening:
             channel: ShardChannel, first: pb.OpenTableResponse | None = None
         ) -> pb.OpenTableResponse:
             own = attempts.beside()
-            return take_place(
+            return claim_seat(
                 own, partial(self._join, channel, own, first, tenure, begins_anew=begins_anew)
             )
 

@@ -59,7 +59,7 @@ class TrainingState:
 
 
 class Observer:
-    """Makes states, and remembers the last two seconds for the rate."""
+    """Looks at all workers, and remembers the last two seconds for the rate."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members

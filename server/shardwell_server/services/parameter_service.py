@@ -143,8 +143,8 @@ class ParameterServerService:
             intact, has_ranges = check_chunk(chunk, payload, start), True
             if array_count not in (1, parameter.array_count):
                 raise ArgumentError(
-                    f"first weights of {parameter.spec.name!r} have {parameter.array_count} arrays "
-                    f"at most, or the weights alone; got {array_count}"
+                    f"first weights of {parameter.spec.name!r}: expected 1 array, the weights, or "
+                    f"all {parameter.array_count}; got {array_count}"
                 )
             where = Slice(chunk.element_offset, chunk.element_count)
             is_next_array = array_index + 1 == request.array_index < array_count

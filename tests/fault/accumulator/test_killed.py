@@ -33,7 +33,7 @@ from harness.stories.accumulator import (
 )
 from harness.stories.crash import Written
 from harness.stories.images import Image, image_of, in_memory, restore
-from harness.stories.killed import STORIES, writes_of
+from harness.stories.killed import STORIES, WritesOf
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
 from shardwell_server.accumulator.file_layout import UNDO_ENTRY_COUNT
@@ -45,10 +45,9 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-@pytest.fixture(scope="module")
-def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
-    """Images after every write of the story, told once."""
-    return writes_of(STORIES["accumulator"], tmp_path_factory.mktemp("story"))
+@pytest.fixture
+def writes(writes_of: WritesOf) -> list[Written]:
+    return writes_of(STORIES["accumulator"])
 
 
 def refusal_of(path: Path) -> str | None:

@@ -154,7 +154,7 @@ def test_state_that_an_optimizer_does_not_have(cluster) -> None:
     with WireWorker(cluster(2).target, "w0") as worker:
         parameter = worker.create(spec("m", SIZE, optimizer=PLAIN))
         epoch = parameter.claim_init().epoch
-        with pytest.raises(grpc.RpcError, match=r"have 1 arrays at most, .* got 2"):
+        with pytest.raises(grpc.RpcError, match=r"expected 1 array, the weights, or all 1; got 2"):
             worker.stubs[0].InitWeights(iter(restoring(parameter, 0, epoch)), timeout=PATIENCE_S)
         for index in (1, 0):
             messages = restoring(parameter, index, epoch, array_count=1)

@@ -8,18 +8,16 @@ test_damaged_parameters.py and test_damaged_tables.py.
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fastcrc import crc32
 
 from harness.faults.damage import Damage
-from harness.stories.crash import Written
 from harness.stories.images import in_memory, restore
-from harness.stories.killed import ParameterStory, StoredStory, TableStory, writes_of
+from harness.stories.killed import ParameterStory, StoredStory, TableStory, WritesOf
 from shardwell.errors import StorageError
 
 STORIES: dict[str, StoredStory] = {"parameter": ParameterStory(), "table": TableStory()}
@@ -34,28 +32,15 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[StoredStory], Written]:
-    """What a story leaves."""
-
-    @functools.cache
-    def told(story: StoredStory) -> Written:
-        last = writes_of(story, tmp_path_factory.mktemp("story"))[-1]
-        return last._replace(answered_count=story.call_count)
-
-    return told
-
-
 @pytest.fixture(params=STORIES)
 def story(request: pytest.FixtureRequest) -> StoredStory:
     return STORIES[request.param]
 
 
 @pytest.fixture
-def damage(
-    tmp_path: Path, story: StoredStory, finished: Callable[[StoredStory], Written]
-) -> Damage:
-    return Damage(story, finished(story), tmp_path / "damaged")
+def damage(tmp_path: Path, story: StoredStory, writes_of: WritesOf) -> Damage:
+    last = writes_of(story)[-1]._replace(answered_count=story.call_count)
+    return Damage(story, last, tmp_path / "damaged")
 
 
 def files(damage: Damage) -> Iterator[tuple[str, bytes]]:

@@ -72,7 +72,7 @@ def test_every_bit_of_a_journal(
     size = segment.stat().st_size
     segment.write_bytes(with_synced(segment.read_bytes(), size))
     assert size > 1000
-    for _ in flips(segment, size, 37):
+    for _ in flips(segment, size, 19):
         restore({**image, str(segment.relative_to(path)): segment.read_bytes()}, path)
         refused(lambda: story("step", OtherStart).state_at(path), segment, story.what)
 

@@ -19,7 +19,7 @@ import pytest
 from harness.faults.damage import Damage
 from harness.stories.crash import Written, recovered, state_at
 from harness.stories.images import image_of, in_memory, restore
-from harness.stories.killed import ParameterStory, writes_of
+from harness.stories.killed import ParameterStory, WritesOf
 from harness.stories.parameter import (
     CONFIG,
     SYNC,
@@ -51,9 +51,9 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-@pytest.fixture(scope="module")
-def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
-    return writes_of(STORY, tmp_path_factory.mktemp("story"))
+@pytest.fixture
+def writes(writes_of: WritesOf) -> list[Written]:
+    return writes_of(STORY)
 
 
 def refusal(use: Callable[[], object]) -> str | None:

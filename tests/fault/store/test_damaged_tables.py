@@ -17,7 +17,7 @@ import pytest
 from harness.faults.damage import Damage
 from harness.stories.crash import Written
 from harness.stories.images import in_memory, restore
-from harness.stories.killed import TableStory, writes_of
+from harness.stories.killed import TableStory, WritesOf, writes_of
 from shardwell.errors import StorageError
 
 STORY = TableStory()
@@ -34,9 +34,9 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-@pytest.fixture(scope="module")
-def writes(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
-    return writes_of(STORY, tmp_path_factory.mktemp("story"))
+@pytest.fixture
+def writes(writes_of: WritesOf) -> list[Written]:
+    return writes_of(STORY)
 
 
 @pytest.fixture

@@ -10,21 +10,19 @@ memory or plain Python (harness/stories/killed.py).
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 
 from harness.stories import killed
-from harness.stories.crash import SameMachine, Written
+from harness.stories.crash import SameMachine
 from harness.stories.images import Image, image_of, in_memory, restore, torn
-from harness.stories.killed import STORIES
+from harness.stories.killed import STORIES, WritesOf
 from shardwell_server.store import ChunkRecord, Layout, Transition
 from shardwell_server.store.mmap.store import MmapStore
 from shardwell_server.store.mmap.undo import ENTRY_COUNT_MAX
@@ -33,26 +31,12 @@ KILLS_TIMEOUT_S = 60.0
 PART_COUNT = 4
 """Every fourth write; all of them in one test would take too long on a busy machine."""
 STORY = pytest.mark.parametrize("name", STORIES)
-WritesOf: TypeAlias = Callable[[str], list[Written]]
 
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
     with in_memory(tmp_path) as path:
         yield path
-
-
-@pytest.fixture(scope="module")
-def writes_of(tmp_path_factory: pytest.TempPathFactory) -> WritesOf:
-    """Images after every write of a story, told once."""
-
-    @functools.cache
-    def told(name: str) -> list[Written]:
-        found = killed.writes_of(STORIES[name], tmp_path_factory.mktemp(name))
-        assert len(found) > STORIES[name].write_count_min
-        return found
-
-    return told
 
 
 @pytest.mark.sampled(3)
@@ -86,7 +70,7 @@ def test_killed_after_each_write(tmp_path: Path, name: str, part: int) -> None:
 @STORY
 def test_a_write_that_is_there_in_part(tmp_path: Path, writes_of: WritesOf, name: str) -> None:
     story, torn_count = STORIES[name], 0
-    for before, after in itertools.pairwise(writes_of(name)):
+    for before, after in itertools.pairwise(writes_of(STORIES[name])):
         for file in after.image:
             if ".new" in file or file.endswith("events"):  # written by calls of the system
                 continue
@@ -103,7 +87,7 @@ def test_killed_again_after_each_write_of_a_recovery(
     tmp_path: Path, writes_of: WritesOf, name: str
 ) -> None:
     story, seen, points = STORIES[name], set[int](), set[str]()
-    for written in writes_of(name):
+    for written in writes_of(STORIES[name]):
         path = restore(written.image, tmp_path / "first")
         images: list[Image] = []
 
@@ -124,7 +108,7 @@ def test_killed_again_after_each_write_of_a_recovery(
 
 @STORY
 def test_the_story_reaches_every_point(writes_of: WritesOf, name: str) -> None:
-    found = {written.point for written in writes_of(name)}
+    found = {written.point for written in writes_of(STORIES[name])}
     expected = STORIES[name].points()
     assert len(expected) > 8
     assert expected <= found
@@ -133,7 +117,7 @@ def test_the_story_reaches_every_point(writes_of: WritesOf, name: str) -> None:
 def test_parameters_and_accumulators_write_nothing_without_a_name(writes_of: WritesOf) -> None:
     """Tables' rows are written by the story itself."""
     for name in ("parameter", "accumulator"):
-        assert {written.point for written in writes_of(name)} <= killed.all_points()
+        assert {written.point for written in writes_of(STORIES[name])} <= killed.all_points()
 
 
 def test_several_chunks_were_being_changed(tmp_path: Path) -> None:

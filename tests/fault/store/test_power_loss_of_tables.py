@@ -104,9 +104,7 @@ def test_without_an_image_what_is_damaged_is_refused(tmp_path: Path) -> None:
     story = TableStory(boot=OtherStart)
     tell(TableStory().recovered(restore({}, tmp_path / "store")))
     image = image_of(tmp_path / "store")
-    for name in sorted(path.name for path in (tmp_path / "store" / TABLE).iterdir()):
-        if name not in MAPPED:
-            continue
+    for name in sorted(MAPPED - {"gradient_sum"}):  # which is a parameter's
         contents = image[f"{TABLE}/{name}"] or b""
         torn = {**image, f"{TABLE}/{name}": b"\x5a" * len(contents)}
         path = restore(torn, tmp_path / "again")

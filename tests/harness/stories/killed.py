@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from shardwell_server.store.mmap.store import MmapStore
 if TYPE_CHECKING:
     from harness.stories.power import Disk
 
-Reached = Callable[[str], None]
+Reached: TypeAlias = Callable[[str], None]
 _SOURCES = Path(shardwell_server.__file__).parent
 _TABLE_SOURCES = ("store/mmap/table.py", "store/mmap/row_undo.py")
 
@@ -127,6 +127,10 @@ class StoredStory(Story):
         self._durability = durability
         self._boot = boot
 
+    def may_be(self, state: Any, answered_count: int) -> bool:
+        """Whether there is what was answered, or a call more."""
+        return state in self.states[answered_count : answered_count + 2]
+
 
 class ParameterStory(StoredStory):
     """harness/stories/parameter.py, on a shard."""
@@ -174,8 +178,8 @@ class ParameterStory(StoredStory):
         self, path: Path, answered_count: int, where: str, *, is_whole: bool = True
     ) -> None:
         with self._recovered(path) as shard:
-            states = self.states[answered_count : answered_count + 2]
-            assert parameter.state_of(shard) in states or not is_whole, where
+            state = parameter.state_of(shard)
+            assert self.may_be(state, answered_count) or not is_whole, where
             crash.go_on(shard, answered_count, self._undisturbed)
 
     @contextlib.contextmanager
@@ -219,11 +223,14 @@ class TableStory(StoredStory):
     ) -> None:
         storage = self.recovered(path)
         state = table.state_of(storage)
-        if answered_count == 0 and not any(state["keys"]):  # seats may be missing
-            state["positions"] = self.states[0]["positions"]
-        assert state in self.states[answered_count : answered_count + 2] or not is_whole, where
+        assert self.may_be(state, answered_count) or not is_whole, where
         table.tell(storage)
         assert table.state_of(storage) == self.states[-1], where
+
+    def may_be(self, state: table.State, answered_count: int) -> bool:
+        if answered_count == 0 and not any(state["keys"]):  # seats may be missing
+            state = {**state, "positions": self.states[0]["positions"]}
+        return super().may_be(state, answered_count)
 
     def recovered(self, path: Path, reached: Reached = _nothing) -> TableStorage:
         """The table as a new process finds it, or makes it."""
@@ -309,6 +316,10 @@ STORIES: dict[str, Story] = {
     "table": TableStory(),
     "accumulator": AccumulatorStory(),
 }
+
+
+WritesOf: TypeAlias = Callable[[Story], list[Written]]
+"""A fixture of tests: what every write of a story leaves."""
 
 
 def writes_of(story: Story, path: Path, disk: Disk | None = None) -> list[Written]:

@@ -9,7 +9,7 @@ import pytest
 
 from shardwell.errors import WorkerIdInUseError
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.take_over import TAKE_OVER_S, take_place
+from shardwell.rpc.take_over import TAKE_OVER_S, claim_seat
 
 ANSWER_S = 0.001
 LATE_S_MAX = 0.6
@@ -52,7 +52,7 @@ class Seat:
 @pytest.mark.parametrize("free_at_s", [0.0, 0.01, 0.1, 0.4, 1.0, 1.8])
 def test_a_place_that_gets_free_is_taken_soon(free_at_s: float) -> None:
     seat = Seat(free_at_s, is_told=False)
-    taken_s = take_place(Attempts(20.0, seat), seat.take)
+    taken_s = claim_seat(Attempts(20.0, seat), seat.take)
     assert taken_s - free_at_s <= min(max(2 * free_at_s, 0.1), LATE_S_MAX)
 
 
@@ -60,16 +60,16 @@ def test_a_place_that_gets_free_is_taken_soon(free_at_s: float) -> None:
 def test_a_place_that_is_not_free_is_asked_for_a_few_times(timeout_s: float) -> None:
     seat = Seat(1e9, is_told=False)
     with pytest.raises(WorkerIdInUseError):
-        take_place(Attempts(timeout_s, seat), seat.take)
+        claim_seat(Attempts(timeout_s, seat), seat.take)
     assert seat.time_s <= min(timeout_s, TAKE_OVER_S) + LATE_S_MAX
     assert seat.question_count <= 10
 
 
 def test_a_place_that_will_be_free_is_waited_for_until_the_deadline() -> None:
     seat = Seat(5.0, is_told=True)
-    assert take_place(Attempts(20.0, seat), seat.take) <= 5.0 + LATE_S_MAX
+    assert claim_seat(Attempts(20.0, seat), seat.take) <= 5.0 + LATE_S_MAX
     assert seat.question_count <= 15
     seat = Seat(5.0, is_told=True)
     with pytest.raises(WorkerIdInUseError):
-        take_place(Attempts(3.0, seat), seat.take)
+        claim_seat(Attempts(3.0, seat), seat.take)
     assert seat.time_s <= 3.0 + LATE_S_MAX
