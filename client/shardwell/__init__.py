@@ -10,7 +10,8 @@ import logging
 
 from shardwell.checkpoint.export import TableExport
 from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable
-from shardwell.checkpoint.manifest import inspect_checkpoint
+from shardwell.checkpoint.model_export import export_checkpoint
+from shardwell.checkpoint.steps import inspect_checkpoint
 from shardwell.client import Client, connect
 from shardwell.errors import (
     ArgumentError,
@@ -49,6 +50,7 @@ from shardwell.parameter.parameter import Parameter
 from shardwell.process.allocator import tune_malloc
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
+from shardwell.specs.layout import TensorLayout, TensorSpec
 from shardwell.specs.optimizers import (
     FTRL,
     SGD,
@@ -131,6 +133,8 @@ __all__ = [
     "TableExport",
     "TableSpec",
     "TableStatus",
+    "TensorLayout",
+    "TensorSpec",
     "ThreadedSync",
     "Traffic",
     "Tree",
@@ -146,6 +150,7 @@ __all__ = [
     "Zeros",
     "__version__",
     "connect",
+    "export_checkpoint",
     "inspect_checkpoint",
     "join_group",
     "merge_updates",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 from shardwell.checkpoint.export import TableExport
 from shardwell.checkpoint.format import Checkpoint
@@ -20,6 +20,7 @@ from shardwell.errors import (
 from shardwell.numerics.arguments import check_integer, check_timeout
 from shardwell.parameter.membership import find_spec
 from shardwell.parameter.parameter import Parameter
+from shardwell.parameter.values import NamedArrays
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.closeable import Closing
 from shardwell.rpc.asking import ask_all
@@ -31,10 +32,10 @@ from shardwell.rpc.shard_status import ShardStatus, ask_status
 from shardwell.rpc.stream_pool import IdleStreams
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.initializers import Initializer, Uniform
+from shardwell.specs.layout import SIZE_MAX, TensorLayout
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import (
-    SIZE_MAX,
     STEP_MAX,
     WORKER_COUNT_MAX,
     CodecName,
@@ -127,7 +128,7 @@ class Client(Closing):
             target, worker_id=worker_id, cluster_id=cluster_id, timeout_s=connect_timeout_s
         )
         self._calls = CallScope(self._shards, timeout_s, "the client")
-        self._parameters = _Opened[Parameter]()
+        self._parameters = _Opened[Parameter[Any]]()
         self._tables = _Opened[Table]()
         self._idle_streams = IdleStreams(lambda channel: channel.exchange)
         self._idle_row_streams = IdleStreams(lambda channel: channel.exchange_rows)
@@ -142,29 +143,71 @@ class Client(Closing):
         """Name of the cluster."""
         return self._shards.channels[0].identity.cluster_id
 
+    @overload
     def parameter(
         self,
         name: str,
         *,
-        size: int | NotGiven = NOT_GIVEN,
+        tensors: Mapping[str, Any],
         optimizer: Optimizer | NotGiven = NOT_GIVEN,
         worker_count: int | NotGiven = NOT_GIVEN,
         codec: CodecName | NotGiven = NOT_GIVEN,
         mode: ModeName | NotGiven = NOT_GIVEN,
         allow_non_finite: bool | NotGiven = NOT_GIVEN,
-    ) -> Parameter:
+    ) -> Parameter[NamedArrays]: ...
+
+    @overload
+    def parameter(
+        self,
+        name: str,
+        *,
+        size: int,
+        optimizer: Optimizer | NotGiven = NOT_GIVEN,
+        worker_count: int | NotGiven = NOT_GIVEN,
+        codec: CodecName | NotGiven = NOT_GIVEN,
+        mode: ModeName | NotGiven = NOT_GIVEN,
+        allow_non_finite: bool | NotGiven = NOT_GIVEN,
+    ) -> Parameter: ...
+
+    @overload
+    def parameter(
+        self,
+        name: str,
+        *,
+        optimizer: Optimizer | NotGiven = NOT_GIVEN,
+        worker_count: int | NotGiven = NOT_GIVEN,
+        codec: CodecName | NotGiven = NOT_GIVEN,
+        mode: ModeName | NotGiven = NOT_GIVEN,
+        allow_non_finite: bool | NotGiven = NOT_GIVEN,
+    ) -> Parameter[Any]: ...
+
+    def parameter(
+        self,
+        name: str,
+        *,
+        size: int | NotGiven = NOT_GIVEN,
+        tensors: Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        optimizer: Optimizer | NotGiven = NOT_GIVEN,
+        worker_count: int | NotGiven = NOT_GIVEN,
+        codec: CodecName | NotGiven = NOT_GIVEN,
+        mode: ModeName | NotGiven = NOT_GIVEN,
+        allow_non_finite: bool | NotGiven = NOT_GIVEN,
+    ) -> Parameter[Any]:
         """Opens a parameter, creating it if it is new and all that it needs is given.
 
-        With `size` and `optimizer` it is created if there is none, and the other arguments that are
-        left out have their defaults. Without them it must exist; then its spec is what the shards
-        hold, and arguments that are given must agree with that.
+        With `size` or `tensors`, and `optimizer`, it is created if there is none, and the other
+        arguments that are left out have their defaults. Without them it must exist; then its spec
+        is what the shards hold, and arguments that are given must agree with that.
 
         Opening it again gives the same object, which has asked the shards anew for its `next_step`;
         after its `close`, a new one.
 
         Args:
             name: 1 to 128 letters, digits, `.`, `_`, `-`.
-            size: Number of float32 elements, from 1.
+            size: Number of float32 elements, from 1, of one that is a single vector.
+            tensors: Shapes by name, of one that has tensors, such as {"w": (20, 64), "b": (64,)};
+                or what has shapes, as a model's weights have. They lie in the parameter in this
+                order. Names are 1 to 256 printable characters.
             optimizer: The update rule on the shards: SGD, Adagrad, RMSProp, Adam, AdamW, Average.
             worker_count: Synchronous mode: how many workers make a step; default: 1. Asynchronous
                 mode has no use for it.
@@ -190,6 +233,9 @@ class Client(Closing):
         )
         if "size" in given:
             given["size"] = check_integer("size", given["size"], 1, SIZE_MAX)
+        if not isinstance(tensors, NotGiven):
+            given["layout"] = TensorLayout.of(tensors)
+            given.setdefault("size", given["layout"].size)
         if {"size", "optimizer"} <= given.keys():
             given.setdefault("worker_count", 1)
             if given.get("mode", "sync") != "sync":
@@ -199,8 +245,8 @@ class Client(Closing):
             found = self._calls.run(partial(find_spec, name, self._shards.channels))
             if found is None:
                 raise UnknownParameterError(
-                    f"no shard has a parameter {name!r}; pass size= and optimizer= to create it, "
-                    "or open it when another worker has",
+                    f"no shard has a parameter {name!r}; pass size= or tensors= and optimizer= to "
+                    "create it, or open it when another worker has",
                     parameter=name,
                 )
             spec = _agreed(found, given, parameter=name)
@@ -208,7 +254,7 @@ class Client(Closing):
         if known is not None and known.spec == spec:
             known.reopen()
             return known
-        made = Parameter(
+        made = Parameter[Any](
             spec,
             self._shards,
             worker_id=self.worker_id,
@@ -337,6 +383,7 @@ class Client(Closing):
         parameters: Sequence[str] | None = None,
         tables: Sequence[str] | None = None,
         *,
+        keep: int | None = None,
         timeout_s: float | None = None,
     ) -> Checkpoint:
         """Writes parameters and tables with optimizer state to a directory, while training goes on.
@@ -346,9 +393,13 @@ class Client(Closing):
         such moment; their chunks and rows are taken one after another.
 
         Args:
-            path: The directory, which must not exist; it appears when it is complete.
+            path: The directory, which must not exist; it appears when it is complete. With
+                `{step}` in its name, as "ckpt/{step}", the newest version of what is saved stands
+                there; the same checkpoint may be there already.
             parameters: Names; default: all that have first weights.
             tables: Names; default: all.
+            keep: With `{step}`: how many of the newest whole ones stay, this one included; older
+                ones are removed. Default: all.
             timeout_s: Bound of all of it; default: the client's.
 
         Raises:
@@ -358,7 +409,9 @@ class Client(Closing):
             WorkersMissingError: chunks or rows stay behind others, because workers are missing.
             DeadlineError, ShardUnavailableError, StorageError: it can't be read or written.
         """
-        return self._checkpointing(lambda one: one.save(path, parameters, tables), timeout_s)
+        return self._checkpointing(
+            lambda one: one.save(path, parameters, tables, keep=keep), timeout_s
+        )
 
     def restore_checkpoint(
         self,
@@ -378,7 +431,7 @@ class Client(Closing):
         finished already, and that nothing has changed since, are left as they are.
 
         Args:
-            path: The checkpoint's directory.
+            path: The checkpoint's directory; with `{step}` in its name, the newest whole one.
             parameters: Names; default: all.
             tables: Names; default: all.
             timeout_s: Bound of all of it; default: the client's.

@@ -12,17 +12,18 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.rpc.asking import ask_all
 
-_SUFFIX = ".partial"
+PARTIAL_SUFFIX = ".partial"
 
 
 @contextlib.contextmanager
-def whole_directory(path: Path) -> Iterator[Path]:
+def whole_directory(path: Path) -> Iterator[Making]:
     """Gives a directory to fill, which becomes `path` when the block ends without an error.
 
     Files are the caller's to bring to the disk. Parents are made.
@@ -33,11 +34,23 @@ def whole_directory(path: Path) -> Iterator[Path]:
     """
     _check_free(path)
     with working_directory(path) as partial:
-        yield partial
-        ask_all([directory for directory, _, _ in os.walk(partial)], sync_directory)
-        _check_free(path)
-        partial.rename(path)
-        sync_directory(path.parent)
+        making = Making(partial, path)
+        yield making
+        if making.path is not None:
+            ask_all([directory for directory, _, _ in os.walk(partial)], sync_directory)
+            _check_free(making.path)
+            partial.rename(making.path)
+            sync_directory(making.path.parent)
+
+
+@dataclass
+class Making:
+    """A directory that is being made."""
+
+    directory: Path
+    """To be filled."""
+    path: Path | None
+    """What it becomes; the block may name another one beside it, or None: nothing."""
 
 
 @contextlib.contextmanager
@@ -50,7 +63,7 @@ def working_directory(path: Path) -> Iterator[Path]:
         ArgumentError: another process is making `path`.
         StorageError: the directory can't be made, or the block failed with an OSError.
     """
-    partial = path.with_name(path.name + _SUFFIX)
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _claimed(partial) as directory:

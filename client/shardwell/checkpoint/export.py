@@ -61,8 +61,33 @@ def check_target(path: Path) -> None:
         ArgumentError: it exists, or see `check_format`.
     """
     check_format(path)
+    check_free(path)
+
+
+def check_free(path: Path) -> None:
+    """Returns if there is nothing at `path`.
+
+    Raises:
+        ArgumentError: there is.
+    """
     if os.path.lexists(path):
         raise ArgumentError(f"{path} exists already; remove it, or give another name")
+
+
+def give_name(made: Path, path: Path) -> None:
+    """Gives a file that is complete the name `path`, if there is still nothing there.
+
+    Raises:
+        ArgumentError: there is.
+        StorageError: it can't be.
+    """
+    try:
+        os.link(made, path)  # not a rename, which would replace what is there by now
+        sync_directory(path.parent)
+    except FileExistsError:
+        raise ArgumentError(f"{path} exists already; remove it, or give another name") from None
+    except OSError as error:
+        raise file_error(path, error, "writing it") from None
 
 
 def _pyarrow() -> tuple[Any, Any]:
@@ -97,14 +122,11 @@ def write_export(entry: CheckpointTable, directory: Path, path: Path) -> None:
             _write_parquet(entry, ids, sorted_path, made)
         else:
             _write_sorted(entry, directory, made)
-        os.link(made, path)  # not a rename, which would replace what is there by now
-        sync_directory(path.parent)
-    except FileExistsError:
-        raise ArgumentError(f"{path} exists already; remove it, or give another name") from None
     except OSError as error:
         if isinstance(error, (ArgumentError, StorageError)):
             raise
         raise file_error(path, error, "writing it") from None
+    give_name(made, path)
 
 
 def _write_sorted(entry: CheckpointTable, directory: Path, path: Path) -> Ids:

@@ -45,9 +45,10 @@ from shardwell.checkpoint.format import (
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.arguments import check_integer
+from shardwell.specs.layout import SIZE_MAX
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
-from shardwell.specs.parameter import SIZE_MAX, STEP_MAX, ParameterSpec
+from shardwell.specs.parameter import STEP_MAX, ParameterSpec
 from shardwell.specs.table import ROW_COUNT_MAX, TableSpec
 from shardwell.v1 import table_pb2, types_pb2
 
@@ -123,18 +124,8 @@ def _file_to_json(file: SliceFile | RowsFile) -> dict[str, Any]:
     }
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
-    """What a checkpoint holds, after a look whether all its files are there and complete.
-
-    Args:
-        path: Its directory.
-        verify: Read all files and compare their CRCs.
-
-    Raises:
-        StorageError: it is no checkpoint, was damaged, or was written by a later version; the
-            message names the file.
-    """
-    directory = Path(os.path.abspath(path))
+def read_checkpoint(directory: Path, *, verify: bool = False) -> Checkpoint:
+    """See `inspect_checkpoint`, of one directory."""
     checkpoint = _read(directory / _NAME)
     checkpoint.check_files()
     if verify:

@@ -16,7 +16,8 @@ from shardwell.checkpoint.consistent_version import known_first
 from shardwell.checkpoint.directory import whole_directory
 from shardwell.checkpoint.export import TableExport
 from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, load_id_of
-from shardwell.checkpoint.manifest import inspect_checkpoint, write_manifest
+from shardwell.checkpoint.manifest import write_manifest
+from shardwell.checkpoint.steps import StepPaths, inspect_checkpoint
 from shardwell.checkpoint.table_saving import TableCheckpointing
 from shardwell.checkpoint.tensor_files import SliceReader
 from shardwell.errors import (
@@ -27,6 +28,7 @@ from shardwell.errors import (
     StepOrderError,
     UnknownParameterError,
 )
+from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.first_weights import FirstWeights
 from shardwell.parameter.membership import join_all
@@ -67,16 +69,32 @@ class Checkpointing:
         path: str | os.PathLike[str],
         parameters: Sequence[str] | None = None,
         tables: Sequence[str] | None = None,
+        *,
+        keep: int | None = None,
     ) -> Checkpoint:
         """See `Client.save_checkpoint`."""
         _check_names("parameters", parameters)
         _check_names("tables", tables)
         target = Path(os.path.abspath(path))
+        steps = StepPaths.of(target)
+        if keep is not None:
+            check_integer("keep", keep, 1, 2**31)
+            if steps is None:
+                raise ArgumentError(
+                    f"keep is for a path with {{step}}, as 'ckpt/{{step}}'; got {str(path)!r}"
+                )
         try:
             with whole_directory(target) as making:
                 statuses = ask_all(self._channels, self._status)
-                entries = self._snapshots(_specs(statuses, parameters), statuses, making)
-                table_entries = self._tables.save(making, tables, first_number=len(entries) + 1)
+                specs = _specs(statuses, parameters)
+                entries = self._snapshots(specs, statuses, making.directory)
+                table_entries = self._tables.save(
+                    making.directory, tables, first_number=len(entries) + 1
+                )
+                if steps is not None:
+                    newest = [entry.version_max for entry in entries]
+                    newest += [entry.version_max for entry in table_entries]
+                    target = making.path = steps.at(max(newest, default=0))
                 checkpoint = Checkpoint(
                     path=target,
                     cluster_id=self._channels[0].identity.cluster_id,
@@ -85,9 +103,15 @@ class Checkpointing:
                     parameters=tuple(entries),
                     tables=tuple(table_entries),
                 )
-                write_manifest(making, checkpoint)
+                same = None if steps is None else steps.make_way(checkpoint)
+                if same is None:
+                    write_manifest(making.directory, checkpoint)
+                else:
+                    checkpoint, making.path = same, None
         except DivergedError as error:
             raise _not_saved(error) from None
+        if steps is not None and keep is not None:
+            steps.prune(keep)
         return checkpoint
 
     def _snapshots(

@@ -146,6 +146,15 @@ class TensorsWriter(Closing):
             raise file_error(self._path, error, "writing it") from None
 
 
+class VectorWriter(TensorsWriter):
+    """A file of tensors that are one vector of float32, one behind the other. See TensorsWriter."""
+
+    def write(self, start: int, values: Float32) -> None:
+        """Puts elements where they belong, from number `start` of the vector on."""
+        plain = np.ascontiguousarray(values, "<f4")
+        self._write(plain.view(np.uint8).data, min(self._offsets.values()) + start * 4)
+
+
 class SliceWriter(TensorsWriter):
     """A file of a slice of a parameter, weights and optimizer state, as float32.
 

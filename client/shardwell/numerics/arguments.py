@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,34 +26,45 @@ TIMEOUT_S_MIN = 0.001
 def as_array(what: str, values: Any) -> npt.NDArray[Any]:
     """What offers an array, such as a CPU tensor, as one: uncopied where it can be.
 
+    Args:
+        what: What it is, for messages.
+        values: A NumPy array, or what has `__array__`, DLPack or the buffer protocol. Of a tensor,
+            with or without a gradient of its own, the values; bfloat16 becomes float32.
+
     Raises:
         ArgumentError: it offers none, or can't.
     """
-    if not hasattr(values, "__array__"):
-        raise ArgumentError(f"{what} must be a NumPy array of float32; got {_told(values)}")
+    if type(values) is np.ndarray:
+        return values
+    given = values
     try:
-        return np.asarray(values)
-    except Exception as error:  # a tensor's, of several kinds: on a GPU, requires_grad, bfloat16
+        if hasattr(given, "detach"):  # a torch tensor, which gives no array while it has a gradient
+            given = given.detach()
+        if str(getattr(given, "dtype", "")) == "torch.bfloat16":  # which NumPy does not know
+            given = given.float()
+        if hasattr(given, "__array__"):
+            array = np.asarray(given)
+            return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+        if hasattr(given, "__dlpack__"):
+            return np.from_dlpack(given)
+        return np.asarray(memoryview(given))
+    except Exception as error:  # of several kinds: on a GPU, sparse, a list
+        remedy = "pass np.asarray(values, np.float32)"
+        if hasattr(values, "detach"):
+            is_sparse = str(getattr(values, "layout", "torch.strided")) != "torch.strided"
+            remedy = f"pass {'tensor.to_dense()' if is_sparse else 'tensor.detach().cpu()'}"
         raise ArgumentError(
-            f"{what} must be a NumPy array of float32; got {_told(values)}, which gives none: "
-            f"{error}; pass tensor.detach().float().cpu().numpy()"
+            f"{what} must be a NumPy array of float32, or a tensor on the CPU; got "
+            f"{_told(values)}, which gives none: {error}; {remedy}"
         ) from None
 
 
-def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
-    """The values as one dimension of floating point numbers, uncopied where they are contiguous.
-
-    Args:
-        what: What they are, for messages ("gradient of 'model'").
-        values: A NumPy array (or what offers one, such as a CPU tensor) of any shape and layout
-            with `size` elements, float32, or float64 or float16, which are converted.
-        size: How many elements there must be; None: any number.
+def as_floats(what: str, values: Any) -> npt.NDArray[Any]:
+    """The values as an array of floating point numbers of any shape.
 
     Raises:
-        ArgumentError: another type, dtype or number of elements.
+        ArgumentError: another type or dtype.
     """
-    if type(values) is np.ndarray and values.shape == (size,) and values.dtype == np.float32:
-        return values
     array = as_array(what, values)
     if array.dtype.type not in _ACCEPTED:
         raise ArgumentError(
@@ -60,6 +73,24 @@ def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
         )
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise ArgumentError(f"{what} has masked elements; fill them with .filled(0)")
+    return array
+
+
+def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
+    """The values as one dimension of floating point numbers, uncopied where they are contiguous.
+
+    Args:
+        what: What they are, for messages ("gradient of 'model'").
+        values: See `as_array`; of any shape and layout with `size` elements, float32, or float64,
+            float16 or bfloat16, which are converted.
+        size: How many elements there must be; None: any number.
+
+    Raises:
+        ArgumentError: another type, dtype or number of elements.
+    """
+    if type(values) is np.ndarray and values.shape == (size,) and values.dtype == np.float32:
+        return values
+    array = as_floats(what, values)
     if size is not None and array.size != size:
         raise ArgumentError(
             f"{what} must have {size} elements; got {array.size} in shape {array.shape}"
@@ -70,9 +101,15 @@ def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
 def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
     """The caller's `out=`, or `what` it is called, as one dimension that can be written in place.
 
+    A torch tensor in the memory of the CPU is taken by that memory.
+
     Raises:
         ArgumentError: no writable C-contiguous float32 array of `size` elements, if that is given.
     """
+    given = out
+    if hasattr(out, "detach"):
+        with contextlib.suppress(Exception):  # on another device, sparse: told below
+            out = out.detach().numpy()
     if (
         not isinstance(out, np.ndarray)
         or out.dtype != np.float32
@@ -86,17 +123,12 @@ def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
             f"{out.dtype} of shape {out.shape}, contiguous={out.flags.c_contiguous}, "
             f"writeable={out.flags.writeable}"
             if isinstance(out, np.ndarray)
-            else _told(out)
+            else _told(given)
         )
         length = "" if size is None else f" of {size} elements"
-        advice = (
-            "; pass tensor.detach().numpy(), which has the memory of a float32 tensor on the CPU"
-            if hasattr(out, "detach")
-            else ""
-        )
         raise ArgumentError(
-            f"{what} must be a writable C-contiguous float32 NumPy array{length}; "
-            f"got {found}{advice}"
+            f"{what} must be a writable C-contiguous float32 NumPy array{length}, or such a tensor "
+            f"on the CPU; got {found}"
         )
     return np.asarray(out).reshape(-1)
 
@@ -123,8 +155,9 @@ def finite_peak(
     start: int = 0,
     stop: int | None = None,
     remedy: str = "skip or mend the step, or open the parameter with allow_non_finite=True",
+    told: Callable[[int], str] = "element {}".format,
 ) -> float:
-    """Largest magnitude of values[start:stop] as float32.
+    """Largest magnitude of values[start:stop] as float32; `told` is how an element is called.
 
     Raises:
         NonFiniteError: one is NaN or infinite; with the index of the first.
@@ -132,7 +165,7 @@ def finite_peak(
     peak, index = find_peak(values, start, stop)
     if index is not None:
         raise NonFiniteError(
-            f"{what}: element {index} is {values[index]}, which is not a finite float32; {remedy}",
+            f"{what}: {told(index)} is {values[index]}, which is not a finite float32; {remedy}",
             element_index=index,
             parameter=parameter,
         )

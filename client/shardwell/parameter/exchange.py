@@ -233,7 +233,8 @@ class Transfer:
                 )
             except NonFiniteValueError as error:  # the caller changed the array meanwhile
                 raise NonFiniteError(
-                    f"gradient of {self._spec.name!r}: element {where.offset + error.index} became "
+                    f"gradient of {self._spec.name!r}: "
+                    f"{self._spec.element(where.offset + error.index)} became "
                     f"{error.value} while it was sent; do not write to it before the call returns",
                     element_index=where.offset + error.index,
                     parameter=self._spec.name,

@@ -1,25 +1,25 @@
 """A dense parameter in a worker: first weights, gradients out, weights in.
 
-Calls block until they are done or their deadline has passed; meanwhile a shard that went away is
-waited for, and what it has not acknowledged is sent again. A Parameter may be used by several
-threads, whose calls then take turns. Its buffers are the caller's: nothing is kept of a gradient
-after the call returns.
+Its values are one vector, or tensors by name, as it was opened (values.py). Calls block until they
+are done or their deadline has passed; meanwhile a shard that went away is waited for, and what it
+has not acknowledged is sent again. A Parameter may be used by several threads, whose calls then
+take turns. Its buffers are the caller's: nothing is kept of a gradient after the call returns.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
 from shardwell.errors import ArgumentError, DivergedError
-from shardwell.numerics.arguments import as_flat, as_output, check_integer, finite_peak
-from shardwell.numerics.codec import Float32
+from shardwell.numerics.arguments import check_integer, finite_peak
 from shardwell.parameter.exchange import Gradient, Progress, Transfer
 from shardwell.parameter.first_weights import FirstWeights, GivenWeights
 from shardwell.parameter.membership import Opening
+from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
@@ -31,8 +31,13 @@ from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 
 
-class Parameter:
-    """Made by `Client.parameter`."""
+class Parameter(Generic[ValuesT]):
+    """Made by `Client.parameter`.
+
+    "Values", below, are one (size,) array; or, opened with `tensors`, a dict of arrays by name,
+    each of its shape. Of any mapping of these names that is passed, arrays that lie one behind the
+    other in one buffer, as those that were returned do, are not copied.
+    """
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class Parameter:
         self._shards = shards
         self._worker_id = worker_id
         self._traffic = traffic
+        self._values = values_of(spec)
         what = f"parameter {spec.name!r}"
         self._calls = CallScope(shards, timeout_s, what, parameter=spec.name)
         pool = StreamPool(idle_streams, what, parameter=spec.name)
@@ -66,7 +72,9 @@ class Parameter:
         self._calls.run(self._open)
 
     def __repr__(self) -> str:
-        return f"Parameter({self.name!r}, size={self.size}, mode={self.spec.mode!r})"
+        layout = self.spec.layout
+        tensors = "" if layout is None else f", {len(layout)} tensors"
+        return f"Parameter({self.name!r}, size={self.size}{tensors}, mode={self.spec.mode!r})"
 
     @property
     def name(self) -> str:
@@ -90,7 +98,7 @@ class Parameter:
         others return when its weights stand. They travel as float32 and stand exactly.
 
         Args:
-            weights: (size,) float32, or of any shape with as many elements.
+            weights: Values; see `put_gradient` for what is taken.
             timeout_s: See `Client`.
 
         Returns:
@@ -103,9 +111,9 @@ class Parameter:
 
         def settle(attempts: Attempts) -> int:
             what = f"first weights of {self.name!r}"
-            values = as_flat(what, weights, self.size)
+            values = self._values.flat(what, weights)
             if not self.spec.allow_non_finite:
-                finite_peak(what, values, self.name)
+                finite_peak(what, values, self.name, told=self.spec.element)
             first_weights = FirstWeights(
                 self.name,
                 GivenWeights(values),
@@ -122,13 +130,13 @@ class Parameter:
         return self._calls.run(settle, timeout_s, in_turn=True)
 
     def get_weights(
-        self, *, out: Float32 | None = None, min_version: int = 0, timeout_s: float | None = None
-    ) -> Float32:
+        self, *, out: ValuesT | None = None, min_version: int = 0, timeout_s: float | None = None
+    ) -> ValuesT:
         """The weights, as the shards have them now.
 
         Args:
-            out: Where to put them, a writable C-contiguous float32 array of `size` elements;
-                default: a new (size,) array. Its contents are undefined after an error.
+            out: Where to put them: values of writable C-contiguous float32; default: new ones,
+                tensors as views of one buffer. Their contents are undefined after an error.
             min_version: Wait until every chunk has seen that many updates: `step + 1` for the
                 result of `step`.
             timeout_s: See `Client`.
@@ -143,8 +151,8 @@ class Parameter:
         return self._calls.run(get, timeout_s)
 
     def get_weights_async(
-        self, *, out: Float32 | None = None, min_version: int = 0, timeout_s: float | None = None
-    ) -> Future[Float32]:
+        self, *, out: ValuesT | None = None, min_version: int = 0, timeout_s: float | None = None
+    ) -> Future[ValuesT]:
         """`get_weights` without waiting: its result or error comes in the future.
 
         `out` belongs to the call until then. Calls that wait hold up no other, up to 256 of a
@@ -165,8 +173,10 @@ class Parameter:
         step is still this worker's next: call again; what had been counted is not counted twice.
 
         Args:
-            gradient: (size,) float32, or any shape and layout with as many elements; float64 and
-                float16 are converted. Read until the call returns.
+            gradient: Values: float32; float64, float16 and bfloat16 are converted. NumPy arrays, or
+                what has `__array__`, DLPack or the buffer protocol, such as a torch tensor in the
+                CPU's memory. A vector may have any shape and layout with `size` elements. Read
+                until the call returns.
             sample_count: Weight in the step's mean, 0 to 2^24: sum(n_i * g_i) / sum(n_i). Has no
                 effect in asynchronous mode.
             timeout_s: See `Client`.
@@ -195,9 +205,9 @@ class Parameter:
         gradient: Any,
         *,
         sample_count: int = 1,
-        out: Float32 | None = None,
+        out: ValuesT | None = None,
         timeout_s: float | None = None,
-    ) -> Float32:
+    ) -> ValuesT:
         """`put_gradient` and `get_weights` of its result at once, chunk by chunk.
 
         While later chunks of the gradient leave, updated weights of earlier ones arrive, so that
@@ -210,7 +220,7 @@ class Parameter:
             timeout_s: See `Client`.
 
         Returns:
-            The weights after this step: (size,) float32, `out` if given.
+            The weights after this step; `out` if given.
 
         Raises:
             DivergedError: the gradient is counted, and the step has ended; the weights that came
@@ -219,17 +229,15 @@ class Parameter:
                 next: call again.
         """
 
-        def exchange(attempts: Attempts) -> Float32:
+        def exchange(attempts: Attempts) -> ValuesT:
             work = self._gradient(gradient, sample_count, attempts)
-            flat = weights = np.empty(self.size, np.float32) if out is None else out
-            if out is not None:
-                flat = as_output(out, self.size)
-                if np.may_share_memory(flat, work.values):
-                    raise ArgumentError("out must not overlap the gradient; pass another array")
+            room: Room[ValuesT] = self._values.room(out)
+            if np.may_share_memory(room.flat, work.values):
+                raise ArgumentError("out must not overlap the gradient; pass another array")
             progress = Progress()
             try:
                 self.version = attempts.run(
-                    lambda: self._transfer.exchange(work, flat, progress, attempts)
+                    lambda: self._transfer.exchange(work, room.flat, progress, attempts)
                 )
             except DivergedError:  # some of it is counted, so all of it is to be
                 counted = Progress()
@@ -237,7 +245,7 @@ class Parameter:
                 self.next_step = work.step + 1
                 raise
             self.next_step = work.step + 1
-            return weights
+            return room.filled()
 
         return self._calls.run(exchange, timeout_s, in_turn=True)
 
@@ -292,22 +300,25 @@ class Parameter:
         """Opens the parameter on all shards; sets `next_step`."""
         self._transfer.parts, self.next_step = self._opening.open(attempts)
 
-    def _get_weights(self, out: Float32 | None, min_version: int, attempts: Attempts) -> Float32:
+    def _get_weights(self, out: ValuesT | None, min_version: int, attempts: Attempts) -> ValuesT:
         min_version = check_integer("min_version", min_version, 0, STEP_MAX)
-        weights = np.empty(self.size, np.float32) if out is None else out
-        flat = weights if out is None else as_output(out, self.size)
-        self.version = attempts.run(lambda: self._transfer.get_weights(flat, min_version, attempts))
-        return weights
+        room: Room[ValuesT] = self._values.room(out)
+        self.version = attempts.run(
+            lambda: self._transfer.get_weights(room.flat, min_version, attempts)
+        )
+        return room.filled()
 
     def _gradient(self, gradient: Any, sample_count: int, attempts: Attempts) -> Gradient:
         """Checks everything that can be checked before anything is sent; takes a seat, once."""
         what = f"gradient of {self.name!r}"
-        values = as_flat(what, gradient, self.size)
+        values = self._values.flat(what, gradient)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         peaks = None
         if not self.spec.allow_non_finite:
             peaks = [
-                finite_peak(what, values, self.name, where.offset, where.stop)
+                finite_peak(
+                    what, values, self.name, where.offset, where.stop, told=self.spec.element
+                )
                 for part in self._transfer.parts
                 for where in part.chunks
             ]

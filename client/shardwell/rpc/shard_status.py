@@ -175,19 +175,33 @@ def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> p
         WrongShardError: another shard answers at its address now.
         ShardUnavailableError, DeadlineError: it does not answer within `timeout_s`.
     """
-    status = channel.call(
-        "GetStatus",
-        pb.GetStatusRequest(parameter=name),
-        pb.GetStatusResponse,
-        timeout_s=timeout_s,
-        parameter=name or None,
-    )
+    status = _ask_parameters(channel, timeout_s, name)
     if status.shard != channel.identity:
         raise WrongShardError(
             f"{channel.address} is shard {status.shard.shard_index} of cluster "
             f"{status.shard.cluster_id!r} now; it was shard {channel.shard_index} of "
             f"{channel.identity.cluster_id!r}; connect again",
             shard_index=channel.shard_index,
+        )
+    return status
+
+
+def _ask_parameters(
+    channel: ShardChannel, timeout_s: float, name: str = ""
+) -> pb.GetStatusResponse:
+    """As `ask_parameters`, of any cluster. An answer without room for all is asked on."""
+    status = pb.GetStatusResponse(more=True)
+    while status.more:
+        after = status.parameters[-1].spec.name if status.parameters else ""
+        status.more = False
+        status.MergeFrom(
+            channel.call(
+                "GetStatus",
+                pb.GetStatusRequest(parameter=name, after=after),
+                pb.GetStatusResponse,
+                timeout_s=timeout_s,
+                parameter=name or None,
+            )
         )
     return status
 
@@ -213,15 +227,13 @@ def ask_tables(
 
 
 def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
-    """Asks a shard two questions, and waits up to `timeout_s` for each answer.
+    """Asks a shard for parameters and for tables, and waits up to `timeout_s` for each answer.
 
     Raises:
         ShardUnavailableError, DeadlineError: it does not answer.
         ArgumentError: its answer is none; another version runs there.
     """
-    shard = channel.call(
-        "GetStatus", pb.GetStatusRequest(), pb.GetStatusResponse, timeout_s=timeout_s
-    )
+    shard = _ask_parameters(channel, timeout_s)
     found = channel.call(
         "GetTableStatus",
         table_pb2.GetTableStatusRequest(shard=shard.shard),

@@ -9,8 +9,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
+from typing_extensions import override
+
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_whole_number, name_of
+from shardwell.specs.layout import SIZE_MAX, TensorLayout
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import OF_TABLES, Optimizer
 from shardwell.v1 import types_pb2
@@ -18,7 +21,6 @@ from shardwell.v1 import types_pb2
 CodecName = Literal["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
 ModeName = Literal["sync", "async"]
 
-SIZE_MAX = 2**48
 WORKER_COUNT_MAX = 2**16
 SAMPLE_COUNT_MAX = 2**24
 STEP_MAX = 2**62
@@ -146,6 +148,8 @@ class ParameterSpec(TrainingSpec):
     """`sync`: the mean of worker_count gradients a step; `async`: each gradient as it arrives."""
     allow_non_finite: bool = False
     """Let NaN and infinity through; the default refuses them, with their place."""
+    layout: TensorLayout | None = None
+    """The tensors in it; None: it is one vector."""
 
     def __post_init__(self) -> None:
         check_name("parameter name", self.name)
@@ -156,7 +160,25 @@ class ParameterSpec(TrainingSpec):
                 "optimizer must be one of shardwell.SGD, Adagrad, RMSProp, Adam, AdamW, Average; "
                 f"got {brief(self.optimizer)}"
             )
+        if self.layout is not None and self.layout.size != self.size:
+            raise ArgumentError(
+                f"size must be that of all tensors, {self.layout.size}; got {self.size}"
+            )
         self.check_training()
+
+    @override
+    def differences(self, other: Self) -> list[str]:
+        if self.layout is None or self.layout == other.layout:
+            return super().differences(other)
+        like_mine = dataclasses.replace(other, size=self.size, layout=self.layout)
+        return [self.layout.difference(other.layout), *super().differences(like_mine)]
+
+    def element(self, index: int) -> str:
+        """An element for messages: with the tensor that it is in, if there are tensors."""
+        if self.layout is None:
+            return f"element {index}"
+        tensor = self.layout.at(index)
+        return f"element {index - tensor.offset} of tensor {tensor.name!r}"
 
     def to_proto(self) -> types_pb2.ParameterSpec:
         """The wire's form."""
@@ -170,6 +192,7 @@ class ParameterSpec(TrainingSpec):
             worker_count=self.worker_count,
             optimizer=self.optimizer.to_proto(),
             allow_non_finite=self.allow_non_finite,
+            layout=None if self.layout is None else self.layout.to_proto(),
         )
 
     @staticmethod
@@ -179,6 +202,7 @@ class ParameterSpec(TrainingSpec):
         Raises:
             ArgumentError: an enum is unspecified or unknown, or a value is out of range.
         """
+        has_layout = message.HasField("layout")
         values: dict[str, Any] = {
             "codec": codec_from_wire(message.codec, message.compression),
             "mode": name_of(WIRE_MODES, "mode", message.mode),
@@ -189,5 +213,6 @@ class ParameterSpec(TrainingSpec):
             optimizer=Optimizer.from_proto(message.optimizer),
             worker_count=message.worker_count,
             allow_non_finite=message.allow_non_finite,
+            layout=TensorLayout.from_proto(message.layout) if has_layout else None,
             **values,
         )

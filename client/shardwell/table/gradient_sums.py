@@ -14,13 +14,12 @@ import numpy as np
 from fastcrc import crc32
 
 from shardwell.errors import ArgumentError, NonFiniteError
-from shardwell.numerics.arguments import as_array
+from shardwell.numerics.arguments import as_floats
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.finite import find_peak
 from shardwell.placement.rows import Ids
 from shardwell.table.batch import RowBatch, Span
 
-_ACCEPTED = (np.float32, np.float64, np.float16)
 _SEGMENT_ROW_COUNT = 8
 """Gradients that are added up one after another; bounds the rounding error, too."""
 
@@ -38,14 +37,7 @@ def as_gradients(gradients: Any, shape: tuple[int, ...], dim: int, table: str) -
         ArgumentError: another type, dtype or shape.
     """
     what = f"gradients of rows of {table!r}"
-    array = as_array(what, gradients)
-    if array.dtype.type not in _ACCEPTED:
-        raise ArgumentError(
-            f"{what} must be float32 (float64 and float16 are converted); got {array.dtype}; "
-            "convert them with .astype(np.float32)"
-        )
-    if isinstance(gradients, np.ma.MaskedArray) and np.ma.is_masked(gradients):
-        raise ArgumentError(f"{what} have masked elements; fill them with .filled(0)")
+    array = as_floats(what, gradients)
     if array.shape != (*shape, dim):
         raise ArgumentError(
             f"{what} must be of shape {(*shape, dim)}: that of the ids, and dim; got {array.shape}"

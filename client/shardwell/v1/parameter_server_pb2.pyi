@@ -254,15 +254,17 @@ class SetLearningRateResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusRequest(_message.Message):
-    __slots__ = ("identity_only", "parameter")
+    __slots__ = ("identity_only", "parameter", "after")
     IDENTITY_ONLY_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     identity_only: bool
     parameter: str
-    def __init__(self, identity_only: bool = ..., parameter: _Optional[str] = ...) -> None: ...
+    after: str
+    def __init__(self, identity_only: bool = ..., parameter: _Optional[str] = ..., after: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count")
+    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +273,7 @@ class GetStatusResponse(_message.Message):
     RECEIVED_PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SENT_PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     OPEN_STREAM_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     software_version: str
     uptime_s: float
@@ -279,7 +282,8 @@ class GetStatusResponse(_message.Message):
     received_payload_bytes: int
     sent_payload_bytes: int
     open_stream_count: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ...) -> None: ...
+    more: bool
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ...) -> None: ...
 
 class ParameterStatus(_message.Message):
     __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count", "done_worker_ids", "load_id")

@@ -217,8 +217,22 @@ class Optimizer(_message.Message):
     clip_value: float
     def __init__(self, average: _Optional[_Union[Average, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ..., rms_prop: _Optional[_Union[RmsProp, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., adam_w: _Optional[_Union[AdamW, _Mapping]] = ..., row_wise_adagrad: _Optional[_Union[RowWiseAdagrad, _Mapping]] = ..., ftrl: _Optional[_Union[Ftrl, _Mapping]] = ..., clip_value: _Optional[float] = ...) -> None: ...
 
+class Tensor(_message.Message):
+    __slots__ = ("name", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TensorLayout(_message.Message):
+    __slots__ = ("tensors",)
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+
 class ParameterSpec(_message.Message):
-    __slots__ = ("name", "size", "codec", "compression", "mode", "worker_count", "optimizer", "allow_non_finite")
+    __slots__ = ("name", "size", "codec", "compression", "mode", "worker_count", "optimizer", "allow_non_finite", "layout")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +241,7 @@ class ParameterSpec(_message.Message):
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     name: str
     size: int
     codec: Codec
@@ -235,7 +250,8 @@ class ParameterSpec(_message.Message):
     worker_count: int
     optimizer: Optimizer
     allow_non_finite: bool
-    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., compression: _Optional[_Union[Compression, str]] = ..., mode: _Optional[_Union[Mode, str]] = ..., worker_count: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., allow_non_finite: bool = ...) -> None: ...
+    layout: TensorLayout
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., compression: _Optional[_Union[Compression, str]] = ..., mode: _Optional[_Union[Mode, str]] = ..., worker_count: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., allow_non_finite: bool = ..., layout: _Optional[_Union[TensorLayout, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("chunk_index", "element_offset", "element_count", "scale_exponent", "crc32c", "lz4")

@@ -51,6 +51,12 @@ _DIRECTORY = click.argument("directory", type=GivenPath())
 
 @checkpoint.command()
 @_DIRECTORY
+@click.option(
+    "--keep",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With {step} in DIRECTORY: remove all but the newest N whole ones. Default: keep all.",
+)
 @_cluster_options
 def save(
     *,
@@ -58,14 +64,18 @@ def save(
     target: str,
     parameters: tuple[str, ...],
     tables: tuple[str, ...],
+    keep: int | None,
     timeout_s: float,
 ) -> None:
     """Write parameters, tables and optimizer state to DIRECTORY, each at one version.
 
-    Training may go on meanwhile. DIRECTORY must not exist; it appears when it is complete.
+    Training may go on meanwhile. DIRECTORY must not exist; it appears when it is complete. With
+    {step} in its name, as in ckpt/{step}, the newest version of what is saved stands there.
     """
     with connected("checkpoint", target, timeout_s) as (client, rest_s):
-        made = client.save_checkpoint(directory, *_choice(parameters, tables), timeout_s=rest_s)
+        made = client.save_checkpoint(
+            directory, *_choice(parameters, tables), keep=keep, timeout_s=rest_s
+        )
     _print(made)
 
 
@@ -83,7 +93,7 @@ def restore(
     """Create parameters and tables as DIRECTORY has them, in a cluster with any number of shards.
 
     Before workers start: a parameter that has weights, or a table that has rows, is refused. The
-    whole checkpoint is verified first.
+    whole checkpoint is verified first. With {step} in its name, the newest whole one is taken.
     """
     with connected("checkpoint", target, timeout_s) as (client, rest_s):
         chosen = _choice(parameters, tables)
@@ -94,6 +104,25 @@ def restore(
     click.echo(
         f"restored {', '.join(names) or 'nothing'} from {made.path} into {shard_count} "
         f"shards; workers go on at next_step"
+    )
+
+
+@checkpoint.command()
+@_DIRECTORY
+@click.argument("file", type=GivenPath())
+@click.option("--parameter", metavar="NAME", help="Which; may be left out if there is one.")
+def export(*, directory: Path, file: Path, parameter: str | None) -> None:
+    """Write a parameter's weights to FILE, a .safetensors, for other programs; needs no cluster.
+
+    Tensors have their names and shapes, so that torch's load_state_dict takes them. With {step} in
+    DIRECTORY's name, the newest whole one is taken.
+    """
+    made = shardwell.export_checkpoint(directory, file, parameter)
+    layout = made.spec.layout
+    count = 1 if layout is None else len(layout)
+    click.echo(
+        f"wrote {count} tensor{'s' if count > 1 else ''}, {made.size} elements, of "
+        f"{made.name} at version {made.version} to {file}"
     )
 
 
@@ -124,7 +153,9 @@ def _print(made: shardwell.Checkpoint) -> None:
     )
     shown = table("", "parameter", ">size", ">version", "optimizer", "tensors", ">files")
     for parameter in made.parameters:
-        shown.add_row(parameter.name, str(parameter.size), *_columns(parameter))
+        layout = parameter.spec.layout
+        named = "" if layout is None else f" in {len(layout)} tensors"
+        shown.add_row(parameter.name, f"{parameter.size}{named}", *_columns(parameter))
     for entry in made.tables:
         size = f"{entry.row_count} rows x {entry.spec.dim}"
         shown.add_row(f"table {entry.name}", size, *_columns(entry))

@@ -144,11 +144,12 @@ def _parameter_table(answers: list[_Answer]) -> Table:
     for name, shard_index, parameter in rows:
         spec = parameter.spec
         last = parameter.slice_offset + parameter.slice_size - 1
+        tensors = "" if spec.layout is None else f" of {len(spec.layout)} tensors"
         rate = "" if isinstance(spec.optimizer, Average) else f" {parameter.learning_rate:g}"
         parameters.add_row(
             name,
             str(shard_index),
-            f"{parameter.slice_offset} to {last}" if parameter.slice_size else "none",
+            f"{parameter.slice_offset} to {last}{tensors}" if parameter.slice_size else "none",
             f"{type(spec.optimizer).__name__}{rate}",
             spec.codec,
             _open_step(parameter),

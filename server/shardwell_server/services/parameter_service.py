@@ -45,6 +45,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
 _SHORT_ELEMENT_COUNT = 4096
 """Of a slice that is counted and encoded in less time than a thread takes to be woken."""
+_STATUS_SIZE_MAX_BYTES = 2**19
+"""Of the parameters in one answer, except one that is larger alone: half of a message."""
 STATUS_NAME_COUNT_MAX = 1500
 """Worker ids of each kind in one answer, so that it stays below the limit of a message."""
 _FIRST_WEIGHTS_CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
@@ -323,7 +325,7 @@ class ParameterServerService:
         if request.parameter:
             parameters = [p for p in parameters if p.spec.name == request.parameter]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(parameters), 1), 1)
-        return pb.GetStatusResponse(
+        response = pb.GetStatusResponse(
             shard=types_pb2.ShardIdentity(
                 cluster_id=config.cluster_id,
                 shard_index=config.shard_index,
@@ -331,12 +333,20 @@ class ParameterServerService:
             ),
             software_version=shardwell.__version__,
             uptime_s=time.monotonic() - shard.started_s,
-            parameters=[parameter.describe(name_count_max) for parameter in parameters],
             stored_bytes=shard.stored_bytes,
             received_payload_bytes=shard.traffic.received_bytes,
             sent_payload_bytes=shard.traffic.sent_bytes,
             open_stream_count=self._streams.count,
         )
+        size_bytes = 0
+        for parameter in parameters:
+            if parameter.spec.name > request.after and not response.more:
+                described = parameter.describe(name_count_max)
+                size_bytes += described.ByteSize()
+                response.more = size_bytes > _STATUS_SIZE_MAX_BYTES and bool(response.parameters)
+                if not response.more:
+                    response.parameters.append(described)
+        return response
 
     # What they share.
 

@@ -16,7 +16,7 @@ from shardwell_server.shard.table.step_tracker import TableStepTracker
 def non_finite(spec: ParameterSpec, element_index: int, what: str) -> NonFiniteError:
     """The error for a value that is not finite, `what` saying whose."""
     return NonFiniteError(
-        f"{what}, parameter {spec.name!r}: element {element_index} is not finite; "
+        f"{what}, parameter {spec.name!r}: {spec.element(element_index)} is not finite; "
         "lower the learning rate or clip, or open with allow_non_finite=True",
         element_index=element_index,
         parameter=spec.name,

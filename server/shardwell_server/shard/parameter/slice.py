@@ -458,7 +458,7 @@ class ParameterSlice:
             element = chunk.where.offset + place
             raise refusals.state_overflow(
                 f"parameter {self.spec.name!r}",
-                f"element {element}",
+                self.spec.element(element),
                 f"gradient of {seat.worker_id!r}",
                 self.spec.optimizer.slot_names[slot_index],
                 too_large=too_large,

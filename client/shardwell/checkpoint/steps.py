@@ -1,0 +1,161 @@
+"""Checkpoints of one training side by side, each named for its step: "ckpt/{step}".
+
+A name with `{step}` stands for all of them: saving gives the new one its place, reading takes the
+newest that is whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from shardwell.checkpoint.directory import PARTIAL_SUFFIX
+from shardwell.checkpoint.format import (
+    Checkpoint,
+    CheckpointParameter,
+    CheckpointTable,
+    load_id_of,
+)
+from shardwell.checkpoint.manifest import read_checkpoint
+from shardwell.checkpoint.tensor_files import file_error
+from shardwell.errors import ArgumentError, StorageError
+
+_LOG = logging.getLogger("shardwell")
+_FIELD = "{step}"
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
+    """What a checkpoint holds, after a look whether all its files are there and complete.
+
+    Args:
+        path: Its directory; with `{step}` in its name, as "ckpt/{step}", the newest whole one.
+        verify: Read all files and compare their CRCs.
+
+    Raises:
+        StorageError: it is no checkpoint, was damaged, or was written by a later version; the
+            message names the file.
+    """
+    directory = Path(os.path.abspath(path))
+    steps = StepPaths.of(directory)
+    if steps is not None:
+        return steps.newest(verify=verify)
+    return read_checkpoint(directory, verify=verify)
+
+
+class StepPaths:
+    """All checkpoints that a path with `{step}` stands for.
+
+    Raises:
+        ArgumentError: `{step}` is not once in the last part of the path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.name.count(_FIELD) != 1 or _FIELD in str(path.parent):
+            raise ArgumentError(
+                f"{_FIELD} must be once in a checkpoint's own name, as in 'ckpt/{_FIELD}'; got "
+                f"{str(path)!r}"
+            )
+        self._path = path
+        before, after = map(re.escape, path.name.split(_FIELD))
+        self._name = re.compile(f"{before}(0|[1-9][0-9]*){after}")
+
+    @staticmethod
+    def of(path: Path) -> StepPaths | None:
+        """Those of a path; None if it has no `{step}`."""
+        return StepPaths(path) if _FIELD in str(path) else None
+
+    def at(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self._path.with_name(self._path.name.replace(_FIELD, str(step)))
+
+    def steps(self) -> list[int]:
+        """Those that there are directories of, newest first.
+
+        Raises:
+            StorageError: the directory around them can't be read.
+        """
+        try:
+            names = os.listdir(self._path.parent)
+        except FileNotFoundError:
+            names = []
+        except OSError as error:
+            raise file_error(self._path.parent, error, "reading it") from None
+        found = (self._name.fullmatch(name) for name in names)
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def newest(self, *, verify: bool = False) -> Checkpoint:
+        """The newest one that is whole; others are told in the log.
+
+        Args:
+            verify: Whether all files are read, too.
+
+        Raises:
+            StorageError: none is.
+        """
+        damaged: list[StorageError] = []
+        for step in self.steps():
+            try:
+                return read_checkpoint(self.at(step), verify=verify)
+            except StorageError as error:
+                _LOG.warning("passed over a checkpoint that is not whole: %s", error.message)
+                damaged.append(error)
+        why = f"; of the newest: {damaged[0].message}" if damaged else ""
+        raise StorageError(f"there is no whole checkpoint {self._path}{why}")
+
+    def make_way(self, made: Checkpoint) -> Checkpoint | None:
+        """Before a checkpoint gets its place: what is there already, if that is the same.
+
+        One that is not whole is removed.
+
+        Raises:
+            ArgumentError: there is another one of the same step.
+        """
+        if not os.path.lexists(made.path):
+            return None
+        try:
+            here = read_checkpoint(made.path)
+        except StorageError as error:
+            _LOG.warning("replaced a checkpoint that is not whole: %s", error.message)
+            _remove(made.path)
+            return None
+        if _contents(here) == _contents(made):
+            return here
+        raise ArgumentError(
+            f"{made.path} exists already, and is not what the cluster holds at that step; remove "
+            "it, or save elsewhere"
+        )
+
+    def prune(self, keep: int) -> None:
+        """Removes all but the newest `keep` that are whole, and what is older than these."""
+        whole_count = 0
+        for step in self.steps():
+            if whole_count == keep:
+                _remove(self.at(step))
+                continue
+            try:
+                read_checkpoint(self.at(step))
+                whole_count += 1
+            except StorageError:
+                continue  # newer than what is kept: somebody may want to look at it
+
+
+def _contents(checkpoint: Checkpoint) -> list[int]:
+    entries: list[CheckpointParameter | CheckpointTable] = [*checkpoint.parameters]
+    return [load_id_of(entry) for entry in [*entries, *checkpoint.tables]]
+
+
+def _remove(path: Path) -> None:
+    """Takes away its name first, so that half of it is never met under that.
+
+    Raises:
+        StorageError: it can't be.
+    """
+    try:
+        gone = path.with_name(path.name + PARTIAL_SUFFIX)
+        path.rename(gone)
+        shutil.rmtree(gone)
+    except OSError as error:
+        raise file_error(path, error, "removing it") from None

@@ -1,0 +1,194 @@
+"""What a parameter's verbs take and return: one vector, or its tensors by name.
+
+Underneath it is one vector in either case. Tensors that lie one behind the other in one buffer, as
+a parameter returns them, are that vector already, and are not copied.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import TypeVar, override
+
+from shardwell.errors import ArgumentError
+from shardwell.numerics.arguments import as_flat, as_floats, as_output
+from shardwell.numerics.codec import Float32
+from shardwell.specs.layout import TensorLayout, TensorSpec
+from shardwell.specs.parameter import ParameterSpec
+
+NamedArrays: TypeAlias = dict[str, Float32]
+"""A parameter's tensors: arrays by name, each of its shape."""
+ValuesT = TypeVar("ValuesT", default=Float32)
+"""What a parameter's values are: one array, or NamedArrays."""
+_NAMED_MAX = 5
+"""Of more names, a message has as many and counts the rest."""
+
+
+@dataclass(frozen=True)
+class Room(Generic[ValuesT]):
+    """Where weights go."""
+
+    flat: Float32
+    """(size,), to be filled."""
+    result: ValuesT
+    """What the caller gets."""
+    copies: tuple[tuple[TensorSpec, Float32], ...] = ()
+    """Arrays of his, each flat, that lie elsewhere."""
+
+    def filled(self) -> ValuesT:
+        """The result, `flat` being filled."""
+        for tensor, array in self.copies:
+            np.copyto(array, self.flat[tensor.offset : tensor.stop])
+        return self.result
+
+
+class Values(ABC, Generic[ValuesT]):
+    """How a parameter's values look to the caller."""
+
+    @abstractmethod
+    def flat(self, what: str, values: Any) -> npt.NDArray[Any]:
+        """What the caller passed, as (size,) floating point; a copy where it has to be.
+
+        Args:
+            what: What it is, for messages ("gradient of 'model'").
+            values: What he passed.
+
+        Raises:
+            ArgumentError: it can't be used.
+        """
+
+    @abstractmethod
+    def room(self, out: Any) -> Room[ValuesT]:
+        """Where weights go: to `out`, or to new memory for None.
+
+        Raises:
+            ArgumentError: `out` can't be written.
+        """
+
+
+class VectorValues(Values[Float32]):
+    """One vector."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @override
+    def flat(self, what: str, values: Any) -> npt.NDArray[Any]:
+        if isinstance(values, Mapping):
+            raise ArgumentError(
+                f"{what} must be an array of {self._size} elements, for the parameter has no "
+                f"tensors; got a mapping of {_named(values)}; open another one with tensors="
+            )
+        return as_flat(what, values, self._size)
+
+    @override
+    def room(self, out: Any) -> Room[Float32]:
+        if out is None:
+            made: Float32 = np.empty(self._size, np.float32)
+            return Room(made, made)
+        return Room(as_output(out, self._size), out)
+
+
+class TensorValues(Values[NamedArrays]):
+    """Tensors by name."""
+
+    def __init__(self, layout: TensorLayout) -> None:
+        self._layout = layout
+
+    @override
+    def flat(self, what: str, values: Any) -> npt.NDArray[Any]:
+        given = self._checked(what, values)
+        arrays = [as_floats(f"{what}: tensor {name!r}", each) for name, each in given.items()]
+        for tensor, array in zip(self._layout, arrays, strict=True):
+            if array.shape != tensor.shape:
+                raise _misshapen(what, tensor, array.shape)
+        joined = self._joined(arrays)
+        if joined is not None:
+            return joined
+        flat: Float32 = np.empty(self._layout.size, np.float32)
+        with np.errstate(over="ignore"):  # what becomes infinite is found by the check
+            for tensor, array in zip(self._layout, arrays, strict=True):
+                np.copyto(flat[tensor.offset : tensor.stop].reshape(tensor.shape), array)
+        return flat
+
+    @override
+    def room(self, out: Any) -> Room[NamedArrays]:
+        if out is None:
+            flat: Float32 = np.empty(self._layout.size, np.float32)
+            views = {t.name: flat[t.offset : t.stop].reshape(t.shape) for t in self._layout}
+            return Room(flat, views)
+        given = self._checked("out", out)
+        arrays = []
+        for tensor, each in zip(self._layout, given.values(), strict=True):
+            arrays.append(as_output(each, None, f"out: tensor {tensor.name!r}"))
+            if tuple(each.shape) != tensor.shape:
+                raise _misshapen("out", tensor, tuple(each.shape))
+        joined = self._joined(arrays)
+        if joined is not None:
+            return Room(joined, out)
+        flat = np.empty(self._layout.size, np.float32)
+        return Room(flat, out, tuple(zip(self._layout, arrays, strict=True)))
+
+    def _checked(self, what: str, values: Any) -> dict[str, Any]:
+        """The same by name, in the order of the layout.
+
+        Raises:
+            ArgumentError: it is no mapping of exactly these names.
+        """
+        if not isinstance(values, Mapping):
+            raise ArgumentError(
+                f"{what} must map the names of the parameter's {len(self._layout)} tensors to "
+                f"arrays; got {type(values).__name__}"
+            )
+        missing = [name for name in self._layout.by_name if name not in values]
+        if missing:
+            raise ArgumentError(f"{what} lacks {_named(missing)} of the parameter's tensors")
+        if len(values) > len(self._layout):
+            unknown = [name for name in values if name not in self._layout.by_name]
+            raise ArgumentError(
+                f"{what} has {_named(unknown)}, which the parameter does not; it was opened with "
+                f"{_named(self._layout.by_name)}"
+            )
+        return {name: values[name] for name in self._layout.by_name}
+
+    def _joined(self, arrays: list[npt.NDArray[Any]]) -> Float32 | None:
+        """The vector that arrays are, if they lie one behind the other in memory."""
+        start, first = None, None
+        for tensor, array in zip(self._layout, arrays, strict=True):
+            if array.dtype != np.float32 or not array.flags.c_contiguous:
+                return None
+            if tensor.size:
+                address = array.ctypes.data - 4 * tensor.offset
+                if start is None:
+                    start, first = address, array.reshape(-1)
+                elif address != start:
+                    return None
+        assert first is not None  # a layout has an element
+        if first.size == self._layout.size:
+            return first
+        return np.lib.stride_tricks.as_strided(
+            first, (self._layout.size,), (4,), writeable=all(a.flags.writeable for a in arrays)
+        )
+
+
+def _misshapen(what: str, tensor: TensorSpec, shape: tuple[int, ...]) -> ArgumentError:
+    return ArgumentError(
+        f"{what}: tensor {tensor.name!r} must have shape {tensor.shape}; got {shape}"
+    )
+
+
+def _named(names: Any) -> str:
+    """Such as "'w', 'b' and 3 more"."""
+    listed = [f"{name!r:.80}" for name in names]
+    more = f" and {len(listed) - _NAMED_MAX} more" if len(listed) > _NAMED_MAX else ""
+    return ", ".join(listed[:_NAMED_MAX]) + more
+
+
+def values_of(spec: ParameterSpec) -> Values[Any]:
+    """How a parameter's values look."""
+    return VectorValues(spec.size) if spec.layout is None else TensorValues(spec.layout)

@@ -1,0 +1,130 @@
+"""Goal: "ckpt/{step}" keeps the newest whole checkpoints of a training, and finds the newest.
+
+Method: real checkpoints, some of which are damaged as disks and kills damage them.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardwell
+
+SGD = shardwell.SGD(learning_rate=1.0)
+SIZE = 40
+
+
+@pytest.fixture
+def model(cluster, connect) -> tuple[shardwell.Client, shardwell.Parameter]:
+    client = connect(cluster(2), "w0")
+    parameter = client.parameter("model", size=SIZE, optimizer=SGD)
+    parameter.init(np.zeros(SIZE, np.float32))
+    return client, parameter
+
+
+def save_steps(model, path: Path, steps: int, **options) -> None:
+    client, parameter = model
+    for _ in range(steps):
+        parameter.exchange(np.ones(SIZE, np.float32))
+        client.save_checkpoint(path / "{step}", **options)
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def damage(path: Path) -> None:
+    """As a disk does: the checkpoint's CRCs tell, its sizes do not."""
+    file = next(path.glob("*/*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_each_step_has_its_directory_and_the_newest_is_found(model, tmp_path) -> None:
+    save_steps(model, tmp_path, 3)
+    assert names(tmp_path) == ["1", "2", "3"]
+    found = shardwell.inspect_checkpoint(tmp_path / "{step}", verify=True)
+    assert (found.path, found.parameters[0].version) == (tmp_path / "3", 3)
+
+
+def test_so_many_are_kept(model, tmp_path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "007").mkdir()
+    save_steps(model, tmp_path, 5, keep=2)
+    assert names(tmp_path) == ["007", "4", "5", "notes"]
+
+
+def test_those_that_are_not_whole_do_not_count(model, tmp_path) -> None:
+    save_steps(model, tmp_path, 3)
+    (tmp_path / "3" / "manifest.json").unlink()
+    save_steps(model, tmp_path, 1, keep=2)
+    assert names(tmp_path) == ["2", "3", "4"]  # 3 is newer than what is kept: it may be looked at
+    save_steps(model, tmp_path, 2, keep=2)
+    assert names(tmp_path) == ["5", "6"]
+
+
+def test_the_newest_whole_one_is_restored(model, tmp_path, cluster, connect, caplog) -> None:
+    save_steps(model, tmp_path, 3)
+    damage(tmp_path / "3")
+    shutil.rmtree(next((tmp_path / "2").glob("0*")))
+    client = connect(cluster(3), "w0")
+    with caplog.at_level(logging.WARNING, logger="shardwell"):
+        restored = client.restore_checkpoint(tmp_path / "{step}")
+    assert restored.path == tmp_path / "1"
+    assert [str(tmp_path / step) in line for step, line in zip("32", caplog.messages, strict=True)]
+    parameter = client.parameter("model")
+    assert parameter.next_step == 1
+    assert parameter.get_weights().tolist() == [-1.0] * SIZE
+
+
+def test_the_same_step_saved_again(model, tmp_path) -> None:
+    client, parameter = model
+    save_steps(model, tmp_path, 1)
+    before = (tmp_path / "1" / "manifest.json").stat().st_ino
+    again = client.save_checkpoint(tmp_path / "{step}")
+    assert again == shardwell.inspect_checkpoint(tmp_path / "1")
+    assert (tmp_path / "1" / "manifest.json").stat().st_ino == before
+    assert names(tmp_path) == ["1"]
+    parameter.set_learning_rate(0.5)
+    with pytest.raises(shardwell.ArgumentError, match="not what the cluster holds at that step"):
+        client.save_checkpoint(tmp_path / "{step}")
+    (tmp_path / "1" / "manifest.json").unlink()
+    client.save_checkpoint(tmp_path / "{step}")
+    assert shardwell.inspect_checkpoint(tmp_path / "1").parameters[0].learning_rate == 0.5
+    assert names(tmp_path) == ["1"]
+
+
+def test_none_is_whole(model, tmp_path) -> None:
+    client, _ = model
+    for path in (tmp_path, tmp_path / "away"):
+        with pytest.raises(shardwell.StorageError, match=r"no whole checkpoint .*\{step\}$"):
+            client.restore_checkpoint(path / "{step}")
+    save_steps(model, tmp_path, 1)
+    (tmp_path / "1" / "manifest.json").write_text("{}")
+    with pytest.raises(shardwell.StorageError, match=r"of the newest: .*1/manifest.json"):
+        shardwell.inspect_checkpoint(tmp_path / "{step}")
+
+
+@pytest.mark.parametrize("name", ["{step}/{step}", "{step}/a", "{step}-{step}"])
+def test_where_the_step_may_be(model, tmp_path, name) -> None:
+    client, _ = model
+    for call in (client.save_checkpoint, client.restore_checkpoint, shardwell.inspect_checkpoint):
+        with pytest.raises(
+            shardwell.ArgumentError, match="must be once in a checkpoint's own name"
+        ):
+            call(tmp_path / name)
+    assert not names(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, "2", True])
+def test_keeps_that_are_none(model, tmp_path, keep) -> None:
+    with pytest.raises(shardwell.ArgumentError, match="keep must be an integer"):
+        model[0].save_checkpoint(tmp_path / "{step}", keep=keep)
+    with pytest.raises(shardwell.ArgumentError, match=r"keep is for a path with \{step\}"):
+        model[0].save_checkpoint(tmp_path / "1", keep=2)
+    assert not names(tmp_path)

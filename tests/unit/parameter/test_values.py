@@ -1,0 +1,154 @@
+"""Goal: tensors by name become one vector and back, uncopied where they are one already."""
+
+from __future__ import annotations
+
+import array
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwell import SGD, ArgumentError, ParameterSpec, TensorLayout
+from shardwell.parameter.values import Values, values_of
+
+LAYOUT = TensorLayout.of({"w": (2, 3), "none": (0,), "b": (4,), "scale": ()})
+VECTOR = np.arange(11, dtype=np.float32)
+
+
+def values(layout: TensorLayout | None = LAYOUT) -> Values[Any]:
+    return values_of(
+        ParameterSpec(name="net", size=11, optimizer=SGD(0.1), worker_count=1, layout=layout)
+    )
+
+
+def views(vector: np.ndarray) -> dict[str, np.ndarray]:
+    return {t.name: vector[t.offset : t.stop].reshape(t.shape) for t in LAYOUT}
+
+
+def apart(dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    return {name: each.astype(dtype) for name, each in views(VECTOR).items()}
+
+
+def test_views_of_one_buffer_are_that_buffer() -> None:
+    vector = VECTOR.copy()
+    flat = values().flat("gradient", views(vector))
+    assert flat.tolist() == vector.tolist()
+    assert np.shares_memory(flat, vector)
+    room = values().room(views(vector))
+    assert np.shares_memory(room.flat, vector)
+    assert not room.copies
+    vector.flags.writeable = False
+    assert not values().flat("gradient", views(vector)).flags.writeable
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", ">f4"])
+def test_others_are_copied_in_the_order_of_the_layout(dtype: str) -> None:
+    given = dict(reversed(apart(dtype).items()))
+    given["w"] = np.asfortranarray(given["w"])
+    assert values().flat("gradient", given).tolist() == VECTOR.tolist()
+
+
+def test_a_vector_that_is_cut_otherwise_is_not_taken_for_one() -> None:
+    vector = np.zeros(12, np.float32)
+    shifted = views(vector[:11]) | {"b": vector[7:11].copy()}
+    assert not np.shares_memory(values().flat("gradient", shifted), vector)
+    backwards = views(vector[:11])
+    backwards["scale"] = vector[0:1].reshape(())
+    assert not np.shares_memory(values().flat("gradient", backwards), vector)
+
+
+def test_buffers_and_dlpack_are_taken() -> None:
+    class Exporter:
+        def __init__(self, of: np.ndarray) -> None:
+            self._of = of
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self._of.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> Any:
+            return self._of.__dlpack_device__()
+
+    given: dict[str, Any] = apart()
+    given["b"] = array.array("f", given["b"].tolist())
+    given["w"] = Exporter(given["w"])
+    assert values().flat("gradient", given).tolist() == VECTOR.tolist()
+
+
+def test_weights_come_as_views_of_one_buffer() -> None:
+    room = values().room(None)
+    room.flat[:] = VECTOR
+    filled = room.filled()
+    assert {name: each.shape for name, each in filled.items()} == {
+        "w": (2, 3),
+        "none": (0,),
+        "b": (4,),
+        "scale": (),
+    }
+    assert np.shares_memory(values().flat("gradient", filled), room.flat)
+    assert values().flat("gradient", filled).tolist() == VECTOR.tolist()
+
+
+def test_weights_are_put_where_the_caller_wants_them() -> None:
+    out = {name: np.zeros_like(each) for name, each in apart().items()}
+    memory = out["b"]
+    room = values().room(out)
+    room.flat[:] = VECTOR
+    assert not memory.any()
+    assert room.filled() is out
+    assert memory.tolist() == [6, 7, 8, 9]
+    assert out["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert float(out["scale"]) == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"w": None}, r"net: tensor 'w' must be a NumPy array.*got NoneType"),
+        ({"w": np.zeros((3, 2), np.float32)}, r"tensor 'w' must have shape \(2, 3\); got \(3, 2\)"),
+        ({"scale": np.zeros(1, np.float32)}, r"tensor 'scale' must have shape \(\); got \(1,\)"),
+        ({"b": np.zeros(4, np.int32)}, "tensor 'b' must be float32.*got int32"),
+        ({"x": np.zeros(1), "y": np.zeros(1)}, "has 'x', 'y', which the parameter does not"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        values().flat("gradient of net", apart() | change)
+
+
+def test_missing_tensors_are_named() -> None:
+    with pytest.raises(ArgumentError, match="gradient lacks 'w', 'none', 'scale' of the param"):
+        values().flat("gradient", {"b": apart()["b"], "c": 1})
+    many = values_of(
+        ParameterSpec(
+            name="net",
+            size=9,
+            optimizer=SGD(0.1),
+            worker_count=1,
+            layout=TensorLayout.of({str(i): () for i in range(9)}),
+        )
+    )
+    with pytest.raises(ArgumentError, match="lacks '0', '1', '2', '3', '4' and 4 more of"):
+        many.flat("gradient", {})
+
+
+def test_one_kind_is_not_taken_for_the_other() -> None:
+    with pytest.raises(ArgumentError, match="must map the names of the parameter's 4 tensors"):
+        values().flat("gradient", VECTOR)
+    with pytest.raises(ArgumentError, match=r"array of 11 elements.*got a mapping of 'w', 'none'"):
+        values(None).flat("gradient", apart())
+    with pytest.raises(ArgumentError, match="must map the names"):
+        values().room(VECTOR)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"b": np.zeros(4)}, "out: tensor 'b' must be a writable C-contiguous float32 NumPy array"),
+        ({"b": np.zeros(3, np.float32)}, r"out: tensor 'b' must have shape \(4,\); got \(3,\)"),
+        ({"b": [0.0] * 4}, "out: tensor 'b' must be a writable.*got list"),
+        ({"w": np.zeros((3, 2), np.float32).T}, "out: tensor 'w' must be a writable"),
+    ],
+)
+def test_an_out_that_can_not_be_filled(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        values().room(apart() | change)

@@ -1,0 +1,132 @@
+"""Goal: a layout holds what a model's tensors are, refuses by name what can't be, travels whole."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwell import SGD, ArgumentError, ParameterSpec, TensorLayout, TensorSpec
+
+SHAPES = {"w": (20, 64), "b": (64,), "scale": (), "nothing": (0, 3), "ω.0": (1, 1, 2)}
+LAYOUT = TensorLayout.of(SHAPES)
+
+
+def spec_with(layout: TensorLayout | None, **changes: Any) -> ParameterSpec:
+    size = 10 if layout is None else layout.size
+    given = {"name": "net", "size": size, "optimizer": SGD(0.1), "worker_count": 1, **changes}
+    return ParameterSpec(layout=layout, **given)
+
+
+def test_tensors_lie_one_behind_the_other_in_the_given_order() -> None:
+    assert [(tensor.name, tensor.offset) for tensor in LAYOUT] == [
+        ("w", 0),
+        ("b", 1280),
+        ("scale", 1344),
+        ("nothing", 1345),
+        ("ω.0", 1345),
+    ]
+    assert (len(LAYOUT), LAYOUT.size) == (5, 1347)
+    assert LAYOUT.by_name["b"] == TensorSpec("b", (64,), 1280)
+    assert TensorLayout.of(dict(reversed(SHAPES.items()))) != LAYOUT
+
+
+def test_what_has_a_shape_stands_for_it() -> None:
+    arrays = {name: np.empty(shape, np.float64) for name, shape in SHAPES.items()}
+    assert TensorLayout.of(arrays) == LAYOUT
+    assert TensorLayout.of({"w": [np.int64(20), 64]}).tensors[0].shape == (20, 64)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({}, "it is empty"),
+        ([("w", (2,))], "must map names to shapes"),
+        (None, "must map names to shapes"),
+        ({"": (2,)}, "1 to 256 printable characters.*got ''"),
+        ({"x" * 257: (2,)}, "1 to 256"),
+        ({"a\nb": (2,)}, r"got 'a\\nb'"),
+        ({7: (2,)}, "got 7"),
+        ({"__metadata__": (2,)}, "__metadata__"),
+        ({"w": 5}, "tensor 'w' must have a shape.*got 5"),
+        ({"w": (2.0,)}, "tensor 'w' must have a shape"),
+        ({"w": "ab"}, "tensor 'w' must have a shape"),
+        ({"w": (-1,)}, "shape of tensor 'w'.*got -1"),
+        ({"w": (1,) * 33}, "tensor 'w' has 33 dimensions"),
+        ({"w": (0,)}, r"size \(of all tensors\).*got 0"),
+        ({"w": (2**24, 2**24, 2)}, r"size \(of all tensors\)"),
+        ({f"{i:0256}": (1,) for i in range(1100)}, "make several parameters"),
+    ],
+)
+def test_what_can_not_be_is_refused_by_name(tensors: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        TensorLayout.of(tensors)
+
+
+def test_a_layout_by_hand_is_checked_too() -> None:
+    with pytest.raises(ArgumentError, match="begins at element 3; expected 2"):
+        TensorLayout((TensorSpec("a", (2,), 0), TensorSpec("b", (2,), 3)))
+    with pytest.raises(ArgumentError, match="tensor 'a' is there twice"):
+        TensorLayout((TensorSpec("a", (2,), 0), TensorSpec("a", (2,), 2)))
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=9).filter(
+            lambda name: name.isprintable()
+        ),
+        st.lists(st.integers(1, 9), max_size=4),
+        min_size=1,
+        max_size=9,
+    )
+)
+def test_it_travels_whole(shapes: dict[str, list[int]]) -> None:
+    spec = spec_with(TensorLayout.of(shapes))
+    assert ParameterSpec.from_proto(spec.to_proto()) == spec
+
+
+def test_a_vector_has_none() -> None:
+    assert not spec_with(None).to_proto().HasField("layout")
+    assert ParameterSpec.from_proto(spec_with(None).to_proto()).layout is None
+
+
+def test_the_size_is_that_of_the_tensors() -> None:
+    with pytest.raises(ArgumentError, match="that of all tensors, 1347; got 5"):
+        spec_with(LAYOUT, size=5)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"w": (20, 64), "c": (64,)}, "tensor 1 is 'b'; 'c' was asked for in its place"),
+        ({"w": (64, 20), "b": (64,)}, "tensor 'w' has shape (20, 64); (64, 20) was asked for"),
+        ({"w": (20, 64)}, "there is a tensor 'b', which was not asked for"),
+        ({"w": (20, 64), "b": (64,), "x": (1,)}, "there is no tensor 'x', which was asked for"),
+        (None, "2 tensors exist, a flat vector was asked for"),
+    ],
+)
+def test_differences_name_the_first_tensor(other: Any, words: str) -> None:
+    mine = spec_with(TensorLayout.of({"w": (20, 64), "b": (64,)}))
+    theirs = spec_with(other and TensorLayout.of(other), worker_count=2)
+    first, *rest = mine.differences(theirs)
+    assert first == words
+    assert len(rest) == 1
+    assert rest[0].startswith("worker_count")
+
+
+def test_elements_are_told_by_their_tensor() -> None:
+    spec = spec_with(LAYOUT)
+    for index, expected in {
+        0: "element 0 of tensor 'w'",
+        1279: "element 1279 of tensor 'w'",
+        1280: "element 0 of tensor 'b'",
+        1344: "element 0 of tensor 'scale'",
+        1346: "element 1 of tensor 'ω.0'",
+    }.items():
+        assert spec.element(index) == expected
+    assert spec_with(None).element(3) == "element 3"
+    assert re.fullmatch(r"TensorLayout\(5 tensors, size=1347\)", repr(LAYOUT))
