@@ -50,7 +50,7 @@ from shardwell.parameter.parameter import Parameter
 from shardwell.process.allocator import tune_malloc
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
-from shardwell.specs.layout import TensorLayout, TensorSpec
+from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions, TensorSpec
 from shardwell.specs.optimizers import (
     FTRL,
     SGD,
@@ -133,7 +133,9 @@ __all__ = [
     "TableExport",
     "TableSpec",
     "TableStatus",
+    "TensorGroup",
     "TensorLayout",
+    "TensorOptions",
     "TensorSpec",
     "ThreadedSync",
     "Traffic",

@@ -32,7 +32,7 @@ from shardwell.rpc.shard_status import ShardStatus, ask_status
 from shardwell.rpc.stream_pool import IdleStreams
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.initializers import Initializer, Uniform
-from shardwell.specs.layout import SIZE_MAX, TensorLayout
+from shardwell.specs.layout import SIZE_MAX, TensorGroup, TensorLayout
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import (
@@ -149,6 +149,7 @@ class Client(Closing):
         name: str,
         *,
         tensors: Mapping[str, Any],
+        groups: Sequence[TensorGroup] = (),
         optimizer: Optimizer | NotGiven = NOT_GIVEN,
         worker_count: int | NotGiven = NOT_GIVEN,
         codec: CodecName | NotGiven = NOT_GIVEN,
@@ -187,6 +188,7 @@ class Client(Closing):
         *,
         size: int | NotGiven = NOT_GIVEN,
         tensors: Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        groups: Sequence[TensorGroup] = (),
         optimizer: Optimizer | NotGiven = NOT_GIVEN,
         worker_count: int | NotGiven = NOT_GIVEN,
         codec: CodecName | NotGiven = NOT_GIVEN,
@@ -208,6 +210,7 @@ class Client(Closing):
             tensors: Shapes by name, of one that has tensors, such as {"w": (20, 64), "b": (64,)};
                 or what has shapes, as a model's weights have. They lie in the parameter in this
                 order. Names are 1 to 256 printable characters.
+            groups: Tensors that are updated in their own way; the first that fits one counts.
             optimizer: The update rule on the shards: SGD, Adagrad, RMSProp, Adam, AdamW, Average.
             worker_count: Synchronous mode: how many workers make a step; default: 1. Asynchronous
                 mode has no use for it.
@@ -234,8 +237,10 @@ class Client(Closing):
         if "size" in given:
             given["size"] = check_integer("size", given["size"], 1, SIZE_MAX)
         if not isinstance(tensors, NotGiven):
-            given["layout"] = TensorLayout.of(tensors)
+            given["layout"] = TensorLayout.of(tensors).with_groups(groups)
             given.setdefault("size", given["layout"].size)
+        elif groups:
+            raise ArgumentError("groups= are of tensors; pass tensors=, too")
         if {"size", "optimizer"} <= given.keys():
             given.setdefault("worker_count", 1)
             if given.get("mode", "sync") != "sync":

@@ -7,15 +7,18 @@ own, are updated by `row_update_rules`, out of the same parts.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numkong
 import numpy as np
 
 from shardwell.numerics.codec import Float32
 from shardwell.specs import optimizers
+from shardwell.specs.layout import TensorLayout
 
 Slots: TypeAlias = tuple[Float32, ...]
 Step: TypeAlias = Callable[[Float32, Float32, Slots, Float32, int, float], None]
@@ -56,6 +59,72 @@ class UpdateRule:
         if self._clip_value > 0:
             np.clip(gradient, -self._clip_value, self._clip_value, out=gradient)
         self._step(weights, gradient, slots, temporary, update_count, learning_rate)
+
+
+class TensorRules:
+    """What updates a parameter: an UpdateRule for each run of tensors with the same options.
+
+    Args:
+        optimizer: The parameter's.
+        layout: Its tensors, if there are any.
+    """
+
+    def __init__(self, optimizer: optimizers.Optimizer, layout: TensorLayout | None = None) -> None:
+        rule = UpdateRule(optimizer)
+        self.initial_slots = rule.initial_slots
+        """See UpdateRule."""
+        self.learning_rate = rule.learning_rate
+        """See UpdateRule."""
+        self.decay_into_state = decay_into_state(optimizer)
+        """How much of a weight is added to its gradient before optimizer state sees it, at most."""
+        self._starts: list[int] = []
+        self._runs: list[tuple[UpdateRule | None, float]] = []
+        """The rule (None: nothing changes) and the rate's factor, from each start on."""
+        rules: dict[float | None, UpdateRule] = {None: rule}
+        for tensor in layout or ():
+            options = tensor.options
+            if options.weight_decay not in rules:
+                changes: Any = {"weight_decay": options.weight_decay}
+                own = dataclasses.replace(optimizer, **changes)
+                rules[options.weight_decay] = UpdateRule(own)
+                self.decay_into_state = max(self.decay_into_state, decay_into_state(own))
+            rule_of_run = None if options.frozen else rules[options.weight_decay]
+            run = (rule_of_run, options.learning_rate_factor)
+            if not self._runs or run != self._runs[-1]:
+                self._starts.append(tensor.offset)
+                self._runs.append(run)
+        if not self._runs:
+            self._starts, self._runs = [0], [(rule, 1.0)]
+
+    def apply(
+        self,
+        offset: int,
+        weights: Float32,
+        gradient: Float32,
+        slots: Slots,
+        temporary: Float32,
+        *,
+        update_count: int,
+        learning_rate: float,
+    ) -> None:
+        """Updates one block, which begins at element `offset`. See UpdateRule.apply."""
+        first, end = offset, offset + weights.size
+        number = bisect.bisect_right(self._starts, offset) - 1
+        while offset < end:
+            is_last = number + 1 == len(self._runs)
+            stop = end if is_last else min(self._starts[number + 1], end)
+            rule, factor = self._runs[number]
+            if rule is not None:
+                run = slice(offset - first, stop - first)
+                rule.apply(
+                    weights[run],
+                    gradient[run],
+                    tuple(slot[run] for slot in slots),
+                    temporary[run],
+                    update_count=update_count,
+                    learning_rate=learning_rate * factor,
+                )
+            offset, number = stop, number + 1
 
 
 def clip_value_of(optimizer: optimizers.Optimizer) -> np.float32:

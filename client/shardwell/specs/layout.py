@@ -5,15 +5,16 @@ A value object, checked when made; the wire knows it through `to_proto` and `fro
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from shardwell.errors import ArgumentError
-from shardwell.specs.checks import brief, check_whole_number
+from shardwell.specs.checks import brief, check_number, check_whole_number
 from shardwell.v1 import types_pb2
 
 SIZE_MAX = 2**48
@@ -26,6 +27,91 @@ _RESERVED = "__metadata__"
 """What a safetensors file keeps for itself."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorOptions:
+    """How a tensor's update differs from the optimizer's.
+
+    Raises:
+        ArgumentError: a value is out of its range.
+    """
+
+    learning_rate_factor: float = 1.0
+    """The learning rate is the parameter's, times this; at least 0."""
+    weight_decay: float | None = None
+    """In place of the optimizer's; None: that."""
+    frozen: bool = False
+    """Gradients change neither the tensor nor its optimizer state."""
+
+    def __post_init__(self) -> None:
+        check_number("learning_rate_factor", self.learning_rate_factor)
+        if self.weight_decay is not None:
+            check_number("weight_decay", self.weight_decay)
+        if not isinstance(self.frozen, bool):
+            raise ArgumentError(f"frozen must be a bool; got {brief(self.frozen)}")
+
+    def to_proto(self) -> types_pb2.TensorOptions:
+        """The wire's form."""
+        return types_pb2.TensorOptions(
+            learning_rate_factor=self.learning_rate_factor,
+            weight_decay=self.weight_decay,
+            frozen=self.frozen,
+        )
+
+    @staticmethod
+    def from_proto(message: types_pb2.TensorOptions) -> TensorOptions:
+        """The value that a message describes.
+
+        Raises:
+            ArgumentError: see the class.
+        """
+        return TensorOptions(
+            learning_rate_factor=message.learning_rate_factor,
+            weight_decay=message.weight_decay if message.HasField("weight_decay") else None,
+            frozen=message.frozen,
+        )
+
+
+AS_THE_REST = TensorOptions()
+
+
+class TensorGroup:
+    """Tensors that are updated in their own way, as one of torch's parameter groups.
+
+    Args:
+        tensors: Their names, or patterns such as "*.bias", as of file names: `*`, `?`, `[ab]`. Of
+            groups that name one tensor, the first counts.
+        learning_rate_factor: Their learning rate is the parameter's, times this.
+        weight_decay: In place of the optimizer's; None: that.
+        frozen: Whether they stay as they are.
+
+    Raises:
+        ArgumentError: a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        tensors: str | Sequence[str],
+        *,
+        learning_rate_factor: float = 1.0,
+        weight_decay: float | None = None,
+        frozen: bool = False,
+    ) -> None:
+        patterns = [tensors] if isinstance(tensors, str) else tensors
+        if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+            raise ArgumentError(
+                f"tensors of a group must be names or patterns, as '*.bias'; got {brief(tensors)}"
+            )
+        self.patterns = tuple(patterns)
+        """Names or patterns."""
+        self.options = TensorOptions(
+            learning_rate_factor=learning_rate_factor, weight_decay=weight_decay, frozen=frozen
+        )
+        """How they are updated."""
+
+    def __repr__(self) -> str:
+        return f"TensorGroup({list(self.patterns)}, {self.options})"
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a parameter."""
@@ -36,6 +122,8 @@ class TensorSpec:
     """Its dimensions; () is a single number."""
     offset: int = 0
     """Its first element in the parameter; elements are in C order."""
+    options: TensorOptions = AS_THE_REST
+    """How its update differs from the optimizer's."""
 
     @property
     def size(self) -> int:
@@ -107,6 +195,36 @@ class TensorLayout:
             laid.append(TensorSpec(check_tensor_name(name), _shape(name, value), offset))
         return TensorLayout(tuple(laid))
 
+    def with_groups(self, groups: Sequence[TensorGroup]) -> TensorLayout:
+        """The same, with options of their own for tensors of groups.
+
+        Raises:
+            ArgumentError: these are no groups, or a pattern fits no tensor.
+        """
+        if not isinstance(groups, Sequence) or not all(isinstance(g, TensorGroup) for g in groups):
+            raise ArgumentError(
+                f"groups must be a list of shardwell.TensorGroup; got {brief(groups)}"
+            )
+        options: dict[str, TensorOptions] = {}
+        for group in groups:
+            for pattern in group.patterns:
+                fitting = [name for name in self.by_name if _fits(name, pattern)]
+                if not fitting:
+                    raise ArgumentError(
+                        f"{pattern!r:.200} of a group fits none of the parameter's {len(self)} "
+                        f"tensors, {brief(list(self.by_name))}"
+                    )
+                for name in fitting:
+                    options.setdefault(name, group.options)
+        return TensorLayout(
+            tuple(replace(t, options=options.get(t.name, AS_THE_REST)) for t in self)
+        )
+
+    @property
+    def has_options(self) -> bool:
+        """Whether a tensor is not updated as the rest."""
+        return any(tensor.options != AS_THE_REST for tensor in self)
+
     def __repr__(self) -> str:
         return f"TensorLayout({len(self.tensors)} tensors, size={self.size})"
 
@@ -141,6 +259,8 @@ class TensorLayout:
                 )
             if mine.shape != theirs.shape:
                 return f"tensor {mine.name!r} has shape {mine.shape}; {theirs.shape} was asked for"
+            if mine.options != theirs.options:
+                return f"tensor {mine.name!r} has {mine.options}; {theirs.options} was asked for"
         if len(self) < len(other):
             return f"there is no tensor {other.tensors[len(self)].name!r}, which was asked for"
         return f"there is a tensor {self.tensors[len(other)].name!r}, which was not asked for"
@@ -149,7 +269,12 @@ class TensorLayout:
         """The wire's form."""
         return types_pb2.TensorLayout(
             tensors=[
-                types_pb2.Tensor(name=tensor.name, shape=tensor.shape) for tensor in self.tensors
+                types_pb2.Tensor(
+                    name=tensor.name,
+                    shape=tensor.shape,
+                    options=None if tensor.options == AS_THE_REST else tensor.options.to_proto(),
+                )
+                for tensor in self
             ]
         )
 
@@ -163,7 +288,9 @@ class TensorLayout:
         laid: list[TensorSpec] = []
         for tensor in message.tensors:
             offset = laid[-1].stop if laid else 0
-            laid.append(TensorSpec(tensor.name, tuple(tensor.shape), offset))
+            has_options = tensor.HasField("options")
+            options = TensorOptions.from_proto(tensor.options) if has_options else AS_THE_REST
+            laid.append(TensorSpec(tensor.name, tuple(tensor.shape), offset, options))
         return TensorLayout(tuple(laid))
 
 
@@ -180,6 +307,11 @@ def check_tensor_name(name: object) -> str:
             f"{_RESERVED!r}; got {name!r:.80}"
         )
     return str(name)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern is meant for a tensor; a name is for its own, whatever is in it."""
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def _shape(name: str, value: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_whole_number, name_of
 from shardwell.specs.layout import SIZE_MAX, TensorLayout
 from shardwell.specs.names import check_name
-from shardwell.specs.optimizers import OF_TABLES, Optimizer
+from shardwell.specs.optimizers import OF_TABLES, Average, Optimizer
 from shardwell.v1 import types_pb2
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
@@ -164,6 +164,9 @@ class ParameterSpec(TrainingSpec):
             raise ArgumentError(
                 f"size must be that of all tensors, {self.layout.size}; got {self.size}"
             )
+        is_average = isinstance(self.optimizer, Average)
+        if is_average and self.layout is not None and self.layout.has_options:
+            raise ArgumentError("Average updates nothing: groups= of its tensors have no meaning")
         self.check_training()
 
     @override

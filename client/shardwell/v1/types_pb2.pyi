@@ -218,12 +218,24 @@ class Optimizer(_message.Message):
     def __init__(self, average: _Optional[_Union[Average, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ..., rms_prop: _Optional[_Union[RmsProp, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., adam_w: _Optional[_Union[AdamW, _Mapping]] = ..., row_wise_adagrad: _Optional[_Union[RowWiseAdagrad, _Mapping]] = ..., ftrl: _Optional[_Union[Ftrl, _Mapping]] = ..., clip_value: _Optional[float] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("name", "shape")
+    __slots__ = ("name", "shape", "options")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    options: TensorOptions
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., options: _Optional[_Union[TensorOptions, _Mapping]] = ...) -> None: ...
+
+class TensorOptions(_message.Message):
+    __slots__ = ("learning_rate_factor", "weight_decay", "frozen")
+    LEARNING_RATE_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    learning_rate_factor: float
+    weight_decay: float
+    frozen: bool
+    def __init__(self, learning_rate_factor: _Optional[float] = ..., weight_decay: _Optional[float] = ..., frozen: bool = ...) -> None: ...
 
 class TensorLayout(_message.Message):
     __slots__ = ("tensors",)

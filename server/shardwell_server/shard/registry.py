@@ -295,7 +295,6 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
             spec,
             slice_of(spec.size, config.shard_index, config.shard_count),
             storage,
-            UpdateRule(spec.optimizer),
             chunk_element_count=layout.chunk_element_count,
             is_first_shard=config.shard_index == 0,
             limits=config.limits,

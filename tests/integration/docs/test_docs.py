@@ -40,7 +40,7 @@ ONES = r"\[ *((1\.0*|0\.999\d*) *){3}\]"
 PRINTED = {
     "python worker.py w1": ONES,
     "docs/parameters.md 1": "640",
-    "docs/parameters.md 2": r"2 2\nShardStatus\(.*",
+    "docs/parameters.md 3": r"2 2\nShardStatus\(.*",
     "shardwell run -n 4 -- python train.py": r"(?s).*\[3\] rank 3 of 4: \[1\.5 1\.5 1\.5\].*",
     "docs/groups.md 2": rf"\d\.\d+(e-\d+)? {ONES}",
     "docs/tables.md 1": r"\[     7 123456\]",

@@ -180,3 +180,45 @@ def test_a_shard_that_comes_back_has_it_still(tmp_path) -> None:
         shardwell.connect(cluster.target, worker_id="w1") as client,
     ):
         assert_same(client.parameter("net").get_weights(), FIRST - 0.5 * GRADIENT)
+
+
+def test_groups_are_updated_in_their_own_way(cluster, connect) -> None:
+    """As parameters of their own would be, with the same options."""
+    running = cluster(3, chunk_size_bytes=64)
+    client = connect(running, "w0")
+    adam = shardwell.AdamW(learning_rate=0.1, weight_decay=0.5)
+    groups = [
+        shardwell.TensorGroup("b", weight_decay=0.0),
+        shardwell.TensorGroup("scale", frozen=True),
+        shardwell.TensorGroup("*", learning_rate_factor=0.5),
+    ]
+    net = client.parameter("net", tensors=SHAPES, groups=groups, optimizer=adam, codec="fp32")
+    first, gradient = tensors_of(FIRST), tensors_of(GRADIENT)
+    net.init(first)
+    alone = {
+        "w": shardwell.AdamW(learning_rate=0.05, weight_decay=0.5),
+        "b": shardwell.AdamW(learning_rate=0.1, weight_decay=0.0),
+    }
+    parts = {
+        name: client.parameter(name, tensors={name: SHAPES[name]}, optimizer=of, codec="fp32")
+        for name, of in alone.items()
+    }
+    for name, part in parts.items():
+        part.init({name: first[name]})
+    for step in range(3):
+        if step == 2:
+            net.set_learning_rate(0.01)
+            parts["w"].set_learning_rate(0.005)
+            parts["b"].set_learning_rate(0.01)
+        weights = net.exchange(gradient)
+        for name, part in parts.items():
+            expected = part.exchange({name: gradient[name]})[name]
+            np.testing.assert_array_equal(weights[name], expected, err_msg=name)
+    assert weights["scale"] == first["scale"]
+    reader = connect(running, "reader").parameter("net")
+    assert reader.spec.layout.by_name["b"].options.weight_decay == 0.0
+    other = connect(running, "w1")
+    with pytest.raises(shardwell.SpecMismatchError, match=r"tensor 'b' has TensorOptions.*=0.0"):
+        other.parameter("net", tensors=SHAPES, groups=groups[1:], optimizer=adam, codec="fp32")
+    with pytest.raises(shardwell.ArgumentError, match="groups= are of tensors"):
+        other.parameter("net", size=SIZE, groups=groups, optimizer=adam)

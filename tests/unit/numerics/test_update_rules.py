@@ -6,15 +6,17 @@ with the whole bit by bit.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.oracles.optimizers import OPTIMIZERS, Oracle, gradients_of, run
-from shardwell import SGD, Adam, Average, Optimizer
+from shardwell import SGD, Adam, AdamW, Average, Optimizer, TensorGroup, TensorLayout
 from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT
-from shardwell.numerics.update_rules import UpdateRule
+from shardwell.numerics.update_rules import TensorRules, UpdateRule
 
 SIZE = 257
 STEP_COUNT = 60
@@ -169,3 +171,53 @@ def test_adam_after_a_million_updates_needs_no_correction() -> None:
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="no update rule"):
         UpdateRule(Optimizer())
+
+
+SHAPES = {"w": (7, 5), "none": (0,), "b": (7,), "frozen": (11,), "head": (3,), "scale": ()}
+GROUPS = [
+    TensorGroup("b", weight_decay=0.0),
+    TensorGroup("frozen", frozen=True),
+    TensorGroup(["head", "*"], learning_rate_factor=0.25),
+]
+LAYOUT = TensorLayout.of(SHAPES).with_groups(GROUPS)
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if "average" not in name])
+@pytest.mark.parametrize("cut", [1, 8, 13, LAYOUT.size])
+def test_tensors_with_options_are_as_if_each_were_alone(optimizer: str, cut: int) -> None:
+    """Bit for bit, whatever blocks it is cut into."""
+    of = OPTIMIZERS[optimizer]
+    rules, size = TensorRules(of, LAYOUT), LAYOUT.size
+    state = [np.resize(first_weights(), size).astype(np.float32)]
+    state += [np.full(size, start, np.float32) for start in rules.initial_slots]
+    alone = [array.copy() for array in state]
+    untouched = state[0].copy()
+    for count, gradient in enumerate(gradients_of(5, size), 1):
+        options = {"update_count": count, "learning_rate": rules.learning_rate}
+        for start in range(0, size, cut):
+            weights, *slots = (array[start : start + cut] for array in state)
+            given = gradient[start : start + cut].copy()
+            rules.apply(start, weights, given, tuple(slots), np.empty_like(weights), **options)
+        for tensor in LAYOUT:
+            weights, *slots = (array[tensor.offset : tensor.stop] for array in alone)
+            given, temporary = gradient[tensor.offset : tensor.stop].copy(), np.empty_like(weights)
+            own = of if tensor.name != "b" else dataclasses.replace(of, weight_decay=0.0)
+            factor = 1.0 if tensor.name == "b" else 0.25
+            rate = {"learning_rate": rules.learning_rate * factor}
+            if tensor.size and tensor.name != "frozen":
+                UpdateRule(own).apply(
+                    weights, given, tuple(slots), temporary, **{**options, **rate}
+                )
+    for found, expected in zip(state, alone, strict=True):
+        assert found.tobytes() == expected.tobytes()
+    frozen = LAYOUT.by_name["frozen"]
+    still = slice(frozen.offset, frozen.stop)
+    assert state[0][still].tobytes() == untouched[still].tobytes()
+    assert np.array_equal(state[0], untouched) == (rules.learning_rate == 0.0)
+
+
+def test_the_largest_decay_into_state_counts() -> None:
+    layout = TensorLayout.of(SHAPES).with_groups([TensorGroup("b", weight_decay=3.0)])
+    assert TensorRules(Adam(weight_decay=0.5), layout).decay_into_state == 3.0
+    assert TensorRules(Adam(weight_decay=5.0), layout).decay_into_state == 5.0
+    assert TensorRules(AdamW(weight_decay=5.0), layout).decay_into_state == 0.0

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell import SGD, ArgumentError, ParameterSpec, TensorLayout, TensorSpec
+from shardwell import (
+    SGD,
+    ArgumentError,
+    Average,
+    ParameterSpec,
+    TensorGroup,
+    TensorLayout,
+    TensorOptions,
+    TensorSpec,
+)
 
 SHAPES = {"w": (20, 64), "b": (64,), "scale": (), "nothing": (0, 3), "ω.0": (1, 1, 2)}
 LAYOUT = TensorLayout.of(SHAPES)
@@ -130,3 +139,59 @@ def test_elements_are_told_by_their_tensor() -> None:
         assert spec.element(index) == expected
     assert spec_with(None).element(3) == "element 3"
     assert re.fullmatch(r"TensorLayout\(5 tensors, size=1347\)", repr(LAYOUT))
+
+
+def test_the_first_group_that_fits_a_tensor_counts() -> None:
+    layout = TensorLayout.of({"a.bias": (2,), "a.weight": (2, 2), "b[0]": (1,), "c": (1,)})
+    grouped = layout.with_groups(
+        [
+            TensorGroup("*.bias", weight_decay=0.0),
+            TensorGroup(["a.*", "b[0]"], learning_rate_factor=0.5, frozen=True),
+        ]
+    )
+    half = TensorOptions(learning_rate_factor=0.5, frozen=True)
+    assert [tensor.options for tensor in grouped] == [
+        TensorOptions(weight_decay=0.0),
+        half,
+        half,
+        TensorOptions(),
+    ]
+    assert grouped.has_options
+    assert not layout.has_options
+    assert layout.with_groups([]) == layout
+    assert TensorLayout.from_proto(grouped.to_proto()) == grouped
+    assert grouped.difference(layout) == (
+        "tensor 'a.bias' has TensorOptions(learning_rate_factor=1.0, weight_decay=0.0, "
+        "frozen=False); TensorOptions(learning_rate_factor=1.0, weight_decay=None, frozen=False) "
+        "was asked for"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: TensorGroup("w", learning_rate_factor=-1),
+            "learning_rate_factor must be a finite",
+        ),
+        (lambda: TensorGroup("w", weight_decay=float("nan")), "weight_decay must be a finite"),
+        (lambda: TensorGroup("w", frozen=1), "frozen must be a bool"),
+        (lambda: TensorGroup(7), "must be names or patterns"),
+        (lambda: TensorGroup([7]), "must be names or patterns"),
+        (lambda: LAYOUT.with_groups("w"), r"must be a list of shardwell\.TensorGroup"),
+        (lambda: LAYOUT.with_groups([{"w": 1}]), r"must be a list of shardwell\.TensorGroup"),
+        (
+            lambda: LAYOUT.with_groups([TensorGroup("v*")]),
+            r"'v\*' of a group fits none of .* 5 ten",
+        ),
+    ],
+)
+def test_groups_that_can_not_be(make: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        make()
+
+
+def test_average_has_no_options() -> None:
+    grouped = LAYOUT.with_groups([TensorGroup("w", frozen=True)])
+    with pytest.raises(ArgumentError, match="Average updates nothing"):
+        spec_with(grouped, optimizer=Average())

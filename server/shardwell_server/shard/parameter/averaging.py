@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwell.numerics.codec import Bytes, Codec, Float32, Scratch, blocks
-from shardwell.numerics.update_rules import Slots, UpdateRule
+from shardwell.numerics.update_rules import Slots, TensorRules
 from shardwell.numerics.weighted_mean import divide
 from shardwell_server.store import ChunkChange
 
@@ -38,6 +38,8 @@ class Contribution(NamedTuple):
 class ChunkState:
     """The arrays of one chunk: views into the slice's storage, all (n,) float32."""
 
+    offset: int
+    """Of its first element, from the start of the parameter."""
     weights: Float32
     gradient_sum: Float32 | None
     slots: Slots
@@ -98,7 +100,7 @@ def state_overflow(
     contribution: Contribution,
     codec: Codec,
     chunk: ChunkState,
-    rule: UpdateRule,
+    rules: TensorRules,
     scratch: Scratch,
     *,
     update_count: int,
@@ -112,7 +114,7 @@ def state_overflow(
         contribution: The gradient.
         codec: How it is written.
         chunk: Weights and state.
-        rule: The optimizer.
+        rules: The optimizer.
         scratch: This thread's.
         update_count: 1 at the first update.
         learning_rate: The rate of that update.
@@ -128,7 +130,8 @@ def state_overflow(
             contribution.payload, start, math.ldexp(1.0, contribution.exponent), gradient
         )
         slots = tuple(slot[start:stop].copy() for slot in chunk.slots)
-        rule.apply(
+        rules.apply(
+            chunk.offset + start,
             weights,
             gradient,
             slots,
@@ -147,7 +150,7 @@ def close_step(
     contribution: Contribution,
     codec: Codec,
     chunk: ChunkState,
-    rule: UpdateRule,
+    rules: TensorRules,
     scratch: Scratch,
     change: ChunkChange,
     *,
@@ -163,7 +166,7 @@ def close_step(
         contribution: The last one of the step.
         codec: How it is written.
         chunk: Weights and state, updated; the sum is read and then of no meaning.
-        rule: The optimizer.
+        rules: The optimizer.
         scratch: This thread's.
         change: Told of every block before and after it is written.
         total_factor: See add_to_sum; 0 if there is no sum.
@@ -194,7 +197,8 @@ def close_step(
         if divisor != 1.0:
             divide(mean, divisor, unused)
             mean, unused = unused, mean
-        rule.apply(
+        rules.apply(
+            chunk.offset + start,
             weights,
             mean,
             tuple(slot[start:stop] for slot in chunk.slots),

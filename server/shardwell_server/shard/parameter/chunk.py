@@ -23,6 +23,7 @@ class Chunk:
         self.counted_count = 0
         self.duplicate_count = 0
         self.state = ChunkState(
+            offset=where.offset,
             weights=storage.weights[part],
             gradient_sum=None if storage.gradient_sum is None else storage.gradient_sum[part],
             slots=tuple(slot[part] for slot in storage.slots),

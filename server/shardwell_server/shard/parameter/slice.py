@@ -18,7 +18,7 @@ import numpy as np
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Bytes, Float32
 from shardwell.numerics.scratch import thread_scratch
-from shardwell.numerics.update_rules import SAFE_MAGNITUDE, UpdateRule, decay_into_state, peak_of
+from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules, peak_of
 from shardwell.placement.slices import Slice
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
@@ -58,7 +58,6 @@ class ParameterSlice:
         spec: ParameterSpec,
         where: Slice,
         storage: ParameterStorage,
-        rule: UpdateRule,
         *,
         chunk_element_count: int,
         is_first_shard: bool,
@@ -71,7 +70,7 @@ class ParameterSlice:
         self.chunk_element_count = chunk_element_count
         self.storage = storage
         self._limits = limits
-        self._rule = rule
+        self._rules = TensorRules(spec.optimizer, spec.layout)
         self._codec = ChunkCodec.of(spec)
         self._chunks = [
             Chunk(
@@ -89,7 +88,7 @@ class ParameterSlice:
             spec,
             storage,
             self._tracker,
-            learning_rate=rule.learning_rate,
+            learning_rate=self._rules.learning_rate,
             is_first_shard=is_first_shard,
             limits=limits,
         )
@@ -104,7 +103,6 @@ class ParameterSlice:
         """Of this slice, under way."""
         self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
-        self._decay = decay_into_state(spec.optimizer)
         self._replay()
         if storage.is_torn:
             for index in range(self.chunk_count):
@@ -238,7 +236,7 @@ class ParameterSlice:
                 f"first weights of {self.spec.name!r} at version {version}: versions are 0 to "
                 f"{STEP_MAX}, and above 0 come with {len(self.storage.slots)} arrays of state"
             )
-        if learning_rate is not None and self._rule.learning_rate is None:
+        if learning_rate is not None and self._rules.learning_rate is None:
             raise ArgumentError(f"parameter {self.spec.name!r} has no learning rate to be set")
         with self._register.lock:
             if self._register.take_first(epoch):
@@ -259,7 +257,7 @@ class ParameterSlice:
 
         A restore that did not come to its end may have left something, or a disk.
         """
-        for slot, value in zip(chunk.state.slots, self._rule.initial_slots, strict=True):
+        for slot, value in zip(chunk.state.slots, self._rules.initial_slots, strict=True):
             bits = slot.view(np.uint32)
             first = np.float32(value)
             if (bits != first.view(np.uint32)).any():  # a page that is not written takes no memory
@@ -379,7 +377,8 @@ class ParameterSlice:
             chunk.verify()
             version = self._tracker.records[index].version
             learning_rate = self._register.learning_rate(version)
-            decayed = self._decay and self._decay * peak_of(chunk.state.weights)
+            decay = self._rules.decay_into_state
+            decayed = decay and decay * peak_of(chunk.state.weights)
             if not peak + decayed < SAFE_MAGNITUDE:
                 what = "gradient" if peak >= SAFE_MAGNITUDE else "weight decay"
                 self._check_state(chunk, index, contribution, seat, learning_rate, what)
@@ -448,7 +447,7 @@ class ParameterSlice:
                 contribution,
                 self._codec.codec,
                 chunk.state,
-                self._rule,
+                self._rules,
                 thread_scratch(),
                 update_count=self._tracker.records[index].version + 1,
                 learning_rate=learning_rate,
@@ -496,7 +495,7 @@ class ParameterSlice:
                     contribution,
                     codec,
                     chunk.state,
-                    self._rule,
+                    self._rules,
                     scratch,
                     change,
                     total_factor=total_factor,

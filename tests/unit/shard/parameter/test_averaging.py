@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from harness.oracles.codec import decoded, encoded
 from shardwell import SGD, Average, Optimizer
 from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, CODECS, Scratch
-from shardwell.numerics.update_rules import UpdateRule
+from shardwell.numerics.update_rules import TensorRules
 from shardwell_server.shard.parameter.averaging import (
     ChunkState,
     Contribution,
@@ -57,8 +57,9 @@ def stepped(
 ) -> np.ndarray:
     """The weights after one step, from zero; the sum starts as whatever the last step left."""
     size = gradients[0].size
-    rule, scratch = UpdateRule(optimizer or Average()), Scratch()
+    rule, scratch = TensorRules(optimizer or Average()), Scratch()
     state = ChunkState(
+        offset=0,
         weights=np.zeros(size, np.float32),
         gradient_sum=np.full(size, math.nan, np.float32) if len(gradients) > 1 else None,
         slots=(),
@@ -226,7 +227,7 @@ def test_the_mean_of_the_largest_values_is_finite(counts: list[int]) -> None:
 def test_zeros_with_the_largest_scale_stay_zeros(counts: tuple[int, int]) -> None:
     payload = np.zeros(8, np.uint8)
     first, last = (Contribution(payload, 119, count) for count in counts)
-    state = ChunkState(np.zeros(4, np.float32), np.zeros(4, np.float32), ())
+    state = ChunkState(0, np.zeros(4, np.float32), np.zeros(4, np.float32), ())
     shift = max(shift_for(count, 2) for count in counts)
     codec, scratch = CODECS["fp16"], Scratch()
     assert state.gradient_sum is not None
@@ -235,7 +236,7 @@ def test_zeros_with_the_largest_scale_stay_zeros(counts: tuple[int, int]) -> Non
         last,
         codec,
         state,
-        UpdateRule(Average()),
+        TensorRules(Average()),
         scratch,
         CHANGE,
         total_factor=factor,

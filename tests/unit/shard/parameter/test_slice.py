@@ -66,7 +66,6 @@ def slice_of(
         spec,
         Slice(0, size),
         storage,
-        rule,
         chunk_element_count=16,
         is_first_shard=True,
         limits=Limits(),
@@ -185,7 +184,6 @@ def test_nothing_is_taken_before_the_first_weights() -> None:
         MemoryStore().create(
             Layout(name="p", slice_size=4, chunk_element_count=16, with_sum=False)
         ),
-        UpdateRule(SGD(learning_rate=1.0)),
         chunk_element_count=16,
         is_first_shard=True,
         limits=Limits(),
@@ -213,7 +211,6 @@ def test_weights_that_stand_elsewhere_are_confirmed() -> None:
         MemoryStore().create(
             Layout(name="p", slice_size=4, chunk_element_count=16, with_sum=False)
         ),
-        UpdateRule(SGD(learning_rate=1.0)),
         chunk_element_count=16,
         is_first_shard=False,
         limits=Limits(),

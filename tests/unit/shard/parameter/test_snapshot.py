@@ -67,7 +67,6 @@ def make(
         spec,
         Slice(0, SIZE),
         MemoryStore().create(layout),
-        rule,
         chunk_element_count=CHUNK,
         is_first_shard=True,
         limits=Limits(snapshot_count_max=2),
