@@ -40,6 +40,8 @@ class Gradient:
     values: npt.NDArray[Any]
     step: int
     sample_count: int
+    learning_rate: float | None
+    """From its step on; None: as it is."""
     peaks: list[float] | None
     """Largest magnitude of each chunk, in the order of parts and chunks; None if not known."""
 
@@ -220,6 +222,8 @@ class Transfer:
             gradient.sample_count = work.sample_count
             gradient.wait_timeout_ms = wait_timeout_ms
             gradient.end_of_step = index == last
+            if work.learning_rate is not None:
+                gradient.learning_rate = work.learning_rate
             try:
                 message = self._codec.encode(
                     header,

@@ -165,7 +165,12 @@ class Parameter(Generic[ValuesT]):
         return self._calls.start(partial(self._get_weights, out, min_version), timeout_s)
 
     def put_gradient(
-        self, gradient: Any, *, sample_count: int = 1, timeout_s: float | None = None
+        self,
+        gradient: Any,
+        *,
+        sample_count: int = 1,
+        learning_rate: float | None = None,
+        timeout_s: float | None = None,
     ) -> int:
         """Adds a gradient to this worker's next step; returns when all shards have counted it.
 
@@ -179,6 +184,9 @@ class Parameter(Generic[ValuesT]):
                 until the call returns.
             sample_count: Weight in the step's mean, 0 to 2^24: sum(n_i * g_i) / sum(n_i). Has no
                 effect in asynchronous mode.
+            learning_rate: The optimizer's from this step on, for all workers: a schedule that costs
+                no call of its own. All workers give the same. Asynchronous mode: of this
+                gradient's update alone. Default: as it is.
             timeout_s: See `Client`.
 
         Returns:
@@ -186,13 +194,14 @@ class Parameter(Generic[ValuesT]):
 
         Raises:
             ArgumentError, NonFiniteError: the gradient can't be used; nothing was sent.
-            NotInitializedError, StepOrderError, SeatsTakenError: see the errors.
+            NotInitializedError, StepOrderError, SeatsTakenError: see the errors. StepOrderError,
+                too, where the step has another learning rate by then: nothing was counted.
             WorkersMissingError: an earlier step did not close in time.
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
 
         def put(attempts: Attempts) -> int:
-            work = self._gradient(gradient, sample_count, attempts)
+            work = self._gradient(gradient, sample_count, learning_rate, attempts)
             progress = Progress()
             attempts.run(lambda: self._transfer.put_gradient(work, progress, attempts))
             self.next_step = work.step + 1
@@ -205,6 +214,7 @@ class Parameter(Generic[ValuesT]):
         gradient: Any,
         *,
         sample_count: int = 1,
+        learning_rate: float | None = None,
         out: ValuesT | None = None,
         timeout_s: float | None = None,
     ) -> ValuesT:
@@ -216,6 +226,7 @@ class Parameter(Generic[ValuesT]):
         Args:
             gradient: See `put_gradient`.
             sample_count: See `put_gradient`.
+            learning_rate: See `put_gradient`.
             out: See `get_weights`. It must not overlap the gradient's memory.
             timeout_s: See `Client`.
 
@@ -230,7 +241,7 @@ class Parameter(Generic[ValuesT]):
         """
 
         def exchange(attempts: Attempts) -> ValuesT:
-            work = self._gradient(gradient, sample_count, attempts)
+            work = self._gradient(gradient, sample_count, learning_rate, attempts)
             room: Room[ValuesT] = self._values.room(out)
             if np.may_share_memory(room.flat, work.values):
                 raise ArgumentError("out must not overlap the gradient; pass another array")
@@ -308,11 +319,16 @@ class Parameter(Generic[ValuesT]):
         )
         return room.filled()
 
-    def _gradient(self, gradient: Any, sample_count: int, attempts: Attempts) -> Gradient:
+    def _gradient(
+        self, gradient: Any, sample_count: int, learning_rate: float | None, attempts: Attempts
+    ) -> Gradient:
         """Checks everything that can be checked before anything is sent; takes a seat, once."""
         what = f"gradient of {self.name!r}"
         values = self._values.flat(what, gradient)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
+        if learning_rate is not None:
+            check_learning_rate("learning_rate", learning_rate)
+            self.spec.check_has_rate()
         peaks = None
         if not self.spec.allow_non_finite:
             peaks = [
@@ -326,7 +342,7 @@ class Parameter(Generic[ValuesT]):
             self._opening.take_seat(self.next_step, attempts)
             self._transfer.tenure = self._opening.tenure
             self._has_seat = True
-        return Gradient(values, self.next_step, count, peaks)
+        return Gradient(values, self.next_step, count, learning_rate, peaks)
 
     def _tell(
         self, channel: ShardChannel, request: pb.SetLearningRateRequest, attempts: Attempts

@@ -176,6 +176,18 @@ class ParameterSpec(TrainingSpec):
         like_mine = dataclasses.replace(other, size=self.size, layout=self.layout)
         return [self.layout.difference(other.layout), *super().differences(like_mine)]
 
+    def check_has_rate(self) -> None:
+        """Refuses to give a learning rate to an optimizer without one.
+
+        Raises:
+            ArgumentError: it has none.
+        """
+        if isinstance(self.optimizer, Average):
+            raise ArgumentError(
+                f"parameter {self.name!r}: {self.optimizer!r} has no learning rate",
+                parameter=self.name,
+            )
+
     def element(self, index: int) -> str:
         """An element for messages: with the tensor that it is in, if there are tensors."""
         if self.layout is None:

@@ -217,7 +217,13 @@ def peer_context(
 
 def gradient(context: int, header: types_pb2.GradientChunk) -> int:
     """Goes on over a chunk of a gradient."""
-    return _with_numbers(context, header.step, header.sample_count, header.end_of_step)
+    return _with_numbers(
+        context,
+        header.step,
+        header.sample_count,
+        header.end_of_step,
+        *_optional(header.learning_rate if header.HasField("learning_rate") else None),
+    )
 
 
 def weights(context: int, version: int) -> int:

@@ -116,7 +116,7 @@ _HEADS = {
     "Rows": ("row_count", "scale_exponent", "lz4"),
 }
 _FIELDS = {
-    "GradientChunk": ("step", "sample_count", "end_of_step"),
+    "GradientChunk": ("step", "sample_count", "end_of_step", "learning_rate?"),
     "GetWeightsResponse": ("version",),
     "ExchangeResponse": ("version",),
     "InitWeightsRequest": ("array_index",),
@@ -140,7 +140,11 @@ def _fields(message: Any) -> list[Value]:
     for outer in ("gradient", "fetch"):
         if outer in message.DESCRIPTOR.fields_by_name and message.HasField(outer):
             message = getattr(message, outer)
-    return [getattr(message, name) for name in _FIELDS[type(message).__name__]]
+    values: list[Value] = []
+    for name in _FIELDS[type(message).__name__]:
+        is_optional = name.endswith("?")
+        values += optional(message, name[:-1]) if is_optional else [getattr(message, name)]
+    return values
 
 
 def _packed(value: Value) -> bytes:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from shardwell.errors import ArgumentError, NotInitializedError, StepOrderError
+from shardwell.errors import NotInitializedError, StepOrderError
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -50,7 +50,6 @@ class Register(MembershipLog[Seat]):
         """Guards all of it, and the seats of the tracker."""
         self._spec = spec
         self._tracker = tracker
-        self._has_rate = learning_rate is not None
         self._init_changed = Changes(self.lock)
         self._is_first_shard = is_first_shard
         self._first = FirstWeightsState(
@@ -211,15 +210,42 @@ class Register(MembershipLog[Seat]):
             StepOrderError: a chunk has passed `from_step`.
             LimitError: too many changes are scheduled.
         """
-        if not self._has_rate:
-            raise ArgumentError(
-                f"parameter {self._name!r}: {self._spec.optimizer!r} has no learning rate"
-            )
+        self._spec.check_has_rate()
         with self.lock:
             newest = self._tracker.version_max()
             reached = newest if from_step is None else from_step
             oldest = self._tracker.version_min() if self._tracker.records else reached
             self._change_rate(from_step, learning_rate, reached=newest, oldest=oldest)
+
+    def bring_learning_rate(
+        self, seat: Seat, contributor: Contributor[Seat], step: int, learning_rate: float
+    ) -> None:
+        """Sets the rate from a step on that a gradient brings, before it is counted.
+
+        All workers bring the same, so all but the first change nothing; nor do gradients that come
+        again after their step has closed.
+
+        Raises:
+            StepOrderError: the step has another rate by then.
+            WorkerIdInUseError, SessionUnknownError: the seat is not the contributor's.
+            LimitError: too many changes are scheduled.
+        """
+        if self._rates.at(step) == learning_rate:  # nearly always
+            return
+        with self.lock:
+            seat.check(contributor)
+            oldest, reached = self._tracker.version_min(), self._tracker.version_max()
+            # A gradient of a step that is over, or that skips one, is nobody's to count.
+            if not oldest <= step <= reached + 1 or self._rates.at(step) == learning_rate:
+                return
+            if step < reached or (step and self._rates.changed_at(step)):
+                raise StepOrderError(
+                    f"step {step} of parameter {self._name!r} has learning rate "
+                    f"{self._rates.at(step)}; the gradient of {contributor.worker_id!r} brings "
+                    f"{learning_rate}; give all workers the same",
+                    parameter=self._name,
+                )
+            self._change_rate(step, learning_rate, reached=reached, oldest=oldest)
 
     # Events.
 

@@ -20,7 +20,7 @@ from shardwell.numerics.codec import Bytes, Float32
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules, peak_of
 from shardwell.placement.slices import Slice
-from shardwell.specs.optimizers import Average
+from shardwell.specs.optimizers import Average, check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -365,6 +365,9 @@ class ParameterSlice:
             with self._register.lock:
                 contributor.seat = self._seat(contributor)
         seat = contributor.seat
+        rate = self._brought_rate(gradient)
+        if rate is not None and self._tracker.is_sync:
+            self._register.bring_learning_rate(seat, contributor, step, rate)
         with chunk.changed:
             seat.check(contributor)  # another one may take it over at any time
             decision = self._tracker.decide(seat, index, step, header.crc32c)
@@ -377,6 +380,8 @@ class ParameterSlice:
             chunk.verify()
             version = self._tracker.records[index].version
             learning_rate = self._register.learning_rate(version)
+            if rate is not None and not self._tracker.is_sync:
+                learning_rate = rate
             decay = self._rules.decay_into_state
             decayed = decay and decay * peak_of(chunk.state.weights)
             if not peak + decayed < SAFE_MAGNITUDE:
@@ -398,6 +403,17 @@ class ParameterSlice:
             if self._tracker.records[index].version != version:
                 chunk.changed.notify_all()
             return True
+
+    def _brought_rate(self, gradient: types_pb2.GradientChunk) -> float | None:
+        """The learning rate that came with a gradient, if one did.
+
+        Raises:
+            ArgumentError: it can't be one, or the optimizer has none.
+        """
+        if not gradient.HasField("learning_rate"):
+            return None
+        self.spec.check_has_rate()
+        return check_learning_rate("learning_rate", gradient.learning_rate)
 
     def _seat(self, contributor: Contributor[Seat]) -> Seat:
         """The worker's seat, which is the session's from now on; the register's lock is held.

@@ -1,0 +1,154 @@
+"""Goal: a learning rate that comes with a gradient is that of its step, on every shard and chunk.
+
+Method: schedules that bring a rate with each step, beside those that set it by a call of its own;
+the weights are the same bits. Small chunks on two shards.
+"""
+
+from __future__ import annotations
+
+import grpc
+import numpy as np
+import pytest
+
+import shardwell
+from harness.threads import together
+from harness.wire_client.worker import WireWorker, error_detail, sgd, spec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
+from shardwell_server import LocalCluster
+
+SIZE = 157
+RATES = [0.5, 0.5, 0.25, 0.0, 1.0, 0.125, 0.125]
+ADAM = shardwell.Adam(learning_rate=0.5)
+GRADIENTS = np.random.default_rng(3).standard_normal((2, len(RATES), SIZE)).astype(np.float32)
+
+
+def opened(client: shardwell.Client, name: str = "model", **options) -> shardwell.Parameter:
+    given = {"optimizer": ADAM, "codec": "fp32", **options}
+    parameter = client.parameter(name, size=SIZE, **given)
+    if not isinstance(given["optimizer"], shardwell.Average):
+        parameter.init(np.ones(SIZE, np.float32))
+    return parameter
+
+
+def set_by_calls(client: shardwell.Client, gradients: np.ndarray) -> np.ndarray:
+    """The weights at the end of the schedule, each rate set beforehand by one worker alone."""
+    model = opened(client, "called")
+    for rate, gradient in zip(RATES, gradients, strict=True):
+        model.set_learning_rate(rate)
+        weights = model.exchange(gradient)
+    return weights
+
+
+@pytest.mark.parametrize("verb", ["exchange", "put_gradient"])
+def test_a_schedule_that_comes_with_the_gradients(cluster, connect, verb) -> None:
+    running = cluster(2, chunk_size_bytes=64)
+
+    def work(index: int) -> np.ndarray:
+        model = opened(connect(running, f"w{index}"), worker_count=2)
+        for step, rate in enumerate(RATES):
+            brings = None if step == 1 or (index and step == 4) else rate  # some say nothing
+            getattr(model, verb)(GRADIENTS[0, step], learning_rate=brings)
+        return model.get_weights(min_version=len(RATES))
+
+    results = together([lambda: work(0), lambda: work(1)])
+    client = connect(running, "alone")
+    expected = set_by_calls(client, GRADIENTS[0])
+    for weights in results:
+        np.testing.assert_array_equal(weights, expected)
+    for shard in client.status():
+        rates = {entry.spec.name: entry.learning_rate for entry in shard.parameters}
+        assert rates == {"model": RATES[-1], "called": RATES[-1]}
+
+
+def test_workers_that_bring_different_rates_are_told(cluster, connect) -> None:
+    running = cluster(2, chunk_size_bytes=64)
+    one, other = (opened(connect(running, f"w{i}"), worker_count=2) for i in range(2))
+    ones = np.ones(SIZE, np.float32)
+    for rates in ((0.5, 0.5), (0.25, 0.5)):
+        one.put_gradient(ones, learning_rate=rates[0])
+        if rates[0] != rates[1]:
+            words = r"step 1 of parameter 'model' has learning rate 0.25.*'w1' brings 0.5"
+            for verb in (other.exchange, other.put_gradient):
+                with pytest.raises(shardwell.StepOrderError, match=words):
+                    verb(ones, learning_rate=rates[1])
+        other.put_gradient(ones, learning_rate=rates[0])
+    assert (one.next_step, other.next_step) == (2, 2)
+    expected = opened(connect(running, "alone"), "expected")
+    expected.exchange(ones)
+    expected.set_learning_rate(0.25)
+    np.testing.assert_array_equal(one.get_weights(min_version=2), expected.exchange(ones))
+
+
+def test_what_a_call_has_set_for_the_step_is_not_overruled(cluster, connect) -> None:
+    model = opened(connect(cluster(2), "w0"))
+    ones = np.ones(SIZE, np.float32)
+    model.exchange(ones)
+    model.set_learning_rate(0.125)
+    with pytest.raises(shardwell.StepOrderError, match=r"step 1 .* has learning rate 0.125"):
+        model.exchange(ones, learning_rate=0.25)
+    model.exchange(ones, learning_rate=0.125)
+    model.exchange(ones, learning_rate=0.25)
+
+
+def test_asynchronous_gradients_have_a_rate_each(cluster, connect) -> None:
+    running = cluster(2, chunk_size_bytes=64)
+    sgd = shardwell.SGD(learning_rate=4.0)
+    models = [
+        opened(connect(running, f"w{i}"), optimizer=sgd, mode="async", codec="fp32")
+        for i in range(2)
+    ]
+    ones = np.ones(SIZE, np.float32)
+    models[0].exchange(ones, learning_rate=0.5)
+    models[1].exchange(ones, learning_rate=0.25)
+    assert models[0].exchange(ones).tolist() == [1 - 0.5 - 0.25 - 4.0] * SIZE
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), "0.1", True])
+def test_rates_that_are_none(cluster, connect, rate) -> None:
+    client = connect(cluster(2), "w0")
+    model, ones = opened(client), np.ones(SIZE, np.float32)
+    average = opened(client, "average", optimizer=shardwell.Average())
+    sent_bytes = client.traffic.sent_bytes
+    for verb in (model.exchange, model.put_gradient):
+        with pytest.raises(shardwell.ArgumentError, match="learning_rate must be a finite number"):
+            verb(ones, learning_rate=rate)
+    with pytest.raises(shardwell.ArgumentError, match=r"Average\(.*\) has no learning rate"):
+        average.exchange(ones, learning_rate=0.5)
+    assert client.traffic.sent_bytes == sent_bytes
+
+
+def test_the_shard_checks_them_too(cluster) -> None:
+    with WireWorker(cluster(1).target, "w0") as worker:
+        for optimizer, words in (
+            (sgd(1.0), "must be a finite number"),
+            (types_pb2.Optimizer(average=types_pb2.Average()), "has no learning rate"),
+        ):
+            name = optimizer.WhichOneof("rule")
+            parameter = worker.create(spec(name, 4, optimizer=optimizer))
+            if name == "sgd":
+                parameter.init(np.zeros(4))
+            (message,) = parameter.gradient_messages(pb.PutGradientRequest, 0, np.ones(4))
+            message.gradient.learning_rate = -1.0
+            parameter.seal(message)
+            with pytest.raises(grpc.RpcError, match=words) as caught:
+                worker.stubs[0].PutGradient(iter([message]), timeout=10)
+            assert error_detail(caught.value).code == types_pb2.ERROR_CODE_INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("durability", ["process", "step"])
+def test_a_shard_that_is_killed_within_the_step_has_its_rate_still(tmp_path, durability) -> None:
+    ones = np.ones(SIZE, np.float32)
+    with (
+        LocalCluster(2, tmp_path, processes=True, durability=durability) as cluster,
+        shardwell.connect(cluster.target, worker_id="w0") as first,
+        shardwell.connect(cluster.target, worker_id="w1") as second,
+    ):
+        one, other = opened(first, worker_count=2), opened(second, worker_count=2)
+        one.put_gradient(ones, learning_rate=0.125)
+        cluster.children[1].kill()
+        cluster.start_again(1)
+        weights = other.exchange(ones)  # which brings none
+        alone = opened(first, "alone")
+        alone.set_learning_rate(0.125)
+        np.testing.assert_array_equal(weights, alone.exchange(ones))
