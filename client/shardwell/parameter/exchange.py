@@ -33,7 +33,7 @@ from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec, check_chunk
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gradient:
     """A gradient on its way."""
 
@@ -53,6 +53,8 @@ class ShardSlice:
         self, channel: ShardChannel, where: Slice, chunk_element_count: int, first_chunk: int
     ) -> None:
         self.channel = channel
+        self.where = where
+        self.chunk_element_count = chunk_element_count
         self.first_chunk = first_chunk
         """How many chunks the parts before this one have."""
         self.chunks = [
@@ -63,7 +65,7 @@ class ShardSlice:
 
 @dataclass
 class Progress:
-    """How far one call has come, whatever becomes of its connections: its attempts go on there."""
+    """How far one gradient has come, whatever becomes of its connections: attempts go on there."""
 
     row: int = 0
     """Every shard has answered its chunks before this one."""
@@ -168,16 +170,20 @@ class Transfer:
                     )
                 progress.counted_shards.add(part.channel.shard_index)
 
+    @property
+    def row_count(self) -> int:
+        """The most chunks that a shard has. A row is the chunk of that index of every shard."""
+        return max(len(part.chunks) for part in self.parts)
+
     def exchange(
-        self, work: Gradient, weights: Float32, progress: Progress, attempts: Attempts
+        self, work: Gradient, weights: Float32, progress: Progress, stop: int, attempts: Attempts
     ) -> int:
-        """Sends a gradient and fills `weights` with what comes of it, from `progress` on.
+        """Sends a gradient, from `progress` to row `stop`; fills `weights` with what comes of it.
 
         Returns the fewest updates that a chunk has seen.
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
-        parts = self.parts
-        first = self._first_row(parts, progress)
+        parts = [part for part in self.parts if len(part.chunks) > progress.row]
         wait_ms = wait_milliseconds(attempts.rest_s)
         with self._pool.borrowed(attempts.rest_s) as streams:
             opened = []
@@ -186,7 +192,13 @@ class Transfer:
                 opened.append(stream)
                 stream.submit(
                     self._messages(
-                        pb.ExchangeRequest, part, work, wait_ms, opens=opens, first=first
+                        pb.ExchangeRequest,
+                        part,
+                        work,
+                        wait_ms,
+                        opens=opens,
+                        first=progress.row,
+                        stop=stop,
                     )
                 )
             return self._receive(
@@ -196,6 +208,7 @@ class Transfer:
                 min_version,
                 streams.call_group,
                 progress,
+                stop=stop,
                 is_exchange=True,
             )
 
@@ -208,10 +221,11 @@ class Transfer:
         *,
         opens: bool,
         first: int = 0,
+        stop: int | None = None,
     ) -> Iterator[bytes]:
-        """One gradient for one shard, from chunk `first` on; runs on a thread of gRPC's."""
+        """Chunks [first, stop) of a gradient for one shard; runs on a thread of gRPC's."""
         scratch = thread_scratch()
-        last = len(part.chunks) - 1
+        last = len(part.chunks[:stop]) - 1
         for index in range(first, last + 1):
             where = part.chunks[index]
             header = header_type()
@@ -246,10 +260,6 @@ class Transfer:
             self._traffic.add_sent(len(message), where.size)
             yield message
 
-    def _first_row(self, parts: Sequence[ShardSlice], progress: Progress) -> int:
-        """The chunk at which every shard is to go on: it has one, so that each has an answer."""
-        return progress.row and min(progress.row, *(len(part.chunks) - 1 for part in parts))
-
     def _receive(
         self,
         parts: Sequence[ShardSlice],
@@ -259,6 +269,7 @@ class Transfer:
         call_group: CallGroup,
         progress: Progress,
         *,
+        stop: int | None = None,
         is_exchange: bool = False,
     ) -> int:
         """Reads every chunk of every part, in turns, so that no shard's stream stands still.
@@ -272,7 +283,8 @@ class Transfer:
             read: The next message of a part, by its place in `parts`; blocks.
             min_version: The version that is waited for.
             call_group: The calls that are read from.
-            progress: Where to begin; after an error, how far it came.
+            progress: Where to begin; then, after an error too, how far it came.
+            stop: Before which row to end; None: the last.
             is_exchange: Whether versions must be `min_version` exactly.
 
         Returns:
@@ -281,26 +293,23 @@ class Transfer:
         Raises:
             ShardwellError: see `Parameter.get_weights`.
         """
-        version = progress.version
-        index = first = self._first_row(parts, progress)
-        try:
-            for index in range(first, max(len(part.chunks) for part in parts)):
-                for number, part in enumerate(parts):
-                    if index < len(part.chunks):
-                        try:
-                            message = read(number)
-                        except grpc.RpcError as error:
-                            raise call_group.error_of(
-                                part.channel, error, parameter=self._spec.name
-                            ) from None
-                        found = self._decode(
-                            part, index, message, weights, min_version, is_exchange=is_exchange
-                        )
-                        version = min(version, found)
-        except BaseException:
-            progress.row, progress.version = index, version
-            raise
-        return int(version)
+        stop = self.row_count if stop is None else stop
+        while progress.row < stop:
+            index, version = progress.row, progress.version
+            for number, part in enumerate(parts):
+                if index < len(part.chunks):
+                    try:
+                        message = read(number)
+                    except grpc.RpcError as error:
+                        raise call_group.error_of(
+                            part.channel, error, parameter=self._spec.name
+                        ) from None
+                    found = self._decode(
+                        part, index, message, weights, min_version, is_exchange=is_exchange
+                    )
+                    version = min(version, found)
+            progress.row, progress.version = index + 1, version
+        return int(progress.version)
 
     def _decode(
         self,

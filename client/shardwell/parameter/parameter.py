@@ -8,6 +8,7 @@ take turns. Its buffers are the caller's: nothing is kept of a gradient after th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic
@@ -16,9 +17,11 @@ import numpy as np
 
 from shardwell.errors import ArgumentError, DivergedError
 from shardwell.numerics.arguments import check_integer, finite_peak
+from shardwell.numerics.codec import Float32
 from shardwell.parameter.exchange import Gradient, Progress, Transfer
 from shardwell.parameter.first_weights import FirstWeights, GivenWeights
 from shardwell.parameter.membership import Opening
+from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
@@ -242,23 +245,67 @@ class Parameter(Generic[ValuesT]):
 
         def exchange(attempts: Attempts) -> ValuesT:
             work = self._gradient(gradient, sample_count, learning_rate, attempts)
-            room: Room[ValuesT] = self._values.room(out)
-            if np.may_share_memory(room.flat, work.values):
-                raise ArgumentError("out must not overlap the gradient; pass another array")
-            progress = Progress()
-            try:
-                self.version = attempts.run(
-                    lambda: self._transfer.exchange(work, room.flat, progress, attempts)
-                )
-            except DivergedError:  # some of it is counted, so all of it is to be
-                counted = Progress()
-                attempts.run(lambda: self._transfer.put_gradient(work, counted, attempts))
-                self.next_step = work.step + 1
-                raise
-            self.next_step = work.step + 1
+            room = self._room_beside(work, out)
+            self._exchange_rest(work, room.flat, Progress(), attempts)
             return room.filled()
 
         return self._calls.run(exchange, timeout_s, in_turn=True)
+
+    def begin_exchange(
+        self,
+        gradient: Any,
+        *,
+        sample_count: int = 1,
+        learning_rate: float | None = None,
+        out: ValuesT | None = None,
+        timeout_s: float | None = None,
+    ) -> OpenExchange[ValuesT]:
+        """An exchange of a gradient that is still being computed, such as by a backward pass.
+
+        What is there is told by `OpenExchange.ready`, and exchanged while the rest is computed;
+        `OpenExchange.finish` waits for all. Until then no other gradient joins the step. What is
+        not finite is found when it is sent: what lies before it has been counted by then.
+
+        Args:
+            gradient: See `put_gradient`; it must lie in one buffer, which is read until `finish`
+                has returned.
+            sample_count: See `put_gradient`.
+            learning_rate: See `put_gradient`.
+            out: See `exchange`; written while the gradient is computed.
+            timeout_s: Of each piece that is exchanged before `finish`, and of that.
+
+        Raises:
+            ArgumentError: see `exchange`; or the gradient would have to be copied.
+            NotInitializedError, SeatsTakenError: see the errors.
+        """
+
+        def begin(attempts: Attempts) -> tuple[Gradient, Room[ValuesT]]:
+            work = self._gradient(gradient, sample_count, learning_rate, attempts, is_whole=False)
+            return work, self._room_beside(work, out)
+
+        work, room = self._calls.run(begin, timeout_s, in_turn=True)
+        progress = Progress()
+
+        def start(stop: int, is_over: Callable[[], None]) -> None:
+            def exchange(attempts: Attempts) -> None:
+                if self.next_step == work.step and progress.row < stop:
+                    self._check_finite(work, progress.row, stop)
+                    self._exchange_rows(work, room.flat, progress, stop, attempts)
+
+            future = self._calls.start(exchange, timeout_s, in_turn=True)
+            future.add_done_callback(lambda _: is_over())
+
+        def finish(timeout_s: float | None) -> ValuesT:
+            def exchange(attempts: Attempts) -> ValuesT:
+                self._check_finite(work, progress.row, self._transfer.row_count)
+                self._exchange_rest(work, room.flat, progress, attempts)
+                return room.filled()
+
+            return self._calls.run(exchange, timeout_s, in_turn=True)
+
+        return OpenExchange(
+            self._transfer.parts, start, lambda own_s: finish(timeout_s if own_s is None else own_s)
+        )
 
     def set_learning_rate(
         self, learning_rate: float, *, now: bool = False, timeout_s: float | None = None
@@ -319,30 +366,80 @@ class Parameter(Generic[ValuesT]):
         )
         return room.filled()
 
+    def _room_beside(self, work: Gradient, out: ValuesT | None) -> Room[ValuesT]:
+        """Where weights go, which is nowhere in the gradient."""
+        room: Room[ValuesT] = self._values.room(out)
+        if np.may_share_memory(room.flat, work.values):
+            raise ArgumentError("out must not overlap the gradient; pass another array")
+        return room
+
+    def _exchange_rest(
+        self, work: Gradient, weights: Float32, progress: Progress, attempts: Attempts
+    ) -> None:
+        """Exchanges the rows from `progress` on, and ends the step."""
+        try:
+            stop = self._transfer.row_count
+            self.version = self._exchange_rows(work, weights, progress, stop, attempts)
+        except DivergedError:  # some of it is counted, so all of it is to be
+            counted = Progress()
+            attempts.run(lambda: self._transfer.put_gradient(work, counted, attempts))
+            self.next_step = work.step + 1
+            raise
+        self.next_step = work.step + 1
+
+    def _exchange_rows(
+        self, work: Gradient, weights: Float32, progress: Progress, stop: int, attempts: Attempts
+    ) -> int:
+        """Exchanges the rows from `progress` to `stop`; returns the version so far."""
+        return attempts.run(
+            lambda: self._transfer.exchange(work, weights, progress, stop, attempts)
+        )
+
+    def _check_finite(self, work: Gradient, first: int, stop: int) -> None:
+        """Notes the peaks of rows, and refuses what is not finite."""
+        if work.peaks is None:
+            return
+        for part in self._transfer.parts:
+            for index in range(first, min(stop, len(part.chunks))):
+                number, where = part.first_chunk + index, part.chunks[index]
+                work.peaks[number] = finite_peak(
+                    f"gradient of {self.name!r}",
+                    work.values,
+                    self.name,
+                    where.offset,
+                    where.stop,
+                    told=self.spec.element,
+                )
+
     def _gradient(
-        self, gradient: Any, sample_count: int, learning_rate: float | None, attempts: Attempts
+        self,
+        gradient: Any,
+        sample_count: int,
+        learning_rate: float | None,
+        attempts: Attempts,
+        *,
+        is_whole: bool = True,
     ) -> Gradient:
-        """Checks everything that can be checked before anything is sent; takes a seat, once."""
-        what = f"gradient of {self.name!r}"
-        values = self._values.flat(what, gradient)
+        """Checks everything that can be checked before anything is sent; takes a seat, once.
+
+        With `is_whole` its values are there; if not, they are read later, where they lie.
+        """
+        values = self._values.flat(f"gradient of {self.name!r}", gradient, in_place=not is_whole)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         if learning_rate is not None:
             check_learning_rate("learning_rate", learning_rate)
             self.spec.check_has_rate()
-        peaks = None
-        if not self.spec.allow_non_finite:
-            peaks = [
-                finite_peak(
-                    what, values, self.name, where.offset, where.stop, told=self.spec.element
-                )
-                for part in self._transfer.parts
-                for where in part.chunks
-            ]
+        chunk_count = sum(len(part.chunks) for part in self._transfer.parts)
+        peaks = None if self.spec.allow_non_finite else [0.0] * chunk_count
+        work = Gradient(values, self.next_step, count, learning_rate, peaks)
+        if is_whole:
+            self._check_finite(work, 0, self._transfer.row_count)
         if not self._has_seat:
             self._opening.take_seat(self.next_step, attempts)
             self._transfer.tenure = self._opening.tenure
             self._has_seat = True
-        return Gradient(values, self.next_step, count, learning_rate, peaks)
+            work.step = self.next_step
+        return work
 
     def _tell(
         self, channel: ShardChannel, request: pb.SetLearningRateRequest, attempts: Attempts

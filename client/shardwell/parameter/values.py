@@ -51,12 +51,13 @@ class Values(ABC, Generic[ValuesT]):
     """How a parameter's values look to the caller."""
 
     @abstractmethod
-    def flat(self, what: str, values: Any) -> npt.NDArray[Any]:
+    def flat(self, what: str, values: Any, *, in_place: bool = False) -> npt.NDArray[Any]:
         """What the caller passed, as (size,) floating point; a copy where it has to be.
 
         Args:
             what: What it is, for messages ("gradient of 'model'").
             values: What he passed.
+            in_place: Whether it may be no copy.
 
         Raises:
             ArgumentError: it can't be used.
@@ -78,12 +79,14 @@ class VectorValues(Values[Float32]):
         self._size = size
 
     @override
-    def flat(self, what: str, values: Any) -> npt.NDArray[Any]:
+    def flat(self, what: str, values: Any, *, in_place: bool = False) -> npt.NDArray[Any]:
         if isinstance(values, Mapping):
             raise ArgumentError(
                 f"{what} must be an array of {self._size} elements, for the parameter has no "
                 f"tensors; got a mapping of {_named(values)}; open another one with tensors="
             )
+        if in_place:
+            return as_output(values, self._size, what)
         return as_flat(what, values, self._size)
 
     @override
@@ -101,7 +104,7 @@ class TensorValues(Values[NamedArrays]):
         self._layout = layout
 
     @override
-    def flat(self, what: str, values: Any) -> npt.NDArray[Any]:
+    def flat(self, what: str, values: Any, *, in_place: bool = False) -> npt.NDArray[Any]:
         given = self._checked(what, values)
         arrays = [as_floats(f"{what}: tensor {name!r}", each) for name, each in given.items()]
         for tensor, array in zip(self._layout, arrays, strict=True):
@@ -110,6 +113,11 @@ class TensorValues(Values[NamedArrays]):
         joined = self._joined(arrays)
         if joined is not None:
             return joined
+        if in_place:
+            raise ArgumentError(
+                f"{what} must lie in one buffer, its tensors one behind the other, float32; pass "
+                "such as get_weights returns"
+            )
         flat: Float32 = np.empty(self._layout.size, np.float32)
         with np.errstate(over="ignore"):  # what becomes infinite is found by the check
             for tensor, array in zip(self._layout, arrays, strict=True):

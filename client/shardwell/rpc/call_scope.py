@@ -70,11 +70,15 @@ class CallScope:
         return self._shards.threads.run(call, bound_s, scope=self)
 
     def start(
-        self, body: Callable[[Attempts], ResultT], timeout_s: float | None = None
+        self,
+        body: Callable[[Attempts], ResultT],
+        timeout_s: float | None = None,
+        *,
+        in_turn: bool = False,
     ) -> Future[ResultT]:
         """The same without waiting; errors of `body` come in the future."""
         bound_s = self._bound_s(timeout_s)
-        call = partial(self._attempted, body, bound_s)
+        call = partial(self._attempted, body, bound_s, in_turn=in_turn)
         return self._shards.threads.start(call, bound_s, scope=self)
 
     def check_open(self, cause: BaseException | None = None) -> None:
