@@ -19,6 +19,8 @@ BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
 PYKEEN := pykeen==1.11.1
 TORCH := torch==2.13.0+cpu
+TORCH_TESTS := tests/unit/numerics/test_update_rules_torch.py tests/unit/numerics/test_arguments.py \
+  tests/integration/torch tests/integration/docs
 # Read when a recipe runs: tools that scripts call are those of the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # The tests start hundreds of processes: not one of them is to compile every module again.
@@ -29,6 +31,7 @@ help:
 	@echo "make demo-embeddings    the same with a knowledge graph's embeddings (40 s)"
 	@echo "make test    the tests (6 minutes on two cores)"
 	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
+	@echo "make test-torch    those of shardwell.torch, with PyTorch's CPU build"
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
 	@echo "make fuzz    properties and state machines again, with new random examples"
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
@@ -60,11 +63,11 @@ fuzz: $(VENV)/.has-test
 	@$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis tests
 
 # torch's CPU build is not on PyPI, and its other builds bring gigabytes; where there is none,
-# say so and go on: the optimizers are compared with float64 arithmetic in any case.
+# say so and go on: what needs it is tested nowhere else.
 test-torch: $(VENV)/.has-test
 	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH); then \
-	  $(BIN)/python -m pytest tests/unit/numerics/test_update_rules_torch.py; \
-	else echo "no $(TORCH) for this Python here: the comparison with torch.optim was not run"; fi
+	  $(BIN)/python -m pytest -n $(WORKERS) $(TORCH_TESTS); \
+	else echo "no $(TORCH) for this Python here: the tests of shardwell.torch were not run"; fi
 
 lint: $(VENV)/.has-lint
 	$(BIN)/ruff check

@@ -46,6 +46,7 @@ from shardwell.errors import (
 from shardwell.group.group import Group
 from shardwell.group.join import join_group
 from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
+from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
 from shardwell.process.allocator import tune_malloc
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
@@ -110,6 +111,7 @@ __all__ = [
     "NonFiniteError",
     "Normal",
     "NotInitializedError",
+    "OpenExchange",
     "Optimizer",
     "Parameter",
     "ParameterSpec",

@@ -6,6 +6,7 @@ a parameter returns them, are that vector already, and are not copied.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from shardwell.specs.parameter import ParameterSpec
 
 NamedArrays: TypeAlias = dict[str, Float32]
 """A parameter's tensors: arrays by name, each of its shape."""
+_FLOAT32 = np.dtype(np.float32)
 ValuesT = TypeVar("ValuesT", default=Float32)
 """What a parameter's values are: one array, or NamedArrays."""
 _NAMED_MAX = 5
@@ -72,6 +74,34 @@ class Values(ABC, Generic[ValuesT]):
         """
 
 
+class TensorViews(dict[str, Float32]):
+    """Tensors that are views of one buffer, and known as such as long as they are the same ones.
+
+    Copies are plain dicts, whose arrays may be anywhere.
+
+    Args:
+        layout: Of the tensors.
+        flat: The buffer, (size,).
+    """
+
+    def __init__(self, layout: TensorLayout, flat: Float32) -> None:
+        super().__init__((t.name, flat[t.offset : t.stop].reshape(t.shape)) for t in layout)
+        self._layout = layout
+        self._flat = flat
+        self._views = list(self.values())
+
+    def buffer(self, layout: TensorLayout) -> Float32 | None:
+        """The buffer, if all views are still in it, as the layout has them."""
+        is_known = layout is self._layout and len(self) == len(self._views)
+        if is_known and all(map(operator.is_, self.values(), self._views)):
+            return self._flat
+        return None
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 class VectorValues(Values[Float32]):
     """One vector."""
 
@@ -105,11 +135,15 @@ class TensorValues(Values[NamedArrays]):
 
     @override
     def flat(self, what: str, values: Any, *, in_place: bool = False) -> npt.NDArray[Any]:
-        given = self._checked(what, values)
-        arrays = [as_floats(f"{what}: tensor {name!r}", each) for name, each in given.items()]
-        for tensor, array in zip(self._layout, arrays, strict=True):
-            if array.shape != tensor.shape:
-                raise _misshapen(what, tensor, array.shape)
+        if isinstance(values, TensorViews) and (buffer := values.buffer(self._layout)) is not None:
+            return buffer
+        arrays = []
+        for tensor, each in zip(self._layout, self._checked(what, values), strict=True):
+            if type(each) is not np.ndarray or each.dtype is not _FLOAT32:
+                each = as_floats(f"{what}: tensor {tensor.name!r}", each)
+            if each.shape != tensor.shape:
+                raise _misshapen(what, tensor, each.shape)
+            arrays.append(each)
         joined = self._joined(arrays)
         if joined is not None:
             return joined
@@ -120,19 +154,19 @@ class TensorValues(Values[NamedArrays]):
             )
         flat: Float32 = np.empty(self._layout.size, np.float32)
         with np.errstate(over="ignore"):  # what becomes infinite is found by the check
-            for tensor, array in zip(self._layout, arrays, strict=True):
-                np.copyto(flat[tensor.offset : tensor.stop].reshape(tensor.shape), array)
+            parts = [array.reshape(-1) for array in arrays]
+            np.concatenate(parts, out=flat, casting="same_kind")
         return flat
 
     @override
     def room(self, out: Any) -> Room[NamedArrays]:
         if out is None:
             flat: Float32 = np.empty(self._layout.size, np.float32)
-            views = {t.name: flat[t.offset : t.stop].reshape(t.shape) for t in self._layout}
-            return Room(flat, views)
-        given = self._checked("out", out)
+            return Room(flat, TensorViews(self._layout, flat))
+        if isinstance(out, TensorViews) and (buffer := out.buffer(self._layout)) is not None:
+            return Room(as_output(buffer, self._layout.size), out)
         arrays = []
-        for tensor, each in zip(self._layout, given.values(), strict=True):
+        for tensor, each in zip(self._layout, self._checked("out", out), strict=True):
             arrays.append(as_output(each, None, f"out: tensor {tensor.name!r}"))
             if tuple(each.shape) != tensor.shape:
                 raise _misshapen("out", tensor, tuple(each.shape))
@@ -142,8 +176,8 @@ class TensorValues(Values[NamedArrays]):
         flat = np.empty(self._layout.size, np.float32)
         return Room(flat, out, tuple(zip(self._layout, arrays, strict=True)))
 
-    def _checked(self, what: str, values: Any) -> dict[str, Any]:
-        """The same by name, in the order of the layout.
+    def _checked(self, what: str, values: Any) -> list[Any]:
+        """The tensors in the order of the layout.
 
         Raises:
             ArgumentError: it is no mapping of exactly these names.
@@ -162,7 +196,7 @@ class TensorValues(Values[NamedArrays]):
                 f"{what} has {_named(unknown)}, which the parameter does not; it was opened with "
                 f"{_named(self._layout.by_name)}"
             )
-        return {name: values[name] for name in self._layout.by_name}
+        return [values[name] for name in self._layout.by_name]
 
     def _joined(self, arrays: list[npt.NDArray[Any]]) -> Float32 | None:
         """The vector that arrays are, if they lie one behind the other in memory."""
@@ -171,7 +205,7 @@ class TensorValues(Values[NamedArrays]):
             if array.dtype != np.float32 or not array.flags.c_contiguous:
                 return None
             if tensor.size:
-                address = array.ctypes.data - 4 * tensor.offset
+                address = array.__array_interface__["data"][0] - 4 * tensor.offset
                 if start is None:
                     start, first = address, array.reshape(-1)
                 elif address != start:

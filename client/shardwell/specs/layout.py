@@ -125,12 +125,12 @@ class TensorSpec:
     options: TensorOptions = AS_THE_REST
     """How its update differs from the optimizer's."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """Behind its last element."""
         return self.offset + self.size

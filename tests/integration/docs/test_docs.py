@@ -9,6 +9,7 @@ what checks it; a new line that is neither fails. Links lead to files and headin
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import shlex
@@ -27,24 +28,27 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
     "README.md",
     *(f"docs/{name}.md" for name in (
-        "parameters", "groups", "tables", "checkpoints", "durability", "machines", "guarantees",
-        "errors", "performance", "wire", "architecture",
+        "pytorch", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
+        "guarantees", "errors", "performance", "wire", "architecture",
     )),
 ]  # fmt: skip
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+"""Where it is not, what needs it is left to `make test-torch`."""
 ELSEWHERE = {
     "make demo": "test_demo.py, and CI runs it",
-    "pip install .": "the Dockerfile does it; tests use an editable installation",
+    "pip install .[torch]": "the Dockerfile does it; tests use an editable installation",
 }
 """Lines that are not run here, and what does."""
 ONES = r"\[ *((1\.0*|0\.999\d*) *){3}\]"
 PRINTED = {
     "python worker.py w1": ONES,
+    "python train.py w1": r"loss 0\.[0-4]\d*",
     "docs/parameters.md 1": "640",
     "docs/parameters.md 3": r"2 2\nShardStatus\(.*",
     "shardwell run -n 4 -- python train.py": r"(?s).*\[3\] rank 3 of 4: \[1\.5 1\.5 1\.5\].*",
     "docs/groups.md 2": rf"\d\.\d+(e-\d+)? {ONES}",
     "docs/tables.md 1": r"\[     7 123456\]",
-    "shardwell checkpoint inspect ckpt/step-1000 --verify": r"(?s).*model.*",
+    "shardwell checkpoint inspect ckpt/step-1000 --verify": r"(?s).*numpy.*",
     "shardwell status": r"(?s).*0 of 2 .* serving .*1 of 2 .* serving .*",
 }
 """What a line prints, or a block by its page and number."""
@@ -58,25 +62,29 @@ class Step(NamedTuple):
     saved_as: str = ""
     """Name of the file that a block is saved as, and not run by itself."""
     is_python: bool = False
+    needs: str = ""
+    """Text that imports what it needs."""
 
 
 def steps_of(page: str) -> Iterator[Step]:
     text = (ROOT / page).read_text()
-    number = 0
+    number, files = 0, dict[str, str]()
     for found in re.finditer(
         r"^```(\w*)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n)+)", text, re.M | re.S
     ):
         language, block, lines = found.groups()
         if lines:
             for line in lines.splitlines():
-                command = re.sub(r"\s+#.*", "", line.strip())
-                yield Step(command, command)
+                command = re.sub(r"\s+#.*", "", line.strip()).replace("'.[torch]'", ".[torch]")
+                yield Step(command, command, needs=files.get(" ".join(command.split()[1:2]), ""))
         elif language == "python":
             number += 1
             before = text[: found.start()].rpartition("\n\n")[0].rpartition("\n\n")[2]
             saved = re.search(r"[Ss]ave this as `(\S+)`", before)
             name = f"{page} {number}"
-            yield Step(name, block, saved[1] if saved else "", is_python=True)
+            if saved:
+                files[saved[1]] = block
+            yield Step(name, block, saved[1] if saved else "", is_python=True, needs=block)
 
 
 class Reader:
@@ -90,6 +98,8 @@ class Reader:
         """Of shards that were started one by one."""
 
     def do(self, step: Step) -> None:
+        if "torch" in step.needs and not HAS_TORCH:
+            return
         if step.is_python:
             if step.saved_as:
                 Path(step.saved_as).write_text(step.text)

@@ -1,0 +1,19 @@
+"""Shardwell for PyTorch; needs the extra `torch`.
+
+optimizer = shardwell.torch.ServerOptimizer(model, client, shardwell.AdamW(3e-4), worker_count=2)
+for inputs, targets in batches:
+    loss_fn(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+try:
+    import torch as _torch  # noqa: F401 (whether it is there)
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "shardwell.torch needs PyTorch: pip install 'shardwell[torch]'", name="torch"
+    ) from None
+
+from shardwell.torch.optimizer import ServerOptimizer
+
+__all__ = ["ServerOptimizer"]

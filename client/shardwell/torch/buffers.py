@@ -1,0 +1,74 @@
+"""Flat memory that NumPy and torch share, and a model's tensors in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardwell.errors import ArgumentError
+from shardwell.parameter.values import TensorViews
+from shardwell.specs.layout import TensorLayout
+
+
+class FlatTensors:
+    """Views of one float32 buffer, as a layout has them: torch's, and NumPy's of the same memory.
+
+    Args:
+        layout: Of the parameter.
+        is_pinned: Whether a GPU copies from and to it without waiting.
+    """
+
+    def __init__(self, layout: TensorLayout, *, is_pinned: bool = False) -> None:
+        flat = torch.zeros(layout.size, dtype=torch.float32, pin_memory=is_pinned)
+        self.views = [flat[t.offset : t.stop].view(t.shape) for t in layout]
+        """In the order of the layout."""
+        self.arrays = TensorViews(layout, flat.numpy())
+        """By name."""
+
+
+def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that a parameter can hold.
+
+    Raises:
+        ArgumentError: its values are no real numbers, or it has no memory that can be read.
+    """
+    if not tensor.is_floating_point():
+        raise ArgumentError(
+            f"tensor {name!r} is {tensor.dtype}; only floating point is trained; leave it out, or "
+            "set requires_grad=False"
+        )
+    if tensor.device.type == "meta":
+        raise ArgumentError(
+            f"tensor {name!r} is on device 'meta', which has no values; give the model memory first"
+        )
+    if tensor.layout != torch.strided:
+        raise ArgumentError(f"tensor {name!r} is {tensor.layout}; only dense tensors are trained")
+    return tensor
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source to its target, between devices without waiting where that can be."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
+def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[np.float32]]:
+    """Copies on the CPU, in float32.
+
+    Raises:
+        ArgumentError: one has values that float32 does not.
+    """
+    arrays = {}
+    for name, tensor in tensors.items():
+        values = tensor.detach().to("cpu", torch.float32)
+        is_exact = tensor.is_floating_point() or bool((values == tensor.detach().cpu()).all())
+        if tensor.is_complex() or not is_exact:
+            raise ArgumentError(
+                f"tensor {name!r} of {tensor.dtype} has values that float32 does not; make it a "
+                "buffer with persistent=False, which stays each worker's own"
+            )
+        arrays[name] = values.numpy()
+    return arrays

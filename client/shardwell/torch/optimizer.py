@@ -1,0 +1,548 @@
+"""A torch optimizer whose update runs on the shards.
+
+States of a step, by tensor: *missing* until its gradient has been accumulated, then *announced*:
+copied into the flat buffer, from which it is sent while backward goes on. `step` copies what is
+missing, waits for the weights and puts them into the model. Invariants: a tensor is announced once
+a step; what was announced is what counts, so a gradient that changes afterwards is an error, not a
+surprise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shardwell.client import Client
+from shardwell.errors import ArgumentError, SpecMismatchError, UnknownParameterError
+from shardwell.parameter.open_exchange import OpenExchange
+from shardwell.parameter.parameter import Parameter
+from shardwell.parameter.values import NamedArrays
+from shardwell.placement.dealing import dealt
+from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions
+from shardwell.specs.optimizers import SGD, Average, Optimizer
+from shardwell.specs.parameter import CodecName, ModeName
+from shardwell.torch.buffers import FlatTensors, as_arrays, checked, copy_all
+
+_RATE_TOLERANCE = 1e-6
+"""By which rates of groups may differ from their ratios; schedulers round."""
+
+
+_NO_UPDATE = SGD(learning_rate=0.0)
+"""Of what is only handed from the first worker to the others."""
+
+
+class ServerOptimizer(torch.optim.Optimizer):
+    """Trains a model on a cluster: gradients are averaged over all workers and applied there.
+
+    It is a `torch.optim.Optimizer`: `step`, `zero_grad`, `param_groups`; torch's LR schedulers
+    drive the shards' rate. The model gets the first worker's weights, or those that the cluster has
+    already: then it goes on from there.
+
+    Gradients leave while backward goes on. So nothing may change them between `backward` and
+    `step`: clip with the optimizer's `clip_value`, accumulate over batches under `no_sync`, and
+    pass `overlap=False` where a GradScaler unscales. A parameter without a gradient has one of
+    zeros; other than in torch, momentum and weight decay go on for it.
+
+    A `step` that fails is this worker's next still: call it again, or `zero_grad` and go on with
+    another batch.
+
+    Args:
+        model: Its parameters that require gradients are trained, under their names. They may be on
+            any device, float32, float64, float16 or bfloat16; shards have float32. Others, and
+            buffers, are made those of the first worker, and stay each worker's own: see
+            `average_buffers`.
+        client: Made by `shardwell.connect`. It stays the caller's to close.
+        optimizer: The update rule on the shards, such as `shardwell.AdamW(3e-4)`.
+        param_groups: As torch has them: dicts with "params", and "lr" or "weight_decay" of their
+            own. Default: one group of all.
+        worker_count: Workers that make a step.
+        name: Of the parameter on the cluster.
+        codec: How gradients and weights travel; see `Client.parameter`.
+        mode: "sync" or "async"; see `Client.parameter`.
+        overlap: Whether gradients leave while backward goes on. Without, nothing is sent before
+            `step` has looked at all.
+        timeout_s: Of a step; default: the client's.
+
+    Raises:
+        SpecMismatchError: the cluster has another model under that name; names the tensor.
+        ArgumentError: a tensor, a group or an option can't be; names it.
+        ShardwellError: as `Client.parameter`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        client: Client,
+        optimizer: Optimizer,
+        *,
+        param_groups: Iterable[Mapping[str, Any]] | None = None,
+        worker_count: int = 1,
+        name: str = "model",
+        codec: CodecName = "fp16",
+        mode: ModeName = "sync",
+        overlap: bool = True,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.sample_count = 1
+        """Weight of this worker's next gradients in the mean, such as the number of samples."""
+        if isinstance(optimizer, Average) or not isinstance(optimizer, Optimizer):
+            raise ArgumentError(
+                f"optimizer must be an update rule, as shardwell.AdamW(3e-4); got {optimizer!r}"
+            )
+        self._model = model
+        self._timeout_s = timeout_s
+        self._overlap = overlap
+        self._is_paused = False
+        names = {id(tensor): name for name, tensor in model.named_parameters()}
+        groups = _groups_of(model, param_groups)
+        rate = optimizer.learning_rate  # type: ignore[attr-defined]
+        super().__init__(groups, {"lr": rate, **_torch_options(optimizer)})
+        self._tensors: dict[str, torch.nn.Parameter] = {}
+        options: list[TensorGroup] = []
+        self._factors: list[float] = []
+        for group in self.param_groups:
+            factor, group_options = _options_of(optimizer, group)
+            self._factors.append(factor)
+            own: list[str] = []
+            for tensor in group["params"]:
+                if id(tensor) not in names:
+                    raise ArgumentError("param_groups have a tensor that the model does not have")
+                tensor_name = names[id(tensor)]
+                self._tensors[tensor_name] = checked(tensor_name, tensor)  # type: ignore[assignment]
+                own.append(tensor_name)
+            if group_options != TensorOptions():
+                options.append(TensorGroup(own, **dataclasses.asdict(group_options)))
+        if not self._tensors:
+            raise ArgumentError("the model has no parameter that requires a gradient")
+        for module_name, module in model.named_modules():
+            if getattr(module, "sparse", False) and f"{module_name}.weight" in self._tensors:
+                raise _sparse(f"{module_name}.weight")
+        self._kept_options = [self._fixed_options(group) for group in self.param_groups]
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.parameter: Parameter[NamedArrays] = _opened(
+            client,
+            name,
+            shapes,
+            groups=options,
+            optimizer=optimizer,
+            worker_count=worker_count,
+            codec=codec,
+            mode=mode,
+        )
+        """The parameter on the cluster: `next_step`, `version`, `reopen`."""
+        assert self.parameter.spec.layout is not None
+        self._layout: TensorLayout = self.parameter.spec.layout
+        self._tensors = {tensor.name: self._tensors[tensor.name] for tensor in self._layout}
+        self._is_on_gpu = any(tensor.is_cuda for tensor in self._tensors.values())
+        self._gradients = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
+        self._weights = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
+        self._places = {id(tensor): place for place, tensor in enumerate(self._tensors.values())}
+        self._begun: OpenExchange[NamedArrays] | None = None
+        self._announced: dict[int, tuple[torch.Tensor, int]] = {}
+        """By place: the gradient, and its version by torch's count."""
+        self._copying: list[tuple[int, Any]] = []
+        """By place: a GPU's event behind the copy of a gradient."""
+        copy_all(self._weights.views, [tensor.detach() for tensor in self._tensors.values()])
+        self._await_gpu()
+        self.parameter.init(self._weights.arrays)
+        self.parameter.get_weights(out=self._weights.arrays)
+        self._take_weights()
+        self._shared = _shared_of(model, self._tensors)
+        self._share_first(client, worker_count=worker_count, mode=mode)
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(self._has_gradient)
+            for tensor in self._tensors.values()
+            if overlap
+        ]
+
+    # What torch's optimizers have.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Ends the step: waits for the other workers and takes the weights.
+
+        Args:
+            closure: Computes the loss and its gradients first; called once.
+
+        Raises:
+            NonFiniteError: a gradient is not finite; names the tensor. The step is open still.
+            ArgumentError: a gradient or the model has changed, in a way that can't count.
+            DivergedError: the weights that came of the step are not finite; it is over.
+            ShardwellError: as `Parameter.exchange`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._begun is None:
+            self._check_model()
+        self._check_announced()
+        self._copy_missing()
+        self._await_gpu()
+        step = self.parameter.next_step
+        try:
+            if self._begun is not None:
+                self._begun.finish()
+            else:
+                self.parameter.exchange(self._gradients.arrays, **self._exchange_options())
+        except BaseException:
+            if self.parameter.next_step != step:  # it diverged, and is over
+                self._end_step()
+            raise
+        self._end_step()
+        self._take_weights()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients. What had left by then of a step that was not made counts still."""
+        super().zero_grad(set_to_none)
+        if self._begun is not None:
+            self._begun.again()
+            self._announced.clear()
+            self._copying.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Of the constructor's alone: what is trained was agreed on by all workers.
+
+        Raises:
+            ArgumentError: afterwards.
+        """
+        if hasattr(self, "parameter"):
+            raise ArgumentError(
+                "parameters can't be added after the start, for all workers have agreed on them; "
+                "make another ServerOptimizer, with another name"
+            )
+        super().add_param_group(param_group)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets gradients of batches accumulate: nothing leaves in the block, as in DDP's.
+
+        The backward pass of the last batch comes after it.
+        """
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    # Beside it.
+
+    def average_buffers(self, *, timeout_s: float | None = None) -> None:
+        """Makes buffers, such as BatchNorm's statistics, the mean of all workers'; all call it.
+
+        Before an evaluation or a checkpoint, say: each worker's are of its own batches. Integers
+        are rounded.
+
+        Raises:
+            ArgumentError: the mode is "async", which has no steps to meet at.
+            ShardwellError: as `Parameter.exchange`.
+        """
+        if self._buffer_mean is None:
+            if self.parameter.spec.mode == "async":
+                raise ArgumentError("buffers are averaged in mode='sync' alone")
+            return
+        mean = self._buffer_mean.exchange(as_arrays(self._buffers()), timeout_s=timeout_s)
+        with torch.no_grad():
+            for buffer_name, buffer in self._buffers().items():
+                found = torch.from_numpy(mean[buffer_name])
+                buffer.copy_(found if buffer.is_floating_point() else found.round())
+
+    def close(self) -> None:
+        """Takes the hooks off the model. The client is the caller's to close."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # Gradients out.
+
+    def _has_gradient(self, tensor: torch.Tensor) -> None:
+        """Called by backward when a gradient is there, on any of torch's threads."""
+        if self._is_paused:
+            return
+        place = self._places[id(tensor)]
+        tensor_name = self._layout.tensors[place].name
+        if place in self._announced:
+            raise ArgumentError(
+                f"tensor {tensor_name!r} has a second gradient in one step, and the first has "
+                "left; accumulate under optimizer.no_sync(), or pass overlap=False"
+            )
+        assert tensor.grad is not None
+        begun = self._begin()
+        self._copy(place, tensor.grad)
+        self._announced[place] = (tensor.grad, tensor.grad._version)
+        if not self._is_on_gpu:
+            begun.ready(self._layout.tensors[place].offset, self._layout.tensors[place].stop)
+        else:
+            self._announce_copied()
+
+    def _begin(self) -> OpenExchange[NamedArrays]:
+        """The exchange of this step, begun now if it is not."""
+        if self._begun is None:
+            self._check_model()
+            self._begun = self.parameter.begin_exchange(
+                self._gradients.arrays, **self._exchange_options()
+            )
+        return self._begun
+
+    def _exchange_options(self) -> dict[str, Any]:
+        return {
+            "sample_count": self.sample_count,
+            "learning_rate": self._rate(),
+            "out": self._weights.arrays,
+            "timeout_s": self._timeout_s,
+        }
+
+    def _copy_missing(self) -> None:
+        """Puts the gradients into the flat buffer that were not announced."""
+        targets, sources = [], []
+        for place, tensor in enumerate(self._tensors.values()):
+            if place not in self._announced:
+                if tensor.grad is None:
+                    self._gradients.views[place].zero_()
+                elif tensor.grad.layout != torch.strided:
+                    raise _sparse(self._layout.tensors[place].name)
+                else:
+                    targets.append(self._gradients.views[place])
+                    sources.append(tensor.grad)
+        if targets:
+            copy_all(targets, sources)
+
+    def _copy(self, place: int, gradient: torch.Tensor) -> None:
+        """Puts a gradient into the flat buffer."""
+        if gradient.layout != torch.strided:
+            raise _sparse(self._layout.tensors[place].name)
+        self._gradients.views[place].copy_(gradient, non_blocking=True)
+        if gradient.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(gradient.device))
+            self._copying.append((place, event))
+
+    def _announce_copied(self) -> None:
+        """Announces what a GPU has copied by now."""
+        while self._copying and self._copying[0][1].query():
+            place, _ = self._copying.pop(0)
+            if self._begun is not None:
+                tensor = self._layout.tensors[place]
+                self._begun.ready(tensor.offset, tensor.stop)
+
+    def _await_gpu(self) -> None:
+        if self._is_on_gpu:
+            torch.cuda.synchronize()
+        self._copying.clear()
+
+    # Weights in.
+
+    def _take_weights(self) -> None:
+        copy_all(list(self._tensors.values()), self._weights.views)
+        self._await_gpu()
+
+    def _end_step(self) -> None:
+        self._begun = None
+        self._announced.clear()
+        self._copying.clear()
+
+    # What is checked.
+
+    def _check_model(self) -> None:
+        """Refuses a model that is not the one that all agreed on, before anything is sent.
+
+        Raises:
+            ArgumentError: a parameter came, went or has another shape.
+        """
+        trained = set(self._tensors)
+        for tensor_name, tensor in self._model.named_parameters():
+            known = self._tensors.get(tensor_name)
+            if known is None:
+                if tensor.requires_grad and id(tensor) not in self._untrained:
+                    raise ArgumentError(
+                        f"tensor {tensor_name!r} was added to the model after the start; make "
+                        "another ServerOptimizer, with another name"
+                    )
+                continue
+            trained.discard(tensor_name)
+            shape = self._layout.by_name[tensor_name].shape
+            if tensor is not known or tuple(tensor.shape) != shape:
+                raise ArgumentError(
+                    f"tensor {tensor_name!r} of the model was replaced after the start: it has "
+                    f"shape {tuple(tensor.shape)}, expected {shape}; make another ServerOptimizer"
+                )
+        if trained:
+            raise ArgumentError(f"tensor {min(trained)!r} of the model is gone since the start")
+
+    def _check_announced(self) -> None:
+        """Refuses gradients that were changed after they had left.
+
+        Raises:
+            ArgumentError: one was.
+        """
+        for place, (gradient, version) in self._announced.items():
+            tensor = self._layout.tensors[place]
+            now = self._tensors[tensor.name].grad
+            if now is not gradient or now._version != version:
+                raise ArgumentError(
+                    f"gradient of tensor {tensor.name!r} was changed after backward, when it had "
+                    "left already; clip with clip_value= of the optimizer, or pass overlap=False"
+                )
+
+    def _rate(self) -> float:
+        """The parameter's learning rate as the groups have it now.
+
+        Raises:
+            ArgumentError: groups are not in their ratios any more, or have other options.
+        """
+        rate: float | None = None
+        for number, (group, factor) in enumerate(
+            zip(self.param_groups, self._factors, strict=True)
+        ):
+            if self._fixed_options(group) != self._kept_options[number]:
+                raise ArgumentError(
+                    f"param_groups[{number}] has {self._fixed_options(group)}; the shards have "
+                    f"{self._kept_options[number]} since the start; only lr may change (a "
+                    "OneCycleLR needs cycle_momentum=False)"
+                )
+            own = float(group["lr"])
+            if rate is None and factor:
+                rate = own / factor
+            expected = 0.0 if not factor else (rate or 0.0) * factor
+            if abs(own - expected) > _RATE_TOLERANCE * max(abs(own), abs(expected)):
+                raise ArgumentError(
+                    f"param_groups[{number}] has lr {own:g}, and {expected:g} is in its ratio to "
+                    "the first; a schedule must scale all groups alike"
+                )
+        return 0.0 if rate is None else rate
+
+    @staticmethod
+    def _fixed_options(group: Mapping[str, Any]) -> dict[str, Any]:
+        free = ("params", "lr", "initial_lr", "max_lr", "min_lr", "param_names")
+        return {key: value for key, value in group.items() if key not in free}
+
+    # What is not trained.
+
+    def _share_first(self, client: Client, *, worker_count: int, mode: ModeName) -> None:
+        """Makes buffers, and parameters that are not trained, those of the first worker."""
+        self._untrained = {id(tensor) for tensor in self._shared.values()}
+        self._buffer_mean: Parameter[NamedArrays] | None = None
+        name = self.parameter.name
+        options: dict[str, Any] = {"worker_count": worker_count, "mode": mode}
+        if self._shared:
+            first = client.parameter(
+                f"{name}.first",
+                tensors=self._shared,
+                optimizer=_NO_UPDATE,
+                codec="fp32",
+                allow_non_finite=True,
+                **options,
+            )
+            first.init(as_arrays(self._shared))
+            with torch.no_grad():
+                for tensor_name, array in first.get_weights().items():
+                    self._shared[tensor_name].copy_(torch.from_numpy(array))
+            first.close()
+        if self._buffers() and mode == "sync":
+            self._buffer_mean = client.parameter(
+                f"{name}.buffers",
+                tensors=self._buffers(),
+                optimizer=Average(),
+                codec="fp32",
+                **options,
+            )
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Those that a checkpoint of the model has."""
+        saved = set(self._model.state_dict(keep_vars=True))
+        buffers = self._model.named_buffers()
+        return {name: each for name, each in buffers if name in saved and each.numel()}
+
+
+def _groups_of(
+    model: torch.nn.Module, param_groups: Iterable[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Torch's groups of a model."""
+    if param_groups is None:
+        return [{"params": [tensor for tensor in model.parameters() if tensor.requires_grad]}]
+    groups = [dict(group) for group in param_groups]
+    for number, group in enumerate(groups):
+        unknown = sorted(set(group) - {"params", "lr", "weight_decay"})
+        if unknown:
+            raise ArgumentError(
+                f"param_groups[{number}] has {unknown[0]!r}, which is the same for all tensors of "
+                "a parameter; a group may have params, lr and weight_decay"
+            )
+    return groups
+
+
+def _sparse(tensor_name: str) -> ArgumentError:
+    return ArgumentError(
+        f"gradients of tensor {tensor_name!r} are sparse; dense ones are expected; make its layer "
+        "with sparse=False, or train it as a table"
+    )
+
+
+def _torch_options(optimizer: Optimizer) -> dict[str, Any]:
+    """The update rule's options under torch's names, for who reads `param_groups`."""
+    found = {
+        field.name: getattr(optimizer, field.name)
+        for field in dataclasses.fields(optimizer)
+        if field.name in ("weight_decay", "momentum", "dampening", "nesterov")
+    }
+    if hasattr(optimizer, "beta1"):
+        found["betas"] = (optimizer.beta1, optimizer.beta2)  # type: ignore[attr-defined]
+    if hasattr(optimizer, "epsilon"):
+        found["eps"] = optimizer.epsilon
+    return found
+
+
+def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[float, TensorOptions]:
+    """How a group's tensors differ from the rest: the rate's factor, and as a parameter has it."""
+    base, own = optimizer.learning_rate, float(group["lr"])  # type: ignore[attr-defined]
+    if own != base and not base:
+        raise ArgumentError(f"a group has lr {own:g}, and the optimizer 0: there is no ratio")
+    factor = own / base if own != base else 1.0
+    decay = float(group.get("weight_decay", 0.0))
+    differs = decay != getattr(optimizer, "weight_decay", 0.0)
+    return factor, TensorOptions(
+        learning_rate_factor=factor, weight_decay=decay if differs else None
+    )
+
+
+def _opened(
+    client: Client, name: str, shapes: Mapping[str, tuple[int, ...]], **options: Any
+) -> Parameter[NamedArrays]:
+    """The parameter of a model: in the order that it has, or, if it is new, as gradients come."""
+    try:
+        layout = client.parameter(name).spec.layout
+    except UnknownParameterError:
+        last_first = {key: math.prod(shapes[key]) for key in reversed(list(shapes))}
+        order = dealt(last_first, client.shard_count)
+    else:
+        there = layout.by_name if layout else {}
+        only_there = [key for key in there if key not in shapes]
+        only_here = [key for key in shapes if key not in there]
+        if only_there or only_here:
+            who, key = ("cluster's", only_there[0]) if only_there else ("worker's", only_here[0])
+            raise SpecMismatchError(
+                f"parameter {name!r} is of another model: only the {who} has a tensor {key!r}; "
+                "give all workers the same model, or this one another name=",
+                parameter=name,
+            )
+        order = list(there)
+    return client.parameter(name, tensors={key: shapes[key] for key in order}, **options)
+
+
+def _shared_of(
+    model: torch.nn.Module, trained: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the model has and is not trained."""
+    state = model.state_dict(keep_vars=True)
+    ids = {id(tensor) for tensor in trained.values()}
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and id(tensor) not in ids
+    }

@@ -1,0 +1,400 @@
+"""Goal: ServerOptimizer trains as torch's own optimizer would, and says what it can't.
+
+Method: the same model, data and seeds by torch alone and on a cluster with small chunks, fp32;
+losses agree within float tolerance. Skipped where torch is not installed (`make test-torch`).
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.polling import eventually
+from harness.threads import together
+
+torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
+import shardwell.torch  # noqa: E402
+
+STEPS = 100
+SGD = shardwell.SGD(learning_rate=0.1, momentum=0.9)
+ADAM_W = shardwell.AdamW(learning_rate=1e-2, weight_decay=0.1)
+
+
+def net(seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 30), torch.nn.Linear(30, 3)
+    )
+
+
+def batches(count: int = STEPS, size: int = 16) -> list[tuple[Any, Any]]:
+    torch.manual_seed(7)
+    return [(torch.randn(size, 20), torch.randint(0, 3, (size,))) for _ in range(count)]
+
+
+def train(model: Any, optimizer: Any, data: list[Any], after: Callable[[], Any] | None = None):
+    """The losses."""
+    losses = []
+    for inputs, targets in data:
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if after is not None:
+            after()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture
+def client(cluster, connect) -> shardwell.Client:
+    return connect(cluster(2, chunk_size_bytes=256), "w0")
+
+
+def server(model: Any, client: shardwell.Client, rule: Any = SGD, **options: Any) -> Any:
+    given = {"codec": "fp32", **options}
+    return shardwell.torch.ServerOptimizer(model, client, rule, **given)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("rule", "theirs"),
+    [
+        (SGD, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        (ADAM_W, lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)),
+    ],
+)
+def test_losses_are_torchs(client, rule, theirs, overlap) -> None:
+    model, alone = net(), net()
+    with_schedule = server(model, client, rule, overlap=overlap)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(with_schedule, STEPS)
+    found = train(model, with_schedule, batches(), schedule.step)
+    reference = theirs(alone.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(reference, STEPS)
+    expected = train(alone, reference, batches(), schedule.step)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+
+
+def test_workers_train_as_one_with_all_their_samples(cluster, connect) -> None:
+    running, data = cluster(2, chunk_size_bytes=256), batches(30, 24)
+
+    def work(rank: int) -> Any:
+        model = net(seed=rank + 1)  # the first one's weights count
+        client = connect(running, f"w{rank}")
+        if rank:
+            eventually("the first has set them", lambda: client.status()[0].parameters)
+        optimizer = server(model, client, worker_count=2)
+        rows = slice(0, 16) if rank == 0 else slice(16, 24)
+        optimizer.sample_count = 16 if rank == 0 else 8
+        return train(model, optimizer, [(x[rows], y[rows]) for x, y in data]), model
+
+    (first, model), (second, _) = together([lambda: work(0), lambda: work(1)])
+    alone = net(seed=1)
+    expected = train(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), data)
+    means = (16 * np.array(first) + 8 * np.array(second)) / 24
+    np.testing.assert_allclose(means, expected, rtol=1e-3, atol=1e-5)
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+
+
+def test_groups_have_rates_and_decays_of_their_own(client) -> None:
+    model, alone = net(), net()
+
+    def groups(of: Any) -> list[dict[str, Any]]:
+        weights = [p for p in of.parameters() if p.ndim > 1]
+        biases = [p for p in of.parameters() if p.ndim == 1]
+        return [{"params": weights}, {"params": biases, "lr": 0.05, "weight_decay": 0.0}]
+
+    mine = server(model, client, ADAM_W, param_groups=groups(model))
+    theirs = torch.optim.AdamW(groups(alone), lr=1e-2, weight_decay=0.1)
+    losses = []
+    for of, optimizer in ((model, mine), (alone, theirs)):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
+        losses.append(train(of, optimizer, batches(40), schedule.step))
+    np.testing.assert_allclose(*losses, rtol=1e-4, atol=1e-5)
+    bias = client.parameter("model").spec.layout.by_name["0.bias"]
+    assert bias.options == shardwell.TensorOptions(learning_rate_factor=5.0, weight_decay=0.0)
+
+
+def test_gradients_leave_while_backward_goes_on(cluster, connect) -> None:
+    client = connect(cluster(2, chunk_size_bytes=1024), "w0")
+    model = torch.nn.Sequential(*[torch.nn.Linear(60, 60) for _ in range(12)])
+    optimizer = server(model, client)
+    before = client.traffic.sent_bytes
+    loss = model(torch.randn(4, 60)).sum()
+    loss.backward()
+    eventually("some have left", lambda: client.traffic.sent_bytes > before + 10_000)
+    assert optimizer.parameter.next_step == 0
+    optimizer.step()
+    assert optimizer.parameter.next_step == 1
+    first, *_, last = client.parameter("model").spec.layout
+    assert (first.name, last.name) == ("11.bias", "0.weight")
+
+
+def test_batches_accumulate_under_no_sync(client) -> None:
+    model, alone = net(), net()
+    optimizer = server(model, client)
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for first, second in zip(batches(10)[::2], batches(10)[1::2], strict=True):
+        for of in (model, alone):
+            with optimizer.no_sync():
+                torch.nn.functional.cross_entropy(of(first[0]), first[1]).backward()
+            torch.nn.functional.cross_entropy(of(second[0]), second[1]).backward()
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_backward_is_told_how_to_accumulate(client) -> None:
+    model = net()
+    optimizer = server(model, client)
+    model(torch.randn(2, 20)).sum().backward()
+    words = r"tensor '3.bias' has a second gradient in one step.*no_sync\(\)"
+    with pytest.raises(shardwell.ArgumentError, match=words):
+        model(torch.randn(2, 20)).sum().backward()
+    optimizer.zero_grad()
+    train(model, optimizer, batches(2))
+
+
+def test_gradients_that_are_clipped_after_they_left(client) -> None:
+    model, alone = net(), net()
+    optimizer = server(model, client)
+    model(torch.randn(2, 20)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    with pytest.raises(shardwell.ArgumentError, match=r"gradient of tensor '.*' was changed after"):
+        optimizer.step()
+    optimizer.close()
+    model.load_state_dict(alone.state_dict())
+    late = server(model, client, overlap=False, name="clipped")
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for inputs, targets in batches(5):
+        for of, each in ((model, late), (alone, theirs)):
+            torch.nn.functional.cross_entropy(of(inputs), targets).backward()
+            torch.nn.utils.clip_grad_norm_(of.parameters(), 0.01)
+            each.step()
+            each.zero_grad()
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-5)
+
+
+def _another_shape(model: Any) -> None:
+    model[2] = torch.nn.Linear(64, 31)
+
+
+def _one_more(model: Any) -> None:
+    model.append(torch.nn.Linear(3, 3))
+
+
+def _one_gone(model: Any) -> None:
+    del model[3]
+
+
+def _resized(model: Any) -> None:
+    model[0].bias.data = torch.zeros(65)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            _another_shape,
+            r"tensor '2.weight' of the model was replaced .* \(31, 64\), expected \(30",
+        ),
+        (_one_more, "tensor '4.weight' was added to the model after the start"),
+        (_one_gone, "tensor '3.bias' of the model is gone since the start"),
+        (_resized, r"tensor '0.bias' of the model was replaced .* \(65,\), expected \(64,\)"),
+    ],
+)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_model_that_has_changed_sends_nothing(client, change, words, overlap) -> None:
+    model = net()
+    optimizer = server(model, client, overlap=overlap)
+    change(model)
+    sent = client.traffic.sent_bytes
+    with pytest.raises(shardwell.ArgumentError, match=words):
+        optimizer.step()
+    assert client.traffic.sent_bytes == sent
+    assert optimizer.parameter.next_step == 0
+
+
+def test_another_model_is_refused_by_tensor(cluster, connect) -> None:
+    running = cluster(2)
+    server(net(), connect(running, "w0"))
+    for other, words in (
+        (torch.nn.Sequential(torch.nn.Linear(20, 64)), "only the cluster's has a tensor '3.bias'"),
+        (net().append(torch.nn.Linear(3, 1)), "only the worker's has a tensor '4.weight'"),
+        (
+            torch.nn.Sequential(torch.nn.Linear(19, 64), *list(net())[1:]),
+            r"tensor '0.weight' has shape \(64, 20\); \(64, 19\) was asked for",
+        ),
+    ):
+        client = connect(running, "w1")
+        with pytest.raises(shardwell.SpecMismatchError, match=words):
+            server(other, client)
+        client.close()
+
+
+def test_what_can_not_be_trained(client) -> None:
+    with torch.device("meta"):
+        empty = torch.nn.Linear(2, 2)
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    model = net()
+    for of, rule, options, words in (
+        (empty, SGD, {}, "tensor 'weight' is on device 'meta'"),
+        (torch.nn.Linear(2, 2, dtype=torch.complex64), SGD, {}, "tensor 'weight' is torch.complex"),
+        (frozen, SGD, {}, "no parameter that requires a gradient"),
+        (model, shardwell.Average(), {}, r"must be an update rule, .*; got Average"),
+        (model, torch.optim.SGD(model.parameters()), {}, "must be an update rule"),
+        (model, SGD, {"param_groups": [{"params": [torch.zeros(1)]}]}, "the model does not have"),
+        (model, SGD, {"param_groups": [{"params": [], "eps": 1}]}, "has 'eps', which is the same"),
+    ):
+        with pytest.raises(shardwell.ArgumentError, match=words):
+            server(of, client, rule, **options)
+    optimizer = server(model, client)
+    with pytest.raises(shardwell.ArgumentError, match="can't be added after the start"):
+        optimizer.add_param_group({"params": [torch.zeros(1)]})
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(shardwell.ArgumentError, match=r"'momentum': 0.5.*only lr may change"):
+        optimizer.step()
+
+
+def test_sparse_gradients_are_named(client) -> None:
+    words = r"gradients of tensor '0.weight' are sparse; .*sparse=False"
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 1))
+    with pytest.raises(shardwell.ArgumentError, match=words):
+        server(model, client)
+    model[0].sparse = False
+    for overlap in (True, False):
+        optimizer = server(model, client, overlap=overlap, name=f"overlap-{overlap}")
+        model[0].sparse = True  # too late to be seen beforehand
+        loss = model(torch.tensor([1, 2])).sum()
+        if not overlap:
+            loss.backward()
+        with pytest.raises(shardwell.ArgumentError, match=words):
+            (loss.backward if overlap else optimizer.step)()
+        assert optimizer.parameter.next_step == 0
+        optimizer.close()
+        model.zero_grad()
+        model[0].sparse = False
+
+
+def test_rates_that_leave_their_ratio(client) -> None:
+    model = net()
+    first, *rest = model.parameters()
+    groups = [{"params": [first]}, {"params": rest, "lr": 0.05}]
+    optimizer = server(model, client, param_groups=groups)
+    train(model, optimizer, batches(1))
+    optimizer.param_groups[1]["lr"] = 0.2
+    with pytest.raises(shardwell.ArgumentError, match=r"param_groups\[1\] has lr 0.2, and 0.05"):
+        train(model, optimizer, batches(1))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_is_not_finite_is_named_and_the_next_batch_goes_on(client, overlap) -> None:
+    model = net()
+    optimizer = server(model, client, overlap=overlap)
+    model(torch.full((2, 20), float("nan"))).sum().backward()
+    with pytest.raises(shardwell.NonFiniteError, match=r"of tensor '.*' is nan") as caught:
+        optimizer.step()
+    assert caught.value.parameter == "model"
+    assert optimizer.parameter.next_step == 0
+    optimizer.zero_grad()
+    assert all(np.isfinite(train(model, optimizer, batches(3))))
+    assert optimizer.parameter.next_step == 3
+
+
+def test_a_worker_that_starts_again_goes_on(cluster, connect) -> None:
+    running = cluster(2)
+    first = connect(running, "w0")
+    model = net()
+    train(model, server(model, first), batches(5))
+    first.close()
+    again = net(seed=9)
+    optimizer = server(again, connect(running, "w0"))
+    assert optimizer.parameter.next_step == 5
+    for mine, its in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_what_is_not_trained_is_the_first_workers(cluster, connect) -> None:
+    def normed(seed: int) -> Any:
+        torch.manual_seed(seed)
+        frozen = torch.nn.Linear(20, 8).requires_grad_(False)
+        return torch.nn.Sequential(frozen, torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+
+    running = cluster(2)
+    models = [normed(1), normed(2)]
+    models[0](torch.randn(64, 20))
+    start = copy.deepcopy(models[0].state_dict())
+    optimizers = [
+        server(model, connect(running, f"w{rank}"), worker_count=2)
+        for rank, model in enumerate(models)
+    ]
+    for name, tensor in models[1].state_dict().items():
+        assert torch.equal(tensor, start[name]), name
+    for rank, model in enumerate(models):
+        model(torch.randn(64, 20) + 5 * rank)
+    own = [model[1].running_mean.clone() for model in models]
+    counts = [int(model[1].num_batches_tracked) for model in models]
+    together([optimizer.average_buffers for optimizer in optimizers])
+    for model in models:
+        torch.testing.assert_close(model[1].running_mean, (own[0] + own[1]) / 2)
+        assert int(model[1].num_batches_tracked) == sum(counts) // 2
+        assert torch.equal(model[0].weight, start["0.weight"])
+
+
+def test_other_dtypes_and_layers_without_gradients(client) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(torch.bfloat16)
+    unused = torch.nn.Linear(3, 3, dtype=torch.float64)
+    model.add_module("unused", unused)
+    before = unused.weight.detach().clone()
+    optimizer = server(model, client)
+    (model[1](model[0](torch.randn(2, 4, dtype=torch.bfloat16)))).sum().backward()
+    optimizer.step()
+    assert model[0].weight.dtype == torch.bfloat16
+    torch.testing.assert_close(unused.weight.detach(), before)  # float32 has been between
+
+
+def test_asynchronous_mode_and_closures(client) -> None:
+    model = net()
+    optimizer = server(model, client, mode="async", worker_count=1)
+    inputs, targets = batches(1)[0]
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(20)]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_its_state_is_torchs_and_the_weights_load_without_us(client, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = net()
+    optimizer = server(model, client)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    train(model, optimizer, batches(5), schedule.step)
+    state = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
+    client.save_checkpoint(tmp_path / "{step}")
+    shardwell.export_checkpoint(tmp_path / "{step}", tmp_path / "model.safetensors", "model")
+    fresh = net(seed=5)
+    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    for mine, its in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, its)
