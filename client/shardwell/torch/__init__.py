@@ -14,6 +14,7 @@ except ModuleNotFoundError:
         "shardwell.torch needs PyTorch: pip install 'shardwell[torch]'", name="torch"
     ) from None
 
+from shardwell.torch.collectives import all_reduce_hook, broadcast_state
 from shardwell.torch.optimizer import ServerOptimizer
 
-__all__ = ["ServerOptimizer"]
+__all__ = ["ServerOptimizer", "all_reduce_hook", "broadcast_state"]

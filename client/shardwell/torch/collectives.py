@@ -1,0 +1,135 @@
+"""What a group of workers does for PyTorch without a server: DDP's gradients, and first weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwell.errors import GroupMismatchError
+from shardwell.group.group import Group
+from shardwell.numerics.codec import Float32
+
+_PIECE_ELEMENT_COUNT = 2**23
+"""Of a broadcast: 32 MiB at a time, whatever the model."""
+
+
+def all_reduce_hook(group: Group, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook for DDP: `ddp.register_comm_hook(group, all_reduce_hook)`.
+
+    The group averages each bucket in the background, in its codec, while backward goes on. DDP
+    still has a process group of its own, for what it broadcasts at the start.
+
+    Args:
+        group: Made by `shardwell.join_group`, with DDP's ranks. Nothing else may call it while
+            backward runs.
+        bucket: A `torch.distributed.GradBucket`.
+
+    Returns:
+        A future of the mean; an error of the group comes out of `backward`.
+    """
+    buffer = bucket.buffer()
+    is_shared = buffer.device.type == "cpu" and buffer.dtype == torch.float32
+    values = buffer if is_shared else buffer.to("cpu", torch.float32)
+    devices = [] if buffer.device.type == "cpu" else [buffer.device]
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+
+    def done(call: Future[None]) -> None:
+        error = call.exception()
+        if error is not None:
+            future.set_exception(error)
+            return
+        if not is_shared:
+            buffer.copy_(values)
+        future.set_result(buffer)
+
+    group.all_reduce_async(values.numpy(), "mean").add_done_callback(done)
+    return future
+
+
+all_reduce_hook.__annotations__.clear()  # DDP compares them with types, and here they are text
+
+
+def broadcast_state(model: torch.nn.Module, group: Group, root: int = 0) -> None:
+    """Gives the state of one rank's model to all: parameters and buffers, bit for bit. Blocks.
+
+    All ranks call it.
+
+    Args:
+        model: The same on every rank, but for its values.
+        group: Made by `shardwell.join_group`.
+        root: Whose state counts.
+
+    Raises:
+        GroupMismatchError, CollectiveMismatchError: a rank has another model; all ranks get it, and
+            nothing is changed.
+        ShardwellError: as `Group.broadcast`.
+    """
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    _check_same(state, group)
+    with torch.no_grad():
+        for tensors in _pieces(list(state.values())):
+            words = _words(tensors)
+            group.broadcast(words, root, codec="fp32")
+            if group.rank != root:
+                _put_back(words, tensors)
+
+
+def _check_same(state: dict[str, torch.Tensor], group: Group) -> None:
+    """Compares what the ranks have, tensor by tensor: as numbers, of which all see both ends."""
+    told = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in state.items()]
+    digests = [hashlib.blake2b(text.encode(), digest_size=2).digest() for text in told]
+    highest = np.array([int.from_bytes(digest, "little") for digest in digests], np.float32)
+    lowest = highest.copy()
+    group.all_reduce(highest, "max", codec="fp32")
+    group.all_reduce(lowest, "min", codec="fp32")
+    if (highest != lowest).any():
+        place = int(np.argmax(highest != lowest))
+        raise GroupMismatchError(
+            f"the ranks' models differ at tensor {place}, here {told[place]}; give all the same"
+        )
+
+
+def _pieces(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """As many tensors at a time as fit into a piece, one at least."""
+    piece: list[torch.Tensor] = []
+    count = 0
+    for tensor in tensors:
+        size = -(-tensor.numel() * tensor.element_size() // 2)
+        if piece and count + size > _PIECE_ELEMENT_COUNT:
+            yield piece
+            piece, count = [], 0
+        piece.append(tensor)
+        count += size
+    if piece:
+        yield piece
+
+
+def _words(tensors: list[torch.Tensor]) -> Float32:
+    """The bytes of tensors, two a number: exact, whatever they mean."""
+    parts = [np.frombuffer(_bytes(tensor), "<u2").astype(np.float32) for tensor in tensors]
+    return np.concatenate(parts)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return data + bytes(len(data) % 2)
+
+
+def _put_back(words: Float32, tensors: list[torch.Tensor]) -> None:
+    data, start = words.astype("<u2").tobytes(), 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if size:
+            own = torch.frombuffer(bytearray(data[start : start + size]), dtype=tensor.dtype)
+            tensor.copy_(own.view(tensor.shape))
+        start += size + size % 2
