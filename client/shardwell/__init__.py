@@ -48,6 +48,7 @@ from shardwell.group.join import join_group
 from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
+from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.allocator import tune_malloc
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
@@ -126,6 +127,7 @@ __all__ = [
     "ShardStatus",
     "ShardUnavailableError",
     "ShardwellError",
+    "Slice",
     "SpecMismatchError",
     "StepOrderError",
     "StepResult",
@@ -158,6 +160,7 @@ __all__ = [
     "inspect_checkpoint",
     "join_group",
     "merge_updates",
+    "slice_of",
     "split_batch",
     "tune_malloc",
 ]

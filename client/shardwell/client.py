@@ -133,6 +133,9 @@ class Client(Closing):
         self._idle_streams = IdleStreams(lambda channel: channel.exchange)
         self._idle_row_streams = IdleStreams(lambda channel: channel.exchange_rows)
 
+    def __repr__(self) -> str:
+        return f"Client({self.cluster_id!r}, {self.shard_count} shards, worker {self.worker_id!r})"
+
     @property
     def shard_count(self) -> int:
         """Shards of the cluster."""

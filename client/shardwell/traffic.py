@@ -19,6 +19,9 @@ class Traffic:
         self.received_value_bytes = 0
         """What was received, as float32."""
 
+    def __repr__(self) -> str:
+        return f"Traffic(sent_bytes={self.sent_bytes}, received_bytes={self.received_bytes})"
+
     def add_sent(self, byte_count: int, element_count: int) -> None:
         """Counts a message that leaves."""
         with self._lock:

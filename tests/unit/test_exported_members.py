@@ -36,6 +36,8 @@ PROMISED = {
     "Update",
     "merge_updates",
     "split_batch",
+    "Slice",
+    "slice_of",
     "Checkpoint",
     "CheckpointParameter",
     "CheckpointTable",
@@ -140,3 +142,13 @@ def test_the_service_has_its_names_too() -> None:
 
     for name in shardwell_server.__all__:
         assert getattr(shardwell_server, name).__doc__
+
+
+def test_everything_says_what_it_is() -> None:
+    """No public class leaves its repr to `object`."""
+    silent = {
+        name
+        for name, kind in vars(shardwell).items()
+        if name in PROMISED and inspect.isclass(kind) and kind.__repr__ is object.__repr__
+    }
+    assert silent == {"GradientSync", "Strategy"}  # which nobody makes

@@ -93,6 +93,9 @@ class Group:
         self._forgotten = weakref.finalize(self, threads.close, membership.leave)
         self._forgotten.atexit = False
 
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, rank={self.rank}, size={self.size}, strategy={self.strategy})"
+
     @property
     def _generation(self) -> Generation:
         return self._membership.generation

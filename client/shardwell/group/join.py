@@ -47,7 +47,7 @@ def join_group(
     name: str | None = None,
     rank: int | None = None,
     size: int | None = None,
-    strategy: Strategy | None = None,
+    strategy: Strategy | str | None = None,
     rendezvous: str | Sequence[str] | None = None,
     *,
     codec: WireName = "fp16",
@@ -69,7 +69,8 @@ def join_group(
             or "default".
         rank: This worker's 0-based place.
         size: Number of workers, 1 to 256.
-        strategy: `Ring()` (default), `Tree(arity=2)` or `Centralized()`.
+        strategy: `Ring()` (default), `Tree(arity=2)` or `Centralized()`; or its spelling, such as
+            "tree(arity=2)".
         rendezvous: Where the workers meet: the address of a cluster's shard 0, or the cluster's
             whole target; or a list with an address for each rank, where that rank listens, and of
             which rank 0's is the meeting place.
@@ -96,6 +97,8 @@ def join_group(
         ShardUnavailableError: nobody answers at the meeting place.
     """
     arguments = _arguments(name, rank, size, rendezvous, listen)
+    if isinstance(strategy, str):
+        strategy = Strategy.parse(strategy)
     strategy = Ring() if strategy is None else strategy
     if not isinstance(strategy, Strategy):
         raise ArgumentError(f"strategy must be Ring(), Tree() or Centralized(); got {strategy!r}")

@@ -51,6 +51,9 @@ class OpenExchange(Generic[ValuesT]):
         self._lock = threading.Lock()
         self.again()
 
+    def __repr__(self) -> str:
+        return f"OpenExchange({self._ready_row} of {self._row_count} rows ready)"
+
     def ready(self, start: int, stop: int) -> None:
         """Says that elements [start, stop) of the gradient are there. Any thread; never blocks.
 

@@ -38,13 +38,14 @@ def split_batch(batch: Any, worker_count: int) -> list[Any]:
         worker_count: At least 1.
 
     Returns:
-        `worker_count` shares, each of the batch's kind.
+        `worker_count` shares, each of the batch's kind; none of an empty batch.
 
     Raises:
         ArgumentError: it is no batch, or its columns have unequal lengths.
     """
     check_integer("worker_count", worker_count, 1, WORKER_COUNT_MAX)
-    count_samples(batch)
+    if not count_samples(batch):
+        return []
     return [_cut(batch, slice(rank, None, worker_count)) for rank in range(worker_count)]
 
 

@@ -97,6 +97,9 @@ class LocalSync:
     def __init__(self, *, allow_non_finite: bool = False) -> None:
         self._allow_non_finite = allow_non_finite
 
+    def __repr__(self) -> str:
+        return "LocalSync()"
+
     @property
     def is_distributed(self) -> bool:
         """False."""
@@ -140,6 +143,9 @@ class GroupSync:
         self.group = group
         """The group."""
         self._timeout_s = None if timeout_s is None else check_timeout(timeout_s)
+
+    def __repr__(self) -> str:
+        return f"GroupSync({self.group!r})"
 
     @property
     def rank(self) -> int:
@@ -200,6 +206,9 @@ class ServerSync:
         self._timeout_s = None if timeout_s is None else check_timeout(timeout_s)
         self._lock = threading.Lock()
         self._mean = np.empty(parameter.size, np.float32)
+
+    def __repr__(self) -> str:
+        return f"ServerSync({self.parameter!r})"
 
     @property
     def is_distributed(self) -> bool:

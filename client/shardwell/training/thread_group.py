@@ -195,6 +195,9 @@ class ThreadedSync:
         """Where calls gather."""
         self._broken: Failure | None = None
 
+    def __repr__(self) -> str:
+        return f"ThreadedSync({self._worker_count})"
+
     @property
     def is_distributed(self) -> bool:
         """Whether there are other threads."""

@@ -29,7 +29,15 @@ from shardwell.numerics.update_rules import UpdateRule
 from shardwell.specs.checks import brief
 from shardwell.specs.optimizers import Average, Optimizer, check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
-from shardwell.training.batches import Merging, Update, count_samples, micro_batches, share_of
+from shardwell.training.batches import (
+    Merging,
+    Update,
+    count_samples,
+    merge_updates,
+    micro_batches,
+    share_of,
+    split_batch,
+)
 from shardwell.training.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
 from shardwell.training.thread_group import ThreadedSync
 
@@ -115,6 +123,15 @@ class DataParallelTrainer:
         self._learning_rate = float(self._rule.learning_rate or 0.0)
         self._synced = np.empty(self._flat.size + 1, np.float32)
         self._step = 0
+
+    split_batch = staticmethod(split_batch)
+    merge_updates = staticmethod(merge_updates)
+
+    def __repr__(self) -> str:
+        return (
+            f"DataParallelTrainer({self._flat.size} weights, next_step={self.next_step}, "
+            f"sync={self.sync!r})"
+        )
 
     @property
     def weights(self) -> Float32:

@@ -331,3 +331,18 @@ def test_spelling_tells_strategies_apart(strategy: Strategy) -> None:
 def test_arity_is_checked(arity: Any) -> None:
     with pytest.raises(ArgumentError, match="arity must be an integer from 1 to 64"):
         Tree(arity)
+
+
+@pytest.mark.parametrize("strategy", [Ring(), Tree(), Tree(3), Tree(64), Centralized()])
+def test_a_strategy_is_read_back_from_its_spelling(strategy: Strategy) -> None:
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+def test_spellings_that_are_none() -> None:
+    assert Strategy.parse("tree") == Tree()
+    for spelling in ("", "Ring", "ring(arity=2)", "tree()", "tree(arity=-1)", "tree(3)", 7):
+        with pytest.raises(ArgumentError, match="strategy must be 'ring'"):
+            Strategy.parse(spelling)  # type: ignore[arg-type]
+    for spelling in ("tree(arity=0)", "tree(arity=65)"):
+        with pytest.raises(ArgumentError, match="arity must be an integer from 1 to 64"):
+            Strategy.parse(spelling)

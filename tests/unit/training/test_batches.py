@@ -33,7 +33,7 @@ def dealt(samples: list[Any], worker_count: int) -> list[list[Any]]:
 
 @given(count=COUNTS, worker_count=WORKERS)
 def test_every_kind_is_dealt_round_robin(count: int, worker_count: int) -> None:
-    hands = dealt(list(range(count)), worker_count)
+    hands = dealt(list(range(count)), worker_count) if count else []
     rows = np.arange(count)
     images = np.stack([rows, -rows], axis=1)
     assert split_batch(list(range(count)), worker_count) == hands
@@ -75,7 +75,7 @@ def test_a_list_of_arrays_is_samples_and_a_tuple_of_arrays_is_columns() -> None:
     assert count_samples(arrays) == 2
     assert count_samples(tuple(arrays)) == 4
     assert count_samples(()) == count_samples({}) == 0
-    assert split_batch({}, 2) == [{}, {}]
+    assert split_batch({}, 2) == split_batch([], 2) == split_batch(np.zeros((0, 3)), 2) == []
 
 
 @pytest.mark.parametrize(

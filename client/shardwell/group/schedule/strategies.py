@@ -13,6 +13,7 @@ Ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,25 @@ class Strategy:
 
     is_segmented = False
     """Whether each segment of an all-reduce has a collector of its own; else it is rank 0."""
+
+    @staticmethod
+    def parse(spelling: str) -> Strategy:
+        """The strategy that is spelled so, as `str` does: "ring", "tree(arity=3)", "centralized".
+
+        "tree" has its default arity.
+
+        Raises:
+            ArgumentError: none is, or the arity can't be.
+        """
+        found = re.fullmatch(r"(ring|centralized|tree)(?:\(arity=(\d{1,9})\))?", str(spelling))
+        if found is None or (found[2] and found[1] != "tree"):
+            raise ArgumentError(
+                f"strategy must be 'ring', 'tree', 'tree(arity=3)' or 'centralized'; got "
+                f"{spelling!r:.80}"
+            )
+        if found[1] == "tree":
+            return Tree(int(found[2])) if found[2] else Tree()
+        return Ring() if found[1] == "ring" else Centralized()
 
     def __str__(self) -> str:
         """The canonical spelling, which all ranks must have in common."""
