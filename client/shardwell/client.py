@@ -403,11 +403,11 @@ class Client(Closing):
         Args:
             path: The directory, which must not exist; it appears when it is complete. With
                 `{step}` in its name, as "ckpt/{step}", the newest version of what is saved stands
-                there; the same checkpoint may be there already.
+                there, in place of one of the same step.
             parameters: Names; default: all that have first weights.
             tables: Names; default: all.
-            keep: With `{step}`: how many of the newest whole ones stay, this one included; older
-                ones are removed. Default: all.
+            keep: With `{step}`: how many whole ones up to this one stay; older ones are removed.
+                Default: all.
             timeout_s: Bound of all of it; default: the client's.
 
         Raises:

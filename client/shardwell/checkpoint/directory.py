@@ -11,22 +11,25 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.rpc.asking import ask_all
 
-PARTIAL_SUFFIX = ".partial"
+_SUFFIX = ".partial"
 
 
 @contextlib.contextmanager
-def whole_directory(path: Path) -> Iterator[Making]:
+def whole_directory(path: Path, becomes: Callable[[], Path | None] | None = None) -> Iterator[Path]:
     """Gives a directory to fill, which becomes `path` when the block ends without an error.
 
     Files are the caller's to bring to the disk. Parents are made.
+
+    Args:
+        path: The directory's name.
+        becomes: Asked at the end for another name beside it; None: it becomes nothing.
 
     Raises:
         ArgumentError: `path` exists, or another process is making it.
@@ -34,23 +37,13 @@ def whole_directory(path: Path) -> Iterator[Making]:
     """
     _check_free(path)
     with working_directory(path) as partial:
-        making = Making(partial, path)
-        yield making
-        if making.path is not None:
+        yield partial
+        final = path if becomes is None else becomes()
+        if final is not None:
             ask_all([directory for directory, _, _ in os.walk(partial)], sync_directory)
-            _check_free(making.path)
-            partial.rename(making.path)
-            sync_directory(making.path.parent)
-
-
-@dataclass
-class Making:
-    """A directory that is being made."""
-
-    directory: Path
-    """To be filled."""
-    path: Path | None
-    """What it becomes; the block may name another one beside it, or None: nothing."""
+            _check_free(final)
+            partial.rename(final)
+            sync_directory(final.parent)
 
 
 @contextlib.contextmanager
@@ -63,7 +56,7 @@ def working_directory(path: Path) -> Iterator[Path]:
         ArgumentError: another process is making `path`.
         StorageError: the directory can't be made, or the block failed with an OSError.
     """
-    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    partial = path.with_name(path.name + _SUFFIX)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _claimed(partial) as directory:

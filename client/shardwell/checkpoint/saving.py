@@ -83,18 +83,18 @@ class Checkpointing:
                 raise ArgumentError(
                     f"keep is for a path with {{step}}, as 'ckpt/{{step}}'; got {str(path)!r}"
                 )
+        is_new = True
         try:
-            with whole_directory(target) as making:
+            with whole_directory(target, lambda: target if is_new else None) as making:
                 statuses = ask_all(self._channels, self._status)
                 specs = _specs(statuses, parameters)
-                entries = self._snapshots(specs, statuses, making.directory)
-                table_entries = self._tables.save(
-                    making.directory, tables, first_number=len(entries) + 1
-                )
+                entries = self._snapshots(specs, statuses, making)
+                table_entries = self._tables.save(making, tables, first_number=len(entries) + 1)
+                versions = [entry.version_max for entry in entries]
+                versions += [entry.version_max for entry in table_entries]
+                step = max(versions, default=0)
                 if steps is not None:
-                    newest = [entry.version_max for entry in entries]
-                    newest += [entry.version_max for entry in table_entries]
-                    target = making.path = steps.at(max(newest, default=0))
+                    target = steps.at(step)
                 checkpoint = Checkpoint(
                     path=target,
                     cluster_id=self._channels[0].identity.cluster_id,
@@ -105,13 +105,13 @@ class Checkpointing:
                 )
                 same = None if steps is None else steps.make_way(checkpoint)
                 if same is None:
-                    write_manifest(making.directory, checkpoint)
+                    write_manifest(making, checkpoint)
                 else:
-                    checkpoint, making.path = same, None
+                    checkpoint, is_new = same, False
         except DivergedError as error:
             raise _not_saved(error) from None
         if steps is not None and keep is not None:
-            steps.prune(keep)
+            steps.prune(keep, step)
         return checkpoint
 
     def _snapshots(

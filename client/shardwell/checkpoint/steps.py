@@ -12,7 +12,6 @@ import re
 import shutil
 from pathlib import Path
 
-from shardwell.checkpoint.directory import PARTIAL_SUFFIX
 from shardwell.checkpoint.format import (
     Checkpoint,
     CheckpointParameter,
@@ -25,6 +24,7 @@ from shardwell.errors import ArgumentError, StorageError
 
 _LOG = logging.getLogger("shardwell")
 _FIELD = "{step}"
+_REMOVED_SUFFIX = ".removed"
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
@@ -108,38 +108,52 @@ class StepPaths:
     def make_way(self, made: Checkpoint) -> Checkpoint | None:
         """Before a checkpoint gets its place: what is there already, if that is the same.
 
-        One that is not whole is removed.
+        Another one of the same step is removed, whole or not.
 
         Raises:
-            ArgumentError: there is another one of the same step.
+            StorageError: it can't be.
         """
         if not os.path.lexists(made.path):
             return None
         try:
             here = read_checkpoint(made.path)
+            if _contents(here) == _contents(made):
+                return here
         except StorageError as error:
             _LOG.warning("replaced a checkpoint that is not whole: %s", error.message)
-            _remove(made.path)
-            return None
-        if _contents(here) == _contents(made):
-            return here
-        raise ArgumentError(
-            f"{made.path} exists already, and is not what the cluster holds at that step; remove "
-            "it, or save elsewhere"
-        )
+        _remove(made.path)
+        return None
 
-    def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep` that are whole, and what is older than these."""
+    def prune(self, keep: int, newest: int) -> None:
+        """Removes all before step `newest` but the last `keep` whole ones, that one included.
+
+        Later ones are of a training that was given up: they stay, and count for nothing. What can't
+        be removed is told in the log.
+        """
         whole_count = 0
-        for step in self.steps():
-            if whole_count == keep:
-                _remove(self.at(step))
-                continue
-            try:
-                read_checkpoint(self.at(step))
-                whole_count += 1
-            except StorageError:
-                continue  # newer than what is kept: somebody may want to look at it
+        try:
+            self._sweep()
+            for step in self.steps():
+                if step > newest:
+                    continue
+                if whole_count == keep:
+                    _remove(self.at(step))
+                    continue
+                try:
+                    read_checkpoint(self.at(step))
+                    whole_count += 1
+                except StorageError:
+                    continue  # newer than what is kept: somebody may want to look at it
+        except StorageError as error:
+            _LOG.warning("old checkpoints were not removed: %s", error.message)
+
+    def _sweep(self) -> None:
+        """Removes what was being removed when its process was killed."""
+        for name in os.listdir(self._path.parent):
+            if name.endswith(_REMOVED_SUFFIX) and self._name.fullmatch(
+                name.removesuffix(_REMOVED_SUFFIX)
+            ):
+                shutil.rmtree(self._path.with_name(name), ignore_errors=True)
 
 
 def _contents(checkpoint: Checkpoint) -> list[int]:
@@ -154,7 +168,9 @@ def _remove(path: Path) -> None:
         StorageError: it can't be.
     """
     try:
-        gone = path.with_name(path.name + PARTIAL_SUFFIX)
+        gone = path.with_name(path.name + _REMOVED_SUFFIX)
+        if gone.exists():
+            shutil.rmtree(gone)
         path.rename(gone)
         shutil.rmtree(gone)
     except OSError as error:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Generic
+from typing import Any, Generic
+
+import numpy.typing as npt
 
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.parameter.exchange import ShardSlice
@@ -28,6 +30,7 @@ class OpenExchange(Generic[ValuesT]):
 
     Args:
         parts: What lies where.
+        values: The gradient, (size,).
         start: Begins to exchange up to a row in the background; calls back when that is over.
         finish: Exchanges all that is left.
     """
@@ -35,21 +38,22 @@ class OpenExchange(Generic[ValuesT]):
     def __init__(
         self,
         parts: Sequence[ShardSlice],
+        values: npt.NDArray[Any],
         start: Callable[[int, Callable[[], None]], None],
         finish: Callable[[float | None], ValuesT],
     ) -> None:
         self._parts = parts
+        self._values = values
         self._start = start
         self._finish = finish
         self._row_count = max(len(part.chunks) for part in parts)
-        self._missing: list[list[int]] = []
+        self._missing = [[where.size for where in part.chunks] for part in self._parts]
         """Elements of each part's chunks that are not there yet."""
         self._ready_row = self._begun_row = 0
-        self._is_busy = False
+        self._is_busy = self._is_closed = False
         self._announced: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         # Taken by nobody who would wait for it: what others announce meanwhile, its owner does.
         self._lock = threading.Lock()
-        self.again()
 
     def __repr__(self) -> str:
         return f"OpenExchange({self._ready_row} of {self._row_count} rows ready)"
@@ -67,19 +71,30 @@ class OpenExchange(Generic[ValuesT]):
     def finish(self, timeout_s: float | None = None) -> ValuesT:
         """Exchanges all that was not, which must be there, and returns the weights after the step.
 
-        After an error the step is open still: call it again, or `again` with other values, of which
-        those count that had not come through.
+        After an error the step is open still: call it again, with the same values. What had not
+        left when one was found not to be finite may be mended before.
 
         Raises:
             ShardwellError: see `Parameter.exchange`.
         """
-        self._ready_row = 0  # nothing more in the background
+        self._is_closed = True
         return self._finish(timeout_s)
 
-    def again(self) -> None:
-        """Forgets what was ready: the gradient is computed anew."""
-        self._missing = [[where.size for where in part.chunks] for part in self._parts]
-        self._ready_row = self._begun_row = 0
+    @property
+    def has_left(self) -> bool:
+        """Whether a part of the gradient has left, or is about to."""
+        return self._begun_row > 0
+
+    def forget(self) -> None:
+        """Makes zeros of what has not left, so that `finish` ends the step without it.
+
+        Nothing leaves from then on before `finish`. If nothing has left at all, the exchange may be
+        forgotten as a whole, without `finish`.
+        """
+        self._is_closed = True
+        for part in self._parts:
+            for where in part.chunks[self._begun_row :]:
+                self._values[where.offset : where.stop] = 0.0
 
     def _advance(self) -> None:
         while not self._announced.empty():
@@ -103,7 +118,7 @@ class OpenExchange(Generic[ValuesT]):
             self._ready_row += 1
         row_count = self._ready_row - self._begun_row
         # The last row is for `finish`: then there is something that it waits for.
-        if self._is_busy or self._ready_row == self._row_count:
+        if self._is_closed or self._is_busy or self._ready_row == self._row_count:
             return
         if row_count * _PIECE_COUNT_MAX >= self._row_count:
             self._is_busy, self._begun_row = True, self._ready_row
@@ -122,8 +137,7 @@ class OpenExchange(Generic[ValuesT]):
                 missing[index] -= end - first
                 if missing[index] < 0:
                     raise ArgumentError(
-                        f"elements {start} to {stop - 1} of the gradient were announced before; "
-                        "each is once, until `again`"
+                        f"elements {start} to {stop - 1} of the gradient were announced before"
                     )
                 first = end
 

@@ -304,7 +304,10 @@ class Parameter(Generic[ValuesT]):
             return self._calls.run(exchange, timeout_s, in_turn=True)
 
         return OpenExchange(
-            self._transfer.parts, start, lambda own_s: finish(timeout_s if own_s is None else own_s)
+            self._transfer.parts,
+            work.values,
+            start,
+            lambda own_s: finish(timeout_s if own_s is None else own_s),
         )
 
     def set_learning_rate(

@@ -88,11 +88,12 @@ class TensorViews(dict[str, Float32]):
         super().__init__((t.name, flat[t.offset : t.stop].reshape(t.shape)) for t in layout)
         self._layout = layout
         self._flat = flat
+        self._names = list(self)
         self._views = list(self.values())
 
     def buffer(self, layout: TensorLayout) -> Float32 | None:
         """The buffer, if all views are still in it, as the layout has them."""
-        is_known = layout is self._layout and len(self) == len(self._views)
+        is_known = layout is self._layout and list(self) == self._names
         if is_known and all(map(operator.is_, self.values(), self._views)):
             return self._flat
         return None
@@ -200,19 +201,21 @@ class TensorValues(Values[NamedArrays]):
 
     def _joined(self, arrays: list[npt.NDArray[Any]]) -> Float32 | None:
         """The vector that arrays are, if they lie one behind the other in memory."""
-        start, first = None, None
+        start, first, base = 0, None, None
         for tensor, array in zip(self._layout, arrays, strict=True):
             if array.dtype != np.float32 or not array.flags.c_contiguous:
                 return None
             if tensor.size:
                 address = array.__array_interface__["data"][0] - 4 * tensor.offset
-                if start is None:
-                    start, first = address, array.reshape(-1)
-                elif address != start:
+                if first is None:
+                    start, first, base = address, array.reshape(-1), array.base
+                elif address != start or array.base is not base:  # neighbours by chance
                     return None
         assert first is not None  # a layout has an element
         if first.size == self._layout.size:
             return first
+        if base is None:
+            return None
         return np.lib.stride_tricks.as_strided(
             first, (self._layout.size,), (4,), writeable=all(a.flags.writeable for a in arrays)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwell.errors import WrongShardError
+from shardwell.errors import CorruptChunkError, WrongShardError
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
@@ -193,16 +193,22 @@ def _ask_parameters(
     status = pb.GetStatusResponse(more=True)
     while status.more:
         after = status.parameters[-1].spec.name if status.parameters else ""
-        status.more = False
-        status.MergeFrom(
-            channel.call(
-                "GetStatus",
-                pb.GetStatusRequest(parameter=name, after=after),
-                pb.GetStatusResponse,
-                timeout_s=timeout_s,
-                parameter=name or None,
-            )
+        answer = channel.call(
+            "GetStatus",
+            pb.GetStatusRequest(parameter=name, after=after),
+            pb.GetStatusResponse,
+            timeout_s=timeout_s,
+            parameter=name or None,
         )
+        names = [after, *(entry.spec.name for entry in answer.parameters)]
+        if (after and names != sorted(set(names))) or (answer.more and len(names) == 1):
+            raise CorruptChunkError(
+                f"shard {channel.shard_index} lists parameters {names!r:.200}, which do not follow "
+                "one another; run the same version everywhere",
+                shard_index=channel.shard_index,
+            )
+        status.more = False
+        status.MergeFrom(answer)
     return status
 
 

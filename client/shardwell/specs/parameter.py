@@ -21,6 +21,8 @@ from shardwell.v1 import types_pb2
 CodecName = Literal["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
 ModeName = Literal["sync", "async"]
 
+_OF_LAYOUT = ("size:", "layout:")
+"""How differences begin that are told tensor by tensor."""
 WORKER_COUNT_MAX = 2**16
 SAMPLE_COUNT_MAX = 2**24
 STEP_MAX = 2**62
@@ -173,8 +175,8 @@ class ParameterSpec(TrainingSpec):
     def differences(self, other: Self) -> list[str]:
         if self.layout is None or self.layout == other.layout:
             return super().differences(other)
-        like_mine = dataclasses.replace(other, size=self.size, layout=self.layout)
-        return [self.layout.difference(other.layout), *super().differences(like_mine)]
+        rest = [each for each in super().differences(other) if not each.startswith(_OF_LAYOUT)]
+        return [self.layout.difference(other.layout), *rest]
 
     def check_has_rate(self) -> None:
         """Refuses to give a learning rate to an optimizer without one.

@@ -49,10 +49,15 @@ def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source to its target, between devices without waiting where that can be."""
+def copy_all(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    *,
+    non_blocking: bool = False,
+) -> None:
+    """Copies each source to its target; with `non_blocking`, a GPU is to be waited for."""
     with torch.no_grad():
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[np.float32]]:

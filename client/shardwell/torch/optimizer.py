@@ -4,7 +4,8 @@ States of a step, by tensor: *missing* until its gradient has been accumulated, 
 copied into the flat buffer, from which it is sent while backward goes on. `step` copies what is
 missing, waits for the weights and puts them into the model. Invariants: a tensor is announced once
 a step; what was announced is what counts, so a gradient that changes afterwards is an error, not a
-surprise.
+surprise. A step that failed after something of it may have been counted is *owed*: it is made good
+with the same values before the next begins.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from shardwell.client import Client
-from shardwell.errors import ArgumentError, SpecMismatchError, UnknownParameterError
+from shardwell.errors import (
+    ArgumentError,
+    NonFiniteError,
+    ShardwellError,
+    SpecMismatchError,
+    UnknownParameterError,
+)
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
@@ -48,8 +57,8 @@ class ServerOptimizer(torch.optim.Optimizer):
     pass `overlap=False` where a GradScaler unscales. A parameter without a gradient has one of
     zeros; other than in torch, momentum and weight decay go on for it.
 
-    A `step` that fails is this worker's next still: call it again, or `zero_grad` and go on with
-    another batch.
+    A `step` that fails is made good by the next one: call it again, or go on with another batch.
+    What is not finite does not count: of its step, what had not left counts as zeros.
 
     Args:
         model: Its parameters that require gradients are trained, under their names. They may be on
@@ -143,10 +152,28 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._weights = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
         self._places = {id(tensor): place for place, tensor in enumerate(self._tensors.values())}
         self._begun: OpenExchange[NamedArrays] | None = None
+        self._options: dict[str, Any] = {}
+        """With which it was begun."""
+        self._owed: Callable[[], object] | None = None
+        """Ends a step that failed, with the same values."""
+        self._failed: list[tuple[int, int]] = []
+        """The gradients of that step."""
+        self._versions: dict[int, int] = {}
+        """Of the weights, by torch's count, when a step had put them there."""
+        # Backward has a thread for each device.
+        self._lock = threading.Lock()
+        # A GradScaler then leaves scaling back to `step`, which refuses.
+        self._step_supports_amp_scaling = overlap
         self._announced: dict[int, tuple[torch.Tensor, int]] = {}
         """By place: the gradient, and its version by torch's count."""
         self._copying: list[tuple[int, Any]] = []
         """By place: a GPU's event behind the copy of a gradient."""
+        self._left_out = {
+            tensor_name
+            for tensor_name, tensor in model.named_parameters()
+            if tensor.requires_grad and tensor_name not in self._tensors
+        }
+        """Which are in no group."""
         copy_all(self._weights.views, [tensor.detach() for tensor in self._tensors.values()])
         self._await_gpu()
         self.parameter.init(self._weights.arrays)
@@ -170,7 +197,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             closure: Computes the loss and its gradients first; called once.
 
         Raises:
-            NonFiniteError: a gradient is not finite; names the tensor. The step is open still.
+            NonFiniteError: a gradient is not finite; names the tensor. If a part had left by then,
+                the step is over, and the rest counted as zeros; else it is open still.
             ArgumentError: a gradient or the model has changed, in a way that can't count.
             DivergedError: the weights that came of the step are not finite; it is over.
             ShardwellError: as `Parameter.exchange`.
@@ -179,32 +207,81 @@ class ServerOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_scaler()
+        if self._owed is not None:
+            failed = self._failed
+            self._settle()
+            if failed == self._gradient_versions():
+                return loss  # it was this step that failed
         if self._begun is None:
             self._check_model()
         self._check_announced()
+        options = self._exchange_options()
         self._copy_missing()
         self._await_gpu()
-        step = self.parameter.next_step
-        try:
-            if self._begun is not None:
-                self._begun.finish()
-            else:
-                self.parameter.exchange(self._gradients.arrays, **self._exchange_options())
-        except BaseException:
-            if self.parameter.next_step != step:  # it diverged, and is over
-                self._end_step()
-            raise
-        self._end_step()
-        self._take_weights()
+        begun, self._begun = self._begun, None
+        self._announced.clear()
+        call = begun.finish if begun else partial(self.parameter.exchange, **options)
+        self._end_step(call, begun)
         return loss
 
+    def _end_step(
+        self, call: Callable[[], object], begun: OpenExchange[NamedArrays] | None
+    ) -> None:
+        """Makes the call that ends a step, and takes the weights; what fails is owed."""
+        step = self.parameter.next_step
+        try:
+            call()
+        except (NonFiniteError, ArgumentError):  # nothing more has left
+            if begun is not None and begun.has_left:
+                begun.forget()
+                self._owed = begun.finish
+                with contextlib.suppress(ShardwellError):  # which is told when it is made good
+                    self._settle()
+            raise
+        except BaseException:
+            if self.parameter.next_step == step:  # else it diverged, and is over
+                self._owed, self._failed = call, self._gradient_versions()
+            raise
+        self._take_weights()
+
+    def _settle(self) -> None:
+        """Makes good for a step that failed, if one did."""
+        if self._owed is not None:
+            step, owed = self.parameter.next_step, self._owed
+            try:
+                owed()
+            finally:
+                if self.parameter.next_step != step:
+                    self._owed, self._failed = None, []
+            self._take_weights()
+
+    def _gradient_versions(self) -> list[tuple[int, int]]:
+        """Which gradients the model has, and how often they were written."""
+        grads = [tensor.grad for tensor in self._tensors.values()]
+        return [(id(grad), -1 if grad is None else grad._version) for grad in grads]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients. What had left by then of a step that was not made counts still."""
+        """Forgets the gradients.
+
+        Raises:
+            ArgumentError: a part of them had left, for a step that was not made: it counts in the
+                next, which others wait for. Gradients that are for no step, such as those of
+                another loss through the same model, are computed under `no_sync`.
+        """
         super().zero_grad(set_to_none)
-        if self._begun is not None:
-            self._begun.again()
-            self._announced.clear()
-            self._copying.clear()
+        begun, self._begun = self._begun, None
+        self._announced.clear()
+        self._copying.clear()
+        if begun is not None:
+            begun.forget()
+            if begun.has_left:
+                self._owed, self._failed = begun.finish, []
+                raise ArgumentError(
+                    "zero_grad() after a backward pass without a step: a part of its gradients has "
+                    "left and counts; compute what is for no step under optimizer.no_sync(), or "
+                    "pass overlap=False"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Of the constructor's alone: what is trained was agreed on by all workers.
@@ -248,10 +325,7 @@ class ServerOptimizer(torch.optim.Optimizer):
                 raise ArgumentError("buffers are averaged in mode='sync' alone")
             return
         mean = self._buffer_mean.exchange(as_arrays(self._buffers()), timeout_s=timeout_s)
-        with torch.no_grad():
-            for buffer_name, buffer in self._buffers().items():
-                found = torch.from_numpy(mean[buffer_name])
-                buffer.copy_(found if buffer.is_floating_point() else found.round())
+        self._put_buffers(mean)
 
     def close(self) -> None:
         """Takes the hooks off the model. The client is the caller's to close."""
@@ -263,8 +337,13 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def _has_gradient(self, tensor: torch.Tensor) -> None:
         """Called by backward when a gradient is there, on any of torch's threads."""
-        if self._is_paused:
+        if self._is_paused or self._owed is not None:  # which `step` makes good for first
             return
+        with torch.no_grad(), self._lock:
+            self._announce(tensor)
+
+    def _announce(self, tensor: torch.Tensor) -> None:
+        """Copies a gradient, which may leave then."""
         place = self._places[id(tensor)]
         tensor_name = self._layout.tensors[place].name
         if place in self._announced:
@@ -274,9 +353,9 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
         assert tensor.grad is not None
         begun = self._begin()
-        self._copy(place, tensor.grad)
+        self._copy(place, tensor.grad.detach())
         self._announced[place] = (tensor.grad, tensor.grad._version)
-        if not self._is_on_gpu:
+        if not tensor.is_cuda:
             begun.ready(self._layout.tensors[place].offset, self._layout.tensors[place].stop)
         else:
             self._announce_copied()
@@ -285,18 +364,31 @@ class ServerOptimizer(torch.optim.Optimizer):
         """The exchange of this step, begun now if it is not."""
         if self._begun is None:
             self._check_model()
-            self._begun = self.parameter.begin_exchange(
-                self._gradients.arrays, **self._exchange_options()
-            )
+            options = self._exchange_options()
+            self._begun = self.parameter.begin_exchange(**options)
+            self._options = options
         return self._begun
 
     def _exchange_options(self) -> dict[str, Any]:
-        return {
+        """What is exchanged, and how; the same as when it was begun.
+
+        Raises:
+            ArgumentError: it has changed since.
+        """
+        options = {
+            "gradient": self._gradients.arrays,
             "sample_count": self.sample_count,
             "learning_rate": self._rate(),
             "out": self._weights.arrays,
             "timeout_s": self._timeout_s,
         }
+        for what in ("sample_count", "learning_rate"):
+            if self._begun is not None and options[what] != self._options[what]:
+                raise ArgumentError(
+                    f"{what} was {self._options[what]} when gradients began to leave, and is "
+                    f"{options[what]} now; set it before backward, or pass overlap=False"
+                )
+        return options
 
     def _copy_missing(self) -> None:
         """Puts the gradients into the flat buffer that were not announced."""
@@ -311,13 +403,13 @@ class ServerOptimizer(torch.optim.Optimizer):
                     targets.append(self._gradients.views[place])
                     sources.append(tensor.grad)
         if targets:
-            copy_all(targets, sources)
+            copy_all(targets, sources, non_blocking=self._is_on_gpu)
 
     def _copy(self, place: int, gradient: torch.Tensor) -> None:
         """Puts a gradient into the flat buffer."""
         if gradient.layout != torch.strided:
             raise _sparse(self._layout.tensors[place].name)
-        self._gradients.views[place].copy_(gradient, non_blocking=True)
+        self._gradients.views[place].copy_(gradient, non_blocking=gradient.is_cuda)
         if gradient.is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(gradient.device))
@@ -332,20 +424,17 @@ class ServerOptimizer(torch.optim.Optimizer):
                 self._begun.ready(tensor.offset, tensor.stop)
 
     def _await_gpu(self) -> None:
-        if self._is_on_gpu:
-            torch.cuda.synchronize()
+        for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
         self._copying.clear()
 
     # Weights in.
 
     def _take_weights(self) -> None:
-        copy_all(list(self._tensors.values()), self._weights.views)
+        tensors = list(self._tensors.values())
+        copy_all(tensors, self._weights.views, non_blocking=self._is_on_gpu)
         self._await_gpu()
-
-    def _end_step(self) -> None:
-        self._begun = None
-        self._announced.clear()
-        self._copying.clear()
+        self._versions = {id(tensor): tensor._version for tensor in tensors}
 
     # What is checked.
 
@@ -359,15 +448,21 @@ class ServerOptimizer(torch.optim.Optimizer):
         for tensor_name, tensor in self._model.named_parameters():
             known = self._tensors.get(tensor_name)
             if known is None:
-                if tensor.requires_grad and id(tensor) not in self._untrained:
+                if tensor.requires_grad and tensor_name not in self._left_out:
                     raise ArgumentError(
-                        f"tensor {tensor_name!r} was added to the model after the start; make "
-                        "another ServerOptimizer, with another name"
+                        f"tensor {tensor_name!r} was added to the model, or unfrozen, after the "
+                        "start; make another ServerOptimizer, with another name"
                     )
                 continue
             trained.discard(tensor_name)
             shape = self._layout.by_name[tensor_name].shape
-            if tensor is not known or tuple(tensor.shape) != shape:
+            if tensor is known and tensor._version != self._versions[id(tensor)]:
+                raise ArgumentError(
+                    f"the weights of tensor {tensor_name!r} were changed by something else than "
+                    "step(), which the shards do not know of; load weights before the "
+                    "ServerOptimizer is made"
+                )
+            if tensor is not known or tensor.shape != shape:
                 raise ArgumentError(
                     f"tensor {tensor_name!r} of the model was replaced after the start: it has "
                     f"shape {tuple(tensor.shape)}, expected {shape}; make another ServerOptimizer"
@@ -389,6 +484,17 @@ class ServerOptimizer(torch.optim.Optimizer):
                     f"gradient of tensor {tensor.name!r} was changed after backward, when it had "
                     "left already; clip with clip_value= of the optimizer, or pass overlap=False"
                 )
+
+    def _refuse_scaler(self) -> None:
+        """Refuses to be stepped by a GradScaler, which has unscaled what had left.
+
+        Raises:
+            ArgumentError: it is.
+        """
+        if self._overlap and getattr(self, "found_inf", None) is not None:
+            raise ArgumentError(
+                "a GradScaler scales gradients back when they have left already; pass overlap=False"
+            )
 
     def _rate(self) -> float:
         """The parameter's learning rate as the groups have it now.
@@ -426,7 +532,6 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def _share_first(self, client: Client, *, worker_count: int, mode: ModeName) -> None:
         """Makes buffers, and parameters that are not trained, those of the first worker."""
-        self._untrained = {id(tensor) for tensor in self._shared.values()}
         self._buffer_mean: Parameter[NamedArrays] | None = None
         name = self.parameter.name
         options: dict[str, Any] = {"worker_count": worker_count, "mode": mode}
@@ -450,8 +555,18 @@ class ServerOptimizer(torch.optim.Optimizer):
                 tensors=self._buffers(),
                 optimizer=Average(),
                 codec="fp32",
+                allow_non_finite=True,
                 **options,
             )
+            last = self._buffer_mean.get_weights()
+            if self._buffer_mean.version:  # it starts again: those that were averaged last
+                self._put_buffers(last)
+
+    def _put_buffers(self, arrays: NamedArrays) -> None:
+        with torch.no_grad():
+            for buffer_name, buffer in self._buffers().items():
+                found = torch.from_numpy(arrays[buffer_name])
+                buffer.copy_(found if buffer.is_floating_point() else found.round())
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Those that a checkpoint of the model has."""

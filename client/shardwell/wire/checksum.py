@@ -221,7 +221,6 @@ def gradient(context: int, header: types_pb2.GradientChunk) -> int:
         context,
         header.step,
         header.sample_count,
-        header.end_of_step,
         *_optional(header.learning_rate if header.HasField("learning_rate") else None),
     )
 

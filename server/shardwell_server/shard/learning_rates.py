@@ -24,10 +24,6 @@ class LearningRates:
                 return rate
         return self._changes[0][1]
 
-    def changed_at(self, version: int) -> bool:
-        """Whether there is a change at just that update."""
-        return any(from_step == version for from_step, _ in self._changes)
-
     def change(self, from_step: int, learning_rate: float) -> None:
         """Sets the rate from an update on, and forgets changes that were to come later."""
         kept = [change for change in self._changes if change[0] < from_step]

@@ -116,7 +116,7 @@ _HEADS = {
     "Rows": ("row_count", "scale_exponent", "lz4"),
 }
 _FIELDS = {
-    "GradientChunk": ("step", "sample_count", "end_of_step", "learning_rate?"),
+    "GradientChunk": ("step", "sample_count", "learning_rate?"),
     "GetWeightsResponse": ("version",),
     "ExchangeResponse": ("version",),
     "InitWeightsRequest": ("array_index",),

@@ -90,13 +90,22 @@ def test_the_same_step_saved_again(model, tmp_path) -> None:
     assert again == shardwell.inspect_checkpoint(tmp_path / "1")
     assert (tmp_path / "1" / "manifest.json").stat().st_ino == before
     assert names(tmp_path) == ["1"]
-    parameter.set_learning_rate(0.5)
-    with pytest.raises(shardwell.ArgumentError, match="not what the cluster holds at that step"):
+    for rate in (0.5, 0.25):
+        parameter.set_learning_rate(rate)
+        if rate == 0.25:
+            (tmp_path / "1" / "manifest.json").unlink()
         client.save_checkpoint(tmp_path / "{step}")
-    (tmp_path / "1" / "manifest.json").unlink()
-    client.save_checkpoint(tmp_path / "{step}")
-    assert shardwell.inspect_checkpoint(tmp_path / "1").parameters[0].learning_rate == 0.5
-    assert names(tmp_path) == ["1"]
+        assert shardwell.inspect_checkpoint(tmp_path / "1").parameters[0].learning_rate == rate
+        assert names(tmp_path) == ["1"]
+
+
+def test_what_is_saved_stays_beside_later_steps_of_a_training_that_was_given_up(
+    model, tmp_path
+) -> None:
+    (tmp_path / "9").mkdir()
+    (tmp_path / "1.removed").mkdir()  # a kill left it
+    save_steps(model, tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["3", "9"]
 
 
 def test_none_is_whole(model, tmp_path) -> None:

@@ -117,25 +117,52 @@ def test_what_is_not_finite_is_told_and_can_be_mended(cluster, connect) -> None:
     assert_same(net.exchange(gradient_of(2)), whole.exchange(gradient_of(2)))
 
 
-def test_a_gradient_that_is_computed_again(cluster, connect) -> None:
-    """What came through counts as it was; of the rest, what is there at the end."""
+def test_what_has_not_left_is_forgotten(cluster, connect) -> None:
     client = connect(cluster(2, chunk_size_bytes=64), "w0")
     net = opened(client)
     gradient = gradient_of(1)
     first = {name: array.copy() for name, array in gradient.items()}
     begun = net.begin_exchange(gradient)
+    assert not begun.has_left
     received = client.traffic.received_bytes
-    begun.ready(0, SIZE // 2 + 200)  # all that is the first shard's, and a part of the other's
-    begun.ready(SIZE // 2 + 200, SIZE - 100)
+    begun.ready(0, SIZE - 100)
     eventually("pieces come back", lambda: client.traffic.received_bytes > received + 1000)
-    begun.again()
-    for name, array in gradient_of(2).items():
-        gradient[name][...] = array
-    begun.ready(0, SIZE)
+    assert begun.has_left
+    begun.forget()
     weights = begun.finish()
     assert net.next_step == 1
     np.testing.assert_array_equal(weights["a"][0], -0.5 * first["a"][0])
-    np.testing.assert_array_equal(weights["d"][-50:], -0.5 * gradient_of(2)["d"][-50:])
+    assert not weights["d"][-50:].any()
+
+
+def test_a_piece_that_waited_in_vain_goes_on_with_the_same_gradient(cluster, connect) -> None:
+    """It was counted, and was not answered; how it is cut the next time makes no difference."""
+    running = cluster(2, chunk_size_bytes=64)
+    one = opened(connect(running, "w0"), worker_count=2)
+    other = opened(connect(running, "w1"), worker_count=2)
+    begun = one.begin_exchange(gradient_of(1), timeout_s=0.5)
+    begun.ready(0, SIZE - 10)
+    with pytest.raises(shardwell.WorkersMissingError, match="w1"):
+        begun.finish(0.5)
+    results = together([lambda: begun.finish(30.0), lambda: other.exchange(gradient_of(1))])
+    alone = opened(connect(running, "alone"), "alone").exchange(gradient_of(1))
+    for found in results:
+        assert_same(found, alone)
+
+
+def test_a_rest_that_diverges_ends_the_step(cluster, connect) -> None:
+    client = connect(cluster(2, chunk_size_bytes=64), "w0")
+    net = client.parameter("net", size=SIZE, optimizer=shardwell.SGD(3e38), codec="fp32")
+    net.init(np.zeros(SIZE, np.float32))
+    gradient = np.zeros(SIZE, np.float32)
+    begun = net.begin_exchange(gradient)
+    received = client.traffic.received_bytes
+    begun.ready(0, SIZE - 200)
+    eventually("pieces come back", lambda: client.traffic.received_bytes > received + 1000)
+    gradient[-1] = 1e30
+    with pytest.raises(shardwell.DivergedError):
+        begun.finish()
+    assert net.next_step == 1
 
 
 def test_a_shard_that_is_killed_meanwhile(tmp_path) -> None:

@@ -65,14 +65,13 @@ def test_workers_that_bring_different_rates_are_told(cluster, connect) -> None:
     running = cluster(2, chunk_size_bytes=64)
     one, other = (opened(connect(running, f"w{i}"), worker_count=2) for i in range(2))
     ones = np.ones(SIZE, np.float32)
-    for rates in ((0.5, 0.5), (0.25, 0.5)):
-        one.put_gradient(ones, learning_rate=rates[0])
-        if rates[0] != rates[1]:
-            words = r"step 1 of parameter 'model' has learning rate 0.25.*'w1' brings 0.5"
-            for verb in (other.exchange, other.put_gradient):
-                with pytest.raises(shardwell.StepOrderError, match=words):
-                    verb(ones, learning_rate=rates[1])
-        other.put_gradient(ones, learning_rate=rates[0])
+    for step, (rate, another) in enumerate([(0.5, 0.75), (0.25, 0.5)]):
+        one.put_gradient(ones, learning_rate=rate)
+        words = rf"step {step} of parameter 'model' has learning rate {rate}.*'w1' brings {another}"
+        for verb in (other.exchange, other.put_gradient):
+            with pytest.raises(shardwell.StepOrderError, match=words):
+                verb(ones, learning_rate=another)
+        other.put_gradient(ones, learning_rate=rate)
     assert (one.next_step, other.next_step) == (2, 2)
     expected = opened(connect(running, "alone"), "expected")
     expected.exchange(ones)
@@ -80,15 +79,26 @@ def test_workers_that_bring_different_rates_are_told(cluster, connect) -> None:
     np.testing.assert_array_equal(one.get_weights(min_version=2), expected.exchange(ones))
 
 
-def test_what_a_call_has_set_for_the_step_is_not_overruled(cluster, connect) -> None:
+def test_what_a_gradient_brings_overrules_a_call(cluster, connect) -> None:
     model = opened(connect(cluster(2), "w0"))
     ones = np.ones(SIZE, np.float32)
     model.exchange(ones)
     model.set_learning_rate(0.125)
-    with pytest.raises(shardwell.StepOrderError, match=r"step 1 .* has learning rate 0.125"):
-        model.exchange(ones, learning_rate=0.25)
-    model.exchange(ones, learning_rate=0.125)
-    model.exchange(ones, learning_rate=0.25)
+    weights = model.exchange(ones, learning_rate=0.0)
+    np.testing.assert_array_equal(model.exchange(ones, learning_rate=0.0), weights)
+
+
+def test_a_schedule_goes_on_from_a_checkpoint(cluster, connect, tmp_path) -> None:
+    client, ones = connect(cluster(2), "w0"), np.ones(SIZE, np.float32)
+    model = opened(client)
+    for rate in (0.5, 0.25):
+        model.exchange(ones, learning_rate=rate)
+    client.save_checkpoint(tmp_path / "ckpt")
+    expected = model.exchange(ones, learning_rate=0.125)
+    again = connect(cluster(3), "w0")
+    again.restore_checkpoint(tmp_path / "ckpt")
+    found = opened(again).exchange(ones, learning_rate=0.125)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_asynchronous_gradients_have_a_rate_each(cluster, connect) -> None:

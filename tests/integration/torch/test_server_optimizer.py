@@ -34,6 +34,16 @@ def net(seed: int = 1) -> Any:
     )
 
 
+def deep(seed: int = 1) -> Any:
+    """Of many layers, of which the last leave while backward is at the first."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 40),
+        *[torch.nn.Linear(40, 40) for _ in range(8)],
+        torch.nn.Linear(40, 3),
+    )
+
+
 def batches(count: int = STEPS, size: int = 16) -> list[tuple[Any, Any]]:
     torch.manual_seed(7)
     return [(torch.randn(size, 20), torch.randint(0, 3, (size,))) for _ in range(count)]
@@ -91,7 +101,10 @@ def test_workers_train_as_one_with_all_their_samples(cluster, connect) -> None:
         model = net(seed=rank + 1)  # the first one's weights count
         client = connect(running, f"w{rank}")
         if rank:
-            eventually("the first has set them", lambda: client.status()[0].parameters)
+            eventually(
+                "the first has set them",
+                lambda: any(entry.initialized for entry in client.status()[0].parameters),
+            )
         optimizer = server(model, client, worker_count=2)
         rows = slice(0, 16) if rank == 0 else slice(16, 24)
         optimizer.sample_count = 16 if rank == 0 else 8
@@ -157,14 +170,106 @@ def test_batches_accumulate_under_no_sync(client) -> None:
 
 
 def test_a_second_backward_is_told_how_to_accumulate(client) -> None:
+    model = deep()
+    optimizer = server(model, client)
+    model(torch.randn(2, 20)).sum().backward()
+    words = r"tensor '9.bias' has a second gradient in one step.*no_sync\(\)"
+    with pytest.raises(shardwell.ArgumentError, match=words):
+        model(torch.randn(2, 20)).sum().backward()
+    with pytest.raises(shardwell.ArgumentError, match=r"zero_grad\(\) after a backward .*no_sync"):
+        optimizer.zero_grad()
+    train(model, optimizer, batches(2))
+    assert optimizer.parameter.next_step == 3  # the one that had left in part, and two
+
+
+def test_gradients_for_no_step(client) -> None:
+    """Another loss through the same model, as of a GAN's generator."""
+    model, alone = net(), net()
+    optimizer = server(model, client)
+    with optimizer.no_sync():
+        model(torch.randn(2, 20)).sum().backward()
+    optimizer.zero_grad()
+    train(model, optimizer, batches(3))
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), batches(3))
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("what", ["learning_rate", "sample_count"])
+def test_what_is_set_after_gradients_began_to_leave(client, what) -> None:
     model = net()
     optimizer = server(model, client)
     model(torch.randn(2, 20)).sum().backward()
-    words = r"tensor '3.bias' has a second gradient in one step.*no_sync\(\)"
-    with pytest.raises(shardwell.ArgumentError, match=words):
-        model(torch.randn(2, 20)).sum().backward()
-    optimizer.zero_grad()
-    train(model, optimizer, batches(2))
+    if what == "sample_count":
+        optimizer.sample_count = 2
+    else:
+        optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(shardwell.ArgumentError, match=rf"{what} was .* when gradients began to"):
+        optimizer.step()
+
+
+def test_a_scaler_needs_gradients_that_have_not_left(client) -> None:
+    model, alone = net(), net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = server(model, client)
+    scaler.scale(model(torch.randn(2, 20)).sum()).backward()
+    with pytest.raises(shardwell.ArgumentError, match=r"GradScaler .*overlap=False"):
+        scaler.step(optimizer)
+    optimizer.close()
+    model.zero_grad()
+    model.load_state_dict(alone.state_dict())
+    late = server(model, client, overlap=False, name="late")
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for inputs, targets in batches(3):
+        for of, each in ((model, late), (alone, theirs)):
+            own = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            own.scale(torch.nn.functional.cross_entropy(of(inputs), targets)).backward()
+            own.step(each)
+            each.zero_grad()
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_second_derivatives(client) -> None:
+    model = net()
+    optimizer = server(model, client)
+    for _ in range(2):
+        model(torch.randn(2, 20)).sum().backward(create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.parameter.next_step == 2
+
+
+def test_a_step_that_failed_is_made_good_by_the_next(cluster, connect) -> None:
+    running, data = cluster(2, chunk_size_bytes=256), batches(4)
+    models = [net(), net()]
+    optimizers = [
+        server(model, connect(running, f"w{rank}"), worker_count=2)
+        for rank, model in enumerate(models)
+    ]
+    optimizers[0]._timeout_s = 0.5
+    for again in ("step", "batch"):
+        torch.nn.functional.cross_entropy(models[0](data[0][0]), data[0][1]).backward()
+        with pytest.raises(shardwell.WorkersMissingError, match="w1"):
+            optimizers[0].step()
+        optimizers[0]._timeout_s = None
+
+        def first(again: str = again) -> None:
+            if again == "batch":
+                optimizers[0].zero_grad()
+                torch.nn.functional.cross_entropy(models[0](data[1][0]), data[1][1]).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+
+        def second(again: str = again) -> None:
+            train(models[1], optimizers[1], data[: 1 if again == "step" else 2])
+
+        together([first, second])
+        assert optimizers[0].parameter.next_step == (1 if again == "step" else 3)
+        for mine, its in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(mine, its)
+        optimizers[0]._timeout_s = 0.5
 
 
 def test_gradients_that_are_clipped_after_they_left(client) -> None:
@@ -200,6 +305,10 @@ def _one_gone(model: Any) -> None:
     del model[3]
 
 
+def _loaded(model: Any) -> None:
+    model.load_state_dict(net(seed=3).state_dict())
+
+
 def _resized(model: Any) -> None:
     model[0].bias.data = torch.zeros(65)
 
@@ -211,8 +320,9 @@ def _resized(model: Any) -> None:
             _another_shape,
             r"tensor '2.weight' of the model was replaced .* \(31, 64\), expected \(30",
         ),
-        (_one_more, "tensor '4.weight' was added to the model after the start"),
+        (_one_more, "tensor '4.weight' was added to the model, or unfrozen, after the start"),
         (_one_gone, "tensor '3.bias' of the model is gone since the start"),
+        (_loaded, "weights of tensor '0.weight' were changed by something else than step"),
         (_resized, r"tensor '0.bias' of the model was replaced .* \(65,\), expected \(64,\)"),
     ],
 )
@@ -243,6 +353,15 @@ def test_another_model_is_refused_by_tensor(cluster, connect) -> None:
         with pytest.raises(shardwell.SpecMismatchError, match=words):
             server(other, client)
         client.close()
+
+
+def test_a_layer_that_is_unfrozen_later(client) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = server(model, client)
+    model[0].requires_grad_(True)
+    with pytest.raises(shardwell.ArgumentError, match=r"'0.weight' was added to the model, or"):
+        optimizer.step()
 
 
 def test_what_can_not_be_trained(client) -> None:
@@ -314,6 +433,22 @@ def test_what_is_not_finite_is_named_and_the_next_batch_goes_on(client, overlap)
     assert optimizer.parameter.next_step == 3
 
 
+def test_what_is_not_finite_at_the_end_of_backward_counts_as_zeros(client) -> None:
+    """What had left by then counts, and the step is over."""
+    model = deep()
+    optimizer = server(model, client)
+    first = model[0].weight.detach().clone()
+    loss = model(torch.randn(2, 20)).sum()
+    model[0].weight.register_hook(lambda gradient: gradient * float("nan"))
+    loss.backward()
+    with pytest.raises(shardwell.NonFiniteError, match=r"of tensor '0.weight' is nan"):
+        optimizer.step()
+    assert optimizer.parameter.next_step == 1
+    assert torch.isfinite(model[0].weight).all()
+    assert not torch.equal(model[9].bias, deep()[9].bias)
+    torch.testing.assert_close(model[0].weight.detach()[-1], first[-1])
+
+
 def test_a_worker_that_starts_again_goes_on(cluster, connect) -> None:
     running = cluster(2)
     first = connect(running, "w0")
@@ -335,6 +470,8 @@ def test_what_is_not_trained_is_the_first_workers(cluster, connect) -> None:
 
     running = cluster(2)
     models = [normed(1), normed(2)]
+    for model in models:
+        model.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
     models[0](torch.randn(64, 20))
     start = copy.deepcopy(models[0].state_dict())
     optimizers = [
@@ -348,6 +485,11 @@ def test_what_is_not_trained_is_the_first_workers(cluster, connect) -> None:
     own = [model[1].running_mean.clone() for model in models]
     counts = [int(model[1].num_batches_tracked) for model in models]
     together([optimizer.average_buffers for optimizer in optimizers])
+    optimizers[0].close()
+    again = normed(3)
+    again.register_buffer("mask", torch.zeros(2))
+    server(again, connect(running, "w2"), worker_count=2)
+    models.append(again)  # which has what was averaged last
     for model in models:
         torch.testing.assert_close(model[1].running_mean, (own[0] + own[1]) / 2)
         assert int(model[1].num_batches_tracked) == sum(counts) // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copy
 from typing import Any
 
 import numpy as np
@@ -152,3 +153,29 @@ def test_one_kind_is_not_taken_for_the_other() -> None:
 def test_an_out_that_can_not_be_filled(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         values().room(apart() | change)
+
+
+def test_neighbours_by_chance_are_not_one_buffer() -> None:
+    """They have owners of their own, one of which would not be kept."""
+    memory = np.arange(44, dtype=np.uint8).repeat(1)
+    parts = {}
+    for tensor in LAYOUT:
+        piece = memoryview(memory)[4 * tensor.offset : 4 * tensor.stop]
+        parts[tensor.name] = np.frombuffer(piece, np.float32).reshape(tensor.shape)
+    flat = values().flat("gradient", parts)
+    assert not np.shares_memory(flat, memory)
+
+
+def test_views_that_were_moved_are_not_taken_for_what_they_were() -> None:
+    made = values().room(None)
+    tensors = made.filled()
+    made.flat[:] = VECTOR
+    tensors["w"] = tensors["w"] + 1
+    assert values().flat("gradient", tensors).tolist() == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10]
+    renamed = values().room(None).filled()
+    renamed["c"] = renamed.pop("b")
+    with pytest.raises(ArgumentError, match="lacks 'b'"):
+        values().flat("gradient", renamed)
+    copied = copy.deepcopy(values().room(None).filled())
+    copied["b"][...] = 7
+    assert values().flat("gradient", copied)[6:10].tolist() == [7] * 4
