@@ -5,10 +5,12 @@ for inputs, targets in batches:
     loss_fn(model(inputs), targets).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+Once it is imported, `torch.distributed.init_process_group("shardwell")` finds its backend.
 """
 
 try:
-    import torch as _torch  # noqa: F401 (whether it is there)
+    import torch.distributed as _distributed
 except ModuleNotFoundError:
     raise ModuleNotFoundError(
         "shardwell.torch needs PyTorch: pip install 'shardwell[torch]'", name="torch"
@@ -18,3 +20,8 @@ from shardwell.torch.collectives import all_reduce_hook, broadcast_state
 from shardwell.torch.optimizer import ServerOptimizer
 
 __all__ = ["ServerOptimizer", "all_reduce_hook", "broadcast_state"]
+
+if _distributed.is_available():  # some builds of torch are without
+    from shardwell.torch.process_group import register
+
+    register()

@@ -12,7 +12,7 @@ import torch
 
 from shardwell.errors import GroupMismatchError
 from shardwell.group.group import Group
-from shardwell.numerics.codec import Float32
+from shardwell.torch.words import put_back, words_of
 
 _PIECE_ELEMENT_COUNT = 2**23
 """Of a broadcast: 32 MiB at a time, whatever the model."""
@@ -77,10 +77,10 @@ def broadcast_state(model: torch.nn.Module, group: Group, root: int = 0) -> None
     _check_same(state, group)
     with torch.no_grad():
         for tensors in _pieces(list(state.values())):
-            words = _words(tensors)
+            words = words_of(tensors)
             group.broadcast(words, root, codec="fp32")
             if group.rank != root:
-                _put_back(words, tensors)
+                put_back(words, tensors)
 
 
 def _check_same(state: dict[str, torch.Tensor], group: Group) -> None:
@@ -111,25 +111,3 @@ def _pieces(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         count += size
     if piece:
         yield piece
-
-
-def _words(tensors: list[torch.Tensor]) -> Float32:
-    """The bytes of tensors, two a number: exact, whatever they mean."""
-    parts = [np.frombuffer(_bytes(tensor), "<u2").astype(np.float32) for tensor in tensors]
-    return np.concatenate(parts)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return data + bytes(len(data) % 2)
-
-
-def _put_back(words: Float32, tensors: list[torch.Tensor]) -> None:
-    data, start = words.astype("<u2").tobytes(), 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if size:
-            own = torch.frombuffer(bytearray(data[start : start + size]), dtype=tensor.dtype)
-            tensor.copy_(own.view(tensor.shape))
-        start += size + size % 2

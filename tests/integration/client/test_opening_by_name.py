@@ -122,7 +122,10 @@ def test_any_key_or_a_count_must_agree(cluster, connect) -> None:
 @pytest.mark.parametrize("change", [{}, {"codec": "fp32"}, {"optimizer": None}, {"mode": "x"}])
 def test_what_does_not_exist_needs_a_spec(cluster, connect, kind, change) -> None:
     client = connect(cluster(2), "w0")
-    words = {"parameter": "size= and optimizer=", "table": "row_count=, dim= and optimizer="}
+    words = {
+        "parameter": "size= or tensors= and optimizer=",
+        "table": "row_count=, dim= and optimizer=",
+    }
     with pytest.raises(UNKNOWN[kind], match=f"'one'; pass {re.escape(words[kind])}") as caught:
         OPEN[kind](client, **change)
     assert "one" in (caught.value.parameter, caught.value.table)

@@ -150,7 +150,7 @@ def test_a_group_again_and_again_under_one_name(place) -> None:
         (2, 2, {}),
         (0, 0, {}),
         (0, 257, {}),
-        (0, 2, {"strategy": "ring"}),
+        (0, 2, {"strategy": "star"}),
         (0, 2, {"codec": "fp8"}),
         (0, 2, {"lease_s": 0.01}),
         (0, 2, {"name": "a b"}),

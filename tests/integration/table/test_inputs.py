@@ -68,7 +68,7 @@ def test_ids(table, ids, match) -> None:
         (np.ones((2, DIM + 1)), r"got \(2, 4\)"),
         (np.ones(2 * DIM), r"got \(6,\)"),
         (np.ones((2, DIM), int), "float32 .* got int64"),
-        ([[1.0] * DIM] * 2, "NumPy array of float32; got list"),
+        ([[1.0] * DIM] * 2, "NumPy array of float32, or a tensor on the CPU; got list"),
         (np.array([[1, 1, 1], [1, np.nan, 1]]), "row id 5 of 'rows': element 1 .* is nan"),
         (np.array([[1, 1, 1e39], [1, 1, 1]]), "row id 4 of 'rows': element 2 .* is inf"),
     ],
