@@ -15,7 +15,7 @@ from typing import Any, Generic
 
 import numpy as np
 
-from shardwell.errors import ArgumentError, DivergedError
+from shardwell.errors import ArgumentError, DeadlineError, DivergedError, WorkersMissingError
 from shardwell.numerics.arguments import check_integer, finite_peak
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.exchange import Gradient, Progress, Transfer
@@ -285,6 +285,8 @@ class Parameter(Generic[ValuesT]):
 
         work, room = self._calls.run(begin, timeout_s, in_turn=True)
         progress = Progress()
+        missing: list[WorkersMissingError] = []
+        """What a piece waited for in vain."""
 
         def start(stop: int, is_over: Callable[[], None]) -> None:
             def exchange(attempts: Attempts) -> None:
@@ -292,8 +294,13 @@ class Parameter(Generic[ValuesT]):
                     self._check_finite(work, progress.row, stop)
                     self._exchange_rows(work, room.flat, progress, stop, attempts)
 
-            future = self._calls.start(exchange, timeout_s, in_turn=True)
-            future.add_done_callback(lambda _: is_over())
+            def ended(call: Future[None]) -> None:
+                error = call.exception()
+                if isinstance(error, WorkersMissingError):
+                    missing.append(error)
+                is_over()
+
+            self._calls.start(exchange, timeout_s, in_turn=True).add_done_callback(ended)
 
         def finish(timeout_s: float | None) -> ValuesT:
             def exchange(attempts: Attempts) -> ValuesT:
@@ -301,7 +308,12 @@ class Parameter(Generic[ValuesT]):
                 self._exchange_rest(work, room.flat, progress, attempts)
                 return room.filled()
 
-            return self._calls.run(exchange, timeout_s, in_turn=True)
+            try:
+                return self._calls.run(exchange, timeout_s, in_turn=True)
+            except DeadlineError as error:
+                if type(error) is DeadlineError and missing:  # its piece had taken the time
+                    raise missing[-1] from None
+                raise
 
         return OpenExchange(
             self._transfer.parts,

@@ -102,9 +102,10 @@ def test_the_same_step_saved_again(model, tmp_path) -> None:
 def test_what_is_saved_stays_beside_later_steps_of_a_training_that_was_given_up(
     model, tmp_path
 ) -> None:
-    (tmp_path / "9").mkdir()
+    save_steps(model, tmp_path, 1)
+    (tmp_path / "1").rename(tmp_path / "9")
     (tmp_path / "1.removed").mkdir()  # a kill left it
-    save_steps(model, tmp_path, 3, keep=1)
+    save_steps(model, tmp_path, 2, keep=1)
     assert names(tmp_path) == ["3", "9"]
 
 
