@@ -15,7 +15,6 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +103,8 @@ class ServerOptimizer(torch.optim.Optimizer):
                 f"optimizer must be an update rule, as shardwell.AdamW(3e-4); got {optimizer!r}"
             )
         self._model = model
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """Of a step, which may be set; None: the client's."""
         self._overlap = overlap
         self._is_paused = False
         names = {id(tensor): name for name, tensor in model.named_parameters()}
@@ -221,9 +221,20 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._await_gpu()
         begun, self._begun = self._begun, None
         self._announced.clear()
-        call = begun.finish if begun else partial(self.parameter.exchange, **options)
-        self._end_step(call, begun)
+        self._end_step(self._ending(begun, options), begun)
         return loss
+
+    def _ending(
+        self, begun: OpenExchange[NamedArrays] | None, options: Mapping[str, Any]
+    ) -> Callable[[], object]:
+        """What ends a step, within the time that there is then."""
+
+        def end() -> object:
+            if begun is not None:
+                return begun.finish(self.timeout_s)
+            return self.parameter.exchange(**{**options, "timeout_s": self.timeout_s})
+
+        return end
 
     def _end_step(
         self, call: Callable[[], object], begun: OpenExchange[NamedArrays] | None
@@ -235,7 +246,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         except (NonFiniteError, ArgumentError):  # nothing more has left
             if begun is not None and begun.has_left:
                 begun.forget()
-                self._owed = begun.finish
+                self._owed = call
                 with contextlib.suppress(ShardwellError):  # which is told when it is made good
                     self._settle()
             raise
@@ -276,7 +287,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         if begun is not None:
             begun.forget()
             if begun.has_left:
-                self._owed, self._failed = begun.finish, []
+                self._owed, self._failed = self._ending(begun, {}), []
                 raise ArgumentError(
                     "zero_grad() after a backward pass without a step: a part of its gradients has "
                     "left and counts; compute what is for no step under optimizer.no_sync(), or "
@@ -380,7 +391,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             "sample_count": self.sample_count,
             "learning_rate": self._rate(),
             "out": self._weights.arrays,
-            "timeout_s": self._timeout_s,
+            "timeout_s": self.timeout_s,
         }
         for what in ("sample_count", "learning_rate"):
             if self._begun is not None and options[what] != self._options[what]:

@@ -76,8 +76,8 @@ def test_ddp_trains_through_the_group(cluster, codec, tolerance) -> None:
         Program("-c", DDP, "0", rendezvous, port, codec) as first,
         Program("-c", DDP, "1", rendezvous, port, codec) as second,
     ):
-        assert second.end() == 0, second.log
-        assert first.end() == 0, first.log
+        assert second.end(150.0) == 0, second.log
+        assert first.end(150.0) == 0, first.log
     losses = [[float(line) for line in each.lines[:20]] for each in (first, second)]
     np.testing.assert_allclose(np.mean(losses, axis=0), alone(), rtol=tolerance)
     assert "rank 1" in first.lines[20]  # the error came out of backward, and names who is gone

@@ -191,7 +191,7 @@ def test_collectives_are_gloos() -> None:
     first, second, third = programs(COLLECTIVES, 3)
     with first, second, third:
         for each in (first, second, third):
-            assert each.end() == 0, each.log
+            assert each.end(150.0) == 0, each.log
             assert each.lines[-1] == "done"
             assert each.lines[-2].startswith("lengths")
             assert "element" in each.lines[-2], each.lines[-2]
@@ -200,9 +200,9 @@ def test_collectives_are_gloos() -> None:
 def test_a_rank_that_is_lost_is_named() -> None:
     first, second, third = programs(LOST, 3)
     with first, second, third:
-        assert second.end() == 3
+        assert second.end(150.0) == 3
         for each in (first, third):
-            assert each.end() == 0, each.log
+            assert each.end(150.0) == 0, each.log
             assert len(each.lines) == 2, each.lines
             assert all("rank 1" in line for line in each.lines), each.lines
 
@@ -217,7 +217,7 @@ def test_ddp_under_torchrun(tmp_path: Path) -> None:
         f"--master-port={free_port()}",
     ]
     with Program(*arguments, str(script)) as program:
-        assert program.end() == 0, program.log
+        assert program.end(150.0) == 0, program.log
     printed = sorted(line for line in program.lines if line[:2] in ("0 ", "1 "))
     assert len(printed) == 2, program.lines
     assert printed[0][2:] == printed[1][2:]
