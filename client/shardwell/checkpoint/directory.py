@@ -29,7 +29,8 @@ def whole_directory(path: Path, becomes: Callable[[], Path | None] | None = None
 
     Args:
         path: The directory's name.
-        becomes: Asked at the end for another name beside it; None: it becomes nothing.
+        becomes: Asked at the end, when all of it is on the disk, for another name beside it; None:
+            it becomes nothing.
 
     Raises:
         ArgumentError: `path` exists, or another process is making it.
@@ -38,9 +39,9 @@ def whole_directory(path: Path, becomes: Callable[[], Path | None] | None = None
     _check_free(path)
     with working_directory(path) as partial:
         yield partial
+        ask_all([directory for directory, _, _ in os.walk(partial)], sync_directory)
         final = path if becomes is None else becomes()
         if final is not None:
-            ask_all([directory for directory, _, _ in os.walk(partial)], sync_directory)
             _check_free(final)
             partial.rename(final)
             sync_directory(final.parent)

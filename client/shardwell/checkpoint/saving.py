@@ -83,9 +83,15 @@ class Checkpointing:
                 raise ArgumentError(
                     f"keep is for a path with {{step}}, as 'ckpt/{{step}}'; got {str(path)!r}"
                 )
-        is_new = True
+        same: Checkpoint | None = None
+
+        def becomes() -> Path | None:
+            nonlocal same
+            same = None if steps is None else steps.make_way(checkpoint)
+            return target if same is None else None
+
         try:
-            with whole_directory(target, lambda: target if is_new else None) as making:
+            with whole_directory(target, becomes) as making:
                 statuses = ask_all(self._channels, self._status)
                 specs = _specs(statuses, parameters)
                 entries = self._snapshots(specs, statuses, making)
@@ -103,16 +109,12 @@ class Checkpointing:
                     parameters=tuple(entries),
                     tables=tuple(table_entries),
                 )
-                same = None if steps is None else steps.make_way(checkpoint)
-                if same is None:
-                    write_manifest(making, checkpoint)
-                else:
-                    checkpoint, is_new = same, False
+                write_manifest(making, checkpoint)
         except DivergedError as error:
             raise _not_saved(error) from None
         if steps is not None and keep is not None:
             steps.prune(keep, step)
-        return checkpoint
+        return same or checkpoint
 
     def _snapshots(
         self,

@@ -77,14 +77,17 @@ class StepPaths:
         Raises:
             StorageError: the directory around them can't be read.
         """
+        found = (self._name.fullmatch(name) for name in self._beside())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def _beside(self) -> list[str]:
+        """What there is where they are."""
         try:
-            names = os.listdir(self._path.parent)
+            return os.listdir(self._path.parent)
         except FileNotFoundError:
-            names = []
+            return []
         except OSError as error:
             raise file_error(self._path.parent, error, "reading it") from None
-        found = (self._name.fullmatch(name) for name in names)
-        return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def newest(self, *, verify: bool = False) -> Checkpoint:
         """The newest one that is whole; others are told in the log.
@@ -149,7 +152,7 @@ class StepPaths:
 
     def _sweep(self) -> None:
         """Removes what was being removed when its process was killed."""
-        for name in os.listdir(self._path.parent):
+        for name in self._beside():
             if name.endswith(_REMOVED_SUFFIX) and self._name.fullmatch(
                 name.removesuffix(_REMOVED_SUFFIX)
             ):

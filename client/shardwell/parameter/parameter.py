@@ -312,7 +312,7 @@ class Parameter(Generic[ValuesT]):
                 return self._calls.run(exchange, timeout_s, in_turn=True)
             except DeadlineError as error:
                 if type(error) is DeadlineError and missing:  # its piece had taken the time
-                    raise missing[-1] from None
+                    raise missing.pop() from None
                 raise
 
         return OpenExchange(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwell.errors import CorruptChunkError, WrongShardError
+from shardwell.numerics.arguments import TIMEOUT_S_MIN
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
@@ -190,6 +192,7 @@ def _ask_parameters(
     channel: ShardChannel, timeout_s: float, name: str = ""
 ) -> pb.GetStatusResponse:
     """As `ask_parameters`, of any cluster. An answer without room for all is asked on."""
+    deadline_s = time.monotonic() + timeout_s
     status = pb.GetStatusResponse(more=True)
     while status.more:
         after = status.parameters[-1].spec.name if status.parameters else ""
@@ -197,7 +200,7 @@ def _ask_parameters(
             "GetStatus",
             pb.GetStatusRequest(parameter=name, after=after),
             pb.GetStatusResponse,
-            timeout_s=timeout_s,
+            timeout_s=max(deadline_s - time.monotonic(), TIMEOUT_S_MIN),
             parameter=name or None,
         )
         names = [after, *(entry.spec.name for entry in answer.parameters)]

@@ -5,6 +5,7 @@ A value object, checked when made; the wire knows it through `to_proto` and `fro
 
 from __future__ import annotations
 
+import collections
 import fnmatch
 import math
 import operator
@@ -165,15 +166,10 @@ class TensorLayout:
                 )
             offset = tensor.stop
         if len(self.by_name) != len(self.tensors):
-            names = [tensor.name for tensor in self.tensors]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ArgumentError(f"tensor {twice!r} is there twice")
+            counts = collections.Counter(tensor.name for tensor in self.tensors)
+            raise ArgumentError(f"tensor {counts.most_common(1)[0][0]!r} is there twice")
         check_whole_number("size (of all tensors)", self.size, 1, SIZE_MAX)
-        if (size_bytes := self.to_proto().ByteSize()) > LAYOUT_SIZE_MAX_BYTES:
-            raise ArgumentError(
-                f"names and shapes of {len(self.tensors)} tensors take {size_bytes} bytes; a "
-                f"parameter has room for {LAYOUT_SIZE_MAX_BYTES}; make several parameters of them"
-            )
+        _check_size(self.to_proto())
 
     @staticmethod
     def of(tensors: Mapping[str, Any]) -> TensorLayout:
@@ -285,6 +281,7 @@ class TensorLayout:
         Raises:
             ArgumentError: see the class.
         """
+        _check_size(message)
         laid: list[TensorSpec] = []
         for tensor in message.tensors:
             offset = laid[-1].stop if laid else 0
@@ -300,13 +297,22 @@ def check_tensor_name(name: object) -> str:
     Raises:
         ArgumentError: it is no string of 1 to 256 printable characters.
     """
-    is_name = isinstance(name, str) and 0 < len(name) <= TENSOR_NAME_LENGTH_MAX
-    if not is_name or not name.isprintable() or name == _RESERVED:  # type: ignore[attr-defined]
+    is_text = isinstance(name, str) and name.isprintable() and name != _RESERVED
+    if not (isinstance(name, str) and is_text and 0 < len(name) <= TENSOR_NAME_LENGTH_MAX):
         raise ArgumentError(
             f"a tensor's name must be 1 to {TENSOR_NAME_LENGTH_MAX} printable characters, and not "
             f"{_RESERVED!r}; got {name!r:.80}"
         )
-    return str(name)
+    return name
+
+
+def _check_size(layout: types_pb2.TensorLayout) -> None:
+    size_bytes = layout.ByteSize()
+    if size_bytes > LAYOUT_SIZE_MAX_BYTES:
+        raise ArgumentError(
+            f"names and shapes of {len(layout.tensors)} tensors take {size_bytes} bytes; a "
+            f"parameter has room for {LAYOUT_SIZE_MAX_BYTES}; make several parameters of them"
+        )
 
 
 def _fits(name: str, pattern: str) -> bool:

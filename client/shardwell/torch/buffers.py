@@ -29,8 +29,8 @@ class FlatTensors:
         """By name."""
 
 
-def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that a parameter can hold.
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Returns if a parameter can hold the tensor.
 
     Raises:
         ArgumentError: its values are no real numbers, or it has no memory that can be read.
@@ -46,7 +46,6 @@ def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.layout != torch.strided:
         raise ArgumentError(f"tensor {name!r} is {tensor.layout}; only dense tensors are trained")
-    return tensor
 
 
 def copy_all(

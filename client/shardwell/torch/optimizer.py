@@ -32,9 +32,9 @@ from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.placement.dealing import dealt
 from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions
-from shardwell.specs.optimizers import SGD, Average, Optimizer
+from shardwell.specs.optimizers import SGD, Adam, AdamW, Average, Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
-from shardwell.torch.buffers import FlatTensors, as_arrays, checked, copy_all
+from shardwell.torch.buffers import FlatTensors, as_arrays, check_tensor, copy_all
 
 _RATE_TOLERANCE = 1e-6
 """By which rates of groups may differ from their ratios; schedulers round."""
@@ -109,8 +109,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._is_paused = False
         names = {id(tensor): name for name, tensor in model.named_parameters()}
         groups = _groups_of(model, param_groups)
-        rate = optimizer.learning_rate  # type: ignore[attr-defined]
-        super().__init__(groups, {"lr": rate, **_torch_options(optimizer)})
+        super().__init__(groups, {"lr": _rate_of(optimizer), **_torch_options(optimizer)})
         self._tensors: dict[str, torch.nn.Parameter] = {}
         options: list[TensorGroup] = []
         self._factors: list[float] = []
@@ -122,7 +121,8 @@ class ServerOptimizer(torch.optim.Optimizer):
                 if id(tensor) not in names:
                     raise ArgumentError("param_groups have a tensor that the model does not have")
                 tensor_name = names[id(tensor)]
-                self._tensors[tensor_name] = checked(tensor_name, tensor)  # type: ignore[assignment]
+                check_tensor(tensor_name, tensor)
+                self._tensors[tensor_name] = tensor
                 own.append(tensor_name)
             if group_options != TensorOptions():
                 options.append(TensorGroup(own, **dataclasses.asdict(group_options)))
@@ -156,7 +156,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         """With which it was begun."""
         self._owed: Callable[[], object] | None = None
         """Ends a step that failed, with the same values."""
-        self._failed: list[tuple[int, int]] = []
+        self._failed: list[tuple[torch.Tensor | None, int]] = []
         """The gradients of that step."""
         self._versions: dict[int, int] = {}
         """Of the weights, by torch's count, when a step had put them there."""
@@ -190,7 +190,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     # What torch's optimizers have.
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends the step: waits for the other workers and takes the weights.
 
         Args:
@@ -211,7 +211,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         if self._owed is not None:
             failed = self._failed
             self._settle()
-            if failed == self._gradient_versions():
+            now = self._gradient_versions()
+            pairs = list(zip(failed, now, strict=False))
+            if failed and all(a[0] is b[0] and a[1] == b[1] for a, b in pairs):
                 return loss  # it was this step that failed
         if self._begun is None:
             self._check_model()
@@ -267,10 +269,10 @@ class ServerOptimizer(torch.optim.Optimizer):
                     self._owed, self._failed = None, []
             self._take_weights()
 
-    def _gradient_versions(self) -> list[tuple[int, int]]:
+    def _gradient_versions(self) -> list[tuple[torch.Tensor | None, int]]:
         """Which gradients the model has, and how often they were written."""
         grads = [tensor.grad for tensor in self._tensors.values()]
-        return [(id(grad), -1 if grad is None else grad._version) for grad in grads]
+        return [(grad, -1 if grad is None else grad._version) for grad in grads]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients.
@@ -502,7 +504,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentError: it is.
         """
-        if self._overlap and getattr(self, "found_inf", None) is not None:
+        found_inf = self.__dict__.pop("found_inf", None)
+        self.__dict__.pop("grad_scale", None)  # which it would have removed after the step
+        if self._overlap and found_inf is not None:
             raise ArgumentError(
                 "a GradScaler scales gradients back when they have left already; pass overlap=False"
             )
@@ -610,6 +614,10 @@ def _sparse(tensor_name: str) -> ArgumentError:
     )
 
 
+def _rate_of(optimizer: Optimizer) -> float:
+    return float(getattr(optimizer, "learning_rate", 0.0))
+
+
 def _torch_options(optimizer: Optimizer) -> dict[str, Any]:
     """The update rule's options under torch's names, for who reads `param_groups`."""
     found = {
@@ -617,8 +625,8 @@ def _torch_options(optimizer: Optimizer) -> dict[str, Any]:
         for field in dataclasses.fields(optimizer)
         if field.name in ("weight_decay", "momentum", "dampening", "nesterov")
     }
-    if hasattr(optimizer, "beta1"):
-        found["betas"] = (optimizer.beta1, optimizer.beta2)  # type: ignore[attr-defined]
+    if isinstance(optimizer, Adam | AdamW):
+        found["betas"] = (optimizer.beta1, optimizer.beta2)
     if hasattr(optimizer, "epsilon"):
         found["eps"] = optimizer.epsilon
     return found
@@ -626,7 +634,7 @@ def _torch_options(optimizer: Optimizer) -> dict[str, Any]:
 
 def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[float, TensorOptions]:
     """How a group's tensors differ from the rest: the rate's factor, and as a parameter has it."""
-    base, own = optimizer.learning_rate, float(group["lr"])  # type: ignore[attr-defined]
+    base, own = _rate_of(optimizer), float(group["lr"])
     if own != base and not base:
         raise ArgumentError(f"a group has lr {own:g}, and the optimizer 0: there is no ratio")
     factor = own / base if own != base else 1.0

@@ -31,8 +31,8 @@ from shardwell.torch.words import put_back, words_of
 BACKEND_NAME = "shardwell"
 _FOR_EVER = timedelta(0)
 """As torch says it; the group's own deadlines hold."""
-_WORK_COUNT = 256
-"""All-reduces that are kept: more than there can be under way."""
+_LATEST_COUNT = 4
+"""All-reduces that are kept when they have ended, with their tensors."""
 CODEC_VARIABLE = "SHARDWELL_CODEC"
 """How what is reduced travels: fp32 (default), fp16 or bf16."""
 STRATEGY_VARIABLE = "SHARDWELL_STRATEGY"
@@ -99,8 +99,10 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         super().__init__(group.rank, group.size)
         self.group = group
         """What does the work."""
-        # C++ callers hold no reference to what Python adds to a Work.
-        self._works: deque[_Work] = deque(maxlen=_WORK_COUNT)
+        # C++ callers hold no reference to what Python adds to a Work: it is kept until it has
+        # ended, and they have asked for its future.
+        self._under_way: set[_Work] = set()
+        self._latest: deque[_Work] = deque(maxlen=_LATEST_COUNT)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """See torch."""
@@ -119,14 +121,21 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         if name is None:
             tensor.copy_(_reduced(self._gathered(tensor), op))
             return _done([tensor])
-        values, work = _float32(tensor), _Work(tensor)
-        self._works.append(work)
+        values = _float32(tensor)
+        if opts is not None and not getattr(opts, "asyncOp", True):
+            self.group.all_reduce(values.numpy(), name)
+            _put(values, tensor)
+            return _done([tensor])
+        work = _Work(tensor)
+        self._under_way.add(work)
+        self._latest.append(work)
 
         def done(call: Future[None]) -> None:
             error = call.exception()
             if error is None:
                 _put(values, tensor)
             work.end(error)
+            self._under_way.discard(work)
 
         self.group.all_reduce_async(values.numpy(), name).add_done_callback(done)
         return work
@@ -353,13 +362,14 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ShardwellPr
         store.set("shardwell/name", f"torch-{uuid.uuid4().hex}")
     addresses = [store.get(f"shardwell/{other}").decode() for other in range(size)]
     seconds = timeout.total_seconds()
+    codec: Any = os.environ.get(CODEC_VARIABLE, "fp32")  # which join_group checks
     group = join_group(
         store.get("shardwell/name").decode(),
         rank=rank,
         size=size,
         rendezvous=addresses,
         strategy=os.environ.get(STRATEGY_VARIABLE, "ring"),
-        codec=os.environ.get(CODEC_VARIABLE, "fp32"),  # type: ignore[arg-type]
+        codec=codec,
         timeout_s=seconds,
         join_timeout_s=seconds,
         allow_non_finite=True,  # as torch's own backends do

@@ -79,6 +79,24 @@ def test_workers_that_bring_different_rates_are_told(cluster, connect) -> None:
     np.testing.assert_array_equal(one.get_weights(min_version=2), expected.exchange(ones))
 
 
+def test_a_worker_that_is_ahead_hides_no_disagreement(cluster, connect) -> None:
+    running = cluster(2, chunk_size_bytes=64)
+    one, other = (opened(connect(running, f"w{i}"), worker_count=2) for i in range(2))
+    ones = np.ones(SIZE, np.float32)
+    one.put_gradient(ones, learning_rate=0.5)
+    with pytest.raises(shardwell.WorkersMissingError):  # its next step has been brought, too
+        one.put_gradient(ones, learning_rate=0.25, timeout_s=1.0)
+    with pytest.raises(shardwell.StepOrderError, match=r"step 0 .* rate 0.5; .* brings 0.75"):
+        other.put_gradient(ones, learning_rate=0.75)
+    other.put_gradient(ones, learning_rate=0.5)
+    one.put_gradient(ones, learning_rate=0.25)
+    other.put_gradient(ones)
+    expected = opened(connect(running, "alone"), "expected")
+    for rate in (0.5, 0.25):
+        weights = expected.exchange(ones, learning_rate=rate)
+    np.testing.assert_array_equal(one.get_weights(min_version=2), weights)
+
+
 def test_what_a_gradient_brings_overrules_a_call(cluster, connect) -> None:
     model = opened(connect(cluster(2), "w0"))
     ones = np.ones(SIZE, np.float32)

@@ -96,9 +96,10 @@ def test_losses_are_torchs(client, rule, theirs, overlap) -> None:
 
 def test_workers_train_as_one_with_all_their_samples(cluster, connect) -> None:
     running, data = cluster(2, chunk_size_bytes=256), batches(30, 24)
+    models = [net(seed=1), net(seed=2)]  # of which the first one's weights count
 
     def work(rank: int) -> Any:
-        model = net(seed=rank + 1)  # the first one's weights count
+        model = models[rank]
         client = connect(running, f"w{rank}")
         if rank:
             eventually(
@@ -215,6 +216,7 @@ def test_a_scaler_needs_gradients_that_have_not_left(client) -> None:
     scaler.scale(model(torch.randn(2, 20)).sum()).backward()
     with pytest.raises(shardwell.ArgumentError, match=r"GradScaler .*overlap=False"):
         scaler.step(optimizer)
+    optimizer.step()  # without it, scaled as they were
     optimizer.close()
     model.zero_grad()
     model.load_state_dict(alone.state_dict())

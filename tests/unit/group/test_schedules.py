@@ -342,7 +342,7 @@ def test_spellings_that_are_none() -> None:
     assert Strategy.parse("tree") == Tree()
     for spelling in ("", "Ring", "ring(arity=2)", "tree()", "tree(arity=-1)", "tree(3)", 7):
         with pytest.raises(ArgumentError, match="strategy must be 'ring'"):
-            Strategy.parse(spelling)  # type: ignore[arg-type]
+            Strategy.parse(spelling)
     for spelling in ("tree(arity=0)", "tree(arity=65)"):
         with pytest.raises(ArgumentError, match="arity must be an integer from 1 to 64"):
             Strategy.parse(spelling)

@@ -20,6 +20,7 @@ from shardwell import (
     TensorOptions,
     TensorSpec,
 )
+from shardwell.v1 import types_pb2
 
 SHAPES = {"w": (20, 64), "b": (64,), "scale": (), "nothing": (0, 3), "ω.0": (1, 1, 2)}
 LAYOUT = TensorLayout.of(SHAPES)
@@ -195,3 +196,15 @@ def test_average_has_no_options() -> None:
     grouped = LAYOUT.with_groups([TensorGroup("w", frozen=True)])
     with pytest.raises(ArgumentError, match="Average updates nothing"):
         spec_with(grouped, optimizer=Average())
+
+
+def test_names_from_the_wire_are_looked_at_once_each() -> None:
+    """Of very many, the last of which is there twice; and no more than there is room for."""
+    names = [f"{number:x}" for number in range(25_000)]
+    message = types_pb2.TensorLayout(tensors=[types_pb2.Tensor(name=name) for name in names])
+    message.tensors.add(name=names[-1])
+    with pytest.raises(ArgumentError, match=f"tensor '{names[-1]}' is there twice"):
+        TensorLayout.from_proto(message)
+    message.tensors.extend(types_pb2.Tensor(name="x" * 250) for _ in range(900))
+    with pytest.raises(ArgumentError, match=r"25901 tensors take .* make several parameters"):
+        TensorLayout.from_proto(message)

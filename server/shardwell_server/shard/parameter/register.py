@@ -50,8 +50,8 @@ class Register(MembershipLog[Seat]):
         """Guards all of it, and the seats of the tracker."""
         self._spec = spec
         self._tracker = tracker
-        self._brought = (-1, 0.0)
-        """The newest step whose rate came with a gradient, and the rate."""
+        self._brought: dict[int, float] = {}
+        """Rates that came with gradients, by step; of steps that are not over."""
         self._init_changed = Changes(self.lock)
         self._is_first_shard = is_first_shard
         self._first = FirstWeightsState(
@@ -232,7 +232,7 @@ class Register(MembershipLog[Seat]):
             WorkerIdInUseError, SessionUnknownError: the seat is not the contributor's.
             LimitError: too many changes are scheduled.
         """
-        if self._brought == (step, learning_rate):  # nearly always
+        if self._brought.get(step) == learning_rate:  # nearly always
             return
         with self.lock:
             seat.check(contributor)
@@ -240,9 +240,8 @@ class Register(MembershipLog[Seat]):
             # A gradient of a step that is over, or that skips one, is nobody's to count.
             if not oldest <= step <= reached + 1:
                 return
-            brought_step = self._brought[0]
             differs = self._rates.at(step) != learning_rate
-            if differs and (step < reached or step == brought_step):
+            if differs and (step < reached or step in self._brought):
                 raise StepOrderError(
                     f"step {step} of parameter {self._name!r} has learning rate "
                     f"{self._rates.at(step)}; the gradient of {contributor.worker_id!r} brings "
@@ -251,8 +250,8 @@ class Register(MembershipLog[Seat]):
                 )
             if differs:
                 self._change_rate(step, learning_rate, reached=reached, oldest=oldest)
-            if step >= brought_step:
-                self._brought = (step, learning_rate)
+            others = {each: rate for each, rate in self._brought.items() if each >= oldest}
+            self._brought = {**others, step: learning_rate}
 
     # Events.
 
