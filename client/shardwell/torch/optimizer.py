@@ -11,7 +11,6 @@ with the same values before the next begins.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,17 +30,12 @@ from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.placement.dealing import dealt
-from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions
-from shardwell.specs.optimizers import SGD, Adam, AdamW, Average, Optimizer
+from shardwell.specs.layout import TensorLayout
+from shardwell.specs.optimizers import Average, Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
-from shardwell.torch.buffers import FlatTensors, as_arrays, check_tensor, copy_all
-
-_RATE_TOLERANCE = 1e-6
-"""By which rates of groups may differ from their ratios; schedulers round."""
-
-
-_NO_UPDATE = SGD(learning_rate=0.0)
-"""Of what is only handed from the first worker to the others."""
+from shardwell.torch.buffers import FlatTensors, check_tensor, copy_all
+from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
+from shardwell.torch.untrained import Untrained
 
 
 class ServerOptimizer(torch.optim.Optimizer):
@@ -108,14 +102,12 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._overlap = overlap
         self._is_paused = False
         names = {id(tensor): name for name, tensor in model.named_parameters()}
-        groups = _groups_of(model, param_groups)
-        super().__init__(groups, {"lr": _rate_of(optimizer), **_torch_options(optimizer)})
+        groups = groups_of(model, param_groups)
+        super().__init__(groups, {"lr": rate_of(optimizer), **torch_options(optimizer)})
+        self._rates = GroupRates(optimizer, self.param_groups)
         self._tensors: dict[str, torch.nn.Parameter] = {}
-        options: list[TensorGroup] = []
-        self._factors: list[float] = []
+        names_of_groups: list[list[str]] = []
         for group in self.param_groups:
-            factor, group_options = _options_of(optimizer, group)
-            self._factors.append(factor)
             own: list[str] = []
             for tensor in group["params"]:
                 if id(tensor) not in names:
@@ -124,20 +116,18 @@ class ServerOptimizer(torch.optim.Optimizer):
                 check_tensor(tensor_name, tensor)
                 self._tensors[tensor_name] = tensor
                 own.append(tensor_name)
-            if group_options != TensorOptions():
-                options.append(TensorGroup(own, **dataclasses.asdict(group_options)))
+            names_of_groups.append(own)
         if not self._tensors:
             raise ArgumentError("the model has no parameter that requires a gradient")
         for module_name, module in model.named_modules():
             if getattr(module, "sparse", False) and f"{module_name}.weight" in self._tensors:
                 raise _sparse(f"{module_name}.weight")
-        self._kept_options = [self._fixed_options(group) for group in self.param_groups]
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.parameter: Parameter[NamedArrays] = _opened(
             client,
             name,
             shapes,
-            groups=options,
+            groups=self._rates.tensor_groups(names_of_groups),
             optimizer=optimizer,
             worker_count=worker_count,
             codec=codec,
@@ -179,8 +169,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.parameter.init(self._weights.arrays)
         self.parameter.get_weights(out=self._weights.arrays)
         self._take_weights()
-        self._shared = _shared_of(model, self._tensors)
-        self._share_first(client, worker_count=worker_count, mode=mode)
+        self._untrained = Untrained(
+            model, self._tensors, client, name, worker_count=worker_count, mode=mode
+        )
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._has_gradient)
             for tensor in self._tensors.values()
@@ -333,12 +324,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             ArgumentError: the mode is "async", which has no steps to meet at.
             ShardwellError: as `Parameter.exchange`.
         """
-        if self._buffer_mean is None:
-            if self.parameter.spec.mode == "async":
-                raise ArgumentError("buffers are averaged in mode='sync' alone")
-            return
-        mean = self._buffer_mean.exchange(as_arrays(self._buffers()), timeout_s=timeout_s)
-        self._put_buffers(mean)
+        self._untrained.average(timeout_s)
 
     def close(self) -> None:
         """Takes the hooks off the model. The client is the caller's to close."""
@@ -391,7 +377,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         options = {
             "gradient": self._gradients.arrays,
             "sample_count": self.sample_count,
-            "learning_rate": self._rate(),
+            "learning_rate": self._rates.rate(self.param_groups),
             "out": self._weights.arrays,
             "timeout_s": self.timeout_s,
         }
@@ -511,137 +497,11 @@ class ServerOptimizer(torch.optim.Optimizer):
                 "a GradScaler scales gradients back when they have left already; pass overlap=False"
             )
 
-    def _rate(self) -> float:
-        """The parameter's learning rate as the groups have it now.
-
-        Raises:
-            ArgumentError: groups are not in their ratios any more, or have other options.
-        """
-        rate: float | None = None
-        for number, (group, factor) in enumerate(
-            zip(self.param_groups, self._factors, strict=True)
-        ):
-            if self._fixed_options(group) != self._kept_options[number]:
-                raise ArgumentError(
-                    f"param_groups[{number}] has {self._fixed_options(group)}; the shards have "
-                    f"{self._kept_options[number]} since the start; only lr may change (a "
-                    "OneCycleLR needs cycle_momentum=False)"
-                )
-            own = float(group["lr"])
-            if rate is None and factor:
-                rate = own / factor
-            expected = 0.0 if not factor else (rate or 0.0) * factor
-            if abs(own - expected) > _RATE_TOLERANCE * max(abs(own), abs(expected)):
-                raise ArgumentError(
-                    f"param_groups[{number}] has lr {own:g}, and {expected:g} is in its ratio to "
-                    "the first; a schedule must scale all groups alike"
-                )
-        return 0.0 if rate is None else rate
-
-    @staticmethod
-    def _fixed_options(group: Mapping[str, Any]) -> dict[str, Any]:
-        free = ("params", "lr", "initial_lr", "max_lr", "min_lr", "param_names")
-        return {key: value for key, value in group.items() if key not in free}
-
-    # What is not trained.
-
-    def _share_first(self, client: Client, *, worker_count: int, mode: ModeName) -> None:
-        """Makes buffers, and parameters that are not trained, those of the first worker."""
-        self._buffer_mean: Parameter[NamedArrays] | None = None
-        name = self.parameter.name
-        options: dict[str, Any] = {"worker_count": worker_count, "mode": mode}
-        if self._shared:
-            first = client.parameter(
-                f"{name}.first",
-                tensors=self._shared,
-                optimizer=_NO_UPDATE,
-                codec="fp32",
-                allow_non_finite=True,
-                **options,
-            )
-            first.init(as_arrays(self._shared))
-            with torch.no_grad():
-                for tensor_name, array in first.get_weights().items():
-                    self._shared[tensor_name].copy_(torch.from_numpy(array))
-            first.close()
-        if self._buffers() and mode == "sync":
-            self._buffer_mean = client.parameter(
-                f"{name}.buffers",
-                tensors=self._buffers(),
-                optimizer=Average(),
-                codec="fp32",
-                allow_non_finite=True,
-                **options,
-            )
-            last = self._buffer_mean.get_weights()
-            if self._buffer_mean.version:  # it starts again: those that were averaged last
-                self._put_buffers(last)
-
-    def _put_buffers(self, arrays: NamedArrays) -> None:
-        with torch.no_grad():
-            for buffer_name, buffer in self._buffers().items():
-                found = torch.from_numpy(arrays[buffer_name])
-                buffer.copy_(found if buffer.is_floating_point() else found.round())
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Those that a checkpoint of the model has."""
-        saved = set(self._model.state_dict(keep_vars=True))
-        buffers = self._model.named_buffers()
-        return {name: each for name, each in buffers if name in saved and each.numel()}
-
-
-def _groups_of(
-    model: torch.nn.Module, param_groups: Iterable[Mapping[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """Torch's groups of a model."""
-    if param_groups is None:
-        return [{"params": [tensor for tensor in model.parameters() if tensor.requires_grad]}]
-    groups = [dict(group) for group in param_groups]
-    for number, group in enumerate(groups):
-        unknown = sorted(set(group) - {"params", "lr", "weight_decay"})
-        if unknown:
-            raise ArgumentError(
-                f"param_groups[{number}] has {unknown[0]!r}, which is the same for all tensors of "
-                "a parameter; a group may have params, lr and weight_decay"
-            )
-    return groups
-
 
 def _sparse(tensor_name: str) -> ArgumentError:
     return ArgumentError(
         f"gradients of tensor {tensor_name!r} are sparse; dense ones are expected; make its layer "
         "with sparse=False, or train it as a table"
-    )
-
-
-def _rate_of(optimizer: Optimizer) -> float:
-    return float(getattr(optimizer, "learning_rate", 0.0))
-
-
-def _torch_options(optimizer: Optimizer) -> dict[str, Any]:
-    """The update rule's options under torch's names, for who reads `param_groups`."""
-    found = {
-        field.name: getattr(optimizer, field.name)
-        for field in dataclasses.fields(optimizer)
-        if field.name in ("weight_decay", "momentum", "dampening", "nesterov")
-    }
-    if isinstance(optimizer, Adam | AdamW):
-        found["betas"] = (optimizer.beta1, optimizer.beta2)
-    if hasattr(optimizer, "epsilon"):
-        found["eps"] = optimizer.epsilon
-    return found
-
-
-def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[float, TensorOptions]:
-    """How a group's tensors differ from the rest: the rate's factor, and as a parameter has it."""
-    base, own = _rate_of(optimizer), float(group["lr"])
-    if own != base and not base:
-        raise ArgumentError(f"a group has lr {own:g}, and the optimizer 0: there is no ratio")
-    factor = own / base if own != base else 1.0
-    decay = float(group.get("weight_decay", 0.0))
-    differs = decay != getattr(optimizer, "weight_decay", 0.0)
-    return factor, TensorOptions(
-        learning_rate_factor=factor, weight_decay=decay if differs else None
     )
 
 
@@ -667,16 +527,3 @@ def _opened(
             )
         order = list(there)
     return client.parameter(name, tensors={key: shapes[key] for key in order}, **options)
-
-
-def _shared_of(
-    model: torch.nn.Module, trained: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """What a checkpoint of the model has and is not trained."""
-    state = model.state_dict(keep_vars=True)
-    ids = {id(tensor) for tensor in trained.values()}
-    return {
-        name: tensor
-        for name, tensor in state.items()
-        if isinstance(tensor, torch.Tensor) and tensor.numel() and id(tensor) not in ids
-    }
