@@ -154,12 +154,13 @@ class RowReading:
 
     # Ahead of time.
 
-    def prefetch(self, batch: RowBatch, ids: Ids) -> None:
+    def prefetch(self, batch: RowBatch, ids: Ids, min_version: int) -> None:
         """Begins to fetch all rows of a batch, whatever is kept; nobody writes to `ids`."""
 
         def fetch(attempts: Attempts) -> Prefetched:
             out = np.empty((ids.size, self._dim), np.float32)
-            return Prefetched(out, self._read_anew(batch, out, self._room(batch, out), 0, attempts))
+            rows = self._room(batch, out)
+            return Prefetched(out, self._read_anew(batch, out, rows, min_version, attempts))
 
         call_count = self._view.call_count
         self._prefetches.keep(ids, call_count, self._calls.start(fetch))

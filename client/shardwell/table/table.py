@@ -194,26 +194,28 @@ class Table(Closing):
 
         return self._calls.run(get, timeout_s)
 
-    def prefetch_rows(self, ids: Any) -> None:
+    def prefetch_rows(self, ids: Any, *, min_version: int = 0) -> None:
         """Begins to fetch rows on a thread of the client's; returns at once.
 
         The next `get_rows` of the same ids, in the same order, takes the result, or waits for it.
         So the rows of the next batch travel while this one is computed with. They are of the time
-        between this call and its end: they may lack whatever is sent after this call, this
-        worker's own gradients too. The cache is filled, but not asked. One that fails is
-        forgotten, and one that `get_rows` has waited for until its deadline, too; `get_rows` then
-        asks anew, for a moment at least. The newest 4 results wait, each while at most 16 other
-        calls fetch or send rows of this Table.
+        between this call and its end: beyond `min_version`, they may lack whatever is sent after
+        this call, this worker's own gradients too. The cache is filled, but not asked. One that
+        fails is forgotten, and one that `get_rows` has waited for until its deadline, too;
+        `get_rows` then asks anew, for a moment at least. The newest 4 results wait, each while at
+        most 16 other calls fetch or send rows of this Table.
 
         Args:
             ids: See `get_rows`. Copied.
+            min_version: See `get_rows`, whose own must be as high at the most.
 
         Raises:
             ArgumentError: the ids can't be used.
         """
+        wanted = self._min_version(min_version)
         flat, shape = as_ids(ids, self.spec.row_count)
         kept = flat.copy()
-        self._reading.prefetch(RowBatch(kept, shape, self._placement), kept)
+        self._reading.prefetch(RowBatch(kept, shape, self._placement), kept, wanted)
 
     def put_row_gradients(
         self, ids: Any, gradients: Any, *, sample_count: int = 1, timeout_s: float | None = None

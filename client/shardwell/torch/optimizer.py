@@ -34,6 +34,7 @@ from shardwell.specs.layout import TensorLayout
 from shardwell.specs.optimizers import Average, Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
 from shardwell.torch.buffers import FlatTensors, check_tensor, copy_all
+from shardwell.torch.embedding import TableModule
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
 from shardwell.torch.untrained import Untrained
 
@@ -304,11 +305,15 @@ class ServerOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Lets gradients of batches accumulate: nothing leaves in the block, as in DDP's.
 
-        The backward pass of the last batch comes after it.
+        The backward pass of the last batch comes after it. The model's layers of tables wait, too.
         """
         before, self._is_paused = self._is_paused, True
         try:
-            yield
+            with contextlib.ExitStack() as layers:
+                for module in self._model.modules():
+                    if isinstance(module, TableModule):
+                        layers.enter_context(module.no_sync())
+                yield
         finally:
             self._is_paused = before
 

@@ -61,6 +61,19 @@ def test_out_is_filled_with_what_was_prefetched(cluster, connect) -> None:
     assert out[:, 0].tolist() == [1, 0]
 
 
+def test_a_prefetch_waits_for_the_steps_that_it_is_to_have_seen(cluster, connect) -> None:
+    running = cluster(2)
+    first, second = (connect(running, worker) for worker in ("w0", "w1"))
+    mine, other = (_table(each, mode="sync", worker_count=2) for each in (first, second))
+    step = mine.put_row_gradients([1, 2], np.full((2, DIM), -2.0))
+    mine.prefetch_rows([1, 2], min_version=step + 1)
+    found = in_background(lambda: mine.get_rows([1, 2], min_version=step + 1))
+    eventually("it is waited for", lambda: not mine._reading._prefetches._entries)
+    other.put_row_gradients([2], np.full((1, DIM), -2.0))
+    assert found.result(PATIENCE_S)[:, 0].tolist() == [0.5, 1]
+    assert _fetched_rows(first) == 2
+
+
 def test_other_ids_are_fetched(cluster, connect) -> None:
     client = connect(cluster(2), "w0")
     table = _table(client)
