@@ -4,7 +4,8 @@
                                     [--codec fp16] [--json FILE]
 
 Two models: one of large layers with N MB of float32, and a ResNet-50's 161 tensors at 1/16 of its
-width. Rows of each, by W worker processes: `exchange` of one vector as large; `exchange` of a dict
+width. Rows of each, by W worker processes: `exchange` of one vector as large, without and with
+clipping of its mean by norm; `exchange` of a dict
 of the model's tensors, views of one buffer, and arrays of their own; `ServerOptimizer.step` with
 gradients that are there, which copies them in and the weights back out, of a model of one tensor as
 large, and of the model. All rows take turns step by step, so that the machine's moods hit all
@@ -35,12 +36,14 @@ from shardwell_server import LocalCluster
 
 ROWS = {
     "flat": "exchange, one vector",
+    "clipped": "exchange, one vector, clip_norm",
     "views": "exchange, dict of views",
     "apart": "exchange, dict of arrays",
     "step_flat": "ServerOptimizer.step, one tensor",
     "step": "ServerOptimizer.step",
 }
 RULE = shardwell.SGD(learning_rate=0.01)
+CLIPPED = shardwell.SGD(learning_rate=0.01, clip_norm=1.0)
 
 
 def large(megabytes: int) -> dict[str, tuple[int, ...]]:
@@ -88,11 +91,13 @@ def calls_of(
 ) -> dict[str, Callable[[], object]]:
     """One step of each row."""
     layout = shardwell.TensorLayout.of(shapes)
-    flat = client.parameter(f"{name}.flat", size=layout.size, optimizer=RULE, **options)
-    flat.init(np.zeros(layout.size, np.float32))
     gradient = np.random.default_rng(1).standard_normal(layout.size).astype(np.float32)
-    out = flat.get_weights()
-    calls: dict[str, Callable[[], object]] = {"flat": lambda: flat.exchange(gradient, out=out)}
+    calls: dict[str, Callable[[], object]] = {}
+    for row, rule in (("flat", RULE), ("clipped", CLIPPED)):
+        flat = client.parameter(f"{name}.{row}", size=layout.size, optimizer=rule, **options)
+        flat.init(np.zeros(layout.size, np.float32))
+        out = flat.get_weights()
+        calls[row] = lambda flat=flat, out=out: flat.exchange(gradient, out=out)
     for row in ("views", "apart"):
         net = client.parameter(f"{name}.{row}", tensors=shapes, optimizer=RULE, **options)
         net.init({t.name: np.zeros(t.shape) for t in layout})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numkong
@@ -33,6 +33,31 @@ float32: rules add at most their squares, which are below half of what tells flo
 numbers apart."""
 
 _SMALLEST, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
+
+
+_DOT_ELEMENT_COUNT = 4096
+"""Squares that are added in float32; sums of those, in float64."""
+_CLIP_EPSILON = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ has it."""
+
+
+def squared_norm(values: Float32) -> float:
+    """The sum of squares of a block, (n,) float32."""
+    total = 0.0
+    with np.errstate(over="ignore"):
+        for start in range(0, values.size, _DOT_ELEMENT_COUNT):
+            part = values[start : start + _DOT_ELEMENT_COUNT]
+            total += float(np.dot(part, part))
+        if not math.isfinite(total):  # squares of what is large
+            wide = values.astype(np.float64)
+            total = float(np.dot(wide, wide))
+    return total
+
+
+def clip_factor(norm: float, clip_norm: float) -> float:
+    """What a gradient of that norm is multiplied with; NaN where the norm is."""
+    factor = clip_norm / (norm + _CLIP_EPSILON)
+    return 1.0 if factor > 1.0 else factor
 
 
 class UpdateRule:
@@ -108,22 +133,31 @@ class TensorRules:
         learning_rate: float,
     ) -> None:
         """Updates one block, which begins at element `offset`. See UpdateRule.apply."""
-        first, end = offset, offset + weights.size
+        for run, rule, factor in self._trained(offset, weights.size):
+            rule.apply(
+                weights[run],
+                gradient[run],
+                tuple(slot[run] for slot in slots),
+                temporary[run],
+                update_count=update_count,
+                learning_rate=learning_rate * factor,
+            )
+
+    def squared_norm(self, offset: int, gradient: Float32) -> float:
+        """The sum of squares of a block of a gradient, as far as it is trained."""
+        runs = self._trained(offset, gradient.size)
+        return math.fsum(squared_norm(gradient[run]) for run, _, _ in runs)
+
+    def _trained(self, offset: int, size: int) -> Iterator[tuple[slice, UpdateRule, float]]:
+        """The runs of a block that are not frozen: where they are in it, rule, rate's factor."""
+        first, end = offset, offset + size
         number = bisect.bisect_right(self._starts, offset) - 1
         while offset < end:
             is_last = number + 1 == len(self._runs)
             stop = end if is_last else min(self._starts[number + 1], end)
             rule, factor = self._runs[number]
             if rule is not None:
-                run = slice(offset - first, stop - first)
-                rule.apply(
-                    weights[run],
-                    gradient[run],
-                    tuple(slot[run] for slot in slots),
-                    temporary[run],
-                    update_count=update_count,
-                    learning_rate=learning_rate * factor,
-                )
+                yield slice(offset - first, stop - first), rule, factor
             offset, number = stop, number + 1
 
 

@@ -44,6 +44,8 @@ class Gradient:
     """From its step on; None: as it is."""
     peaks: list[float] | None
     """Largest magnitude of each chunk, in the order of parts and chunks; None if not known."""
+    is_clipped: bool = False
+    """Whether the worker has scaled it down to its largest norm, or found that it need not."""
 
 
 class ShardSlice:
@@ -153,11 +155,7 @@ class Transfer:
                 for part in parts
             ]
             for part, call in zip(parts, calls, strict=True):
-                try:
-                    answer = part.channel.received(call.result(), self._spec.name)
-                except (grpc.RpcError, grpc.FutureCancelledError):
-                    channel, error = call_group.failure(part.channel, call)
-                    raise channel.translate(error, self._spec.name) from None
+                answer = self._result(call_group, part, call)
                 if failures:
                     raise failures[0]
                 counted = answer.counted_chunk_count + answer.duplicate_chunk_count
@@ -169,6 +167,53 @@ class Transfer:
                         parameter=self._spec.name,
                     )
                 progress.counted_shards.add(part.channel.shard_index)
+
+    def close_step(self, step: int, attempts: Attempts) -> None:
+        """Closes a step that closes by its norm, once all workers have contributed.
+
+        Safe to repeat, and for several clients at once: the first shard decides which norm counts.
+        """
+        answers = self._ask_to_close(self.parts, step, None, attempts)
+        norm = next((answer.norm for answer in answers if answer.HasField("norm")), None)
+        if norm is None:
+            if not all(answer.HasField("squared_norm") for answer in answers):
+                return  # all workers have gone on, so it is closed everywhere
+            norm = math.sqrt(math.fsum(answer.squared_norm for answer in answers))
+        first, *others = self.parts
+        (decided,) = self._ask_to_close([first], step, norm, attempts)
+        if decided.HasField("norm"):
+            self._ask_to_close(others, step, decided.norm, attempts)
+
+    def _ask_to_close(
+        self, parts: Sequence[ShardSlice], step: int, norm: float | None, attempts: Attempts
+    ) -> list[pb.CloseStepResponse]:
+        """Asks some shards at once."""
+        with CallGroup() as call_group:
+            calls = []
+            for part in parts:
+                request = pb.CloseStepRequest(
+                    shard=part.channel.identity,
+                    parameter=self._spec.name,
+                    step=step,
+                    norm=norm,
+                    wait_timeout_ms=wait_milliseconds(attempts.rest_s),
+                )
+                call = part.channel.start(
+                    "CloseStep", request, pb.CloseStepResponse, timeout_s=attempts.rest_s
+                )
+                calls.append(call_group.add(part.channel, call))
+            return [
+                self._result(call_group, part, call)
+                for part, call in zip(parts, calls, strict=True)
+            ]
+
+    def _result(self, call_group: CallGroup, part: ShardSlice, call: Any) -> Any:
+        """What one call of several returns; the error is that of the one that failed first."""
+        try:
+            return part.channel.received(call.result(), self._spec.name)
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            channel, error = call_group.failure(part.channel, call)
+            raise channel.translate(error, self._spec.name) from None
 
     @property
     def row_count(self) -> int:

@@ -31,7 +31,8 @@ class OpenExchange(Generic[ValuesT]):
     Args:
         parts: What lies where.
         values: The gradient, (size,).
-        start: Begins to exchange up to a row in the background; calls back when that is over.
+        start: Begins to exchange up to a row in the background; calls back when that is over. None:
+            nothing is exchanged before `finish`.
         finish: Exchanges all that is left.
     """
 
@@ -39,7 +40,7 @@ class OpenExchange(Generic[ValuesT]):
         self,
         parts: Sequence[ShardSlice],
         values: npt.NDArray[Any],
-        start: Callable[[int, Callable[[], None]], None],
+        start: Callable[[int, Callable[[], None]], None] | None,
         finish: Callable[[float | None], ValuesT],
     ) -> None:
         self._parts = parts
@@ -118,7 +119,8 @@ class OpenExchange(Generic[ValuesT]):
             self._ready_row += 1
         row_count = self._ready_row - self._begun_row
         # The last row is for `finish`: then there is something that it waits for.
-        if self._is_closed or self._is_busy or self._ready_row == self._row_count:
+        is_last = self._ready_row == self._row_count
+        if self._start is None or self._is_closed or self._is_busy or is_last:
             return
         if row_count * _PIECE_COUNT_MAX >= self._row_count:
             self._is_busy, self._begun_row = True, self._ready_row

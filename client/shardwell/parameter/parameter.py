@@ -8,6 +8,7 @@ take turns. Its buffers are the caller's: nothing is kept of a gradient after th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -18,6 +19,7 @@ import numpy as np
 from shardwell.errors import ArgumentError, DeadlineError, DivergedError, WorkersMissingError
 from shardwell.numerics.arguments import check_integer, finite_peak
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.update_rules import TensorRules, clip_factor
 from shardwell.parameter.exchange import Gradient, Progress, Transfer
 from shardwell.parameter.first_weights import FirstWeights, GivenWeights
 from shardwell.parameter.membership import Opening
@@ -66,6 +68,9 @@ class Parameter(Generic[ValuesT]):
         self._worker_id = worker_id
         self._traffic = traffic
         self._values = values_of(spec)
+        self._rules = TensorRules(spec.optimizer, spec.layout)
+        self._closed_version = 0
+        """Steps before it have closed everywhere, where they close by their norm."""
         what = f"parameter {spec.name!r}"
         self._calls = CallScope(shards, timeout_s, what, parameter=spec.name)
         pool = StreamPool(idle_streams, what, parameter=spec.name)
@@ -205,8 +210,7 @@ class Parameter(Generic[ValuesT]):
 
         def put(attempts: Attempts) -> int:
             work = self._gradient(gradient, sample_count, learning_rate, attempts)
-            progress = Progress()
-            attempts.run(lambda: self._transfer.put_gradient(work, progress, attempts))
+            self._put(work, attempts)
             self.next_step = work.step + 1
             return work.step
 
@@ -305,6 +309,7 @@ class Parameter(Generic[ValuesT]):
         def finish(timeout_s: float | None) -> ValuesT:
             def exchange(attempts: Attempts) -> ValuesT:
                 self._check_finite(work, progress.row, self._transfer.row_count)
+                self._clip(work)
                 self._exchange_rest(work, room.flat, progress, attempts)
                 return room.filled()
 
@@ -318,7 +323,7 @@ class Parameter(Generic[ValuesT]):
         return OpenExchange(
             self._transfer.parts,
             work.values,
-            start,
+            None if self.spec.optimizer.clip_norm else start,  # its norm is that of all of it
             lambda own_s: finish(timeout_s if own_s is None else own_s),
         )
 
@@ -372,10 +377,12 @@ class Parameter(Generic[ValuesT]):
     def _open(self, attempts: Attempts) -> None:
         """Opens the parameter on all shards; sets `next_step`."""
         self._transfer.parts, self.next_step = self._opening.open(attempts)
+        self._closed_version = 0
 
     def _get_weights(self, out: ValuesT | None, min_version: int, attempts: Attempts) -> ValuesT:
         min_version = check_integer("min_version", min_version, 0, STEP_MAX)
         room: Room[ValuesT] = self._values.room(out)
+        self._close_steps_before(min_version, attempts)
         self.version = attempts.run(
             lambda: self._transfer.get_weights(room.flat, min_version, attempts)
         )
@@ -393,11 +400,14 @@ class Parameter(Generic[ValuesT]):
     ) -> None:
         """Exchanges the rows from `progress` on, and ends the step."""
         try:
-            stop = self._transfer.row_count
-            self.version = self._exchange_rows(work, weights, progress, stop, attempts)
+            if self.spec.closes_by_norm:
+                self.version = self._exchange_clipped(work, weights, attempts)
+            else:
+                stop = self._transfer.row_count
+                self.version = self._exchange_rows(work, weights, progress, stop, attempts)
         except DivergedError:  # some of it is counted, so all of it is to be
-            counted = Progress()
-            attempts.run(lambda: self._transfer.put_gradient(work, counted, attempts))
+            if not self.spec.closes_by_norm:
+                self._put(work, attempts)
             self.next_step = work.step + 1
             raise
         self.next_step = work.step + 1
@@ -409,6 +419,37 @@ class Parameter(Generic[ValuesT]):
         return attempts.run(
             lambda: self._transfer.exchange(work, weights, progress, stop, attempts)
         )
+
+    def _exchange_clipped(self, work: Gradient, weights: Float32, attempts: Attempts) -> int:
+        """The same where no weights come before all gradients of the step are counted."""
+        self._put(work, attempts)
+        self._close_steps_before(work.step + 1, attempts)
+        return attempts.run(lambda: self._transfer.get_weights(weights, work.step + 1, attempts))
+
+    def _put(self, work: Gradient, attempts: Attempts) -> None:
+        """Has a gradient counted, all of it."""
+        self._close_steps_before(work.step, attempts)
+        progress = Progress()
+        attempts.run(lambda: self._transfer.put_gradient(work, progress, attempts))
+
+    def _close_steps_before(self, version: int, attempts: Attempts) -> None:
+        """Closes the step that leads to a version, where that needs a call."""
+        if self.spec.closes_by_norm and version > self._closed_version:
+            attempts.run(lambda: self._transfer.close_step(version - 1, attempts))
+            self._closed_version = version
+
+    def _clip(self, work: Gradient) -> None:
+        """Scales a gradient down to its largest norm, if the worker is the one who knows it."""
+        clip_norm = self.spec.optimizer.clip_norm
+        if not clip_norm or self.spec.closes_by_norm or work.is_clipped:
+            return
+        work.is_clipped = True
+        values: Float32 = work.values.astype(np.float32, copy=False)
+        factor = clip_factor(math.sqrt(self._rules.squared_norm(0, values)), clip_norm)
+        if factor != 1.0:
+            work.values = values * np.float32(factor)
+            if work.peaks is not None:
+                work.peaks = [float(np.float32(peak) * np.float32(factor)) for peak in work.peaks]
 
     def _check_finite(self, work: Gradient, first: int, stop: int) -> None:
         """Notes the peaks of rows, and refuses what is not finite."""
@@ -449,6 +490,7 @@ class Parameter(Generic[ValuesT]):
         work = Gradient(values, self.next_step, count, learning_rate, peaks)
         if is_whole:
             self._check_finite(work, 0, self._transfer.row_count)
+            self._clip(work)
         if not self._has_seat:
             self._opening.take_seat(self.next_step, attempts)
             self._transfer.tenure = self._opening.tenure

@@ -150,17 +150,37 @@ class ShardChannel:
         table: str | None = None,
     ) -> ResponseT:
         """A unary call, of TableService on behalf of a table; blocks up to `timeout_s`."""
-        service = _SERVICE if table is None else _TABLE_SERVICE
+        with self.translated(parameter, table):
+            call = self.start(
+                method,
+                request,
+                response_type,
+                timeout_s=timeout_s,
+                wait_for_ready=wait_for_ready,
+                of_table=table is not None,
+            )
+            response: ResponseT = self.result_of(call, parameter, table)
+            return response
+
+    def start(
+        self,
+        method: str,
+        request: Any,
+        response_type: type[ResponseT],
+        *,
+        timeout_s: float,
+        wait_for_ready: bool = False,
+        of_table: bool = False,
+    ) -> Any:
+        """The same without waiting: a gRPC future; see `result_of`."""
+        service = _TABLE_SERVICE if of_table else _SERVICE
         name = f"/{service}/{method}"
         stub = self._stubs.get(name)
         if stub is None:
             stub = self._stubs[name] = unary_stub(self._channel, name, response_type)
         if checksum.CRC_FIELD in request.DESCRIPTOR.fields_by_name:
             request.crc32c = checksum.of_request(request)
-        with self.translated(parameter, table):
-            call = stub.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
-            response: ResponseT = self.result_of(call, parameter, table)
-            return response
+        return stub.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
 
     def result_of(self, call: Any, parameter: str | None = None, table: str | None = None) -> Any:
         """What a call with one answer returns; blocks.

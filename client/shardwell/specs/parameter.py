@@ -178,6 +178,14 @@ class ParameterSpec(TrainingSpec):
         rest = [each for each in super().differences(other) if not each.startswith(_OF_LAYOUT)]
         return [self.layout.difference(other.layout), *rest]
 
+    @property
+    def closes_by_norm(self) -> bool:
+        """Whether a step closes in two phases, by the norm of its mean gradient: CloseStep.
+
+        Of one worker, or in asynchronous mode, the worker knows that norm, and clips itself.
+        """
+        return self.optimizer.clip_norm > 0 and self.worker_count > 1
+
     def check_has_rate(self) -> None:
         """Refuses to give a learning rate to an optimizer without one.
 

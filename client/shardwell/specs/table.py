@@ -63,6 +63,11 @@ class TableSpec(TrainingSpec):
                 f"optimizer of a table must be one of {', '.join(k.__name__ for k in OPTIMIZERS)}; "
                 f"got {brief(self.optimizer)}"
             )
+        if self.optimizer.clip_norm:
+            raise ArgumentError(
+                "clip_norm is of parameters, for no shard sees all rows of a step; clip a table's "
+                f"gradients with clip_value, or before they are sent; got {brief(self.optimizer)}"
+            )
         if not isinstance(self.initializer, Initializer) or type(self.initializer) is Initializer:
             raise ArgumentError(
                 "initializer must be one of shardwell.Zeros, Uniform, Normal; "

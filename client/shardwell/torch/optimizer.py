@@ -47,7 +47,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     already: then it goes on from there.
 
     Gradients leave while backward goes on. So nothing may change them between `backward` and
-    `step`: clip with the optimizer's `clip_value`, accumulate over batches under `no_sync`, and
+    `step`: clip with the optimizer's `clip_norm`, accumulate over batches under `no_sync`, and
     pass `overlap=False` where a GradScaler unscales. A parameter without a gradient has one of
     zeros; other than in torch, momentum and weight decay go on for it.
 
@@ -486,7 +486,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             if now is not gradient or now._version != version:
                 raise ArgumentError(
                     f"gradient of tensor {tensor.name!r} was changed after backward, when it had "
-                    "left already; clip with clip_value= of the optimizer, or pass overlap=False"
+                    "left already; clip with clip_norm= of the optimizer, or pass overlap=False"
                 )
 
     def _refuse_scaler(self) -> None:

@@ -205,6 +205,30 @@ class ExchangeResponse(_message.Message):
     payload: bytes
     def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
+class CloseStepRequest(_message.Message):
+    __slots__ = ("shard", "parameter", "step", "norm", "wait_timeout_ms", "crc32c")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    parameter: str
+    step: int
+    norm: float
+    wait_timeout_ms: int
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., step: _Optional[int] = ..., norm: _Optional[float] = ..., wait_timeout_ms: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class CloseStepResponse(_message.Message):
+    __slots__ = ("squared_norm", "norm")
+    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    squared_norm: float
+    norm: float
+    def __init__(self, squared_norm: _Optional[float] = ..., norm: _Optional[float] = ...) -> None: ...
+
 class SnapshotRequest(_message.Message):
     __slots__ = ("shard", "parameter", "version", "wait_timeout_ms")
     SHARD_FIELD_NUMBER: _ClassVar[int]

@@ -70,6 +70,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.ExchangeRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.ExchangeResponse.FromString,
                 _registered_method=True)
+        self.CloseStep = channel.unary_unary(
+                '/shardwell.v1.ParameterServerService/CloseStep',
+                request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.CloseStepRequest.SerializeToString,
+                response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.CloseStepResponse.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_stream(
                 '/shardwell.v1.ParameterServerService/Snapshot',
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.SnapshotRequest.SerializeToString,
@@ -179,6 +184,24 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CloseStep(self, request, context):
+        """Closes a step whose mean gradient is clipped by its norm (Optimizer.clip_norm, MODE_SYNC,
+        worker_count above 1), in two phases, for no shard knows the norm of all: chunks keep the sum
+        of their gradients until they hear it. Any client may do it; whoever needs a version does, for
+        the step before, after its gradient was counted (PutGradient).
+
+        First, without `norm`, on all shards with a slice: each waits until all workers have contributed to
+        all its chunks, and answers with `squared_norm`; or with `norm`, if it has heard it; or neither,
+        if the step has long been closed everywhere: then nothing is left to do. The norm is the
+        root of the sum. Then, with it, on the first of these shards, whose answer has the norm that
+        counts: the first that it was ever told. Then, with that one, on the others. Safe to repeat.
+        Errors: DEADLINE_EXCEEDED (names who is missing), FAILED_PRECONDITION (with `norm`: not all have
+        contributed), INVALID_ARGUMENT (the norm; a parameter that is not clipped so).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Snapshot(self, request, context):
         """Streams weights and optimizer state of the slice, each chunk as it was at one version, while
         training goes on: what a checkpoint is made of.
@@ -255,6 +278,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.Exchange,
                     request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.ExchangeRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.ExchangeResponse.SerializeToString,
+            ),
+            'CloseStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseStep,
+                    request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.CloseStepRequest.FromString,
+                    response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.CloseStepResponse.SerializeToString,
             ),
             'Snapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.Snapshot,
@@ -462,6 +490,33 @@ class ParameterServerService(object):
             '/shardwell.v1.ParameterServerService/Exchange',
             shardwell_dot_v1_dot_parameter__server__pb2.ExchangeRequest.SerializeToString,
             shardwell_dot_v1_dot_parameter__server__pb2.ExchangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ParameterServerService/CloseStep',
+            shardwell_dot_v1_dot_parameter__server__pb2.CloseStepRequest.SerializeToString,
+            shardwell_dot_v1_dot_parameter__server__pb2.CloseStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -196,7 +196,7 @@ class Ftrl(_message.Message):
     def __init__(self, learning_rate: _Optional[float] = ..., beta: _Optional[float] = ..., l1: _Optional[float] = ..., l2: _Optional[float] = ...) -> None: ...
 
 class Optimizer(_message.Message):
-    __slots__ = ("average", "sgd", "adagrad", "rms_prop", "adam", "adam_w", "row_wise_adagrad", "ftrl", "clip_value")
+    __slots__ = ("average", "sgd", "adagrad", "rms_prop", "adam", "adam_w", "row_wise_adagrad", "ftrl", "clip_value", "clip_norm")
     AVERAGE_FIELD_NUMBER: _ClassVar[int]
     SGD_FIELD_NUMBER: _ClassVar[int]
     ADAGRAD_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class Optimizer(_message.Message):
     ROW_WISE_ADAGRAD_FIELD_NUMBER: _ClassVar[int]
     FTRL_FIELD_NUMBER: _ClassVar[int]
     CLIP_VALUE_FIELD_NUMBER: _ClassVar[int]
+    CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
     average: Average
     sgd: Sgd
     adagrad: Adagrad
@@ -215,7 +216,8 @@ class Optimizer(_message.Message):
     row_wise_adagrad: RowWiseAdagrad
     ftrl: Ftrl
     clip_value: float
-    def __init__(self, average: _Optional[_Union[Average, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ..., rms_prop: _Optional[_Union[RmsProp, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., adam_w: _Optional[_Union[AdamW, _Mapping]] = ..., row_wise_adagrad: _Optional[_Union[RowWiseAdagrad, _Mapping]] = ..., ftrl: _Optional[_Union[Ftrl, _Mapping]] = ..., clip_value: _Optional[float] = ...) -> None: ...
+    clip_norm: float
+    def __init__(self, average: _Optional[_Union[Average, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ..., rms_prop: _Optional[_Union[RmsProp, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., adam_w: _Optional[_Union[AdamW, _Mapping]] = ..., row_wise_adagrad: _Optional[_Union[RowWiseAdagrad, _Mapping]] = ..., ftrl: _Optional[_Union[Ftrl, _Mapping]] = ..., clip_value: _Optional[float] = ..., clip_norm: _Optional[float] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "options")

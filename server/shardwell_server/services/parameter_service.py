@@ -72,6 +72,7 @@ class ParameterServerService:
             "CreateParameter": calls.unary(self.create_parameter, pb.CreateParameterRequest),
             "ClaimInit": calls.unary(self.claim_init, pb.ClaimInitRequest),
             "ConfirmInit": calls.unary(self.confirm_init, pb.ConfirmInitRequest),
+            "CloseStep": calls.unary(self.close_step, pb.CloseStepRequest),
             "SetLearningRate": calls.unary(self.set_learning_rate, pb.SetLearningRateRequest),
             "GetStatus": calls.unary(self.get_status, pb.GetStatusRequest),
             "InitWeights": calls.messages(self.init_weights),
@@ -303,6 +304,20 @@ class ParameterServerService:
             yield from self._answers(parameter, pending, all_=is_between_steps)
         if source is not None:
             yield from self._answers(source.parameter, pending, all_=True)
+
+    def close_step(self, request: pb.CloseStepRequest, call: Call) -> Handling:
+        self._shard.check_identity(request.shard)
+        parameter = self._shard.parameters.get(request.parameter)
+        steps, step = parameter.clipped_steps, request.step
+        squared_norm = None
+        if request.HasField("norm"):
+            norm = steps.close(step, request.norm)
+            parameter.make_durable()
+        else:
+            deadline = self._deadline(call, request.wait_timeout_ms / 1000)
+            squared_norm = yield from until(steps.measure, step, deadline)
+            norm = steps.norm_of(step)
+        return pb.CloseStepResponse(squared_norm=squared_norm, norm=norm)
 
     def set_learning_rate(
         self, request: pb.SetLearningRateRequest, call: Call

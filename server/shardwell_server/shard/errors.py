@@ -78,11 +78,11 @@ def workers_missing(
     step = tracker.records[chunk_index].version
     missing, unknown = tracker.missing(step, chunk_index)
     named = _names(missing, unknown, "parameter")
+    none = "none: the next call of a worker closes it" if tracker.is_sync else "none (asynchronous)"
     return WorkersMissingError(
         f"parameter {spec.name!r}: waited {deadline.timeout_s:g} s for version {version} "
         f"of chunk {chunk_index}, which is at {step}; missing of "
-        f"{spec.worker_count} workers: {named or 'none (asynchronous)'}; "
-        "start them, or raise timeout_s",
+        f"{spec.worker_count} workers: {named or none}; start them, or raise timeout_s",
         missing_worker_ids=tuple(missing),
         parameter=spec.name,
     )

@@ -77,7 +77,10 @@ class Seat(seats.Seat):
 
 
 class StepTracker(Seats[Seat]):
-    """The contributions to one parameter's slice. `worker_count` 0 means asynchronous."""
+    """The contributions to one parameter's slice. `worker_count` 0 means asynchronous.
+
+    With `closes_by_norm` the last contribution leaves a step open, and full; see clipping.py.
+    """
 
     def __init__(
         self,
@@ -86,12 +89,14 @@ class StepTracker(Seats[Seat]):
         worker_count: int,
         worker_count_max: int,
         sessions: Liveness,
+        closes_by_norm: bool = False,
     ) -> None:
         super().__init__(
             worker_count=worker_count, worker_count_max=worker_count_max, sessions=sessions
         )
         self.records = list(records)
         """Where each chunk stands."""
+        self._closes_by_norm = closes_by_norm
 
     def _fresh_seat(self, worker_id: str, index: int, owner: Session, tenure: Tenure) -> Seat:
         return Seat(worker_id, index, [-1] * len(self.records), owner, tenure)
@@ -139,7 +144,13 @@ class StepTracker(Seats[Seat]):
 
     def completes(self, chunk_index: int) -> bool:
         """Whether the next contribution to a chunk closes its step."""
+        if self._closes_by_norm:
+            return False
         return self.records[chunk_index].contribution_count + 1 >= max(self._worker_count, 1)
+
+    def is_full(self, chunk_index: int) -> bool:
+        """Whether all have contributed to a chunk's step, which is open still."""
+        return self.records[chunk_index].contribution_count >= max(self._worker_count, 1)
 
     def following(
         self, chunk_index: int, sample_count: int, *, total_factor: float = 0.0, shift: int = 0

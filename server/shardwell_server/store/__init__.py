@@ -2,6 +2,7 @@
 
 from shardwell_server.store.contract import (
     FREE,
+    NO_SEAT,
     ChunkChange,
     ChunkRecord,
     Event,
@@ -19,6 +20,7 @@ from shardwell_server.store.contract import (
 
 __all__ = [
     "FREE",
+    "NO_SEAT",
     "ChunkChange",
     "ChunkRecord",
     "Event",

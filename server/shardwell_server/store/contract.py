@@ -89,7 +89,7 @@ class ChunkRecord(NamedTuple):
 
 
 class Transition(enum.Enum):
-    """What a contribution does to a chunk's arrays."""
+    """What a contribution does to a chunk's arrays; or, for CLOSE, the norm of all of them."""
 
     FIRST = enum.auto()
     """Overwrites the sum, which held nothing of meaning."""
@@ -127,11 +127,16 @@ class Layout:
         return 4 * self.slice_size * (1 + self.with_sum + len(self.initial_slots))
 
 
+NO_SEAT = -1
+"""As `seat_index`: a transition that is nobody's contribution, but closes a step by its norm."""
+
+
 class JournalEntry(NamedTuple):
-    """One contribution to one chunk, as a journal keeps it."""
+    """One transition of one chunk, as a journal keeps it: a contribution, or a step's end."""
 
     chunk_index: int
     seat_index: int
+    """Whose contribution; NO_SEAT: none."""
     sequence: int
     """Of the chunk's transition that it was."""
     step: int
@@ -140,7 +145,7 @@ class JournalEntry(NamedTuple):
     learning_rate: float
     """Of the update, should it close the step."""
     payload: Bytes
-    """The codec's bytes."""
+    """The codec's bytes; of NO_SEAT, a float64: the norm."""
 
 
 class ChunkChange(Protocol):
@@ -156,7 +161,10 @@ class ChunkChange(Protocol):
         """To be called when they have been written, before the next ones are."""
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
-        """Makes it all stand: the arrays as written, `record`, and that a seat gave `step`."""
+        """Makes it all stand: the arrays as written, `record`, and that a seat gave `step`.
+
+        With NO_SEAT, nobody gave anything.
+        """
 
 
 class ParameterStorage(Storage, Protocol):
@@ -190,7 +198,7 @@ class ParameterStorage(Storage, Protocol):
         learning_rate: float,
         payload: Bytes,
     ) -> None:
-        """Notes a contribution that is about to be counted; the chunk's lock is held.
+        """Notes a transition that is about to be made, see JournalEntry; the chunk's lock is held.
 
         Raises:
             StorageError: it can't be written; the contribution must not be counted.

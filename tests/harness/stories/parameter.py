@@ -7,6 +7,7 @@ exact; chunks and blocks are so short that every part of a chunk's way is walked
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,6 +53,14 @@ ASYNC = ParameterSpec(
     mode="async",
     codec="fp32",
 )
+CLIPPED = ParameterSpec(
+    name="clipped",
+    size=12,
+    optimizer=SGD(learning_rate=0.5, momentum=0.5, clip_norm=3.0),
+    worker_count=2,
+    codec="fp32",
+)
+"""One chunk, so that its steps close whole or not at all."""
 State = dict[str, Any]
 
 
@@ -174,6 +183,15 @@ def _contribute(
     return contribute(made, f"w{worker}", chunk_index, step, gradient, samples, tenure=tenure)
 
 
+def _close(name: str, step: int, shard: Shard) -> bool:
+    """As a client does that is told the norm, or that it is too late."""
+    steps = shard.parameters.get(name).clipped_steps
+    squared = steps.measure(step, deadline())
+    if squared is None:
+        return False
+    return steps.close(step, math.sqrt(squared)) is not None
+
+
 def story() -> list[Call]:
     """Everything that changes a store, in an order that real clients could have."""
     calls: list[Call] = []
@@ -230,6 +248,18 @@ def story() -> list[Call]:
     add(_join, "async", "w7", 0, tenure=3)
     for chunk_index, number in ((0, 0), (1, 0), (1, 1), (0, 1)):
         add(_contribute, "async", 7, chunk_index, number, 1, tenure=3)
+    add(_create, CLIPPED)
+    add(_initialize, "clipped")
+    add(_join, "clipped", "w0", 0)
+    add(_join, "clipped", "w1", 0)
+    for number, samples in ((0, (1, 3)), (1, (0, 2)), (2, (0, 0))):
+        for worker in (0, 1):
+            add(_contribute, "clipped", worker, 0, number, samples[worker])
+        if number == 0:
+            add(_rate, "clipped", 1, 0.25, repeated=False)
+        add(_close, "clipped", number)
+    add(_contribute, "clipped", 1, 0, 3, 1)
+    add(_contribute, "clipped", 0, 0, 3, 1)  # full, and open
     return calls
 
 

@@ -120,6 +120,33 @@ def test_workers_train_as_one_with_all_their_samples(cluster, connect) -> None:
         torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("worker_count", [1, 2])
+def test_a_gradients_norm_is_clipped_as_torchs(cluster, connect, worker_count) -> None:
+    running, data = cluster(2, chunk_size_bytes=256), batches(30, 16)
+    rule = shardwell.AdamW(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.3)
+    share = 16 // worker_count
+    models = [net() for _ in range(worker_count)]  # torch's generator is for one thread at a time
+
+    def work(rank: int) -> Any:
+        model = models[rank]
+        optimizer = server(model, connect(running, f"w{rank}"), rule, worker_count=worker_count)
+        own = slice(rank * share, (rank + 1) * share)
+        train(model, optimizer, [(inputs[own], targets[own]) for inputs, targets in data])
+        return model
+
+    found = together([lambda rank=rank: work(rank) for rank in range(worker_count)])[0]
+    alone, norms = net(), []
+    reference = torch.optim.AdamW(alone.parameters(), lr=1e-2, weight_decay=0.1)
+    for inputs, targets in data:
+        torch.nn.functional.cross_entropy(alone(inputs), targets).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.3)))
+        reference.step()
+        reference.zero_grad()
+    assert max(norms) > 0.3
+    for mine, its in zip(found.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+
+
 def test_groups_have_rates_and_decays_of_their_own(client) -> None:
     model, alone = net(), net()
 

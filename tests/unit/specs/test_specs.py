@@ -39,11 +39,11 @@ NOT_NUMBERS = [math.nan, math.inf, -math.inf, "1", None, True, 1j, -1e-9, -1]
 at_least_0 = st.floats(0, 1e30)
 above_0 = st.floats(0, 1e30, exclude_min=True)
 below_1 = st.floats(0, 1, exclude_max=True)
-shared = {"learning_rate": at_least_0, "clip_value": at_least_0, "weight_decay": at_least_0}
+shared = dict.fromkeys(("learning_rate", "clip_value", "clip_norm", "weight_decay"), at_least_0)
 moments = {"beta1": below_1, "beta2": below_1, "epsilon": above_0}
 
 optimizers = st.one_of(
-    st.builds(Average, clip_value=at_least_0),
+    st.builds(Average, clip_value=at_least_0, clip_norm=at_least_0),
     st.builds(SGD, **shared, momentum=below_1, dampening=st.floats(0, 1)),
     st.builds(SGD, **shared, momentum=st.floats(0.1, 0.99), nesterov=st.just(True)),
     st.builds(Adagrad, **shared, epsilon=above_0, initial_accumulator=at_least_0),
@@ -95,7 +95,8 @@ def test_the_message_has_the_protos_numbers(sent: ParameterSpec) -> None:
     rule = getattr(message.optimizer, message.optimizer.WhichOneof("rule"))
     for field in rule.DESCRIPTOR.fields:
         assert getattr(rule, field.name) == getattr(sent.optimizer, field.name)
-    sent_names = {field.name for field in dataclasses.fields(sent.optimizer)} - {"clip_value"}
+    shared_names = {"clip_value", "clip_norm"}
+    sent_names = {field.name for field in dataclasses.fields(sent.optimizer)} - shared_names
     assert sent_names == {field.name for field in rule.DESCRIPTOR.fields}
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from shardwell.numerics.codec import Bytes, Codec, Float32, Scratch, blocks
 from shardwell.numerics.update_rules import Slots, TensorRules
 from shardwell.numerics.weighted_mean import divide
-from shardwell_server.store import ChunkChange
+from shardwell_server.store import ChunkChange, ChunkRecord
 
 
 class Contribution(NamedTuple):
@@ -207,3 +207,70 @@ def close_step(
             learning_rate=learning_rate,
         )
         change.after(start, stop)
+
+
+# Steps that are full, and close when the norm of their mean is known: clipping.py.
+
+
+def squared_mean_norm(
+    chunk: ChunkState, rules: TensorRules, scratch: Scratch, record: ChunkRecord
+) -> float:
+    """The sum of squares of a full step's mean, without frozen tensors."""
+    return math.fsum(
+        rules.squared_norm(chunk.offset + start, _mean_block(chunk, scratch, record, start))
+        for start in blocks(chunk.weights.size)
+    )
+
+
+def close_full_step(
+    chunk: ChunkState,
+    rules: TensorRules,
+    scratch: Scratch,
+    change: ChunkChange,
+    record: ChunkRecord,
+    *,
+    clip_factor: float,
+    learning_rate: float,
+) -> None:
+    """Updates the weights with a full step's mean, scaled down. See close_step.
+
+    Args:
+        chunk: Weights and state, updated; the sum is read and then of no meaning.
+        rules: The optimizer.
+        scratch: This thread's.
+        change: Told of every block before and after it is written.
+        record: Of the chunk: its contributions.
+        clip_factor: What the mean is multiplied with.
+        learning_rate: Of this update.
+    """
+    for start in blocks(chunk.weights.size):
+        weights = chunk.weights[start : start + scratch.gradient.size]
+        stop = start + weights.size
+        change.before(start, stop)
+        mean = _mean_block(chunk, scratch, record, start)
+        if clip_factor != 1.0:
+            np.multiply(mean, np.float32(clip_factor), out=mean)
+        rules.apply(
+            chunk.offset + start,
+            weights,
+            mean,
+            tuple(slot[start:stop] for slot in chunk.slots),
+            scratch.values[: weights.size],
+            update_count=record.version + 1,
+            learning_rate=learning_rate,
+        )
+        change.after(start, stop)
+
+
+def _mean_block(chunk: ChunkState, scratch: Scratch, record: ChunkRecord, start: int) -> Float32:
+    """The mean of all contributions for the block from `start` on, in the scratch's memory."""
+    assert chunk.gradient_sum is not None
+    total = chunk.gradient_sum[start : start + scratch.gradient.size]
+    mean = scratch.gradient[: total.size]
+    if record.sample_total == 0 or record.total_factor == 0.0:
+        mean[...] = 0.0
+        return mean
+    if record.total_factor != 1.0:
+        total = np.multiply(total, record.total_factor, out=scratch.values[: total.size])
+    divide(total, math.ldexp(float(record.sample_total), -record.shift), mean)
+    return mean

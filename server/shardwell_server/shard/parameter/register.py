@@ -5,6 +5,7 @@ Events beside those of membership_log.py:
     {"kind": "first_weights", "epoch": E, "staged_epoch": S, "is_committed": B,
      "learning_rate": R or null,         and "from_step": N when R is the rate from step N on
      "load_id": N}                       what the values are of; 0: nothing to tell
+    {"kind": "norm", "step": N, "norm": H}   with which a step closes; H as float.hex has it
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Register(MembershipLog[Seat]):
         self._tracker = tracker
         self._brought: dict[int, float] = {}
         """Rates that came with gradients, by step; of steps that are not over."""
+        self._norm: tuple[int, float] | None = None
+        """The last step that was told the norm of its mean, and that."""
         self._init_changed = Changes(self.lock)
         self._is_first_shard = is_first_shard
         self._first = FirstWeightsState(
@@ -253,12 +256,44 @@ class Register(MembershipLog[Seat]):
             others = {each: rate for each, rate in self._brought.items() if each >= oldest}
             self._brought = {**others, step: learning_rate}
 
+    # Norms; see clipping.py.
+
+    def agree_on_norm(self, step: int, norm: float) -> float | None:
+        """The norm that a step closes with: the first that it is told; None: it is long over.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        with self.lock:
+            if self._norm is None or step > self._norm[0]:
+                self._storage.log({"kind": "norm", "step": step, "norm": norm.hex()})
+                self._norm = (step, norm)
+                self._storage.compact(self._events())
+        return self.norm_of(step)
+
+    def norm_of(self, step: int) -> float | None:
+        """The norm that a step closes with; None: it is long over, or was told none yet."""
+        known = self._norm
+        return known[1] if known is not None and known[0] == step else None
+
+    def restore_norm(self, step: int, norm: float) -> None:
+        """Goes on from what a journal has."""
+        if self._norm is None or step > self._norm[0]:
+            self._norm = (step, norm)
+
     # Events.
 
     def _own_events(self) -> list[Event]:
-        return [{"kind": "first_weights", **self._first.facts()}]
+        events: list[Event] = [{"kind": "first_weights", **self._first.facts()}]
+        if self._norm is not None:
+            step, norm = self._norm
+            events.append({"kind": "norm", "step": step, "norm": norm.hex()})
+        return events
 
     def _restore_own(self, event: Event) -> None:
+        if event["kind"] == "norm":
+            self.restore_norm(event["step"], float.fromhex(event["norm"]))
+            return
         if event["kind"] != "first_weights":
             raise KeyError(event["kind"])
         facts = {key: value for key, value in event.items() if key != "kind"}

@@ -39,11 +39,12 @@ from shardwell_server.shard.parameter.averaging import (
     state_overflow,
 )
 from shardwell_server.shard.parameter.chunk import Chunk
+from shardwell_server.shard.parameter.clipping import NORM_SIZE_BYTES, ClippedSteps
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
-from shardwell_server.store import ChunkRecord, ParameterStorage, Transition
+from shardwell_server.store import NO_SEAT, ChunkRecord, ParameterStorage, Transition
 
 
 class _BrokenOffError(Exception):
@@ -83,6 +84,7 @@ class ParameterSlice:
             worker_count=spec.worker_count,
             worker_count_max=limits.worker_count_max,
             sessions=sessions,
+            closes_by_norm=spec.closes_by_norm,
         )
         self._register = Register(
             spec,
@@ -101,6 +103,16 @@ class ParameterSlice:
             count_max=limits.snapshot_count_max,
         )
         """Of this slice, under way."""
+        self.clipped_steps = ClippedSteps(
+            spec,
+            self._chunks,
+            self._tracker,
+            self._register,
+            storage,
+            self._rules,
+            before_close=self._before_close,
+        )
+        """How steps close that are clipped by their norm."""
         self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
         self._replay()
@@ -400,7 +412,7 @@ class ParameterSlice:
                 self._count(chunk, index, contribution, seat, step, learning_rate, header.crc32c)
             seat.contributed(contributor.session)
             chunk.counted_count += 1
-            if self._tracker.records[index].version != version:
+            if self._tracker.records[index].version != version or self._tracker.is_full(index):
                 chunk.changed.notify_all()
             return True
 
@@ -501,8 +513,8 @@ class ParameterSlice:
         elif needed > shift:
             total_factor, shift = math.ldexp(total_factor, shift - needed), needed
         closes = tracker.completes(index)
-        if closes and self.snapshots.pending:
-            self.snapshots.before_close(index, learning_rate)
+        if closes:
+            self._before_close(index, learning_rate)
         transition = Transition.FIRST if total_factor == 0.0 else Transition.ADD
         with self.storage.change(index, Transition.CLOSE if closes else transition) as change:
             if closes:
@@ -539,13 +551,24 @@ class ParameterSlice:
             change.commit(following, seat.index, seat.stored(step))
         tracker.record(seat, index, step, following, crc32c)
 
+    def _before_close(self, index: int, learning_rate: float) -> None:
+        """A chunk's step is about to close; its lock is held."""
+        if self.snapshots.pending:
+            self.snapshots.before_close(index, learning_rate)
+
     def _replay(self) -> None:
         """Counts again what the storage lacks, having lost it with the machine's power."""
         seats = self._tracker.seats
         for entry in self.storage.replay():
             chunk, index = self._chunks[entry.chunk_index], entry.chunk_index
+            if entry.seat_index == NO_SEAT and entry.payload.size == NORM_SIZE_BYTES:
+                chunk.verify()
+                (norm,) = entry.payload.view(np.float64)
+                rate = entry.learning_rate  # the register may have forgotten it
+                if self.clipped_steps.replay(chunk, index, entry.step, float(norm), rate):
+                    continue
             contribution = Contribution(entry.payload, entry.exponent, entry.sample_count)
-            seat = seats[entry.seat_index] if entry.seat_index < len(seats) else None
+            seat = seats[entry.seat_index] if 0 <= entry.seat_index < len(seats) else None
             step = entry.step - (0 if seat is None else seat.tenure.first_step)
             if (
                 seat is None
@@ -567,7 +590,7 @@ class ParameterSlice:
                     contribution,
                     seat,
                     step,
-                    entry.learning_rate,  # the register may have forgotten it
+                    entry.learning_rate,
                 )
 
     # Weights out.

@@ -1,7 +1,7 @@
 """One contribution to one chunk, as journals of parameters keep it (journal.py).
 
     magic, payload length, chunk, seat, sequence, step, samples, exponent, learning
-    rate, CRC of the payload, CRC of all these  |  the codec's bytes
+    rate, CRC of the payload, CRC of all these  |  the codec's bytes, or the norm
 
 An entry is appended before the chunk's record is committed. So the last of several entries with
 the same chunk and sequence is the one that counted: the shard was killed before the others'
@@ -22,7 +22,7 @@ from shardwell_server.store.contract import JournalEntry
 from shardwell_server.store.journal.journal import Buffer, NotWholeError, read_segment
 
 _MAGIC = 0x314A5753  # "SWJ1"
-_HEAD = struct.Struct("<IIIIQQqidI")
+_HEAD = struct.Struct("<IIIiQQqidI")
 _CRC = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CRC.size
 

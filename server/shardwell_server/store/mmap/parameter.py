@@ -36,7 +36,7 @@ from fastcrc import crc32
 
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes, Float32, blocks
-from shardwell_server.store.contract import ChunkRecord, JournalEntry, Layout, Transition
+from shardwell_server.store.contract import NO_SEAT, ChunkRecord, JournalEntry, Layout, Transition
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.journal.journal import (
     HEAD_BYTES,
@@ -351,7 +351,8 @@ class _MmapChange:
         stored = StoredChunkRecord(old.sequence + 1, record, seat_index, step, crcs)
         self._of._put(self._chunk_index, stored)
         self._is_committed = True
-        self._of._marks.put(seat_index, self._chunk_index, step)
+        if seat_index != NO_SEAT:
+            self._of._marks.put(seat_index, self._chunk_index, step)
 
     def __exit__(
         self,

@@ -1,0 +1,180 @@
+"""Steps whose mean gradient is clipped by its norm over all shards: they close in two phases.
+
+States of a chunk's step, where n is its contributions:
+
+    open, n < worker_count     as of any parameter
+    full, n = worker_count     the sum is kept; nobody contributes to it, nor to the next step
+    closed                     version + 1: updated with the mean, scaled down by the norm
+
+The norm goes from the clients, who have asked all shards for theirs, to the register, which logs
+the first that it is told for a step, and then to the chunks, one by one. Invariants:
+
+  - All chunks of all shards close a step with the same norm: that of the first shard, to which
+    clients tell it first.
+  - A shard knows the norm of a step before any of its chunks closes it; after kill -9 it goes on
+    with the same one.
+  - The norm of step s + 1 is only taken where all chunks have left step s. So a client that finds
+    a step closed without its norm knows that it is closed everywhere: all workers have gone on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from shardwell.errors import ArgumentError, StepOrderError
+from shardwell.numerics.scratch import thread_scratch
+from shardwell.numerics.update_rules import TensorRules, clip_factor
+from shardwell.specs.parameter import ParameterSpec
+from shardwell_server.shard.deadline import RequestDeadline
+from shardwell_server.shard.errors import workers_missing
+from shardwell_server.shard.parameter.averaging import close_full_step, squared_mean_norm
+from shardwell_server.shard.parameter.chunk import Chunk
+from shardwell_server.shard.parameter.register import Register
+from shardwell_server.shard.step_tracker import StepTracker
+from shardwell_server.store import NO_SEAT, ChunkRecord, ParameterStorage, Transition
+
+NORM_SIZE_BYTES = 8
+"""Of a step's end in a journal: a float64."""
+
+
+class ClippedSteps:
+    """How the steps of one slice close, if `spec.closes_by_norm`. Any thread may call it.
+
+    Args:
+        spec: Of the parameter.
+        chunks: Of the slice.
+        tracker: Where each stands.
+        register: Keeps the norm of the step that is closing.
+        storage: Of the slice.
+        rules: Its optimizer.
+        before_close: Called for each chunk that is about to close, with the learning rate; the
+            chunk's lock is held.
+    """
+
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        chunks: Sequence[Chunk],
+        tracker: StepTracker,
+        register: Register,
+        storage: ParameterStorage,
+        rules: TensorRules,
+        *,
+        before_close: Callable[[int, float], None],
+    ) -> None:
+        self._spec = spec
+        self._chunks = chunks
+        self._tracker = tracker
+        self._register = register
+        self._storage = storage
+        self._rules = rules
+        self._before_close = before_close
+        self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(chunks)
+        """By chunk: the step, and its mean's."""
+
+    def measure(self, step: int, deadline: RequestDeadline) -> float | None:
+        """The squared norm of a step's mean on this shard; None once a chunk has closed it.
+
+        Raises:
+            NotInitializedError, WorkersMissingError: not all have contributed.
+            ArgumentError: the parameter is not clipped so.
+        """
+        self._check()
+        for index, chunk in enumerate(self._chunks):
+            with chunk.changed:
+                version = self._tracker.records[index].version
+                if version > step:
+                    return None
+                if version < step or not self._tracker.is_full(index):
+                    deadline.wait(chunk.changed)
+                    raise workers_missing(self._spec, self._tracker, index, step + 1, deadline)
+                if self._squared_norms[index][0] != step:
+                    chunk.verify()
+                    with np.errstate(all="ignore"):
+                        squared = squared_mean_norm(
+                            chunk.state, self._rules, thread_scratch(), self._tracker.records[index]
+                        )
+                    self._squared_norms[index] = (step, squared)
+        return math.fsum(squared for _, squared in self._squared_norms)
+
+    def close(self, step: int, norm: float) -> float | None:
+        """Closes a step with a norm, or with the one that it was told before; returns which.
+
+        None if it has been closed for long.
+
+        Raises:
+            ArgumentError: the norm can't be one, or the parameter is not clipped so.
+            NotInitializedError, StepOrderError: not all have contributed.
+            StorageError: it can't be noted.
+        """
+        self._check()
+        if not (norm >= 0 and math.isfinite(norm)) and not self._spec.allow_non_finite:
+            raise ArgumentError(f"norm must be a finite number of at least 0; got {norm}")
+        for index, record in enumerate(self._tracker.records):
+            is_full = record.version == step and self._tracker.is_full(index)
+            if record.version <= step and not is_full:
+                raise StepOrderError(
+                    f"step {step} of parameter {self._spec.name!r} can't be closed: chunk {index} "
+                    f"is at step {record.version}, with {record.contribution_count} of "
+                    f"{self._spec.worker_count} contributions; ask for its norm first",
+                    parameter=self._spec.name,
+                )
+        counted = self._register.agree_on_norm(step, norm)
+        if counted is None:
+            return None
+        for index, chunk in enumerate(self._chunks):
+            with chunk.changed:
+                if self._tracker.records[index].version == step:
+                    chunk.verify()
+                    rate = self._register.learning_rate(step)
+                    payload = np.array([counted]).view(np.uint8)
+                    self._storage.journal(index, NO_SEAT, step, 0, 0, rate, payload)
+                    self._close(chunk, index, counted, rate)
+                    chunk.changed.notify_all()
+        return counted
+
+    def norm_of(self, step: int) -> float | None:
+        """The norm that a step closes with, as long as it is the last that was told one."""
+        return self._register.norm_of(step)
+
+    def replay(
+        self, chunk: Chunk, index: int, step: int, norm: float, learning_rate: float
+    ) -> bool:
+        """Closes a chunk's step as the journal has it; returns whether it can be closed."""
+        is_full = self._tracker.is_full(index)
+        if not is_full or self._tracker.records[index].version != step:
+            return False
+        self._register.restore_norm(step, norm)
+        self._close(chunk, index, norm, learning_rate)
+        return True
+
+    def _check(self) -> None:
+        self._register.check_initialized()
+        if not self._spec.closes_by_norm:
+            raise ArgumentError(
+                f"parameter {self._spec.name!r} closes steps by itself: it has no clip_norm, or "
+                "one worker, who clips",
+                parameter=self._spec.name,
+            )
+
+    def _close(self, chunk: Chunk, index: int, norm: float, learning_rate: float) -> None:
+        """Updates a full chunk, verified; its lock is held."""
+        record = self._tracker.records[index]
+        self._before_close(index, learning_rate)
+        following = ChunkRecord(record.version + 1)
+        with self._storage.change(index, Transition.CLOSE) as change:
+            with np.errstate(all="ignore"):  # overflows are found where weights are encoded
+                close_full_step(
+                    chunk.state,
+                    self._rules,
+                    thread_scratch(),
+                    change,
+                    record,
+                    clip_factor=clip_factor(norm, self._spec.optimizer.clip_norm),
+                    learning_rate=learning_rate,
+                )
+            change.commit(following, NO_SEAT, -1)
+        self._tracker.records[index] = following
