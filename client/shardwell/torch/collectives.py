@@ -12,7 +12,7 @@ import torch
 
 from shardwell.errors import GroupMismatchError
 from shardwell.group.group import Group
-from shardwell.torch.words import put_back, words_of
+from shardwell.torch.words import put_back, word_count, words_of
 
 _PIECE_ELEMENT_COUNT = 2**23
 """Of a broadcast: 32 MiB at a time, whatever the model."""
@@ -103,7 +103,7 @@ def _pieces(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     piece: list[torch.Tensor] = []
     count = 0
     for tensor in tensors:
-        size = -(-tensor.numel() * tensor.element_size() // 2)
+        size = word_count([tensor])
         if piece and count + size > _PIECE_ELEMENT_COUNT:
             yield piece
             piece, count = [], 0

@@ -14,7 +14,7 @@ import socket
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -22,17 +22,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, CollectiveMismatchError, DeadlineError
 from shardwell.group.group import Group
 from shardwell.group.join import join_group
 from shardwell.numerics.reduction import ReductionName
-from shardwell.torch.words import put_back, words_of
+from shardwell.torch.words import put_back, word_count, words_of
 
 BACKEND_NAME = "shardwell"
+_NO_MESSAGES = (
+    f"backend {BACKEND_NAME!r} has no send and recv; pass them a group of another backend, such as "
+    f"torch.distributed.new_group(backend='gloo')"
+)
 _FOR_EVER = timedelta(0)
 """As torch says it; the group's own deadlines hold."""
 _LATEST_COUNT = 4
 """All-reduces that are kept when they have ended, with their tensors."""
+_TELLING_COUNT_MAX = 64
+"""Futures whose callbacks run at once: as many as a group has calls under way."""
 CODEC_VARIABLE = "SHARDWELL_CODEC"
 """How what is reduced travels: fp32 (default), fp16 or bf16."""
 STRATEGY_VARIABLE = "SHARDWELL_STRATEGY"
@@ -63,20 +69,38 @@ class _Work(dist.Work):
         super().__init__()
         self._tensor = tensor
         self._ended: Future[None] = Future()
-        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._told: torch.futures.Future[None] = torch.futures.Future()
+        # One that is chained can fail; the result of another is taken for tensors by DDP, whatever
+        # it is, and an exception is none.
+        self._future = self._told.then(self._outcome)
 
     def end(self, error: BaseException | None) -> None:
         """Its tensor is what it is to be, or there is an error."""
         if error is None:
             self._ended.set_result(None)
-            self._future.set_result([self._tensor])
         else:
             self._ended.set_exception(error)
-            self._future.set_exception(error)
+
+    def tell(self) -> None:
+        """Ends its future as it has ended itself; what is chained to that runs here."""
+        self._told.set_result(None)
+
+    def _outcome(self, _: Any) -> list[torch.Tensor]:
+        self._ended.result()
+        return [self._tensor]
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
-        """Blocks until it has ended, and raises its error."""
-        self._ended.result(timeout.total_seconds() or None)
+        """Blocks until it has ended, and raises its error; DeadlineError if it takes longer."""
+        timeout_s = timeout.total_seconds()
+        try:
+            self._ended.result(timeout_s or None)
+        except TimeoutError:
+            if self._ended.done():
+                raise  # its own error
+            raise DeadlineError(
+                f"an all-reduce has not ended within {timeout_s:g} s; it goes on: wait again"
+            ) from None
+        self._future.wait()  # DDP.join reads it at once
         return True
 
     def is_completed(self) -> bool:
@@ -84,7 +108,7 @@ class _Work(dist.Work):
         return self._ended.done()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Of the tensor."""
+        """Of the tensor; torch makes a RuntimeError of an error, with its name and text."""
         return self._future
 
     def result(self) -> list[torch.Tensor]:
@@ -103,10 +127,32 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         # ended, and they have asked for its future.
         self._under_way: set[_Work] = set()
         self._latest: deque[_Work] = deque(maxlen=_LATEST_COUNT)
+        # What is chained to a future may wait for another all-reduce, as PowerSGD does: so it must
+        # not hold up the group's own thread.
+        self._telling = ThreadPoolExecutor(_TELLING_COUNT_MAX, "shardwell-torch")
+        self._name = self._description = ""
+
+    # Torch's own class keeps these with a backend, which a group in Python has not.
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """See torch."""
         return BACKEND_NAME
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 (torch's name)
+        """See torch, which then finds the group by it."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 (torch's name)
+        """See torch."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 (torch's name)
+        """See torch."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802 (torch's name)
+        """See torch."""
+        return self._description
 
     def __repr__(self) -> str:
         return f"ShardwellProcessGroup({self.group!r})"
@@ -117,9 +163,12 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         """See `torch.distributed.all_reduce`."""
         (tensor,) = tensors
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        if tensor.is_sparse:
+            self._sum_sparse(tensor, op)
+            return _done([tensor])
         name = _reduction(op, tensor)
         if name is None:
-            tensor.copy_(_reduced(self._gathered(tensor), op))
+            _put(_reduced(self._gathered(tensor), op), tensor)
             return _done([tensor])
         values = _float32(tensor)
         if opts is not None and not getattr(opts, "asyncOp", True):
@@ -135,6 +184,13 @@ class ShardwellProcessGroup(dist.ProcessGroup):
             if error is None:
                 _put(values, tensor)
             work.end(error)
+            try:
+                self._telling.submit(tell)
+            except RuntimeError:  # the interpreter ends, and takes no more
+                tell()
+
+        def tell() -> None:
+            work.tell()
             self._under_way.discard(work)
 
         self.group.all_reduce_async(values.numpy(), name).add_done_callback(done)
@@ -159,7 +215,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         else:
             gathered = self._gathered(tensor)
             if self.rank() == opts.rootRank:
-                tensor.copy_(_reduced(gathered, opts.reduceOp))
+                _put(_reduced(gathered, opts.reduceOp), tensor)
         return _done([tensor])
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
@@ -171,8 +227,16 @@ class ShardwellProcessGroup(dist.ProcessGroup):
             part = torch.from_numpy(self.group.reduce_scatter(values.numpy(), name))
         else:
             part = _reduced(self._gathered(tensor), opts.reduceOp).reshape(-1)[own]
-        output.copy_(part.view(output.shape))
+        _put(part.view(output.shape), output)
         return _done([output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any
+    ) -> Any:
+        """See torch."""
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self.reduce_scatter_single(output, tensor, opts)
+        return _done(list(outputs))
 
     def reduce_scatter(
         self,
@@ -180,10 +244,14 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         tensors: Sequence[Sequence[torch.Tensor]],
         opts: Any,
     ) -> Any:
-        """See `torch.distributed.reduce_scatter`."""
+        """See `torch.distributed.reduce_scatter`; parts may have different lengths."""
         ((output,), (parts,)) = outputs, tensors
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        self.reduce_scatter_single(output, flat, opts)
+        width = max(part.numel() for part in parts)
+        pad = torch.nn.functional.pad
+        padded = [pad(part.reshape(-1), (0, width - part.numel())) for part in parts]
+        whole = padded[self.rank()].clone()
+        self.reduce_scatter_single(whole, torch.cat(padded), opts)
+        _put(whole[: output.numel()].view(output.shape), output)
         return _done([output])
 
     # Moving.
@@ -203,18 +271,25 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         tensors: Sequence[torch.Tensor],
         opts: Any = None,
     ) -> Any:
-        """See `torch.distributed.all_gather`."""
-        ((tensor,), (places,)) = tensors, outputs
-        for place, found in zip(places, self._gathered(tensor), strict=True):
-            place.copy_(found.view(place.shape))
+        """See `torch.distributed.all_gather`; ranks' tensors may have different shapes."""
+        (places,) = outputs
+        self._gather([[place] for place in places], tensors)
         return _done(list(places))
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:
         """See `torch.distributed.all_gather_into_tensor`."""
-        output.copy_(torch.stack(self._gathered(tensor)).view(output.shape))
+        _put(torch.stack(self._gathered(tensor)).view(output.shape), output)
         return _done([output])
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """See torch."""
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self.all_gather_single(output, tensor)
+        return _done(list(outputs))
 
     def allgather_coalesced(
         self,
@@ -222,9 +297,8 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         tensors: Sequence[torch.Tensor],
         opts: Any = None,
     ) -> Any:
-        """See torch."""
-        for places, tensor in zip(outputs, tensors, strict=True):
-            self.allgather([places], [tensor])
+        """See `torch.distributed.all_gather_coalesced`: a list of outputs for each rank."""
+        self._gather(outputs, tensors)
         return _done([place for places in outputs for place in places])
 
     def gather(
@@ -238,7 +312,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         gathered = self._gathered(tensor)
         if self.rank() == opts.rootRank:
             for place, found in zip(outputs[0], gathered, strict=True):
-                place.copy_(found)
+                _put(found, place)
         return _done([tensor])
 
     def scatter(
@@ -265,30 +339,56 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         input_sizes: Sequence[int],
         opts: Any = None,
     ) -> Any:
-        """See `torch.distributed.all_to_all_single`; even parts alone."""
-        if output_sizes or input_sizes:
-            raise ArgumentError("all_to_all_single with split sizes is not among the collectives")
-        found = [part.chunk(self.size())[self.rank()] for part in self._gathered(tensor)]
-        output.copy_(torch.cat(found).view(output.shape))
+        """See `torch.distributed.all_to_all_single`."""
+        even = [len(tensor) // self.size()] * self.size()
+        parts = tensor.split(list(input_sizes) or even)
+        self.alltoall(output.split(list(output_sizes) or even), parts)
         return _done([output])
 
     def alltoall(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """See `torch.distributed.all_to_all`; parts of one shape alone."""
-        stacked = torch.stack(list(tensors))
-        for output, found in zip(outputs, self._gathered(stacked), strict=True):
-            output.copy_(found[self.rank()])
+        """See `torch.distributed.all_to_all`. Each rank gets all that any rank sends."""
+        told = self._gathered(torch.tensor([tensor.numel() for tensor in tensors]))
+        everything = [torch.empty(int(each.sum()), dtype=tensors[0].dtype) for each in told]
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._gather([[each] for each in everything], [flat])
+        for source, (output, each) in enumerate(zip(outputs, everything, strict=True)):
+            found = each.split(told[source].tolist())[self.rank()]
+            if found.numel() != output.numel():
+                raise CollectiveMismatchError(
+                    f"rank {source} sent {found.numel()} elements to rank {self.rank()}, which has "
+                    f"room for {output.numel()}; let the split sizes of both agree",
+                    rank=source,
+                )
+            _put(found.view(output.shape), output)
         return _done(list(outputs))
 
     def barrier(self, opts: Any = None) -> Any:
         """See `torch.distributed.barrier`."""
-        self.group.barrier()
+        timeout_s = 0.0 if opts is None else opts.timeout.total_seconds()
+        self.group.barrier(timeout_s=timeout_s if timeout_s > 0 else None)
         return _done([])
+
+    # What there is not.
+
+    def send(self, tensors: Sequence[torch.Tensor], destination: int, tag: int) -> Any:
+        """Refused: a group makes collectives alone."""
+        raise ArgumentError(_NO_MESSAGES)
+
+    def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> Any:
+        """Refused, as `send`."""
+        raise ArgumentError(_NO_MESSAGES)
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Any:
+        """Refused, as `send`."""
+        raise ArgumentError(_NO_MESSAGES)
 
     # Earlier versions of torch call them so.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
     # Ending.
@@ -296,23 +396,51 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Leaves the group."""
         self.group.close()
+        self._telling.shutdown()
 
     def abort(self) -> None:
         """The same."""
-        self.group.close()
+        self.shutdown()
 
     def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, bit for bit."""
-        own = words_of([tensor])
-        words = np.zeros((self.size(), own.size), np.float32)
-        words[self.rank()] = own
-        self.group.all_gather(words, codec="fp32")
-        found = []
-        for row in words:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype)
-            put_back(row, [made])
-            found.append(made)
+        """Every rank's tensor, bit for bit; all have the same shape."""
+        found = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.size())]
+        self._gather([[each] for each in found], [tensor])
         return found
+
+    def _gather(
+        self, places: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Puts every rank's tensors, bit for bit, into the places for that rank.
+
+        Lengths may differ among ranks, if all know them: rows are as long as the longest.
+        """
+        own = words_of(tensors)
+        words = np.zeros((self.size(), max(map(word_count, places))), np.float32)
+        if own.size != word_count(places[self.rank()]):
+            raise ArgumentError(
+                f"rank {self.rank()} gathers {own.size * 2} bytes, and has room for "
+                f"{word_count(places[self.rank()]) * 2} of its own; pass outputs of every rank's "
+                f"shape"
+            )
+        words[self.rank(), : own.size] = own
+        self.group.all_gather(words, codec="fp32")
+        for row, found in zip(words, places, strict=True):
+            put_back(row, found)
+
+    def _sum_sparse(self, tensor: torch.Tensor, op: Any) -> None:
+        """Sums sparse tensors, such as an embedding's gradients."""
+        if op != dist.ReduceOp.SUM:
+            raise ArgumentError(f"sparse tensors are reduced by SUM alone; got {op}")
+        own = tensor.detach().cpu().coalesce()
+        counts = [int(each) for each in self._gathered(torch.tensor([own.values().shape[0]]))]
+        indices = [own.indices().new_empty(own.sparse_dim(), count) for count in counts]
+        values = [own.values().new_empty(count, *own.values().shape[1:]) for count in counts]
+        self._gather(list(zip(indices, values, strict=True)), [own.indices(), own.values()])
+        parts = torch.cat(indices, 1), torch.cat(values)
+        total = torch.sparse_coo_tensor(*parts, own.shape, check_invariants=True)
+        with torch.no_grad():
+            tensor.copy_(total.coalesce())
 
 
 def _reduction(op: Any, tensor: torch.Tensor) -> ReductionName | None:
@@ -374,6 +502,11 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ShardwellPr
         join_timeout_s=seconds,
         allow_non_finite=True,  # as torch's own backends do
     )
+    try:
+        group.barrier()  # rank 0 serves the meeting place: nobody leaves before all have come
+    except BaseException:
+        group.close()
+        raise
     return ShardwellProcessGroup(group)
 
 

@@ -10,6 +10,11 @@ import torch
 from shardwell.numerics.codec import Float32
 
 
+def word_count(tensors: Sequence[torch.Tensor]) -> int:
+    """How many numbers `words_of` makes of them."""
+    return sum(-(-tensor.numel() * tensor.element_size() // 2) for tensor in tensors)
+
+
 def words_of(tensors: Sequence[torch.Tensor]) -> Float32:
     """The bytes of tensors, whatever they mean, one behind the other."""
     parts = [np.frombuffer(_bytes(tensor), "<u2").astype(np.float32) for tensor in tensors]

@@ -1,7 +1,8 @@
 """Goal: `torch.distributed` works on the backend "shardwell" as on gloo, and its errors have names.
 
 Method: three real processes with both backends at once; each collective is made by both, on the
-same tensors of whole numbers, and the results are compared bit by bit. DDP under torchrun.
+same tensors of whole numbers, and the results are compared bit by bit, or with plain sums where
+gloo has no such collective. DDP under torchrun.
 """
 
 from __future__ import annotations
@@ -131,13 +132,131 @@ dist.destroy_process_group()
 print("done", flush=True)
 """
 )
+UNEVEN = (
+    BEGIN
+    + """
+gloo = dist.new_group(backend="gloo")
+ours = dist.group.WORLD
+store = dist.distributed_c10d._get_default_store()
+
+def values(*shape, dtype=torch.float32, seed=rank):
+    return torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+def same(what, call):
+    for mine, its in zip(call(ours), call(gloo), strict=True):
+        assert torch.equal(mine, its), (what, mine, its)
+
+# What is gathered together: of each rank a list.
+for dtype in (torch.float32, torch.int64, torch.uint8):
+    def together(group):
+        given = [values(2, 3, dtype=dtype), values(5, dtype=dtype), values(0, dtype=dtype)]
+        places = [[torch.zeros_like(tensor) for tensor in given] for _ in range(size)]
+        group.allgather_coalesced(places, given).wait()
+        return [place for each in places for place in each]
+    def into_ones(group):
+        given = [values(2, 3, dtype=dtype), values(5, dtype=dtype)]
+        places = [torch.zeros(size * 2, 3, dtype=dtype), torch.zeros(size * 5, dtype=dtype)]
+        group.allgather_into_tensor_coalesced(places, given).wait()
+        return places
+    def exchanged(group):  # rank r has r + s + 1 rows for rank s
+        counts = [rank + other + 1 for other in range(size)]
+        given, got = values(sum(counts), 2, dtype=dtype), torch.zeros(sum(counts), 2, dtype=dtype)
+        dist.all_to_all_single(got, given, counts, counts, group=group)
+        return [got]
+    for call in (together, into_ones, exchanged):
+        same((call.__name__, dtype), call)
+    every = [values(other + 1, 3, dtype=dtype, seed=other) for other in range(size)]
+    places = [torch.zeros_like(tensor) for tensor in every]
+    dist.all_gather(places, every[rank])
+    assert all(map(torch.equal, places, every)), places
+    sent = [[values(s, r + 1, dtype=dtype, seed=7 * r + s) for s in range(size)]
+            for r in range(size)]  # nothing for rank 0
+    got = [torch.zeros_like(each[rank]) for each in sent]
+    dist.all_to_all(got, sent[rank])
+    assert all(torch.equal(mine, each[rank]) for mine, each in zip(got, sent)), got
+    parts = [[values(s + 1, 2, dtype=dtype, seed=7 * r + s) for s in range(size)]
+             for r in range(size)]
+    for op, expected in (
+        (dist.ReduceOp.SUM, sum(each[rank] for each in parts)),
+        (dist.ReduceOp.MIN, torch.stack([each[rank] for each in parts]).amin(0)),
+    ):
+        part = torch.zeros(rank + 1, 2, dtype=dtype)
+        dist.reduce_scatter(part, parts[rank], op)
+        assert torch.equal(part, expected.to(dtype)), (op, part)
+    given = [values(size, 2, dtype=dtype), values(size * 3, dtype=dtype)]
+    places = [torch.zeros(1, 2, dtype=dtype), torch.zeros(3, dtype=dtype)]
+    ours.reduce_scatter_tensor_coalesced(places, given, dist.ReduceScatterOptions()).wait()
+    for place, tensor in zip(places, given):
+        dist.all_reduce(tensor, group=gloo)
+        assert torch.equal(place, tensor[len(place) * rank:][:len(place)]), place
+
+def sparse(group):  # ranks have different rows, and rank 0 one of them twice
+    rows = [[0, 0, 3], [3], []][rank]
+    made = (torch.tensor([rows], dtype=torch.int64), values(len(rows), 2), (4, 2))
+    tensor = torch.sparse_coo_tensor(*made, check_invariants=True)
+    dist.all_reduce(tensor, group=group)
+    return [tensor.to_dense()]
+same("sparse", sparse)
+
+for _ in range(5):  # nobody leaves before the others have come
+    some = dist.new_group([0, 2], backend="shardwell")
+    if rank != 1:
+        assert dist.distributed_c10d._resolve_process_group(some.group_name) is some
+        dist.destroy_process_group(some)
+
+def twice(first):  # what is chained may wait for another, as PowerSGD does
+    other = dist.all_reduce(first.value()[0], async_op=True)
+    return other.get_future().wait()[0]
+first = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(twice)
+assert first.wait().tolist() == [9.0, 9.0]
+
+def refused(error, call):
+    try:
+        call()
+    except error as found:
+        print(found, flush=True)
+    else:
+        print("nothing", flush=True)
+
+refused(shardwell.ArgumentError, lambda: dist.send(torch.zeros(1), (rank + 1) % size))
+refused(shardwell.ArgumentError, lambda: dist.irecv(torch.zeros(1), (rank + 1) % size))
+refused(shardwell.ArgumentError, lambda: dist.irecv(torch.zeros(1)))
+wrong = torch.zeros(size + 1)
+refused(shardwell.CollectiveMismatchError, lambda: dist.all_to_all_single(
+    wrong, torch.zeros(size), [2] + [1] * (size - 1), [1] * size))
+# The others come when rank 0 has given up.
+options = dist.BarrierOptions()
+options.timeout = timedelta(seconds=0.3 if rank == 0 else 60)
+if rank != 0:
+    store.wait(["barrier"])
+refused(shardwell.WorkersMissingError, lambda: ours.barrier(options).wait())
+if rank == 0:
+    store.set("barrier", "")
+else:
+    store.wait(["reduced"])
+tensor = torch.ones(3)
+work = dist.all_reduce(tensor, async_op=True)
+if rank == 0:
+    refused(shardwell.DeadlineError, lambda: work.wait(timedelta(seconds=0.1)))
+    store.set("reduced", "")
+work.wait()
+assert tensor.tolist() == [3.0] * 3
+dist.destroy_process_group()
+print("done", flush=True)
+"""
+)
 LOST = (
     BEGIN
     + """
-dist.all_reduce(torch.zeros(10))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(30, 5))
+loss = model(torch.randn(4, 30)).sum()
 if rank == 1:
     import os
     os._exit(3)
+try:
+    loss.backward()
+except RuntimeError as error:  # out of C++, which keeps the name and the text
+    print(str(error).replace("\\n", " "), flush=True)
 for is_async in (False, True):
     try:
         work = dist.all_reduce(torch.zeros(10), async_op=is_async)
@@ -196,14 +315,29 @@ def test_collectives_are_gloos() -> None:
             assert "element" in each.lines[-2], each.lines[-2]
 
 
+def test_what_is_uneven_sparse_or_refused() -> None:
+    first, second, third = programs(UNEVEN, 3)
+    with first, second, third:
+        for each in (first, second, third):
+            assert each.end(150.0) == 0, each.log
+            *messages, mismatch, missing = each.lines[:5]
+            assert len(messages) == 3
+            assert all("new_group(backend='gloo')" in line for line in messages), messages
+            assert "rank 0 sent 1 elements" in mismatch
+            assert "ranks 1, 2 did not call barrier" in missing
+            assert each.lines[-1] == "done"
+        assert "within 0.1 s" in first.lines[-2]
+
+
 def test_a_rank_that_is_lost_is_named() -> None:
     first, second, third = programs(LOST, 3)
     with first, second, third:
         assert second.end(150.0) == 3
         for each in (first, third):
             assert each.end(150.0) == 0, each.log
-            assert len(each.lines) == 2, each.lines
+            assert len(each.lines) == 3, each.lines
             assert all("rank 1" in line for line in each.lines), each.lines
+            assert "WorkerLostError" in each.lines[0]
 
 
 def test_ddp_under_torchrun(tmp_path: Path) -> None:
