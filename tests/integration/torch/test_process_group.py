@@ -110,6 +110,7 @@ work = [dist.all_reduce(values(torch.float32, (100_000,)), async_op=True) for _ 
 dist.barrier()
 for each in work:
     each.wait()
+    assert each.get_future().done()  # DDP.join reads it at once
 found = [None] * size
 dist.all_gather_object(found, {"rank": rank, "text": "x" * rank})
 assert [each["rank"] for each in found] == list(range(size)), found
