@@ -75,7 +75,7 @@ def show(console: Console, where: str, args: argparse.Namespace, found: dict[str
         table.add_row(label, f"{own:.0f}", *ratios, f"{alone:.0f}" if alone else "", hidden)
     console.print(table)
     console.print(
-        "ms: median; / gloo, / its hook: over gloo fp32, and with its fp16 hook; alone: an all-reduce "
+        "ms: median; / gloo, / its hook: over gloo fp32, and with its hook; alone: an all-reduce "
         "of as many bytes; overlap: how much of the shorter is hidden"
     )
 
