@@ -54,6 +54,24 @@ def test_the_example_of_a_group() -> None:
     assert sum("[3.]" in line for line in lines) == 4
 
 
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="it brings the digits")
+def test_the_example_of_a_sharded_optimizer() -> None:
+    program = str(ROOT / "examples" / "sharded_optimizer.py")
+    lines = output_of("-m", "shardwell_server", "run", "-n", "2", "--", sys.executable, program)
+    told = [re.fullmatch(r"\[.\] 325 of 650 momenta here; accuracy (\S+)", x) for x in lines]
+    assert all(told)
+    first, second = (found[1] for found in told if found)
+    assert first == second
+    assert float(first) > 0.93
+
+
 def test_every_example_is_run() -> None:
-    named = {"worker.py", "all_reduce.py", "local_cluster.py", "group.py", "knowledge_graph.py"}
+    named = {
+        "worker.py",
+        "all_reduce.py",
+        "local_cluster.py",
+        "group.py",
+        "knowledge_graph.py",
+        "sharded_optimizer.py",
+    }
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == named
