@@ -11,6 +11,7 @@ process of its own (`processes=True`), as a deployment has them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -18,19 +19,14 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwell.errors import ArgumentError, ShardUnavailableError
+from shardwell.errors import ArgumentError
 from shardwell.process.closeable import Closing
 from shardwell.process.owner import OwnerProcess
 from shardwell_server import signals
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability, Limits, ShardConfig
-from shardwell_server.processes import PARENT_FLAG, ChildProcess
 from shardwell_server.server import ShardServer
+from shardwell_server.shard_process import ShardProcess
 from shardwell_server.store.files.data_dir import DataDir, kept_cluster_id
-
-_STOP_MARGIN_S = 5.0
-START_TIMEOUT_S = 60.0
-"""A shard starts within a second; a busy machine may need a while to import its packages."""
-NOT_READY = f"it was not ready within {START_TIMEOUT_S:g} s"
 
 
 class LocalCluster(Closing):
@@ -94,7 +90,7 @@ class LocalCluster(Closing):
             )
             for index in range(shard_count)
         ]
-        self.children: list[ChildProcess] = []
+        self.children: list[ShardProcess] = []
         """With processes: the shards, by index."""
         self.servers: list[ShardServer] = []
         """Without: the shards, by index."""
@@ -153,7 +149,7 @@ class LocalCluster(Closing):
         With processes and a data_dir, it goes on where it was.
         """
         self.begin_start(shard_index)
-        self._wait_for(shard_index)
+        self.children[shard_index].await_address()
 
     def begin_start(self, shard_index: int) -> None:
         """As `start_again`, but does not wait: `begins_to_serve` tells when it is there."""
@@ -166,47 +162,21 @@ class LocalCluster(Closing):
 
     def begins_to_serve(self, shard_index: int) -> bool:
         """Whether a shard whose start was begun serves now; true once for each start."""
-        line = self.children[shard_index].read_first_line(0.0)
-        return line is not None and line.startswith(SERVING_LINE)
+        return self.children[shard_index].begins_to_serve()
 
     def _start_children(self) -> None:
         for config in self._configs:
             self._start_child(config, listen=self._stack.enter_context(_kept_address()))
-        for index in range(len(self.children)):
-            self._addresses.append(self._wait_for(index))
+        self._addresses.extend(child.await_address() for child in self.children)
 
     def _start_child(self, config: ShardConfig, *, listen: str) -> None:
-        arguments = [
-            "-m",
-            "shardwell_server",
-            "serve",
-            f"--shard-index={config.shard_index}",
-            f"--shard-count={config.shard_count}",
-            f"--cluster-id={config.cluster_id}",
-            f"--listen={listen}",
-            f"--chunk-size-bytes={config.chunk_size_bytes}",
-            f"--grace-s={config.grace_s}",
-            f"--session-lease-s={config.session_lease_s}",
-            f"--durability={config.durability.setting}",
-            f"--log-level={self._log_level}",
-            PARENT_FLAG,
-        ]
-        if self._data_dir is not None:
-            path = self._shard_dir(self._data_dir, config.shard_index)
-            arguments.append(f"--data-dir={path}")
+        data_dir = self._data_dir and self._shard_dir(self._data_dir, config.shard_index)
         with signals.held():
-            child = ChildProcess(arguments, environment=_plain_environment())
+            child = ShardProcess(
+                dataclasses.replace(config, listen=listen), data_dir, log_level=self._log_level
+            )
             self.children[config.shard_index : config.shard_index + 1] = [child]
-            self._stack.callback(child.close, config.grace_s + _STOP_MARGIN_S)
-
-    def _wait_for(self, index: int) -> str:
-        """The address of a shard, when it serves."""
-        child = self.children[index]
-        line = child.read_first_line(START_TIMEOUT_S)
-        if line is None or not line.startswith(SERVING_LINE):
-            end = NOT_READY if line is None else f"exit code {child.wait(_STOP_MARGIN_S)}"
-            raise not_started(index, end)
-        return line.removeprefix(SERVING_LINE)
+            self._stack.callback(child.stop)
 
     @staticmethod
     def _shard_dir(data_dir: Path, shard_index: int) -> Path:
@@ -217,13 +187,6 @@ class LocalCluster(Closing):
         if self._data_dir is None:
             return None
         return kept_cluster_id(self._shard_dir(self._data_dir, 0))
-
-
-def not_started(shard_index: int, end: str) -> ShardUnavailableError:
-    """What is raised when a shard's process has not come to serve; `end` says what became of it."""
-    return ShardUnavailableError(
-        f"shard {shard_index} did not start: {end}; its log is on stderr", shard_index=shard_index
-    )
 
 
 @contextlib.contextmanager
@@ -240,12 +203,3 @@ def _kept_address() -> Iterator[str]:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         keeper.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{keeper.getsockname()[1]}"
-
-
-def _plain_environment() -> dict[str, str]:
-    """This process's environment without settings that are meant for shards started by hand."""
-    return {name: v for name, v in os.environ.items() if not name.startswith("SHARDWELL_")}
-
-
-SERVING_LINE = "serving on "
-"""What `shardwell serve` prints when it is ready, followed by HOST:PORT."""

@@ -13,7 +13,8 @@ import click
 from shardwell_server import signals
 from shardwell_server.cli.options import GivenPath, shard_count_option, usage_errors
 from shardwell_server.config import Durability
-from shardwell_server.local_cluster import NOT_READY, START_TIMEOUT_S, LocalCluster, not_started
+from shardwell_server.local_cluster import LocalCluster
+from shardwell_server.shard_process import NOT_READY, START_TIMEOUT_S, not_started
 
 _LOOK_INTERVAL_S = 0.1
 _DEATH_COUNT_MAX = 1000

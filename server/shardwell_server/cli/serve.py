@@ -16,7 +16,6 @@ from shardwell_server import signals
 from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import GivenPath, usage_errors
 from shardwell_server.config import Durability, Limits, ShardConfig
-from shardwell_server.local_cluster import SERVING_LINE
 from shardwell_server.logs import configure_logs
 from shardwell_server.processes import (
     end_when_a_thread_dies,
@@ -24,6 +23,7 @@ from shardwell_server.processes import (
     stop_when_parent_ends,
 )
 from shardwell_server.server import ShardServer
+from shardwell_server.shard_process import SERVING_LINE
 from shardwell_server.store.files.data_dir import DataDir
 
 _ARENA_COUNT_MAX = 2
