@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwell_server.accumulator import MmapGradientAccumulator
     from shardwell_server.config import Limits, ShardConfig
+    from shardwell_server.group_cluster import GroupCluster
     from shardwell_server.local_cluster import LocalCluster
     from shardwell_server.server import ShardServer
 
-__all__ = ["Limits", "LocalCluster", "MmapGradientAccumulator", "ShardConfig", "ShardServer"]
+__all__ = [
+    "GroupCluster",
+    "Limits",
+    "LocalCluster",
+    "MmapGradientAccumulator",
+    "ShardConfig",
+    "ShardServer",
+]
 
 # What a shard refuses or meets is an error of some client's, or in a log that a command shows.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOMES = {
+    "GroupCluster": "group_cluster",
     "Limits": "config",
     "LocalCluster": "local_cluster",
     "MmapGradientAccumulator": "accumulator",

@@ -116,6 +116,11 @@ class Group:
         return self._generation.number
 
     @property
+    def addresses(self) -> list[str]:
+        """HOST:PORT where the other members reach each rank, by rank."""
+        return [member.address for member in self._generation.members]
+
+    @property
     def waiting_count(self) -> int:
         """Workers that wait to come in, as of a moment ago: `rebuild` on all ranks takes them."""
         return self._membership.waiting_count

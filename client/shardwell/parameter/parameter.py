@@ -25,6 +25,7 @@ from shardwell.parameter.first_weights import FirstWeights, GivenWeights
 from shardwell.parameter.membership import Opening
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.values import Room, ValuesT, values_of
+from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
@@ -93,6 +94,17 @@ class Parameter(Generic[ValuesT]):
     def size(self) -> int:
         """Number of float32 elements."""
         return self.spec.size
+
+    @property
+    def slices(self) -> list[Slice]:
+        """The range of elements that each shard owns, by shard.
+
+        Where each worker has a shard (`shardwell run --with-shards`, `GroupCluster`), that of rank
+        r owns `slices[r]`. The first `size % shard_count` are one element longer than the rest;
+        with fewer elements than shards, the last are empty.
+        """
+        shard_count = len(self._shards.channels)
+        return [slice_of(self.size, index, shard_count) for index in range(shard_count)]
 
     @property
     def is_closed(self) -> bool:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 
 import click
 import grpc
 
+from shardwell.client import TARGET_VARIABLE
 from shardwell.errors import ShardwellError
 from shardwell.group.launch.environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
 from shardwell.group.launch.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
 from shardwell.group.rendezvous.service import GroupService
 from shardwell.specs.names import check_name, parse_target
+from shardwell_server import signals
 from shardwell_server.cli.duration import Duration
+from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
 from shardwell_server.launch.announced import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE
 from shardwell_server.launch.run import LocalRun
+from shardwell_server.processes import ChildProcess
 
 _WORKER_COUNT_MAX = 256
 """Each has two pipes; 1024 open files are a usual limit."""
@@ -49,6 +54,12 @@ _LOCALHOST = "127.0.0.1"
     help="Where they meet, such as a shard; default: here, served by this command.",
 )
 @click.option(
+    "--with-shards",
+    is_flag=True,
+    help="A shard beside each worker, in memory, over which weights and optimizer state are split; "
+    "sets $SHARDWELL_SHARDS.",
+)
+@click.option(
     "--grace-s",
     type=Duration(0.0, 3600.0),
     default=5.0,
@@ -61,6 +72,7 @@ def run(
     worker_count: int,
     group_name: str | None,
     rendezvous: str | None,
+    with_shards: bool,
     grace_s: float,
     command: tuple[str, ...],
 ) -> None:
@@ -78,44 +90,59 @@ def run(
     ended it, or 0 if none failed. Ctrl-C and SIGTERM are passed on; a second one kills at once.
     What workers have started ends with them, also when this command is killed, except what has
     made itself a session of its own.
+
+    With --with-shards each worker has a shard, in a process of its own: connect() needs no target.
+    They start before the workers and end after them; one that dies ends the run, as a worker does.
     """
     program = _find_program(command[0])
+    if with_shards and worker_count > LOCAL_SHARD_COUNT_MAX:
+        raise click.UsageError(
+            f"--with-shards: a machine has at most {LOCAL_SHARD_COUNT_MAX} shards; got "
+            f"-n {worker_count}; start fewer workers, or `shardwell cluster` with fewer shards"
+        )
     try:
         group_name = check_name("--group", group_name or f"run-{uuid.uuid4().hex[:12]}")
-        close = None
         if rendezvous:
             parse_target(rendezvous)
-        else:
-            rendezvous, close = serve_rendezvous()
     except ShardwellError as error:
         raise click.UsageError(error.message) from None
-    try:
-        environments = _environments(worker_count, group_name, rendezvous)
-        code = LocalRun(program, command, environments, grace_s=grace_s).run()
-    except OSError as error:
-        raise click.ClickException(f"can't start {worker_count} workers: {error}") from error
-    finally:
-        if close is not None:
-            close()
+    with contextlib.ExitStack() as stack:
+        shared = {GROUP_VARIABLE: group_name}
+        shards: Sequence[ChildProcess] = ()
+        if with_shards:
+            from shardwell_server.local_cluster import LocalCluster  # a third of a second
+
+            with signals.breaking_off():
+                cluster = stack.enter_context(
+                    LocalCluster(worker_count, processes=True, log_level="warning")
+                )
+            shards = cluster.children
+            shared[TARGET_VARIABLE] = cluster.target
+        shared[RENDEZVOUS_VARIABLE] = rendezvous or stack.enter_context(_served_rendezvous())
+        environments = _environments(worker_count, shared)
+        try:
+            code = LocalRun(program, command, environments, shards, grace_s=grace_s).run()
+        except OSError as error:
+            raise click.ClickException(f"can't start {worker_count} workers: {error}") from error
     raise click.exceptions.Exit(code)
 
 
-def serve_rendezvous() -> tuple[str, Callable[[], None]]:
-    """Serves the place where the workers meet; its address, and what ends it."""
+@contextlib.contextmanager
+def _served_rendezvous() -> Iterator[str]:
+    """Serves the place where the workers meet; its address."""
     server = grpc.server(
         futures.ThreadPoolExecutor(_RENDEZVOUS_THREAD_COUNT, "shardwell-rendezvous")
     )
     server.add_generic_rpc_handlers([GroupService().handler()])
     port = server.add_insecure_port(f"{_LOCALHOST}:0")
     server.start()
-
-    def close() -> None:
+    try:
+        yield f"{_LOCALHOST}:{port}"
+    finally:
         server.stop(None).wait()
 
-    return f"{_LOCALHOST}:{port}", close
 
-
-def _environments(worker_count: int, group_name: str, rendezvous: str) -> list[dict[str, str]]:
+def _environments(worker_count: int, given: dict[str, str]) -> list[dict[str, str]]:
     with socket.create_server((_LOCALHOST, 0)) as listener:
         free_port = listener.getsockname()[1]
     shared = {
@@ -126,9 +153,8 @@ def _environments(worker_count: int, group_name: str, rendezvous: str) -> list[d
         "MASTER_ADDR": _LOCALHOST,
         "MASTER_PORT": str(free_port),
         "PYTHONUNBUFFERED": "1",
-        GROUP_VARIABLE: group_name,
-        RENDEZVOUS_VARIABLE: rendezvous,
         LAUNCHER_VARIABLE: SHARDWELL_RUN,
+        **given,
     }
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(worker_count)]
 

@@ -1,9 +1,10 @@
-"""Workers on this machine from start to end: the first that fails stops all.
+"""Workers on this machine from start to end: the first that fails, or a shard of theirs, stops all.
 
 One thread does it all, so that lines do not mix: it waits for output, for ends of processes and for
 signals, which all wake it through file descriptors.
 
-A worker is a process and the group of all that it starts.
+A worker is a process and the group of all that it starts. Shards that workers may have beside them
+are only watched: whoever started them stops them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardwell_server.launch import announced
 from shardwell_server.launch import reaper as keeper
 from shardwell_server.launch.output import RankOutput, shows_colors
 from shardwell_server.launch.reaper import send_to_group
-from shardwell_server.processes import describe_exit
+from shardwell_server.processes import ChildProcess, describe_exit
 
 _STDOUT_FD, _STDERR_FD = 1, 2
 _PR_SET_CHILD_SUBREAPER = 36
@@ -132,6 +133,7 @@ class LocalRun:
         program: Path of the executable.
         command: Its arguments, its name first.
         environments: The variables of each rank.
+        shards: Processes that serve the workers: the end of one is a failure, too.
         grace_s: How long workers that are asked to stop may take.
     """
 
@@ -140,12 +142,14 @@ class LocalRun:
         program: str,
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
+        shards: Sequence[ChildProcess] = (),
         *,
         grace_s: float,
     ) -> None:
         self._program = program
         self._command = command
         self._environments = environments
+        self._shards = shards
         self._grace_s = grace_s
         self._ranks: list[RankProcess] = []
         self._failed_code: int | None = None
@@ -159,8 +163,9 @@ class LocalRun:
     def run(self) -> int:
         """Blocks until no worker is left; the exit code.
 
-        0 if all ended with it; that of the first that failed, or 128 and the number of the signal
-        that ended it; 128 and the number of the signal that stopped us.
+        0 if all ended with it; that of the first worker or shard that failed, or 128 and the number
+        of the signal that ended it; 1 for a shard that ended with 0; 128 and the number of the
+        signal that stopped us.
 
         Raises:
             OSError: a worker can't be started; those that were are stopped.
@@ -260,6 +265,7 @@ class LocalRun:
                     f"{signal.Signals(self._signal).name}: workers have {self._grace_s:g} s to "
                     "stop; another one kills them at once"
                 )
+            self._judge_shards()
             must_look = bool(left) or self._stop_s is not None
             self._pass_on_output(_LOOK_INTERVAL_S if must_look else None)
             ended = [rank for rank in running if rank.exit_code is not None]
@@ -283,12 +289,24 @@ class LocalRun:
         failed.sort(key=lambda rank: ((rank.exit_code or 0) > 0, rank.rank))
         first = failed[0].exit_code
         assert first is not None
-        self._failed_code = first if first > 0 else signals.EXIT_CODE_BASE - first
+        self._failed_code = _exit_code_of(first)
         for rank in failed:
             _say(
                 f"rank {rank.rank} has ended with {describe_exit(rank.exit_code)}"
                 + ("; the others are stopped" if len(self._ranks) > len(failed) else "")
             )
+
+    def _judge_shards(self) -> None:
+        """Stops the workers where a shard has ended: without it none comes any further."""
+        if self._stop_s is not None or self._failed_code is not None:
+            return
+        for index, shard in enumerate(self._shards):
+            code = shard.poll()
+            if code is not None:
+                self._failed_code = _exit_code_of(code) or 1
+                _say(f"shard {index} has ended with {describe_exit(code)}; the workers are stopped")
+                self._ask_to_stop(signal.SIGTERM)
+                return
 
     def _ask_to_stop(self, number: int) -> None:
         """Sends a signal to those that have got none. Also called by the signals' handler."""
@@ -337,6 +355,11 @@ class LocalRun:
         if not output.is_open:
             self._selector.unregister(output)
         return was_there
+
+
+def _exit_code_of(code: int) -> int:
+    """As shells have it, of what subprocess says."""
+    return code if code >= 0 else signals.EXIT_CODE_BASE - code
 
 
 def _is_released(rank: RankProcess, keeper_fd: int) -> bool:

@@ -1,6 +1,7 @@
 """`shardwell run` with real programs: what they get, what is shown of them, and how they end.
 
-Workers tell their process ids, and every test ends with a look whether they are gone.
+Workers tell their process ids, and every test ends with a look whether they are gone; so are their
+shards, which are found as children of the command.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from harness.leaks import is_running
+from harness.leaks import child_pids, is_running
 from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.programs.commands import Program, run_command
 from shardwell.group.launch.environment import LaunchEnvironment
@@ -376,9 +377,122 @@ def test_commands_that_can_not_be_started(script, tmp_path, command, code, words
         ("-n1", "--group=a b", "true"),
         ("-n1", "--rendezvous=nonsense", "true"),
         ("-n1", "--grace-s=-1", "true"),
+        ("-n65", "--with-shards", "true"),
     ],
 )
 def test_flags_that_make_no_sense(arguments) -> None:
     code, _, log = run_command("run", *arguments)
     assert code == 2
     assert "Traceback" not in log
+
+
+TRAINING = """
+import numpy as np, shardwell
+count = int(os.environ["WORLD_SIZE"])
+client = shardwell.connect(worker_id=f"w{rank}", timeout_s=300)
+net = client.parameter(
+    "net", size=7, optimizer=shardwell.SGD(learning_rate=1.0), worker_count=count, codec="fp32"
+)
+net.init(np.zeros(7, np.float32))
+weights = net.exchange(np.arange(1, 8) * (rank + 1.0))
+"""
+
+
+def _shard_pids(running: Program, count: int) -> list[int]:
+    """Of the shards of a run, by index."""
+
+    def found() -> list[int]:
+        pids = {}
+        for pid in child_pids(running.pid):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                for word in words:
+                    if word.startswith(b"--shard-index="):
+                        pids[int(word.rpartition(b"=")[2])] = pid
+        return [pids[index] for index in sorted(pids)] if len(pids) == count else []
+
+    return eventually(f"{count} shards run", found)
+
+
+def test_each_worker_has_a_shard(script) -> None:
+    """In the order of the ranks, whatever cluster the variable named before."""
+    program = script(
+        TRAINING + "shards = [status.shard_index for status in client.status()]\n"
+        "print(shards, weights.tolist(), os.environ['SHARDWELL_SHARDS'])"
+    )
+    command = ("run", "-n3", "--with-shards", "--", sys.executable, program)
+    code, output, log = run_command(*command, environment={"SHARDWELL_SHARDS": "10.0.0.1:7070"})
+    assert (code, log) == (0, "")
+    lines = sorted(output.splitlines())
+    told = [re.fullmatch(r"\[(\d)\] (\[.*?\]) (\[.*?\]) (\S+)", line).groups() for line in lines]
+    expected = str([-2.0 * i for i in range(1, 8)])  # the mean of 1, 2 and 3 times
+    assert [(rank, shards, weights) for rank, shards, weights, _ in told] == [
+        (str(rank), "[0, 1, 2]", expected) for rank in range(3)
+    ]
+    targets = {target for *_, target in told}
+    assert len(targets) == 1
+    assert len(targets.pop().split(",")) == 3
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_shard_that_dies_ends_the_run(script, pids, killed) -> None:
+    program = script(TRAINING + "tell(os.getpid()); net.get_weights(min_version=2)")
+    with _start(2, program, "--with-shards", "--grace-s=60") as running:
+        shards = _shard_pids(running, 2)
+        _all_told(pids, 2)
+        os.kill(shards[killed], signal.SIGKILL)
+        assert running.end() == 128 + signal.SIGKILL
+        words = f"shard {killed} has ended with signal 9 (SIGKILL); the workers are stopped"
+        assert f"shardwell: {words}" in running.log
+    assert not any(map(is_running, shards))
+
+
+def test_a_shard_that_is_told_to_stop_ends_the_run_too(script, pids) -> None:
+    program = script("tell(os.getpid()); time.sleep(60)")
+    with _start(1, program, "--with-shards") as running:
+        shards = _shard_pids(running, 1)
+        _all_told(pids, 1)
+        os.kill(shards[0], signal.SIGTERM)
+        assert running.end() == 1
+        assert running.log == [
+            "shardwell: shard 0 has ended with exit code 0; the workers are stopped"
+        ]
+
+
+def test_shards_end_with_workers_that_fail(script, pids) -> None:
+    program = script(
+        TRAINING + "tell(os.getpid()); others_are_there()\n"
+        "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "net.get_weights(min_version=2)"
+    )
+    with _start(2, program, "--with-shards", "--grace-s=60") as running:
+        shards = _shard_pids(running, 2)
+        assert running.end() == 128 + signal.SIGKILL
+        words = "rank 1 has ended with signal 9 (SIGKILL); the others are stopped"
+        assert f"shardwell: {words}" in running.log
+    assert not any(map(is_running, shards))
+
+
+def test_shards_serve_until_the_last_worker_has_ended(script, pids) -> None:
+    """Ctrl-C is for the workers: what they do then, such as to save, finds its shards."""
+    program = script(
+        TRAINING + "tell(os.getpid())\n"
+        "try:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('saved', net.get_weights()[1])"
+    )
+    with _start(2, program, "--with-shards", "--grace-s=60") as running:
+        shards = _shard_pids(running, 2)
+        _all_told(pids, 2)
+        running.send(signal.SIGINT)
+        assert running.end() == 128 + signal.SIGINT
+        assert sorted(running.lines) == ["[0] saved -3.0", "[1] saved -3.0"]
+    assert not any(map(is_running, shards))
+
+
+def test_shards_end_when_the_command_itself_is_killed(script, pids) -> None:
+    program = script(TRAINING + "tell(os.getpid()); time.sleep(60)")
+    with _start(2, program, "--with-shards", "--grace-s=0.5") as running:
+        all_pids = [*_shard_pids(running, 2), *_all_told(pids, 2)]
+        running.send(signal.SIGKILL)
+        eventually("all are gone", lambda: not any(map(is_running, all_pids)))

@@ -27,6 +27,7 @@ COMMAND = ("-m", "shardwell_server")
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SERVE = ("serve", "--shard-index=0", "--shard-count=1", "--listen=127.0.0.1:0")
 SHORT_RUN = ("run", "-n1", "--", "sleep", "60")
+RUN_WITH_SHARDS = ("run", "-n2", "--with-shards", "--", "sleep", "60")
 
 
 def _holds(pid: int, number: int) -> bool:
@@ -140,6 +141,14 @@ def test_what_serves_ends_with_0(command, number) -> None:
         program.send(number)
         assert program.end() == 0
         eventually("no child is left", lambda: not any(map(is_running, children)))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("moment", list(MOMENTS))
+def test_a_run_with_shards_that_starts_ends_and_leaves_nothing(moment, number) -> None:
+    with Program(*COMMAND, *RUN_WITH_SHARDS) as program:
+        assert _ended_at(program, moment, number) == 128 + number
 
 
 def test_under_nohup_a_terminal_s_end_ends_nothing() -> None:

@@ -46,6 +46,10 @@ PRINTED = {
     "docs/parameters.md 1": "640",
     "docs/parameters.md 3": r"2 2\nShardStatus\(.*",
     "shardwell run -n 4 -- python train.py": r"(?s).*\[3\] rank 3 of 4: \[1\.5 1\.5 1\.5\].*",
+    "shardwell run -n 2 --with-shards -- python own_shards.py": (
+        r"(?s)(?=.*\[0\] 0 to 5: \[0\.9 )(?=.*\[1\] 5 to 10: \[0\.9 ).*"
+    ),
+    "shardwell run -n 2 -- python own_cluster.py": r"(\[[01]\] 0\.9\d*\n?){2}",
     "docs/groups.md 2": rf"\d\.\d+(e-\d+)? {ONES}",
     "docs/tables.md 1": r"\[     7 123456\]",
     "shardwell checkpoint inspect ckpt/step-1000 --verify": r"(?s).*numpy.*",

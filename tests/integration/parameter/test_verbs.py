@@ -40,6 +40,19 @@ def test_every_size_on_every_shard_count(cluster, connect, size, shard_count) ->
         assert (model.next_step, model.version) == (step + 1, step + 1)
 
 
+@pytest.mark.parametrize(("size", "shard_count"), [(1, 3), (7, 3), (128, 1), (4001, 5)])
+def test_slices_are_what_each_shard_holds(cluster, connect, size, shard_count) -> None:
+    client = connect(cluster(shard_count), "w0")
+    model = client.parameter("model", size=size, optimizer=SGD)
+    parts = np.array_split(np.arange(size), shard_count)
+    assert [list(range(part.offset, part.stop)) for part in model.slices] == [
+        part.tolist() for part in parts
+    ]
+    for part, status in zip(model.slices, client.status(), strict=True):
+        held = status.parameters[0]
+        assert (held.slice_offset, held.slice_size) == (part.offset, part.size)
+
+
 def test_thousands_of_elements_in_hundreds_of_chunks(cluster, connect) -> None:
     size = 20_011
     client = connect(cluster(3, chunk_size_bytes=64), "w0")
