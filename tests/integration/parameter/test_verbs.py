@@ -87,6 +87,24 @@ def test_out_is_filled_and_returned(cluster, connect) -> None:
     np.testing.assert_array_equal(out.reshape(-1), np.arange(12) - 0.5)
 
 
+def test_windows_into_larger_vectors_are_slices_of_them(cluster, connect) -> None:
+    """Two parameters share one vector of weights, and one of gradients; nothing beside changes."""
+    client = connect(cluster(), "w0")
+    weights = np.arange(30, dtype=np.float32)
+    gradients = np.arange(30, dtype=np.float32) * 2
+    expected = weights.astype(np.float64)
+    for name, window in (("head", slice(3, 10)), ("tail", slice(12, 30))):
+        model = client.parameter(name, size=window.stop - window.start, optimizer=SGD)
+        model.init(weights[window])
+        model.exchange(gradients[window], out=weights[window])
+        model.begin_exchange(gradients[window], out=weights[window]).finish()
+        expected[window] -= 2 * 0.5 * gradients[window]
+        np.testing.assert_array_equal(weights, expected)
+        weights[window] = 0
+        model.get_weights(out=weights[window])
+        np.testing.assert_array_equal(weights, expected)
+
+
 def test_out_may_not_be_the_gradient(cluster, connect) -> None:
     model = connect(cluster(), "w0").parameter("model", size=12, optimizer=SGD)
     model.init(np.zeros(12, np.float32))

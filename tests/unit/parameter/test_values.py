@@ -42,6 +42,22 @@ def test_views_of_one_buffer_are_that_buffer() -> None:
     assert not values().flat("gradient", views(vector)).flags.writeable
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("layout", [None, LAYOUT])
+def test_a_window_into_a_larger_vector_is_used_where_it_lies(
+    layout: TensorLayout | None, in_place: bool
+) -> None:
+    larger = np.arange(30, dtype=np.float32)
+    window = larger[5:16]
+    given = window if layout is None else views(window)
+    flat = values(layout).flat("gradient", given, in_place=in_place)
+    room = values(layout).room(given)
+    for used in (flat, room.flat):
+        assert used.__array_interface__["data"] == window.__array_interface__["data"]
+        assert used.tolist() == window.tolist()
+    assert not room.copies
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", ">f4"])
 def test_others_are_copied_in_the_order_of_the_layout(dtype: str) -> None:
     given = dict(reversed(apart(dtype).items()))
