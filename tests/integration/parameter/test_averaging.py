@@ -50,6 +50,28 @@ def test_the_same_bits_as_the_model(cluster, connect, codec, worker_count, shard
         np.testing.assert_array_equal(weights, oracle.weights)
 
 
+@pytest.mark.parametrize("divisor", [1, 2, 12])
+def test_a_divisor_of_the_caller_s_choice(cluster, connect, divisor) -> None:
+    """As docs/parameters.md has it: the sum over a number, by gradients that were multiplied."""
+    running = cluster(2, chunk_size_bytes=64)
+    size, worker_count = 61, 3
+    gradients = [4.0 * integer_gradient(index, 0, size) for index in range(worker_count)]
+
+    def work(index: int) -> np.ndarray:
+        total = connect(running, f"w{index}").parameter(
+            "total",
+            size=size,
+            optimizer=shardwell.Average(),
+            worker_count=worker_count,
+            codec="fp32",
+        )
+        return total.exchange(gradients[index] * (worker_count / divisor))
+
+    for total in together([lambda i=i: work(i) for i in range(worker_count)]):
+        expected = np.sum(gradients, axis=0, dtype=np.float64) / divisor
+        np.testing.assert_array_equal(total, expected.astype(np.float32))
+
+
 def test_five_workers_average_within_rounding(cluster, connect) -> None:
     """A fifth has no exact float; a step is one division, so one rounding."""
     running = cluster(3, chunk_size_bytes=64)
