@@ -18,6 +18,7 @@ import numpy as np
 
 from shardwell.errors import ShardUnavailableError
 from shardwell.group.group import Group
+from shardwell.group.join import listening_address
 from shardwell.process.owner import OwnerProcess
 from shardwell.specs.names import ADDRESS_LENGTH_MAX, format_ranks
 from shardwell_server import signals
@@ -41,8 +42,8 @@ class GroupCluster:
 
     Args:
         group: Whose ranks get a shard each; it must not be rebuilt meanwhile.
-        listen: HOST:PORT of this rank's shard. Default: a free port of the address at which the
-            other ranks reach this one.
+        listen: HOST:PORT of this rank's shard. Default: a free port, where the other ranks reach
+            this one; on all interfaces if they know it by a name.
         chunk_size_bytes: See ShardConfig.
         grace_s: See ShardConfig.
         session_lease_s: See ShardConfig.
@@ -79,7 +80,7 @@ class GroupCluster:
                     shard_index=group.rank,
                     shard_count=group.size,
                     cluster_id=self._cluster_id,
-                    listen=listen or f"{reachable_host}:0",
+                    listen=listen or listening_address(f"{reachable_host}:0"),
                     chunk_size_bytes=chunk_size_bytes,
                     grace_s=grace_s,
                     session_lease_s=session_lease_s,

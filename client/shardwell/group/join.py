@@ -202,7 +202,7 @@ def _arguments(
             )
         meeting, serves, listen = addresses[0], rank == 0, listen or addresses[rank]
     if listen is None:
-        listen = _served_at(meeting) if serves else f"{_host_towards(meeting)}:0"
+        listen = listening_address(meeting) if serves else f"{_host_towards(meeting)}:0"
     return _Arguments(
         name=check_name("name of a group", name),
         rank=rank,
@@ -213,16 +213,16 @@ def _arguments(
     )
 
 
-def _served_at(meeting: str) -> str:
-    """Where rank 0 listens to be found at `meeting`: a host's name may stand for any interface."""
-    host, _, port = meeting.rpartition(":")
+def listening_address(address: str) -> str:
+    """HOST:PORT to listen on to be found at `address`: a name may stand for any interface."""
+    host, _, port = address.rpartition(":")
     if host == "localhost":
-        return meeting
+        return address
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
-    return meeting
+    return address
 
 
 def _host_towards(meeting: str) -> str:

@@ -490,9 +490,13 @@ def test_shards_serve_until_the_last_worker_has_ended(script, pids) -> None:
     assert not any(map(is_running, shards))
 
 
-def test_shards_end_when_the_command_itself_is_killed(script, pids) -> None:
+@pytest.mark.parametrize("while_it_starts", [False, True])
+def test_shards_end_when_the_command_itself_is_killed(script, pids, while_it_starts) -> None:
     program = script(TRAINING + "tell(os.getpid()); time.sleep(60)")
     with _start(2, program, "--with-shards", "--grace-s=0.5") as running:
-        all_pids = [*_shard_pids(running, 2), *_all_told(pids, 2)]
+        shards = _shard_pids(running, 2)
+        if not while_it_starts:
+            _all_told(pids, 2)
         running.send(signal.SIGKILL)
-        eventually("all are gone", lambda: not any(map(is_running, all_pids)))
+        eventually("all are gone", lambda: not any(map(is_running, [*shards, *pids()])))
+        eventually("no worker is started", lambda: not _processes_of(program))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -175,29 +176,37 @@ with (
     )
     net.init(np.zeros(5, np.float32))
     net.exchange(np.ones(5, np.float32))
-    print("trained", flush=True)
+    print("trained", cluster.target, flush=True)
     if "waits" in sys.argv:
         time.sleep(300)
 """
 
 
-def _started(path: Path, *arguments: str) -> Callable[[int], Program]:
+def _started(path: Path, *arguments: str, host: str = "127.0.0.1") -> Callable[[int], Program]:
     path.write_text(WORKER)
     shared = {
         "WORLD_SIZE": "2",
         "SHARDWELL_GROUP": "job",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": host,
         "SHARDWELL_RENDEZVOUS_PORT": str(free_port()),
     }
     return lambda rank: Program(str(path), *arguments, environment={**shared, "RANK": str(rank)})
 
 
-def test_programs_that_any_launcher_has_started(tmp_path) -> None:
-    """As torchrun starts them: rank 0 serves the place where they meet."""
-    start = _started(tmp_path / "worker.py")
+@pytest.mark.parametrize("host", ["127.0.0.1", "this machine's name"])
+def test_programs_that_any_launcher_has_started(tmp_path, host) -> None:
+    """As torchrun starts them: rank 0 serves the place where they meet, and is known by it."""
+    if host == "this machine's name":
+        host = socket.gethostname()
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            pytest.skip("it has no address")
+    start = _started(tmp_path / "worker.py", host=host)
     with start(0) as first, start(1) as second:
         assert (first.end(), second.end()) == (0, 0), (first.log, second.log)
-        assert first.lines == second.lines == ["trained"]
+        assert first.lines == second.lines
+        assert first.lines[0].startswith(f"trained {host}:")
         assert first.log == second.log == []
 
 
@@ -209,7 +218,7 @@ def test_a_shard_ends_with_its_worker(tmp_path, number) -> None:
         stack.callback(lambda: [os.kill(pid, signal.SIGKILL) for pid in filter(is_running, shards)])
         workers = [stack.enter_context(start(rank)) for rank in range(2)]
         for worker in workers:
-            assert worker.read_line() == "trained"
+            assert worker.read_line().startswith("trained ")
         own = child_pids(workers[1].pid)
         shards |= own | child_pids(workers[0].pid)
         assert len(shards) == 2
