@@ -1,0 +1,254 @@
+"""A pytree of weights that live on the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.client import Client
+from shardwell.errors import ArgumentError, ShardwellError
+from shardwell.jax.callbacks import is_traced, on_host
+from shardwell.jax.tree_shape import TreeShape
+from shardwell.numerics.codec import Float32
+from shardwell.parameter.parameter import Parameter
+from shardwell.parameter.values import NamedArrays, TensorViews
+from shardwell.specs.layout import TensorGroup
+from shardwell.specs.optimizers import Optimizer
+from shardwell.specs.parameter import CodecName, ModeName
+
+ResultT = TypeVar("ResultT")
+
+
+class _Gradient(NamedTuple):
+    """A gradient, and how it counts."""
+
+    step: int
+    values: Float32
+    sample_count: Any
+    learning_rate: float | None
+
+    def is_same(self, other: _Gradient) -> bool:
+        """Whether the other one counts as this one does, bit for bit."""
+        bits = self.values.view(np.uint32), other.values.view(np.uint32)
+        return self[2:] == other[2:] and np.array_equal(*bits)
+
+
+class TreeParameter:
+    """Weights on the shards, as a pytree: gradients out, weights in, inside `jit` and outside.
+
+    Each leaf is a tensor of one parameter, named by its path, as "dense/kernel". The shards have
+    float32; weights come back in the structure, shapes and dtypes of `weights`, as new arrays on
+    the default device.
+
+    `exchange` and `get_weights` work inside `jax.jit`, `lax.scan` and the like, where they become
+    ordered callbacks; not under `vmap` or `grad`, which don't know what the shards do. An error
+    inside is a JaxRuntimeError with the text; `shardwell.jax.named_errors` makes it the
+    ShardwellError. One thread at a time uses a TreeParameter.
+
+    A gradient that failed because a shard or a worker was away is made good by the next call: with
+    the same gradient it counts once, and before another one it is counted first.
+
+    Args:
+        client: Made by `shardwell.connect`. It stays the caller's to close.
+        name: Of the parameter on the cluster.
+        weights: First weights, of which the first worker's count, and what the tree looks like:
+            floating point arrays. A worker that starts again goes on with the cluster's.
+        optimizer: The update rule on the shards, such as `shardwell.AdamW(3e-4)`.
+        worker_count: Workers that make a step.
+        groups: Tensors that are updated in their own way, such as `TensorGroup("*/bias", ...)`.
+        codec: How gradients and weights travel; see `Client.parameter`.
+        mode: "sync" or "async"; see `Client.parameter`.
+        allow_non_finite: See `Client.parameter`.
+
+    Raises:
+        ArgumentError: a leaf can't be a tensor; names it. Or it is made inside `jit`.
+        SpecMismatchError: the cluster has another tree under that name; names the tensor.
+        ShardwellError: as `Client.parameter` and `Parameter.init`.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        weights: Any,
+        *,
+        optimizer: Optimizer,
+        worker_count: int = 1,
+        groups: Sequence[TensorGroup] = (),
+        codec: CodecName = "fp16",
+        mode: ModeName = "sync",
+        allow_non_finite: bool = False,
+    ) -> None:
+        what = f"weights of {name!r}"
+        self._shape = TreeShape(what, weights)
+        leaves = self._shape.leaves_of(what, weights)
+        _refuse_traced(leaves, "a TreeParameter is made")
+        self.parameter: Parameter[NamedArrays] = client.parameter(
+            name,
+            tensors={tensor.name: tensor.shape for tensor in self._shape.layout},
+            groups=groups,
+            optimizer=optimizer,
+            worker_count=worker_count,
+            codec=codec,
+            mode=mode,
+            allow_non_finite=allow_non_finite,
+        )
+        """The parameter beneath: `next_step`, `version`, `reopen`."""
+        self._owed: _Gradient | None = None
+        """What a call that failed may have counted, in part or as a whole."""
+        self.parameter.init(self._views(self._shape.flat(jax.device_get(leaves))))
+
+    def __repr__(self) -> str:
+        return f"TreeParameter({self.parameter!r})"
+
+    def get_weights(self, *, min_version: int = 0, timeout_s: float | None = None) -> Any:
+        """The weights, as the shards have them now: a tree of new arrays. Inside `jit`, too.
+
+        Args:
+            min_version: See `Parameter.get_weights`.
+            timeout_s: See `Client`.
+
+        Raises:
+            ShardwellError: as `Parameter.get_weights`.
+        """
+
+        def get() -> list[npt.NDArray[Any]]:
+            return self._arrays(
+                self.parameter.get_weights(min_version=min_version, timeout_s=timeout_s)
+            )
+
+        return self._shape.tree(on_host(get, self._shape.as_structs(), ()))
+
+    def exchange(
+        self,
+        gradient: Any,
+        *,
+        sample_count: Any = 1,
+        learning_rate: Any = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Adds a gradient to this worker's next step; returns the weights after it. Blocks.
+
+        Inside `jit`, too: there the program waits for the other workers.
+
+        Args:
+            gradient: A tree as the weights, of any floating point types and on any device.
+            sample_count: Weight in the step's mean; see `Parameter.put_gradient`. A number, or
+                inside `jit` an integer that was computed there.
+            learning_rate: The optimizer's from this step on; see `Parameter.put_gradient`. The
+                same, as float32 where it was computed.
+            timeout_s: See `Client`.
+
+        Returns:
+            The weights after this step, a tree of new arrays.
+
+        Raises:
+            ArgumentError: the gradient is another tree, or a leaf has another shape or no floating
+                point numbers; names it. Nothing was sent.
+            ShardwellError: as `Parameter.exchange`. The step is still this worker's next: call
+                again.
+        """
+        leaves = self._shape.leaves_of(self._what, gradient)
+        options = [sample_count, learning_rate]
+        computed = [place for place, option in enumerate(options) if isinstance(option, jax.Array)]
+
+        def exchange(*operands: Any) -> list[npt.NDArray[Any]]:
+            given = list(options)
+            for place, value in zip(computed, operands[len(leaves) :], strict=True):
+                given[place] = value[()]
+            made = self._gradient(operands[: len(leaves)], *given)
+
+            def call(work: _Gradient) -> NamedArrays:
+                return self.parameter.exchange(
+                    self._views(work.values),
+                    sample_count=work.sample_count,
+                    learning_rate=work.learning_rate,
+                    timeout_s=timeout_s,
+                )
+
+            return self._arrays(self._counted(made, call, timeout_s))
+
+        operands = [*leaves, *(options[place] for place in computed)]
+        return self._shape.tree(on_host(exchange, self._shape.as_structs(), operands))
+
+    def put_gradient(
+        self,
+        gradient: Any,
+        *,
+        sample_count: int = 1,
+        learning_rate: float | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Adds a gradient to this worker's next step, without waiting for the weights.
+
+        Not inside `jit`. See `exchange`, and `Parameter.put_gradient`.
+
+        Returns:
+            The step that it joined; `get_weights(min_version=step + 1)` has its effect.
+        """
+        leaves = self._shape.leaves_of(self._what, gradient)
+        _refuse_traced(leaves, "put_gradient is called")
+        made = self._gradient(jax.device_get(leaves), sample_count, learning_rate)
+        return self._counted(made, lambda work: self._put(work, timeout_s), timeout_s)
+
+    @property
+    def _what(self) -> str:
+        return f"gradient of {self.parameter.name!r}"
+
+    def _gradient(self, leaves: Sequence[Any], sample_count: Any, learning_rate: Any) -> _Gradient:
+        rate = None if learning_rate is None else float(learning_rate)
+        return _Gradient(self.parameter.next_step, self._shape.flat(leaves), sample_count, rate)
+
+    def _counted(
+        self, work: _Gradient, call: Callable[[_Gradient], ResultT], timeout_s: float | None
+    ) -> ResultT:
+        """What a call returns that counts a gradient, once the one that is owed is counted."""
+        owed = self._owed
+        if owed is not None and owed.step == self.parameter.next_step and not owed.is_same(work):
+            self._owing(owed, lambda it: self._put(it, timeout_s))
+            work = work._replace(step=self.parameter.next_step)
+        return self._owing(work, call)
+
+    def _owing(self, work: _Gradient, call: Callable[[_Gradient], ResultT]) -> ResultT:
+        """Makes a call; the gradient is owed if it failed for want of a shard or a worker."""
+        self._owed = None
+        try:
+            return call(work)
+        except BaseException as error:
+            is_refused = isinstance(error, ShardwellError) and not error.retryable
+            if not is_refused and self.parameter.next_step == work.step:
+                self._owed = work
+            raise
+
+    def _put(self, work: _Gradient, timeout_s: float | None) -> int:
+        return self.parameter.put_gradient(
+            self._views(work.values),
+            sample_count=work.sample_count,
+            learning_rate=work.learning_rate,
+            timeout_s=timeout_s,
+        )
+
+    def _views(self, flat: Float32) -> TensorViews:
+        assert self.parameter.spec.layout is not None
+        return TensorViews(self.parameter.spec.layout, flat)
+
+    def _arrays(self, weights: NamedArrays) -> list[npt.NDArray[Any]]:
+        """The leaves in their dtypes. Nobody writes these weights again: each call has new ones."""
+        return self._shape.cast(list(weights.values()))
+
+
+def _refuse_traced(leaves: Sequence[Any], what: str) -> None:
+    """Refuses to run while JAX traces, when there is nothing to send yet.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    if is_traced(leaves):
+        raise ArgumentError(
+            f"{what} inside jit, where values are traced and not there yet; do it outside; "
+            "exchange and get_weights work inside"
+        )

@@ -1,0 +1,174 @@
+"""A pytree's leaves as named tensors that lie one behind the other in one vector, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.errors import ArgumentError
+from shardwell.numerics.codec import Float32
+from shardwell.specs.layout import TensorLayout
+
+_ONLY_LEAF = "array"
+"""Name of a tree that is nothing but one array."""
+
+
+class _Leaf(NamedTuple):
+    """One leaf of a tree."""
+
+    path: str
+    """As jax writes it: "['dense']['kernel']"."""
+    name: str
+    """The same in the layout: "dense/kernel"."""
+    shape: tuple[int, ...]
+    dtype: Any
+    """Of the array that the caller gets; a floating point type of JAX's."""
+
+
+class TreeShape:
+    """What a tree looks like: its structure, and the name, shape and dtype of each leaf.
+
+    Names are the leaves' paths, as "dense/kernel" or "layers/0/bias"; the order is JAX's, which
+    sorts the keys of dicts.
+
+    Args:
+        what: What the tree is, for messages.
+        tree: Arrays, of JAX or NumPy, or numbers; tracers, too.
+
+    Raises:
+        ArgumentError: a leaf is no array of floating point numbers, two leaves would have one name,
+            or a name, a shape or the whole can't be a layout.
+    """
+
+    def __init__(self, what: str, tree: Any) -> None:
+        found, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+        self._leaves = [
+            _Leaf(
+                jax.tree_util.keystr(path),
+                _name(path),
+                tuple(jnp.shape(leaf)),
+                _float_type(f"{what}: leaf {_name(path)!r}", leaf),
+            )
+            for path, leaf in found
+        ]
+        if not self._leaves:
+            raise ArgumentError(f"{what} must have an array at least; got {tree!r:.80}")
+        by_name: dict[str, _Leaf] = {}
+        for leaf in self._leaves:
+            other = by_name.setdefault(leaf.name, leaf)
+            if other is not leaf:
+                raise ArgumentError(
+                    f"{what}: leaves {other.path} and {leaf.path} would both be tensor "
+                    f"{leaf.name!r}; rename one"
+                )
+        self.layout = TensorLayout.of({leaf.name: leaf.shape for leaf in self._leaves})
+        """Names and shapes, in the order in which the leaves lie in the vector."""
+
+    def leaves_of(self, what: str, tree: Any) -> list[Any]:
+        """The leaves of another tree, which has this structure and these shapes.
+
+        Raises:
+            ArgumentError: it has not, or a leaf has no floating point numbers; names the leaf.
+        """
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        if structure != self._structure:
+            raise self._other_structure(what, tree)
+        for leaf, value in zip(self._leaves, leaves, strict=True):
+            _float_type(f"{what}: leaf {leaf.name!r}", value)
+            if jnp.shape(value) != leaf.shape:
+                raise ArgumentError(
+                    f"{what}: leaf {leaf.name!r} must have shape {leaf.shape}; got "
+                    f"{jnp.shape(value)}"
+                )
+        return list(leaves)
+
+    def flat(self, leaves: Sequence[Any]) -> Float32:
+        """The vector: (size,) float32, copied.
+
+        Args:
+            leaves: NumPy arrays of any floating point type, as `leaves_of` has checked them.
+        """
+        flat: Float32 = np.empty(self.layout.size, np.float32)
+        with np.errstate(over="ignore"):  # what becomes infinite is found by the check
+            for tensor, leaf in zip(self.layout, leaves, strict=True):
+                flat[tensor.offset : tensor.stop] = np.asarray(leaf).reshape(-1)
+        return flat
+
+    def split(self, flat: Float32) -> list[npt.NDArray[Any]]:
+        """The leaves that lie in a vector, each in its dtype: views of it where that is float32."""
+        return self.cast([flat[t.offset : t.stop].reshape(t.shape) for t in self.layout])
+
+    def cast(self, leaves: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+        """The leaves, each in its dtype; the same arrays where they have it."""
+        with np.errstate(over="ignore"):  # float16 has infinity for what is beyond it
+            return [
+                each.astype(leaf.dtype, copy=False)
+                for leaf, each in zip(self._leaves, leaves, strict=True)
+            ]
+
+    def as_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the leaves, as JAX's callbacks want them."""
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self._leaves]
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """The tree that has these leaves."""
+        return jax.tree_util.tree_unflatten(self._structure, leaves)
+
+    def _other_structure(self, what: str, tree: Any) -> ArgumentError:
+        found = [
+            jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        expected = [leaf.path for leaf in self._leaves]
+        for path in expected:
+            if path not in found:
+                return ArgumentError(
+                    f"{what} lacks leaf {path!r}; its structure must be that of the weights"
+                )
+        for path in found:
+            if path not in expected:
+                return ArgumentError(
+                    f"{what} has a leaf {path!r}, which the weights have not; its structure must "
+                    "be theirs"
+                )
+        return ArgumentError(
+            f"{what} has the leaves of the weights in other containers: expected "
+            f"{self._structure!s:.400}; got {jax.tree_util.tree_structure(tree)!s:.400}"
+        )
+
+
+def _name(path: Sequence[Any]) -> str:
+    """What a leaf is called in the layout."""
+    return "/".join(map(_key, path)) if path else _ONLY_LEAF
+
+
+def _key(entry: Any) -> str:
+    """What an entry of a path is called: a dict's key, an index, an attribute's name."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def _float_type(what: str, leaf: Any) -> Any:
+    """The dtype that a leaf has in JAX.
+
+    Raises:
+        ArgumentError: it is no array, or not of floating point numbers.
+    """
+    try:
+        dtype = jnp.result_type(leaf)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"{what} must be an array of floating point numbers; got {type(leaf).__name__}; take "
+            "it out of the tree"
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ArgumentError(
+            f"{what} is {dtype}; only floating point numbers are trained; take it out of the tree"
+        )
+    return dtype
