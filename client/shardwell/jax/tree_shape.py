@@ -25,9 +25,9 @@ class _Leaf(NamedTuple):
     """As jax writes it: "['dense']['kernel']"."""
     name: str
     """The same in the layout: "dense/kernel"."""
-    shape: tuple[int, ...]
     dtype: Any
     """Of the array that the caller gets; a floating point type of JAX's."""
+    shape: tuple[int, ...]
 
 
 class TreeShape:
@@ -51,8 +51,8 @@ class TreeShape:
             _Leaf(
                 jax.tree_util.keystr(path),
                 _name(path),
-                tuple(jnp.shape(leaf)),
                 _float_type(f"{what}: leaf {_name(path)!r}", leaf),
+                tuple(jnp.shape(leaf)),
             )
             for path, leaf in found
         ]
@@ -120,19 +120,17 @@ class TreeShape:
         return jax.tree_util.tree_unflatten(self._structure, leaves)
 
     def _other_structure(self, what: str, tree: Any) -> ArgumentError:
-        found = [
-            jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-        ]
-        expected = [leaf.path for leaf in self._leaves]
-        for path in expected:
-            if path not in found:
+        found = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        expected = [leaf.name for leaf in self._leaves]
+        for name in expected:
+            if name not in found:
                 return ArgumentError(
-                    f"{what} lacks leaf {path!r}; its structure must be that of the weights"
+                    f"{what} lacks leaf {name!r}; its structure must be that of the weights"
                 )
-        for path in found:
-            if path not in expected:
+        for name in found:
+            if name not in expected:
                 return ArgumentError(
-                    f"{what} has a leaf {path!r}, which the weights have not; its structure must "
+                    f"{what} has a leaf {name!r}, which the weights have not; its structure must "
                     "be theirs"
                 )
         return ArgumentError(
