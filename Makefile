@@ -13,7 +13,7 @@ TESTS ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup docs test test-exhaustive test-torch mutants demo demo-embeddings lint protos bench soak fuzz
+.PHONY: help setup docs test test-exhaustive test-torch test-jax mutants demo demo-embeddings lint protos bench soak fuzz
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -21,6 +21,8 @@ PYKEEN := pykeen==1.11.1
 TORCH := torch==2.13.0+cpu
 TORCH_TESTS := tests/unit/numerics/test_update_rules_torch.py tests/unit/numerics/test_arguments.py \
   tests/integration/torch tests/integration/docs
+JAX := jax==0.10.2 optax==0.2.8 keras==3.15.1
+JAX_TESTS := tests/integration/jax tests/integration/docs tests/integration/examples
 # Read when a recipe runs: tools that scripts call are those of the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # The tests start hundreds of processes: not one of them is to compile every module again.
@@ -32,6 +34,7 @@ help:
 	@echo "make test    the tests (6 minutes on two cores)"
 	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
 	@echo "make test-torch    those of shardwell.torch, with PyTorch's CPU build"
+	@echo "make test-jax    those of shardwell.jax, with JAX's CPU build, optax and Keras"
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
 	@echo "make fuzz    properties and state machines again, with new random examples"
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
@@ -68,6 +71,12 @@ test-torch: $(VENV)/.has-test
 	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH); then \
 	  $(BIN)/python -m pytest -n $(WORKERS) $(TORCH_TESTS); \
 	else echo "no $(TORCH) for this Python here: the tests of shardwell.torch were not run"; fi
+
+# The same for JAX, whose versions each ask for a newer Python than the last.
+test-jax: $(VENV)/.has-test
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(JAX); then \
+	  $(BIN)/python -m pytest -n $(WORKERS) $(JAX_TESTS); \
+	else echo "no $(JAX) for this Python here: the tests of shardwell.jax were not run"; fi
 
 lint: $(VENV)/.has-lint
 	$(BIN)/ruff check

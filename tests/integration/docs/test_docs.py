@@ -28,12 +28,12 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
     "README.md",
     *(f"docs/{name}.md" for name in (
-        "pytorch", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
+        "pytorch", "jax", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
         "guarantees", "errors", "performance", "wire", "architecture",
     )),
 ]  # fmt: skip
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-"""Where it is not, what needs it is left to `make test-torch`."""
+MISSING = [name for name in ("torch", "jax", "optax") if importlib.util.find_spec(name) is None]
+"""What needs these is left to `make test-torch` and `make test-jax`."""
 ELSEWHERE = {
     "make demo": "test_demo.py, and CI runs it",
     "pip install .[torch]": "the Dockerfile does it; tests use an editable installation",
@@ -43,6 +43,7 @@ ONES = r"\[ *((1\.0*|0\.999\d*) *){3}\]"
 PRINTED = {
     "python worker.py w1": ONES,
     "python train.py w1": r"loss 0\.[0-4]\d*",
+    "docs/jax.md 1": r"\['dense/bias', 'dense/kernel'\]\nloss 0\.\d+",
     "docs/parameters.md 1": "640",
     "docs/parameters.md 3": r"2 2\nShardStatus\(.*",
     "shardwell run -n 4 -- python train.py": r"(?s).*\[3\] rank 3 of 4: \[1\.5 1\.5 1\.5\].*",
@@ -102,7 +103,7 @@ class Reader:
         """Of shards that were started one by one."""
 
     def do(self, step: Step) -> None:
-        if "torch" in step.needs and not HAS_TORCH:
+        if any(name in step.needs for name in MISSING):
             return
         if step.is_python:
             if step.saved_as:

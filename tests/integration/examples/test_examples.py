@@ -54,7 +54,6 @@ def test_the_example_of_a_group() -> None:
     assert sum("[3.]" in line for line in lines) == 4
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="it brings the digits")
 def test_the_example_of_a_sharded_optimizer() -> None:
     program = str(ROOT / "examples" / "sharded_optimizer.py")
     lines = output_of("-m", "shardwell_server", "run", "-n", "2", "--", sys.executable, program)
@@ -65,13 +64,37 @@ def test_the_example_of_a_sharded_optimizer() -> None:
     assert float(first) > 0.93
 
 
+def accuracies_of_two(name: str, **environment: str) -> list[float]:
+    """What two workers of an example print at the end."""
+    program = str(ROOT / "examples" / name)
+    with LocalCluster(2) as cluster:
+        variables = {"SHARDWELL_SHARDS": cluster.target, **environment}
+        with (
+            Program(program, "w0", environment=variables) as first,
+            Program(program, "w1", environment=variables) as second,
+        ):
+            assert first.end(END_TIMEOUT_S) == 0, first.log
+            assert second.end(END_TIMEOUT_S) == 0, second.log
+    found = [re.search(r"accuracy (\S+) on", each.lines[-1]) for each in (first, second)]
+    return [float(each[1]) for each in found if each]
+
+
+def test_the_example_of_scikit_learn() -> None:
+    first, second = accuracies_of_two("scikit_learn.py")
+    assert first == second > 0.9  # of one model, which both have
+
+
+@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="make test-jax installs it")
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_the_example_of_keras(backend: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed; it is not a dependency")
+    variables = {"KERAS_BACKEND": backend, "KERAS_HOME": str(tmp_path)}
+    first, second = accuracies_of_two("keras_digits.py", **variables)
+    assert first == second > 0.9
+
+
 def test_every_example_is_run() -> None:
-    named = {
-        "worker.py",
-        "all_reduce.py",
-        "local_cluster.py",
-        "group.py",
-        "knowledge_graph.py",
-        "sharded_optimizer.py",
-    }
+    named = {"worker.py", "all_reduce.py", "local_cluster.py", "group.py", "knowledge_graph.py"}
+    named |= {"sharded_optimizer.py", "keras_digits.py", "scikit_learn.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == named
