@@ -46,7 +46,8 @@ class TreeShape:
     """
 
     def __init__(self, what: str, tree: Any) -> None:
-        found, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+        found, structure = jax.tree_util.tree_flatten_with_path(tree)
+        self._structure: Any = structure
         self._leaves = [
             _Leaf(
                 jax.tree_util.keystr(path),
