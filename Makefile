@@ -22,7 +22,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_TESTS := tests/unit/numerics/test_update_rules_torch.py tests/unit/numerics/test_arguments.py \
   tests/integration/torch tests/integration/docs
 JAX := jax==0.10.2 optax==0.2.8 keras==3.15.1
-JAX_TESTS := tests/integration/jax tests/integration/docs tests/integration/examples
+JAX_TESTS := tests/integration/jax tests/integration/docs tests/integration/examples/test_examples.py
 # Read when a recipe runs: tools that scripts call are those of the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # The tests start hundreds of processes: not one of them is to compile every module again.

@@ -54,7 +54,10 @@ def on_host(
                 _raised.append(copy.copy(error).with_traceback(None))
                 raise
 
-        return list(io_callback(called, list(results), *operands, ordered=True))
+        arrays = io_callback(called, list(results), *operands, ordered=True)
+        # What a callback returns is on one of a program's devices, in a way that JAX knows no more
+        # of outside; what lies behind a barrier is where the program's other arrays are.
+        return list(jax.lax.optimization_barrier(arrays))
     return list(jax.device_put(function(*jax.device_get(list(operands)))))
 
 

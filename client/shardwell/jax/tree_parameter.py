@@ -42,7 +42,7 @@ class TreeParameter:
 
     Each leaf is a tensor of one parameter, named by its path, as "dense/kernel". The shards have
     float32; weights come back in the structure, shapes and dtypes of `weights`, as new arrays on
-    the default device.
+    the default device, or inside `jit` on those of the program, which exchanges once.
 
     `exchange` and `get_weights` work inside `jax.jit`, `lax.scan` and the like, where they become
     ordered callbacks; not under `vmap` or `grad`, which don't know what the shards do. An error

@@ -32,6 +32,8 @@ PAGES = [
         "guarantees", "errors", "performance", "wire", "architecture",
     )),
 ]  # fmt: skip
+END_TIMEOUT_S = 120.0
+"""Of a block, some of which import PyTorch or compile with JAX beside whatever else is tested."""
 MISSING = [name for name in ("torch", "jax", "optax") if importlib.util.find_spec(name) is None]
 """What needs these is left to `make test-torch` and `make test-jax`."""
 ELSEWHERE = {
@@ -149,7 +151,7 @@ class Reader:
 
     def _run(self, name: str, arguments: list[str], **environment: str) -> None:
         with Program(*arguments, environment=self._environment | environment) as program:
-            assert program.end() == 0, (name, program.lines, program.log)
+            assert program.end(END_TIMEOUT_S) == 0, (name, program.lines, program.log)
         if name in PRINTED:
             printed = "\n".join(program.lines)
             assert re.fullmatch(PRINTED[name], printed), (name, printed)

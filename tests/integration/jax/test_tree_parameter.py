@@ -15,6 +15,7 @@ import pytest
 
 import shardwell
 from harness.polling import BRIEF_S
+from harness.programs.commands import Program
 from harness.threads import together
 
 jax = pytest.importorskip("jax", reason="JAX is not installed; it is not a dependency")
@@ -425,6 +426,34 @@ def test_asynchronous_mode(client) -> None:
     net = tree_parameter(client, {"w": jnp.zeros(5)}, shardwell.SGD(1.0), mode="async")
     weights = jax.jit(net.exchange)({"w": jnp.ones(5)})
     np.testing.assert_allclose(weights["w"], -1.0)
+
+
+SEVERAL_DEVICES = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import shardwell, shardwell.jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+assert len(jax.devices()) == 2
+mesh = Mesh(np.array(jax.devices()), ("batch",))
+with shardwell.connect(sys.argv[1], worker_id="w0") as client:
+    rule = shardwell.SGD(learning_rate=1.0)
+    net = shardwell.jax.TreeParameter(client, "net", jnp.zeros(3), optimizer=rule, codec="fp32")
+    rows = jax.device_put(np.full((8, 3), 2.0), NamedSharding(mesh, PartitionSpec("batch")))
+    weights = jax.device_put(net.get_weights(), NamedSharding(mesh, PartitionSpec()))
+    step = jax.jit(lambda w, x: net.exchange(jax.grad(lambda v: (x @ v).mean())(w)))
+    with shardwell.jax.named_errors():
+        weights = step(step(weights, rows), rows)
+    weights = net.exchange(jax.device_put(weights * 0 + 1, jax.devices()[1]))
+    print(net.parameter.next_step, weights)
+"""
+
+
+def test_programs_on_several_devices_exchange_once(cluster) -> None:
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    with Program("-c", SEVERAL_DEVICES, cluster(2).target, environment=devices) as program:
+        assert program.end(TOGETHER_S) == 0, program.log
+    assert program.lines == ["3 [-5. -5. -5.]"]
 
 
 def test_groups_are_named_by_path(client) -> None:
