@@ -1,14 +1,14 @@
-"""DDP on the process group "shardwell" beside DDP on gloo, in one run.
+"""DDP on the process group "shardwell", and ServerOptimizer, beside DDP on gloo, in one run.
 
     python benchmarks/ddp.py [--megabytes 64] [--batch 32] [--steps 15] [--mbit 1000]
                              [--limit-s 300] [--json FILE]
 
 Two processes train the same layers, N MB of float32: forward and backward, in which DDP averages.
 First on this machine; then, as root on Linux, each in a network namespace, over a link of a known
-rate (link.py). Rows: what is computed without averaging; an all-reduce of as many bytes, alone;
-and DDP on gloo, without and with its fp16 hook, and on ours, in fp32 and fp16. All take turns step
-by step. Overlap: how much of the shorter of computing and averaging DDP hides behind the other.
-Needs torch.
+rate (link.py), with a shard beside it. Rows: what is computed without averaging; an all-reduce of
+as many bytes, alone; DDP on gloo, without and with its fp16 hook, and on ours, fp32 and fp16; and
+ServerOptimizer in fp16, whose step includes the update. All take turns step by step. Overlap: how
+much of the shorter of computing and averaging is hidden behind the other. Needs torch.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from link import Network, stop, why_not
+from link import PORT, Network, serve, stop, why_not
 from peers.turns import Crew, worker_command
+from shardwell_server import LocalCluster
 
 WARM_UP_COUNT = 3
+CHUNK_KIB = 1024
 MODELS = {
     "gloo_fp32": "gloo fp32",
     "gloo_fp16": "gloo fp16 hook",
     "shardwell_fp32": "shardwell fp32",
     "shardwell_fp16": "shardwell fp16",
+    "server_apart": "ServerOptimizer, overlap=False",
+    "server_overlap": "ServerOptimizer",
 }
 REDUCED = ("gloo_fp32", "shardwell_fp32", "shardwell_fp16")
 """Whose all-reduce is measured alone; a hook is none."""
@@ -69,6 +73,8 @@ def show(console: Console, where: str, args: argparse.Namespace, found: dict[str
         own = found[f"step {model}"]
         ratios = [f"{own / found[f'step {other}']:.2f}" for other in ("gloo_fp32", "gloo_fp16")]
         alone = found.get(f"reduce {model}")
+        if model == "server_overlap":
+            alone = found["step server_apart"] - compute
         hidden = ""
         if alone is not None:
             hidden = f"{(compute + alone - own) / min(compute, alone):.0%}"
@@ -96,8 +102,10 @@ def main() -> None:
     flags = ("--megabytes", str(args.megabytes), "--batch", str(args.batch))
     command = worker_command("ddp_rank.py", *flags)
     results = {}
-    with Crew([command, command], 2) as crew:
-        results["local"] = measure(crew, args.steps)
+    with LocalCluster(2, processes=True) as cluster:
+        local = [*command, "--shards", cluster.target]
+        with Crew([local, local], 2) as crew:
+            results["local"] = measure(crew, args.steps)
     show(console, "one machine", args, results["local"])
     reason = why_not()
     if reason is not None:
@@ -105,7 +113,11 @@ def main() -> None:
     else:
         with contextlib.ExitStack() as stack:
             network = stack.enter_context(Network(2, args.mbit, "cubic"))
-            words = [*command, "--host", network.address(0), "--interface", "eth0"]
+            for index in range(2):
+                serve(network, index, 2, CHUNK_KIB, stack)
+            target = ",".join(f"{network.address(index)}:{PORT}" for index in range(2))
+            words = [*command, "--shards", target, "--host", network.address(0)]
+            words += ["--interface", "eth0"]
             commands = [network.command(index, words) for index in range(2)]
             crew = stack.enter_context(Crew(commands, 2))
             results["link"] = measure(crew, args.steps)

@@ -1,4 +1,7 @@
-"""A rank of DDP on several process groups: gloo's, without and with its fp16 hook, and ours."""
+"""A rank of DDP on several process groups: gloo's, without and with its fp16 hook, and ours.
+
+And a worker of ServerOptimizer, with overlap and without.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import shardwell.torch  # noqa: F401 (the backend)
+import shardwell
+import shardwell.torch  # and the backend
 from turns import Bench, Order, work, worker_parser
 
 WIDTH = 1024
@@ -23,7 +27,7 @@ WIDTH = 1024
 class DdpBench(Bench):
     """See Bench."""
 
-    def __init__(self, megabytes: int, batch: int) -> None:
+    def __init__(self, megabytes: int, batch: int, target: str, worker_id: str) -> None:
         layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(max(megabytes // 4, 1))]
         model = torch.nn.Sequential(*layers)
         self._inputs = torch.randn(batch, WIDTH)
@@ -33,24 +37,41 @@ class DdpBench(Bench):
         }
         hooked = self._models["gloo_fp16"]
         hooked.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+        self._client = shardwell.connect(target, worker_id=worker_id)
+        self._optimizers: dict[str, shardwell.torch.ServerOptimizer] = {}
+        for name, overlap in (("server_overlap", True), ("server_apart", False)):
+            self._models[name] = copy.deepcopy(model)
+            self._optimizers[name] = shardwell.torch.ServerOptimizer(
+                self._models[name],
+                self._client,
+                shardwell.SGD(0.01),
+                worker_count=2,
+                name=name,
+                overlap=overlap,
+            )
         self._flat = torch.randn(sum(p.numel() for p in model.parameters()))
 
     def _groups(self) -> dict[str, Any]:
         groups = {"gloo_fp32": dist.group.WORLD, "gloo_fp16": dist.group.WORLD}
         for codec in ("fp32", "fp16"):
-            os.environ["SHARDWELL_CODEC"] = codec
+            os.environ["SHARDWELL_CODEC"] = codec  # of the next group
             groups[f"shardwell_{codec}"] = dist.new_group(backend="shardwell")
         return groups
 
     def prepare(self, order: Order) -> None:
         model = self._models[order["model"]]
         model.zero_grad()
-        self._act: Callable[[], object] = lambda: self._backward(model)
+        self._act: Callable[[], object] = lambda: self._step(order["model"])
         if order["do"] == "compute":
             self._act = lambda: self._alone(model)
         elif order["do"] == "reduce":
             self._act = lambda: dist.all_reduce(self._flat, group=model.process_group)
             self._flat.mul_(0.1)
+
+    def _step(self, model: str) -> None:
+        self._backward(self._models[model])
+        if model in self._optimizers:
+            self._optimizers[model].step()
 
     def _backward(self, model: Any) -> None:
         model(self._inputs).square().mean().backward()
@@ -64,12 +85,14 @@ class DdpBench(Bench):
 
     def close(self) -> None:
         dist.destroy_process_group()
+        self._client.close()
 
 
 def main() -> None:
     parser = worker_parser()
     parser.add_argument("--megabytes", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--shards", required=True)
     parser.add_argument("--host", default="127.0.0.1", help="of rank 0")
     parser.add_argument("--interface", default="lo")
     args = parser.parse_args()
@@ -79,7 +102,8 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=args.rank, world_size=args.size
     )
-    work(args.socket, args.rank, DdpBench(args.megabytes, args.batch))
+    bench = DdpBench(args.megabytes, args.batch, args.shards, f"w{args.rank}")
+    work(args.socket, args.rank, bench)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,8 @@ def test_statuses_are_values_that_can_be_printed(cluster, connect) -> None:
         told = repr(status)
         for words in (
             f"shard_index={index}, shard_count=2, cluster_id='{running.cluster_id}'",
-            "name='model', size=101, optimizer=Adam(clip_value=0.0, learning_rate=0.25, beta1=0.5",
+            "name='model', size=101, optimizer=Adam(clip_value=0.0, clip_norm=0.0, "
+            "learning_rate=0.25, beta1=0.5",
             "missing_worker_ids=('w0',)",
             "TableStatus(spec=TableSpec(name='users'",
         ):

@@ -20,7 +20,7 @@ the first that it is told for a step, and then to the chunks, one by one. Invari
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from shardwell_server.shard.errors import workers_missing
 from shardwell_server.shard.parameter.averaging import close_full_step, squared_mean_norm
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.register import Register
+from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.step_tracker import StepTracker
 from shardwell_server.store import NO_SEAT, ChunkRecord, ParameterStorage, Transition
 
@@ -50,8 +51,7 @@ class ClippedSteps:
         register: Keeps the norm of the step that is closing.
         storage: Of the slice.
         rules: Its optimizer.
-        before_close: Called for each chunk that is about to close, with the learning rate; the
-            chunk's lock is held.
+        snapshots: Those of the slice that are under way.
     """
 
     def __init__(
@@ -62,8 +62,7 @@ class ClippedSteps:
         register: Register,
         storage: ParameterStorage,
         rules: TensorRules,
-        *,
-        before_close: Callable[[int, float], None],
+        snapshots: Snapshots,
     ) -> None:
         self._spec = spec
         self._chunks = chunks
@@ -71,7 +70,7 @@ class ClippedSteps:
         self._register = register
         self._storage = storage
         self._rules = rules
-        self._before_close = before_close
+        self._snapshots = snapshots
         self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(chunks)
         """By chunk: the step, and its mean's."""
 
@@ -163,7 +162,8 @@ class ClippedSteps:
     def _close(self, chunk: Chunk, index: int, norm: float, learning_rate: float) -> None:
         """Updates a full chunk, verified; its lock is held."""
         record = self._tracker.records[index]
-        self._before_close(index, learning_rate)
+        if self._snapshots.pending:
+            self._snapshots.before_close(index, learning_rate)
         following = ChunkRecord(record.version + 1)
         with self._storage.change(index, Transition.CLOSE) as change:
             with np.errstate(all="ignore"):  # overflows are found where weights are encoded

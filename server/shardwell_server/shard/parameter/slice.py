@@ -110,7 +110,7 @@ class ParameterSlice:
             self._register,
             storage,
             self._rules,
-            before_close=self._before_close,
+            self.snapshots,
         )
         """How steps close that are clipped by their norm."""
         self._image_lock = threading.Lock()
@@ -513,8 +513,8 @@ class ParameterSlice:
         elif needed > shift:
             total_factor, shift = math.ldexp(total_factor, shift - needed), needed
         closes = tracker.completes(index)
-        if closes:
-            self._before_close(index, learning_rate)
+        if closes and self.snapshots.pending:
+            self.snapshots.before_close(index, learning_rate)
         transition = Transition.FIRST if total_factor == 0.0 else Transition.ADD
         with self.storage.change(index, Transition.CLOSE if closes else transition) as change:
             if closes:
@@ -550,11 +550,6 @@ class ParameterSlice:
             )
             change.commit(following, seat.index, seat.stored(step))
         tracker.record(seat, index, step, following, crc32c)
-
-    def _before_close(self, index: int, learning_rate: float) -> None:
-        """A chunk's step is about to close; its lock is held."""
-        if self.snapshots.pending:
-            self.snapshots.before_close(index, learning_rate)
 
     def _replay(self) -> None:
         """Counts again what the storage lacks, having lost it with the machine's power."""
