@@ -222,6 +222,7 @@ class Parameter(Generic[ValuesT]):
 
         def put(attempts: Attempts) -> int:
             work = self._gradient(gradient, sample_count, learning_rate, attempts)
+            self._clip(work)
             self._put(work, attempts)
             self.next_step = work.step + 1
             return work.step
@@ -321,7 +322,6 @@ class Parameter(Generic[ValuesT]):
         def finish(timeout_s: float | None) -> ValuesT:
             def exchange(attempts: Attempts) -> ValuesT:
                 self._check_finite(work, progress.row, self._transfer.row_count)
-                self._clip(work)
                 self._exchange_rest(work, room.flat, progress, attempts)
                 return room.filled()
 
@@ -411,6 +411,7 @@ class Parameter(Generic[ValuesT]):
         self, work: Gradient, weights: Float32, progress: Progress, attempts: Attempts
     ) -> None:
         """Exchanges the rows from `progress` on, and ends the step."""
+        self._clip(work)
         try:
             if self.spec.closes_by_norm:
                 self.version = self._exchange_clipped(work, weights, attempts)
@@ -455,13 +456,15 @@ class Parameter(Generic[ValuesT]):
         clip_norm = self.spec.optimizer.clip_norm
         if not clip_norm or self.spec.closes_by_norm or work.is_clipped:
             return
+        with np.errstate(all="ignore"):  # where allow_non_finite lets anything through
+            values: Float32 = work.values.astype(np.float32, copy=False)
+            factor = clip_factor(math.sqrt(self._rules.squared_norm(0, values)), clip_norm)
+            if factor != 1.0:
+                scaled, peaks = values * np.float32(factor), work.peaks
+                if peaks is not None:
+                    peaks = [float(np.float32(peak) * np.float32(factor)) for peak in peaks]
+                work.values, work.peaks = scaled, peaks
         work.is_clipped = True
-        values: Float32 = work.values.astype(np.float32, copy=False)
-        factor = clip_factor(math.sqrt(self._rules.squared_norm(0, values)), clip_norm)
-        if factor != 1.0:
-            work.values = values * np.float32(factor)
-            if work.peaks is not None:
-                work.peaks = [float(np.float32(peak) * np.float32(factor)) for peak in work.peaks]
 
     def _check_finite(self, work: Gradient, first: int, stop: int) -> None:
         """Notes the peaks of rows, and refuses what is not finite."""
@@ -502,7 +505,6 @@ class Parameter(Generic[ValuesT]):
         work = Gradient(values, self.next_step, count, learning_rate, peaks)
         if is_whole:
             self._check_finite(work, 0, self._transfer.row_count)
-            self._clip(work)
         if not self._has_seat:
             self._opening.take_seat(self.next_step, attempts)
             self._transfer.tenure = self._opening.tenure

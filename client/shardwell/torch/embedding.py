@@ -1,28 +1,42 @@
 """Embedding layers whose weight lives in a table: `Embedding` and `EmbeddingBag`.
 
-States of a layer: *idle*; *looked up*, when a forward pass has fetched rows whose gradients are to
-come; *gathered*, when a backward pass has brought some; *owed*, when a push of them failed. A push
-is one step of the table. Invariants: what was owed is sent again, with the same values, before
-anything else of the layer joins the step; rows of a synchronous table are those after all steps
-that this worker has pushed.
+A backward pass brings gradients of rows to its layers, and ends by pushing each layer's: one step
+of its table. States of what was brought: *arriving*, until the pass has ended (of one that fails,
+nothing counts); *gathered*, under `no_sync`; *queued*, as one step, until the table has counted it.
+Invariants: what all layers of a pass have brought is queued before any of it is pushed; steps leave
+in order, each with the same values however often it is sent; rows of a synchronous table are those
+after all steps that this worker has pushed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from shardwell.errors import ArgumentError, NonFiniteError
+from shardwell.errors import ArgumentError, NonFiniteError, ShardwellError
+from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids, RowPlacement
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX
 from shardwell.table.batch import RowBatch, as_ids
 from shardwell.table.table import Table
 
 BagModeName = Literal["sum", "mean", "max"]
+
+
+class _Part(NamedTuple):
+    """What a pass has brought for one lookup."""
+
+    ids: Ids
+    gradients: torch.Tensor
 
 
 class _Lookup(NamedTuple):
@@ -35,13 +49,58 @@ class _Lookup(NamedTuple):
     padding_place: int | None
 
 
-class _Push(NamedTuple):
+@dataclass
+class _Push:
     """Row gradients of one step."""
 
-    step: int
     ids: Ids
     gradients: Float32
     sample_count: int
+    step: int | None = None
+    """Which it joins; None: it was not sent yet."""
+
+
+_PASS_COUNT_MAX = 16
+"""Backward passes that may be under way at once; of those that failed, torch does not tell."""
+
+
+class _Passes:
+    """What backward passes have brought, by torch's number of each, and by layer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._brought: OrderedDict[int, dict[TableModule, list[_Part]]] = OrderedDict()
+
+    def bring(self, layer: TableModule, part: _Part) -> None:
+        """Called by a pass; the first call of each asks for another one at its end."""
+        number = torch._C._current_graph_task_id()
+        with self._lock:
+            is_new = number not in self._brought
+            self._brought.setdefault(number, {}).setdefault(layer, []).append(part)
+            while len(self._brought) > _PASS_COUNT_MAX:
+                self._brought.popitem(last=False)
+        if is_new:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(functools.partial(self._end, number))
+
+    def _end(self, number: int) -> None:
+        """Raises the first error; the other layers' gradients are pushed all the same."""
+        with self._lock:
+            brought = self._brought.pop(number, {})
+        errors: list[Exception] = []
+        for act in (TableModule._gather, TableModule._push_if_due):
+            for layer, parts in brought.items():
+                try:
+                    act(layer, parts)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+_passes = _Passes()
+"""Of this process. Global, as torch's passes are: after an error at the end of one torch does
+nothing more there, so that all layers' ends must be one."""
 
 
 class TableModule(torch.nn.Module):
@@ -70,13 +129,10 @@ class TableModule(torch.nn.Module):
         """Of each pass's call, which may be set; None: the client's."""
         self._is_paused = False
         self._is_looked_up = False
-        self._pass = -1
-        """The last backward pass, by torch's number, that brought gradients."""
-        self._arriving: list[tuple[Ids, torch.Tensor]] = []
-        """What it brought, until it ends; of one that failed, nothing counts."""
-        self._gathered: list[tuple[Ids, torch.Tensor]] = []
-        """What passes brought that have ended."""
-        self._owed: _Push | None = None
+        self._lock = threading.RLock()
+        """Guards what follows."""
+        self._gathered: list[_Part] = []
+        self._queued: deque[_Push] = deque()
         self._next_ids: Ids | None = None
 
     def extra_repr(self) -> str:
@@ -110,8 +166,10 @@ class TableModule(torch.nn.Module):
             ShardwellError: as `Table.put_row_gradients`. The step is still open: the next call, or
                 the next pass, sends the same again, which counts once.
         """
-        if not self._settle() or self._gathered:
-            self._push_gathered()
+        with self._lock:
+            if self._gathered or not self._queued:
+                self._queue()
+            self._send()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,7 +188,7 @@ class TableModule(torch.nn.Module):
 
     def _look_up(self, ids: Any) -> _Lookup:
         """Fetches the rows of some ids, and follows their gradients."""
-        self._settle()
+        self._send()
         batch, is_id = self._batch(ids)
         distinct = batch.distinct.ids
         is_padded = not is_id.all()
@@ -148,7 +206,8 @@ class TableModule(torch.nn.Module):
         leaf = torch.from_numpy(rows).to(device)
         if torch.is_grad_enabled():
             leaf.requires_grad_()
-            leaf.register_hook(lambda gradient: self._gather(distinct, gradient))
+            is_nested = torch._C._current_graph_task_id() != -1
+            leaf.register_hook(functools.partial(self._bring, distinct, is_nested))
             self._is_looked_up = True
         where = torch.from_numpy(places).to(device)
         return _Lookup(leaf, where, distinct.size if is_padded else None)
@@ -169,58 +228,71 @@ class TableModule(torch.nn.Module):
     def _prefetch(self) -> None:
         ids, self._next_ids = self._next_ids, None
         if ids is not None:
-            self.table.prefetch_rows(ids, min_version=self._min_version())
+            with contextlib.suppress(ShardwellError):  # the lookup says so, if it is to be said
+                self.table.prefetch_rows(ids, min_version=self._min_version())
 
     # Gradients out.
 
-    def _gather(self, ids: Ids, gradient: torch.Tensor) -> None:
-        """Called by backward for each lookup; the first call asks for another at the end."""
-        current = torch._C._current_graph_task_id()
-        if current != self._pass:
-            self._pass, self._arriving = current, []
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+    def _bring(self, ids: Ids, is_nested: bool, gradient: torch.Tensor) -> None:
+        """Called by backward for each lookup."""
+        if is_nested:  # of the pass inside it, which would be a step of its own
+            raise ArgumentError(
+                f"rows of table {self.table.name!r} are looked up inside a reentrant checkpoint; "
+                "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            )
         own = gradient.detach()[: ids.size].to("cpu", torch.float32, copy=True)
-        self._arriving.append((ids, own))
+        _passes.bring(self, _Part(ids, own))
 
-    def _end_backward(self) -> None:
-        self._gathered += self._arriving
-        self._arriving = []
-        if self._is_paused:
+    def _gather(self, parts: list[_Part]) -> None:
+        """Takes what a pass has brought that has ended."""
+        with self._lock:
+            self._gathered += parts
+            self._is_looked_up = False
+            if not self._is_paused:
+                self._queue()
+
+    def _push_if_due(self, parts: list[_Part]) -> None:
+        """Ends a pass."""
+        with self._lock:
+            self._send()
             self._prefetch()
-        else:
-            self._settle()
-            self._push_gathered()
 
-    def _push_gathered(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        ids = np.concatenate([np.empty(0, np.int64), *[ids for ids, _ in gathered]])
-        rows = [gradient.numpy() for _, gradient in gathered]
-        gradients = np.concatenate([np.empty((0, self.table.dim), np.float32), *rows])
-        self._owed = _Push(self.table.next_step, ids, gradients, self.sample_count)
-        self._is_looked_up = False
-        self._settle()
+    def _queue(self) -> None:
+        """Makes a step of what is gathered; the lock is held."""
+        count = check_integer("sample_count", self.sample_count, 0, SAMPLE_COUNT_MAX)
+        ids = [np.empty(0, np.int64), *[part.ids for part in self._gathered]]
+        rows = [part.gradients.numpy() for part in self._gathered]
+        rows.insert(0, np.empty((0, self.table.dim), np.float32))
+        self._queued.append(_Push(np.concatenate(ids), np.concatenate(rows), count))
+        self._gathered = []
 
-    def _settle(self) -> bool:
-        """Sends what is owed; returns whether something was.
+    def _send(self) -> None:
+        """Pushes the steps that are queued, in order.
 
-        Not, if the step is over: it was abandoned, or has ended all the same.
+        Not one that is over: it was abandoned, or has ended though its call was interrupted.
         """
-        if self._owed is None or self._owed.step != self.table.next_step:
-            self._owed = None
-            return False
+        with self._lock:
+            while self._queued:
+                push = self._queued[0]
+                if push.step is None:
+                    push.step = self.table.next_step
+                if push.step == self.table.next_step:
+                    self._put(push)
+                self._queued.popleft()
+
+    def _put(self, push: _Push) -> None:
         try:
             self.table.put_row_gradients(
-                self._owed.ids,
-                self._owed.gradients,
-                sample_count=self._owed.sample_count,
+                push.ids,
+                push.gradients,
+                sample_count=push.sample_count,
                 timeout_s=self.timeout_s,
             )
-        except (ArgumentError, NonFiniteError):  # nothing was sent
-            self._owed = None
+        except (ArgumentError, NonFiniteError):  # it can't be sent again, either
+            self._queued.popleft()
+            if self.table.is_step_begun:  # a shard refuses what others have counted
+                self.table.abandon_step(timeout_s=self.timeout_s)
             raise
-        self._owed = None
-        self._prefetch()
-        return True
 
 
 class Embedding(TableModule):

@@ -497,9 +497,15 @@ class ServerOptimizer(torch.optim.Optimizer):
         """
         found_inf = self.__dict__.pop("found_inf", None)
         self.__dict__.pop("grad_scale", None)  # which it would have removed after the step
-        if self._overlap and found_inf is not None:
+        if found_inf is not None and self._overlap:
             raise ArgumentError(
                 "a GradScaler scales gradients back when they have left already; pass overlap=False"
+            )
+        has_tables = any(isinstance(module, TableModule) for module in self._model.modules())
+        if found_inf is not None and has_tables:
+            raise ArgumentError(
+                "a GradScaler does not scale back gradients of a table's rows, which backward "
+                "pushes; train in bfloat16, which needs none"
             )
 
 

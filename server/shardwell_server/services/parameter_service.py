@@ -316,6 +316,7 @@ class ParameterServerService:
         else:
             deadline = self._deadline(call, request.wait_timeout_ms / 1000)
             squared_norm = yield from until(steps.measure, step, deadline)
+            parameter.make_durable()  # what it is of, before anybody closes a step with it
             norm = steps.norm_of(step)
         return pb.CloseStepResponse(squared_norm=squared_norm, norm=norm)
 

@@ -34,6 +34,8 @@ from shardwell_server.store.files.data_dir import DataDir
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.journal.journal import HEAD_BYTES, Journal
 
+CLIPPED = shardwell.SGD(learning_rate=0.5, momentum=0.5, clip_norm=8.0)
+
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
@@ -41,7 +43,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["SGD", "momentum", "Average"])
+@pytest.mark.parametrize(
+    "optimizer", [*OPTIMIZERS, CLIPPED], ids=["SGD", "momentum", "Average", "clipped"]
+)
 @pytest.mark.parametrize("lost_after", [1, 0, 7])
 def test_what_step_acknowledged_survives(
     tmp_path: Path, disk: Disk, optimizer: shardwell.Optimizer, lost_after: int
@@ -64,6 +68,27 @@ def test_what_step_acknowledged_survives(
         for step in range(lost_after + 1, 10):
             np.testing.assert_array_equal(run.step(step), expected[step])
         run.close()
+
+
+def test_a_norm_that_outlived_its_gradients_is_forgotten(tmp_path: Path, disk: Disk) -> None:
+    """It is on disk at once, and they are after seconds: training goes on where they end."""
+    expected = trained(tmp_path, 8, CLIPPED)
+    with served(tmp_path / "first", "3600") as target:
+        run = Run(target, CLIPPED)
+        for step in range(4):
+            run.step(step)
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+        run.close()
+    for path in ("second", "third"):  # and again: what is forgotten stays forgotten
+        with served(tmp_path / path, "3600") as target:
+            run = Run(target, CLIPPED)
+            first = run.models[0].next_step
+            assert first < 4
+            for step in range(first, first + 2):
+                np.testing.assert_array_equal(run.step(step), expected[step])
+            if path == "second":
+                disk.lose_power(tmp_path / path, tmp_path / "third")
+            run.close()
 
 
 @pytest.mark.parametrize("step_count", [0, 2])

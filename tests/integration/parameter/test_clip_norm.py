@@ -224,6 +224,25 @@ def test_what_is_not_finite_makes_all_nan_where_it_is_allowed(cluster, connect) 
     np.testing.assert_array_equal(found[:3], FIRST[:3].astype(np.float32))  # times 1 / infinity
 
 
+def test_a_norm_below_zero_is_refused_whatever_is_allowed(cluster, connect) -> None:
+    running = cluster(1)
+    first, second = pair(running, connect, allow_non_finite=True)
+    for net, each in zip((first, second), gradients(1)[0], strict=True):
+        net.put_gradient(each)
+    with pytest.raises(shardwell.ArgumentError, match="at least 0"):
+        close(connect(running, "other"), 0, 0, -1e-6)
+    assert np.isfinite(first.get_weights(min_version=1)).all()
+
+
+def test_out_may_never_overlap_the_gradient(cluster, connect) -> None:
+    """Also where what is sent is a clipped copy of it."""
+    net = opened(connect(cluster(1), "w0"), worker_count=1)
+    for scale in (1e-3, 1e3):
+        gradient = np.full(SIZE, scale, np.float32)
+        with pytest.raises(shardwell.ArgumentError, match="overlap"):
+            net.exchange(gradient, out=gradient)
+
+
 def test_a_schedule_and_a_checkpoint(cluster, connect, tmp_path) -> None:
     running = cluster(2, chunk_size_bytes=64)
     nets, given = pair(running, connect), gradients(4)

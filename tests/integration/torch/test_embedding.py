@@ -257,6 +257,76 @@ def test_a_step_that_was_abandoned_is_not_made_good_for(failed) -> None:
     assert np.abs(rows_of(layer.table)[1] - before[1]).max() <= 1.01
 
 
+def test_what_another_layer_brought_is_not_lost(cluster, connect) -> None:
+    """Of two layers of a pass, one can't push: torch does nothing more at its end then."""
+    running = cluster(1)
+    client = connect(running, "w0")
+    tables = [table_of(client, name) for name in ("first", "second")]
+    layers = [shardwell.torch.Embedding(table) for table in tables]
+    layers[0].sample_count = 2.5
+    ids = torch.tensor([1, 2])
+    before = [table.get_rows([1]) for table in tables]
+    with pytest.raises(shardwell.ArgumentError, match="sample_count"):
+        (layers[0](ids) + layers[1](ids)).sum().backward()
+    assert [table.next_step for table in tables] == [0, 1]
+    layers[0].sample_count = 2
+    layers[0].push()
+    for table, was in zip(tables, before, strict=True):
+        assert table.next_step == 1
+        np.testing.assert_allclose(table.get_rows([1]), was - 0.5, rtol=1e-6)
+
+
+def test_passes_and_lookups_of_several_threads(client) -> None:
+    table = table_of(client)
+    layer = shardwell.torch.Embedding(table)
+    before = rows_of(table)
+
+    def train(row: int) -> None:
+        for _ in range(10):
+            layer(torch.tensor([row])).sum().backward()
+
+    def look() -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                layer(torch.tensor([1, 2]))
+
+    together([lambda: train(1), lambda: train(2), look])
+    assert table.next_step == 20
+    np.testing.assert_allclose(rows_of(table)[1:3], before[1:3] - 5.0, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpointed_layers(client) -> None:
+    table = table_of(client)
+    layer = shardwell.torch.Embedding(table)
+    before = rows_of(table)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    weight = torch.ones(DIM, requires_grad=True)
+
+    def inner(values: Any) -> Any:
+        return (values * layer(torch.tensor([2]))).tanh()
+
+    found = checkpoint(inner, weight * layer(torch.tensor([1])), use_reentrant=False)
+    (found + layer(torch.tensor([3]))).sum().backward()
+    assert table.next_step == 1
+    assert (rows_of(table)[1:4] != before[1:4]).all()
+    with pytest.raises(shardwell.ArgumentError, match="use_reentrant=False"):
+        checkpoint(inner, weight * layer(torch.tensor([1])), use_reentrant=True).sum().backward()
+    assert table.next_step == 1
+
+
+def test_a_gradient_that_a_shard_refuses_ends_the_step(client) -> None:
+    """On the others it was counted by then."""
+    layer = shardwell.torch.Embedding(table_of(client, optimizer=RULES[1][0]))
+    ids = torch.arange(ROWS)
+    factor = torch.ones(ROWS, 1)
+    factor[7] = 1e30
+    with pytest.raises(shardwell.NonFiniteError):
+        (layer(ids) * factor).sum().backward()
+    step = layer.table.next_step
+    layer(ids).sum().backward()
+    assert layer.table.next_step == step + 1
+
+
 def test_push_ends_a_step_without_rows(cluster, connect) -> None:
     running = cluster(2)
     layers = [

@@ -110,11 +110,10 @@ class ClippedSteps:
             StorageError: it can't be noted.
         """
         self._check()
-        if not (norm >= 0 and math.isfinite(norm)) and not self._spec.allow_non_finite:
+        if norm < 0 or not (math.isfinite(norm) or self._spec.allow_non_finite):
             raise ArgumentError(f"norm must be a finite number of at least 0; got {norm}")
-        for index, record in enumerate(self._tracker.records):
-            is_full = record.version == step and self._tracker.is_full(index)
-            if record.version <= step and not is_full:
+        for index, record in enumerate(list(self._tracker.records)):
+            if not self._may_close(record, step):
                 raise StepOrderError(
                     f"step {step} of parameter {self._spec.name!r} can't be closed: chunk {index} "
                     f"is at step {record.version}, with {record.contribution_count} of "
@@ -149,6 +148,20 @@ class ClippedSteps:
         self._register.restore_norm(step, norm)
         self._close(chunk, index, norm, learning_rate)
         return True
+
+    def recovered(self) -> None:
+        """Forgets norms of steps that are not full any more, after all was replayed.
+
+        A norm is on disk at once; what it is of, as often as `--durability` says.
+        """
+        self._register.forget_norms(
+            lambda step: not all(self._may_close(each, step) for each in self._tracker.records)
+        )
+
+    def _may_close(self, record: ChunkRecord, step: int) -> bool:
+        """Whether a chunk has closed a step, or is full. From one record: others may close it."""
+        is_full = record.contribution_count >= self._spec.worker_count
+        return record.version > step or (record.version == step and is_full)
 
     def _check(self) -> None:
         self._register.check_initialized()

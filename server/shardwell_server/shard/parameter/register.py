@@ -15,7 +15,7 @@ import copy
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from shardwell.errors import NotInitializedError, StepOrderError
 from shardwell.specs.optimizers import Average
@@ -53,8 +53,10 @@ class Register(MembershipLog[Seat]):
         self._tracker = tracker
         self._brought: dict[int, float] = {}
         """Rates that came with gradients, by step; of steps that are not over."""
-        self._norm: tuple[int, float] | None = None
-        """The last step that was told the norm of its mean, and that."""
+        self._norms: dict[int, float] = {}
+        """By step: of the last that was told the norm of its mean, and of the last as an image was
+        made, whose chunks may lie before and behind that step's end."""
+        self._kept_norm_step = -1
         self._init_changed = Changes(self.lock)
         self._is_first_shard = is_first_shard
         self._first = FirstWeightsState(
@@ -265,28 +267,35 @@ class Register(MembershipLog[Seat]):
             StorageError: it can't be noted.
         """
         with self.lock:
-            if self._norm is None or step > self._norm[0]:
+            if step > max(self._norms, default=-1):
                 self._storage.log({"kind": "norm", "step": step, "norm": norm.hex()})
-                self._norm = (step, norm)
+                kept = {k: v for k, v in self._norms.items() if k == self._kept_norm_step}
+                self._norms = {**kept, step: norm}
                 self._storage.compact(self._events())
         return self.norm_of(step)
 
     def norm_of(self, step: int) -> float | None:
         """The norm that a step closes with; None: it is long over, or was told none yet."""
-        known = self._norm
-        return known[1] if known is not None and known[0] == step else None
+        return self._norms.get(step)
+
+    def keep_norm(self) -> None:
+        """Keeps the last norm until the next image: this one may have chunks that need it."""
+        self._kept_norm_step = max(self._norms, default=-1)
 
     def restore_norm(self, step: int, norm: float) -> None:
         """Goes on from what a journal has."""
-        if self._norm is None or step > self._norm[0]:
-            self._norm = (step, norm)
+        self._norms[step] = norm
+
+    def forget_norms(self, is_too_early: Callable[[int], bool]) -> None:
+        """Forgets what was told of steps that are to be made again."""
+        self._norms = {k: v for k, v in self._norms.items() if not is_too_early(k)}
+        self._kept_norm_step = min(self._norms, default=-1)
 
     # Events.
 
     def _own_events(self) -> list[Event]:
         events: list[Event] = [{"kind": "first_weights", **self._first.facts()}]
-        if self._norm is not None:
-            step, norm = self._norm
+        for step, norm in self._norms.items():
             events.append({"kind": "norm", "step": step, "norm": norm.hex()})
         return events
 

@@ -116,6 +116,7 @@ class ParameterSlice:
         self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
         self._replay()
+        self.clipped_steps.recovered()
         if storage.is_torn:
             for index in range(self.chunk_count):
                 self.verify(index)
@@ -322,6 +323,7 @@ class ParameterSlice:
                 with chunk.changed:
                     chunk.verify()
                     add(index)
+            self._register.keep_norm()
 
     def verify(self, chunk_index: int) -> None:
         """Checks a chunk that an earlier process left, ahead of its first use.
