@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.threads import together
+from harness.polling import PATIENCE_S, eventually
+from harness.threads import in_background, together
 from harness.wire_client.worker import WireWorker, error_detail, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -38,6 +39,23 @@ def set_by_calls(client: shardwell.Client, gradients: np.ndarray) -> np.ndarray:
         model.set_learning_rate(rate)
         weights = model.exchange(gradient)
     return weights
+
+
+def test_a_worker_that_is_ahead_brings_the_next_rate_before_this_one(cluster, connect) -> None:
+    """A rate is from a step on: the later step keeps its own all the same."""
+    running = cluster(1)
+    ahead, late = (opened(connect(running, f"w{rank}"), worker_count=2) for rank in range(2))
+    ahead.put_gradient(GRADIENTS[0, 0])
+    waits = in_background(lambda: ahead.put_gradient(GRADIENTS[0, 1], learning_rate=0.125))
+    register = running.servers[0].shard.parameters.get("model")._register
+    eventually("its rate is there", lambda: 1 in register._brought)
+    late.put_gradient(GRADIENTS[0, 0], learning_rate=1.0)
+    late.put_gradient(GRADIENTS[0, 1], learning_rate=0.125)
+    assert waits.result(PATIENCE_S) == 1
+    alone = opened(connect(running, "alone"), "alone")
+    for gradient, rate in zip(GRADIENTS[0], (1.0, 0.125), strict=False):
+        expected = alone.exchange(gradient, learning_rate=rate)
+    np.testing.assert_array_equal(late.get_weights(min_version=2), expected)
 
 
 @pytest.mark.parametrize("verb", ["exchange", "put_gradient"])

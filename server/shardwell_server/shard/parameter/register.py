@@ -223,6 +223,8 @@ class Register(MembershipLog[Seat]):
             reached = newest if from_step is None else from_step
             oldest = self._tracker.version_min() if self._tracker.records else reached
             self._change_rate(from_step, learning_rate, reached=newest, oldest=oldest)
+            # What came later is forgotten with it: gradients bring it again.
+            self._brought = {k: rate for k, rate in self._brought.items() if k < reached}
 
     def bring_learning_rate(
         self, seat: Seat, contributor: Contributor[Seat], step: int, learning_rate: float
@@ -253,9 +255,12 @@ class Register(MembershipLog[Seat]):
                     f"{learning_rate}; give all workers the same",
                     parameter=self._name,
                 )
+            others = {each: rate for each, rate in self._brought.items() if each >= oldest}
             if differs:
                 self._change_rate(step, learning_rate, reached=reached, oldest=oldest)
-            others = {each: rate for each, rate in self._brought.items() if each >= oldest}
+                # A worker that is a step ahead has brought that one's already.
+                for later in sorted(each for each in others if each > step):
+                    self._change_rate(later, others[later], reached=reached, oldest=oldest)
             self._brought = {**others, step: learning_rate}
 
     # Norms; see clipping.py.
