@@ -33,8 +33,6 @@ float32: rules add at most their squares, which are below half of what tells flo
 numbers apart."""
 
 _SMALLEST, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
-
-
 _DOT_ELEMENT_COUNT = 4096
 """Squares that are added in float32; sums of those, in float64."""
 _CLIP_EPSILON = 1e-6

@@ -112,7 +112,7 @@ def parsed(call: Callable[..., Any], request_type: Any) -> Callable[..., Any]:
                 f"{len(message)} bytes that are no {request_type.DESCRIPTOR.full_name}: {error}"
             ) from None
         if checksum.CRC_FIELD in request.DESCRIPTOR.fields_by_name:
-            found = checksum.of_request(request)
+            found = checksum.of_message(request)
             if found != request.crc32c:
                 raise CorruptChunkError(
                     f"{request_type.DESCRIPTOR.name}: CRC32C of its fields is {found:#010x}; it "

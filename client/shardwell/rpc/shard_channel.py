@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from shardwell.errors import (
     ClosedError,
+    CorruptChunkError,
     LimitError,
     ShardUnavailableError,
     ShardwellError,
@@ -179,7 +180,7 @@ class ShardChannel:
         if stub is None:
             stub = self._stubs[name] = unary_stub(self._channel, name, response_type)
         if checksum.CRC_FIELD in request.DESCRIPTOR.fields_by_name:
-            request.crc32c = checksum.of_request(request)
+            request.crc32c = checksum.of_message(request)
         return stub.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
 
     def result_of(self, call: Any, parameter: str | None = None, table: str | None = None) -> Any:
@@ -203,6 +204,7 @@ class ShardChannel:
 
         Raises:
             ShardUnavailableError: gRPC has none, because its frame was damaged on its way.
+            CorruptChunkError: its CRC does not fit.
         """
         if response is None:
             raise ShardUnavailableError(
@@ -211,6 +213,16 @@ class ShardChannel:
                 parameter=parameter,
                 table=table,
             )
+        if checksum.CRC_FIELD in response.DESCRIPTOR.fields_by_name:
+            found, told = checksum.of_message(response), getattr(response, checksum.CRC_FIELD)
+            if found != told:
+                raise CorruptChunkError(
+                    f"{response.DESCRIPTOR.name} of shard {self.shard_index}: CRC32C of its fields "
+                    f"is {found:#010x}; it says {told:#010x}, so it was damaged; call again",
+                    shard_index=self.shard_index,
+                    parameter=parameter,
+                    table=table,
+                )
         return response
 
     def answers(self, timeout_s: float) -> bool:

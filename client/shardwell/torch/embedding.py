@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from shardwell.errors import ArgumentError, NonFiniteError, ShardwellError
+from shardwell.errors import ArgumentError, LimitError, NonFiniteError, ShardwellError
 from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids, RowPlacement
@@ -70,15 +70,19 @@ class _Passes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._brought: OrderedDict[int, dict[TableModule, list[_Part]]] = OrderedDict()
+        self._dropped: set[int] = set()
+        """Passes of which no more is kept, as they have probably failed."""
 
     def bring(self, layer: TableModule, part: _Part) -> None:
         """Called by a pass; the first call of each asks for another one at its end."""
         number = torch._C._current_graph_task_id()
         with self._lock:
+            if number in self._dropped:
+                return
             is_new = number not in self._brought
             self._brought.setdefault(number, {}).setdefault(layer, []).append(part)
             while len(self._brought) > _PASS_COUNT_MAX:
-                self._brought.popitem(last=False)
+                self._dropped.add(self._brought.popitem(last=False)[0])
         if is_new:
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(functools.partial(self._end, number))
@@ -87,6 +91,13 @@ class _Passes:
         """Raises the first error; the other layers' gradients are pushed all the same."""
         with self._lock:
             brought = self._brought.pop(number, {})
+            is_dropped = number in self._dropped
+            self._dropped.discard(number)
+        if is_dropped:
+            raise LimitError(
+                f"this backward pass's gradients of embeddings were dropped: {_PASS_COUNT_MAX} "
+                "others began before it ended; run fewer at once, and this one again"
+            )
         errors: list[Exception] = []
         for act in (TableModule._gather, TableModule._push_if_due):
             for layer, parts in brought.items():

@@ -7,8 +7,8 @@ types.proto defines it, at `Chunk.crc32c`, from values alone, so that any langua
 The context is what the stream or call was opened for: a kind of message, a parameter or table, and
 for gradients the worker. It does not travel: each side computes it from what it believes, so that
 a payload that reaches another parameter, worker, step or call than it was meant for never fits.
-Each kind of message has one function below, which writers and readers share. Requests without a
-payload that change something have a CRC of all their fields.
+Each kind of message has one function below, which writers and readers share. Messages without a
+payload on which something depends have a CRC of all their fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwell.placement.rows import Ids
 from shardwell.v1 import parameter_server_pb2, peer_pb2, table_pb2, types_pb2
 
 CRC_FIELD = "crc32c"
-"""Of requests that `of_request` is for."""
+"""Of messages that `of_message` is for."""
 _MASK = 2**64 - 1
 _DOUBLE = struct.Struct("<d")
 _NUMBERS = tuple(struct.Struct(f"<{count}Q") for count in range(12))
@@ -79,9 +79,9 @@ def _optional(value: float | None) -> tuple[int, int]:
     return (0, 0) if value is None else (1, _bits(value))
 
 
-def of_request(request: Any) -> int:
-    """The CRC32C of a request without a payload: of its type, and all its fields but the CRC."""
-    return extended(0, request.DESCRIPTOR.full_name, *_values(request))
+def of_message(message: Any) -> int:
+    """The CRC32C of a message without a payload: of its type, and all its fields but the CRC."""
+    return extended(0, message.DESCRIPTOR.full_name, *_values(message))
 
 
 def _values(message: Any) -> Iterator[int | str]:

@@ -315,10 +315,11 @@ class ParameterServerService:
             parameter.make_durable()
         else:
             deadline = self._deadline(call, request.wait_timeout_ms / 1000)
-            squared_norm = yield from until(steps.measure, step, deadline)
+            squared_norm, norm = yield from until(steps.measure, step, deadline)
             parameter.make_durable()  # what it is of, before anybody closes a step with it
-            norm = steps.norm_of(step)
-        return pb.CloseStepResponse(squared_norm=squared_norm, norm=norm)
+        response = pb.CloseStepResponse(squared_norm=squared_norm, norm=norm)
+        response.crc32c = checksum.of_message(response)
+        return response
 
     def set_learning_rate(
         self, request: pb.SetLearningRateRequest, call: Call

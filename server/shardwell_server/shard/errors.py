@@ -78,7 +78,9 @@ def workers_missing(
     step = tracker.records[chunk_index].version
     missing, unknown = tracker.missing(step, chunk_index)
     named = _names(missing, unknown, "parameter")
-    none = "none: the next call of a worker closes it" if tracker.is_sync else "none (asynchronous)"
+    none = "none (asynchronous)"
+    if spec.closes_by_norm:
+        none = "none: the next call of a worker closes it"
     return WorkersMissingError(
         f"parameter {spec.name!r}: waited {deadline.timeout_s:g} s for version {version} "
         f"of chunk {chunk_index}, which is at {step}; missing of "

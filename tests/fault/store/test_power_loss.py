@@ -91,6 +91,43 @@ def test_a_norm_that_outlived_its_gradients_is_forgotten(tmp_path: Path, disk: D
         run.close()
 
 
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS[1], CLIPPED], ids=["momentum", "clipped"])
+def test_an_image_made_while_steps_close(
+    tmp_path: Path, disk: Disk, optimizer: shardwell.Optimizer
+) -> None:
+    """Its chunks are of different steps; the journal that makes them one is on disk with it."""
+    expected = trained(tmp_path, 6, optimizer)
+    config = ShardConfig(
+        shard_index=0, shard_count=1, chunk_size_bytes=256, durability=Durability("3600")
+    )
+    path = tmp_path / "first"
+    with DataDir(path, config) as claimed, ShardServer(config, claimed) as server:
+        run = Run(server.address, optimizer)
+        run.step(0)
+        (parameter,) = server.shard.parameters.all()
+        copied = 0
+
+        def between() -> bool:
+            nonlocal copied
+            copied += 1
+            if copied in (2, 4):
+                run.step(copied // 2)
+            return False
+
+        parameter._write_image(between)
+        assert copied == parameter.chunk_count > 4
+        run.step(3)  # of which nothing is on disk
+        disk.lose_power(path, tmp_path / "second")
+        run.close()
+    with served(tmp_path / "second", "3600") as target:
+        run = Run(target, optimizer)
+        assert {model.next_step for model in run.models} == {3}
+        np.testing.assert_array_equal(run.models[0].get_weights(), expected[2])
+        for step in range(3, 6):
+            np.testing.assert_array_equal(run.step(step), expected[step])
+        run.close()
+
+
 @pytest.mark.parametrize("step_count", [0, 2])
 def test_what_was_restored_survives(tmp_path: Path, disk: Disk, step_count: int) -> None:
     """Optimizer state, version and rate of a checkpoint are on the disk as soon as they stand."""

@@ -12,6 +12,7 @@ that are meant.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ DAMAGED_TIMEOUT_S = 1.0
 """Of a call with a damaged message: some are never answered."""
 IDS = np.array([3, 4, 9])
 SGD = shardwell.SGD(learning_rate=1.0)
+CLIPPED = shardwell.SGD(learning_rate=1.0, clip_norm=1.0)
 
 KINDS: dict[tuple[str, str], Any] = {
     ("PutGradient", "request"): pb.PutGradientRequest,
@@ -221,6 +223,29 @@ def test_weights(line, direction) -> None:
     for weights in line.flips("GetWeights", direction, call):
         np.testing.assert_array_equal(weights, -1)
         assert model.version == 1
+
+
+@pytest.mark.parametrize("direction", ["request", "response"])
+@pytest.mark.parametrize("number", [0, 1], ids=["asked", "told"])
+def test_norms(line, connect, direction, number) -> None:
+    """Of a step that is clipped: what the shard found, and what it is told."""
+    options = {"codec": "fp32", "worker_count": 2, "optimizer": CLIPPED}
+    model = opened(line.client, **options)
+    other = opened(connect(line.running, OTHER_WORKER), **options)
+    count, is_closed = 0, True
+
+    def call(timeout_s: float | None) -> np.ndarray:
+        nonlocal count, is_closed
+        if is_closed:
+            for each in (model, other):
+                each.put_gradient(np.full(SIZE, 2.0))
+            count, is_closed = count + 1, False
+        weights = model.get_weights(min_version=count, timeout_s=timeout_s)
+        is_closed = True
+        return weights
+
+    for weights in line.flips("CloseStep", direction, call, number):
+        np.testing.assert_allclose(weights, -count / math.sqrt(SIZE), rtol=1e-5)
 
 
 def test_answers_of_exchanges(line) -> None:

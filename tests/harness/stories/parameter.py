@@ -186,7 +186,7 @@ def _contribute(
 def _close(name: str, step: int, shard: Shard) -> bool:
     """As a client does that is told the norm, or that it is too late."""
     steps = shard.parameters.get(name).clipped_steps
-    squared = steps.measure(step, deadline())
+    squared, _ = steps.measure(step, deadline())
     if squared is None:
         return False
     return steps.close(step, math.sqrt(squared)) is not None

@@ -24,7 +24,7 @@ def seal(message: Any, *context: Value) -> Any:
     return message
 
 
-def of_request(request: Any) -> int:
+def of_message(request: Any) -> int:
     """What the CRC of a request without a payload should be."""
     values = [request.DESCRIPTOR.full_name, *_all_fields(request)]
     return crc32.iscsi(b"".join(map(_packed, values)))
@@ -55,7 +55,7 @@ class Sealing(grpc.UnaryUnaryClientInterceptor):
     def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
         is_message = hasattr(request, "DESCRIPTOR")  # and no garbage
         if is_message and "crc32c" in request.DESCRIPTOR.fields_by_name:
-            request.crc32c = of_request(request)
+            request.crc32c = of_message(request)
         return continuation(details, request)
 
 

@@ -41,7 +41,10 @@ def set_by_calls(client: shardwell.Client, gradients: np.ndarray) -> np.ndarray:
     return weights
 
 
-def test_a_worker_that_is_ahead_brings_the_next_rate_before_this_one(cluster, connect) -> None:
+@pytest.mark.parametrize("late_brings", [0.125, None])
+def test_a_worker_that_is_ahead_brings_the_next_rate_before_this_one(
+    cluster, connect, late_brings
+) -> None:
     """A rate is from a step on: the later step keeps its own all the same."""
     running = cluster(1)
     ahead, late = (opened(connect(running, f"w{rank}"), worker_count=2) for rank in range(2))
@@ -50,7 +53,7 @@ def test_a_worker_that_is_ahead_brings_the_next_rate_before_this_one(cluster, co
     register = running.servers[0].shard.parameters.get("model")._register
     eventually("its rate is there", lambda: 1 in register._brought)
     late.put_gradient(GRADIENTS[0, 0], learning_rate=1.0)
-    late.put_gradient(GRADIENTS[0, 1], learning_rate=0.125)
+    late.put_gradient(GRADIENTS[0, 1], learning_rate=late_brings)
     assert waits.result(PATIENCE_S) == 1
     alone = opened(connect(running, "alone"), "alone")
     for gradient, rate in zip(GRADIENTS[0], (1.0, 0.125), strict=False):

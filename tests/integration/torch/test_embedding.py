@@ -219,6 +219,33 @@ def test_a_pass_that_failed_counts_for_nothing(client) -> None:
     np.testing.assert_allclose(table.get_rows([1]), before - 0.5, rtol=1e-6)
 
 
+def test_a_pass_that_outlives_many_that_failed_is_told_so(client) -> None:
+    """Which of them will still end is known to torch alone; no step has a part of one."""
+    table = table_of(client)
+    layer = shardwell.torch.Embedding(table)
+    before = table.get_rows([1, 2])
+
+    def fail(gradient: Any) -> None:
+        raise RuntimeError("lost")
+
+    def others_fail(gradient: Any) -> None:
+        for loss in losses:
+            with pytest.raises(RuntimeError, match="lost"):
+                loss.backward()
+
+    def loss_of_row(row: int, hook: Any) -> Any:
+        late = torch.ones(DIM, requires_grad=True) * 1  # its gradient comes after the row's
+        late.register_hook(hook)
+        return (layer(torch.tensor([row])) * late).sum()
+
+    losses = [loss_of_row(1, fail) for _ in range(20)]
+    with pytest.raises(shardwell.LimitError, match="run fewer at once"):
+        loss_of_row(2, others_fail).backward()
+    assert table.next_step == 0
+    layer(torch.tensor([1])).sum().backward()
+    np.testing.assert_allclose(table.get_rows([1, 2]), before - [[0.5], [0.0]], rtol=1e-6)
+
+
 @pytest.fixture
 def failed(cluster, connect, tmp_path) -> Any:
     """A layer of which a shard was killed when rows were there, and whose backward has failed."""

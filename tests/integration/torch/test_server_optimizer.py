@@ -277,10 +277,10 @@ def test_a_step_that_failed_is_made_good_by_the_next(cluster, connect) -> None:
         server(model, connect(running, f"w{rank}"), worker_count=2)
         for rank, model in enumerate(models)
     ]
-    optimizers[0].timeout_s = 0.5
+    optimizers[0].timeout_s = 3.0
     for again in ("step", "batch"):
         torch.nn.functional.cross_entropy(models[0](data[0][0]), data[0][1]).backward()
-        with pytest.raises(shardwell.DeadlineError):
+        with pytest.raises(shardwell.WorkersMissingError, match="w1"):
             optimizers[0].step()
         optimizers[0].timeout_s = 60.0
 
@@ -298,7 +298,7 @@ def test_a_step_that_failed_is_made_good_by_the_next(cluster, connect) -> None:
         assert optimizers[0].parameter.next_step == (1 if again == "step" else 3)
         for mine, its in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(mine, its)
-        optimizers[0].timeout_s = 0.5
+        optimizers[0].timeout_s = 3.0
 
 
 def test_gradients_that_are_clipped_after_they_left(client) -> None:

@@ -74,8 +74,11 @@ class ClippedSteps:
         self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(chunks)
         """By chunk: the step, and its mean's."""
 
-    def measure(self, step: int, deadline: RequestDeadline) -> float | None:
-        """The squared norm of a step's mean on this shard; None once a chunk has closed it.
+    def measure(self, step: int, deadline: RequestDeadline) -> tuple[float | None, float | None]:
+        """What is known of a step's norm: the square of this shard's part, and all of it.
+
+        The first is None once a chunk has closed the step; the second as long as the shard was
+        told none, and again when the step is long over.
 
         Raises:
             NotInitializedError, WorkersMissingError: not all have contributed.
@@ -86,7 +89,7 @@ class ClippedSteps:
             with chunk.changed:
                 version = self._tracker.records[index].version
                 if version > step:
-                    return None
+                    return None, self._register.norm_of(step)
                 if version < step or not self._tracker.is_full(index):
                     deadline.wait(chunk.changed)
                     raise workers_missing(self._spec, self._tracker, index, step + 1, deadline)
@@ -97,7 +100,8 @@ class ClippedSteps:
                             chunk.state, self._rules, thread_scratch(), self._tracker.records[index]
                         )
                     self._squared_norms[index] = (step, squared)
-        return math.fsum(squared for _, squared in self._squared_norms)
+        squared = math.fsum(squared for _, squared in self._squared_norms)
+        return squared, self._register.norm_of(step)
 
     def close(self, step: int, norm: float) -> float | None:
         """Closes a step with a norm, or with the one that it was told before; returns which.
@@ -133,10 +137,6 @@ class ClippedSteps:
                     self._close(chunk, index, counted, rate)
                     chunk.changed.notify_all()
         return counted
-
-    def norm_of(self, step: int) -> float | None:
-        """The norm that a step closes with, as long as it is the last that was told one."""
-        return self._register.norm_of(step)
 
     def replay(
         self, chunk: Chunk, index: int, step: int, norm: float, learning_rate: float

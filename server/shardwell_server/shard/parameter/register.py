@@ -220,11 +220,10 @@ class Register(MembershipLog[Seat]):
         self._spec.check_has_rate()
         with self.lock:
             newest = self._tracker.version_max()
-            reached = newest if from_step is None else from_step
-            oldest = self._tracker.version_min() if self._tracker.records else reached
+            oldest = self._tracker.version_min()
+            if not self._tracker.records:  # of an empty slice, which no gradient moves on
+                oldest = newest if from_step is None else from_step
             self._change_rate(from_step, learning_rate, reached=newest, oldest=oldest)
-            # What came later is forgotten with it: gradients bring it again.
-            self._brought = {k: rate for k, rate in self._brought.items() if k < reached}
 
     def bring_learning_rate(
         self, seat: Seat, contributor: Contributor[Seat], step: int, learning_rate: float
@@ -255,13 +254,19 @@ class Register(MembershipLog[Seat]):
                     f"{learning_rate}; give all workers the same",
                     parameter=self._name,
                 )
-            others = {each: rate for each, rate in self._brought.items() if each >= oldest}
             if differs:
                 self._change_rate(step, learning_rate, reached=reached, oldest=oldest)
-                # A worker that is a step ahead has brought that one's already.
-                for later in sorted(each for each in others if each > step):
-                    self._change_rate(later, others[later], reached=reached, oldest=oldest)
-            self._brought = {**others, step: learning_rate}
+            brought = {k: rate for k, rate in self._brought.items() if k >= oldest}
+            self._brought = {**brought, step: learning_rate}
+
+    def _change_rate(
+        self, from_step: int | None, learning_rate: float, *, reached: int, oldest: int
+    ) -> None:
+        super()._change_rate(from_step, learning_rate, reached=reached, oldest=oldest)
+        # It is the rate of later steps, too, none of whose gradients is counted yet: those that
+        # have brought another are told to wait, and bring it again.
+        first = reached if from_step is None else from_step
+        self._brought = {k: rate for k, rate in self._brought.items() if k < first}
 
     # Norms; see clipping.py.
 

@@ -448,6 +448,7 @@ class Journaling:
             making.mkdir()
             self._reached("image begun")
             yield making
+            self.journal.sync_segment()  # parts of the image may be as new as its last entry
             sync_directory(making)
             self._reached("image written")
             making.rename(image)

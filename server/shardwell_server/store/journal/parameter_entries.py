@@ -1,4 +1,4 @@
-"""One contribution to one chunk, as journals of parameters keep it (journal.py).
+"""What journals of parameters keep (journal.py): a contribution to a chunk, or a step's end there.
 
     magic, payload length, chunk, seat, sequence, step, samples, exponent, learning
     rate, CRC of the payload, CRC of all these  |  the codec's bytes, or the norm

@@ -278,7 +278,6 @@ class MmapTable(MmapStorage):
             image = MmapTable.create(path, self._layout, self._salt, self._reached)
             self._copy_to(image, is_stopping)
             image.sync_contents()
-            journaling.journal.sync_segment()  # rows may be as new as its last entry
 
     def _begin_segment(self, journaling: Journaling) -> int:
         """Goes on in a new segment, unless this one is as good; no change is under way."""
