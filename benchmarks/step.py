@@ -6,8 +6,9 @@
 
 W workers each push an N MB float32 gradient and get N MB of weights back from S shards, SGD. Beside
 it, the floor: the same encoded bytes, in messages of the same size, both ways between as many
-processes, through bare grpcio streams that return what they get. The last rows are a
-second cluster, whose shards keep everything in mapped files, in a directory made in DIR. All rows
+processes, through bare grpcio streams that return what they get. "Over gRPC" is a cluster that
+shares no memory with its workers, as if they were on other machines; the last rows are one whose
+shards keep everything in mapped files, in a directory made in DIR. All rows
 take turns step by step, so that the machine's moods hit all alike; ratios are of medians.
 """
 
@@ -38,6 +39,7 @@ ROWS = {
     "bare": "bare gRPC, as installed",
     "bare_tuned": "bare gRPC, malloc tuned",
     "exchange": "exchange",
+    "exchange_network": "exchange, over gRPC",
     "put_get": "put_gradient, get_weights",
     "exchange_mmap": "exchange, mmap store",
     "put_get_mmap": "put, get, mmap store",
@@ -203,6 +205,9 @@ def main() -> None:
             args.shard_count, processes=True, chunk_size_bytes=chunk_size_bytes
         ) as cluster,
         LocalCluster(
+            args.shard_count, processes=True, chunk_size_bytes=chunk_size_bytes, same_host="off"
+        ) as apart,
+        LocalCluster(
             args.shard_count,
             data_dir,
             processes=True,
@@ -213,13 +218,14 @@ def main() -> None:
         pid = cluster.children[0].pid
         empty_mb = resident_mb(pid, "VmRSS")
         plain, tuned = Crew(args, ""), Crew(args, cluster.target)
-        mapped = Crew(args, kept.target)
+        network, mapped = Crew(args, apart.target), Crew(args, kept.target)
         try:
             for number in range(args.steps + 2):
                 for row, crew, order in (
                     ("bare", plain, "bare"),
                     ("bare_tuned", tuned, "bare"),
                     ("exchange", tuned, "exchange"),
+                    ("exchange_network", network, "exchange"),
                     ("put_get", tuned, "put_get"),
                     ("exchange_mmap", mapped, "exchange"),
                     ("put_get_mmap", mapped, "put_get"),
@@ -233,6 +239,7 @@ def main() -> None:
         finally:
             plain.close()
             tuned.close()
+            network.close()
             mapped.close()
     medians = {row: statistics.median(values) * 1e3 for row, values in times.items()}
     report(args, times, medians, latency, empty_mb, peak_mb)
@@ -286,6 +293,10 @@ def report(
         "median_ms": {row: round(value, 2) for row, value in medians.items()},
         "exchange_over_bare": round(medians["exchange"] / medians["bare"], 3),
         "exchange_over_bare_tuned": round(medians["exchange"] / medians["bare_tuned"], 3),
+        "exchange_network_over_bare_tuned": round(
+            medians["exchange_network"] / medians["bare_tuned"], 3
+        ),
+        "exchange_over_network": round(medians["exchange"] / medians["exchange_network"], 3),
         "put_get_over_bare": round(medians["put_get"] / medians["bare"], 3),
         "put_get_over_bare_tuned": round(medians["put_get"] / medians["bare_tuned"], 3),
         "exchange_mmap_over_memory": round(medians["exchange_mmap"] / medians["exchange"], 3),

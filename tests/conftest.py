@@ -15,6 +15,7 @@ import shardwell
 from harness.leaks import Resources, descriptor_count
 from harness.polling import PATIENCE_S, eventually
 from harness.programs import forkserver
+from shardwell.rpc import arena
 from shardwell_server import LocalCluster
 
 CHUNK_SIZE_BYTES = 256
@@ -35,6 +36,18 @@ signal.signal(signal.SIGHUP, lambda *_: None)
 hypothesis.settings.register_profile("shardwell", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fuzz", deadline=None)
 hypothesis.settings.load_profile("shardwell")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Small payloads travel inline, so most tests would share no memory with their shards."""
+    parser.addoption(
+        "--share-all", action="store_true", help="share memory with shards for payloads of any size"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--share-all"):
+        arena.SHARED_BYTES_MIN = 1
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -47,6 +47,10 @@ class Limits:
     answer_bytes_max: int = 2**28
     """Bytes of answers that wait for their readers. Beyond it calls wait, and are refused after a
     while; how much a connection takes besides is up to gRPC."""
+    arena_bytes_max: int = 2**33
+    """Bytes of memory that clients on this machine share with the shard, for payloads; each stream
+    has as much as a step of its worker takes here, at most 256 MiB. Beyond it payloads come over
+    the network."""
     encoded_chunk_count_max: int = 16
     """Encoded chunks of weights kept a parameter, so that workers in step share one encoding."""
     wait_max_s: float = 3600.0
@@ -139,6 +143,10 @@ class ShardConfig:
     once."""
     durability: Durability = Durability()
     """What an acknowledged gradient survives beside the process."""
+    same_host: str = "auto"
+    """Whether payloads of clients on this machine go through memory that they share with the shard:
+    "auto": where it can be had, by an abstract Unix socket; "off"; or a directory for the socket,
+    which containers of the machine have in common. Always between processes of one user alone."""
     reflection: bool = False
     """Answer gRPC reflection, for tools such as grpcurl."""
     limits: Limits = field(default_factory=Limits)
@@ -155,6 +163,10 @@ class ShardConfig:
             raise ArgumentError(
                 "chunk_size_bytes must be a multiple of 64 from 64 to 1048576; "
                 f"got {self.chunk_size_bytes}"
+            )
+        if not self.same_host or "\0" in self.same_host:
+            raise ArgumentError(
+                f'same_host must be "auto", "off" or a directory; got {self.same_host!r}'
             )
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isdecimal() and int(port) < 2**16):

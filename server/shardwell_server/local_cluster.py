@@ -43,6 +43,7 @@ class LocalCluster(Closing):
         chunk_size_bytes: See ShardConfig.
         grace_s: See ShardConfig.
         session_lease_s: See ShardConfig.
+        same_host: See ShardConfig.
         limits: See Limits; shards in this process only.
         log_level: Of shards in processes of their own, whose logs go to stderr.
 
@@ -63,6 +64,7 @@ class LocalCluster(Closing):
         chunk_size_bytes: int = 2**20,
         grace_s: float = 2.0,
         session_lease_s: float = 30.0,
+        same_host: str = "auto",
         limits: Limits | None = None,
         log_level: str = "error",
     ) -> None:
@@ -85,6 +87,7 @@ class LocalCluster(Closing):
                 chunk_size_bytes=chunk_size_bytes,
                 grace_s=grace_s,
                 session_lease_s=session_lease_s,
+                same_host=same_host,
                 durability=Durability(durability),
                 limits=limits or Limits(),
             )

@@ -21,6 +21,7 @@ from shardwell.rpc.options import listen_on, server_options
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
 from shardwell_server.config import ShardConfig
+from shardwell_server.services.arenas import ArenaOffers
 from shardwell_server.services.calls import Calls
 from shardwell_server.services.event_loop import EventLoop
 from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
@@ -108,7 +109,8 @@ class ShardServer:
                 limits.session_count_max + limits.stream_count_max + _UNARY_CALL_COUNT_MAX
             ),
         )
-        service = ParameterServerService(self.shard, self._calls, self._streams)
+        self._arenas = ArenaOffers(self.shard)
+        service = ParameterServerService(self.shard, self._calls, self._streams, self._arenas)
         tables = TableService(self.shard, self._calls)
         sessions = SessionService(self.shard, self._calls)
         meetings = GroupService(shard_index=config.shard_index)
@@ -144,6 +146,7 @@ class ShardServer:
                 f"{error.strerror}; give a free port, or 0 for any, and an address of this machine",
                 shard_index=config.shard_index,
             ) from None
+        self._arenas.start(port)
         return f"{host}:{port}"
 
     def start(self) -> None:
@@ -183,6 +186,7 @@ class ShardServer:
             self._is_stuck = True
             _LOG.error("gRPC does not end its calls, and is left to itself")
         self.shard.stop()
+        self._arenas.close()
         for thread in (self._verifier, self._syncer, self._imager, self._looker):
             if thread.ident is not None:
                 thread.join()

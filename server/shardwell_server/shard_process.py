@@ -42,6 +42,7 @@ class ShardProcess(ChildProcess):
             f"--grace-s={config.grace_s}",
             f"--session-lease-s={config.session_lease_s}",
             f"--durability={config.durability.setting}",
+            f"--same-host={config.same_host}",
             f"--log-level={log_level}",
             PARENT_FLAG,
         ]

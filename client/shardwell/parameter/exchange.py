@@ -20,6 +20,8 @@ from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
+from shardwell.process.shared_memory import SharedMemory
+from shardwell.rpc.arena import Arena, payload_of, room_bytes, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
@@ -244,6 +246,7 @@ class Transfer:
                         opens=opens,
                         first=progress.row,
                         stop=stop,
+                        arena=stream.arena(self._room_bytes(part, progress.row, stop)),
                     )
                 )
             return self._receive(
@@ -255,7 +258,15 @@ class Transfer:
                 progress,
                 stop=stop,
                 is_exchange=True,
+                memory_of=lambda number: opened[number].memory,
             )
+
+    def _room_bytes(self, part: ShardSlice, first: int, stop: int) -> int:
+        """What an arena needs for chunks [first, stop); 0: nothing is to be shared."""
+        if self._spec.lz4:
+            return 0
+        item_size = self._codec.codec.item_size
+        return wanted_bytes([each.size * item_size for each in part.chunks[first:stop]])
 
     def _messages(
         self,
@@ -267,15 +278,24 @@ class Transfer:
         opens: bool,
         first: int = 0,
         stop: int | None = None,
+        arena: Arena | None = None,
     ) -> Iterator[bytes]:
         """Chunks [first, stop) of a gradient for one shard; runs on a thread of gRPC's."""
         scratch = thread_scratch()
+        used_bytes = 0
         last = len(part.chunks[:stop]) - 1
         for index in range(first, last + 1):
             where = part.chunks[index]
             header = header_type()
             if opens and index == first:
                 header.open.CopyFrom(self._opening(part.channel))
+            room = None
+            if arena is not None:
+                if not arena.is_announced:
+                    header.arena, arena.is_announced = arena.token, True
+                size_bytes = where.size * self._codec.codec.item_size
+                room = arena.room(used_bytes, size_bytes)
+                used_bytes += room_bytes(size_bytes)
             gradient = header.gradient
             gradient.step = work.step
             gradient.sample_count = work.sample_count
@@ -293,6 +313,7 @@ class Transfer:
                     scratch,
                     start=checksum.gradient(self._gradient_context, gradient),
                     peak=None if work.peaks is None else work.peaks[part.first_chunk + index],
+                    room=room,
                 )
             except NonFiniteValueError as error:  # the caller changed the array meanwhile
                 raise NonFiniteError(
@@ -302,7 +323,7 @@ class Transfer:
                     element_index=where.offset + error.index,
                     parameter=self._spec.name,
                 ) from None
-            self._traffic.add_sent(len(message), where.size)
+            self._traffic.add_sent(len(message), where.size, gradient.chunk.shared.size)
             yield message
 
     def _receive(
@@ -316,6 +337,7 @@ class Transfer:
         *,
         stop: int | None = None,
         is_exchange: bool = False,
+        memory_of: Callable[[int], SharedMemory | None] = lambda number: None,
     ) -> int:
         """Reads every chunk of every part, in turns, so that no shard's stream stands still.
 
@@ -331,6 +353,7 @@ class Transfer:
             progress: Where to begin; then, after an error too, how far it came.
             stop: Before which row to end; None: the last.
             is_exchange: Whether versions must be `min_version` exactly.
+            memory_of: What a part's stream shares with its shard.
 
         Returns:
             The fewest updates that a chunk has seen.
@@ -350,7 +373,13 @@ class Transfer:
                             part.channel, error, parameter=self._spec.name
                         ) from None
                     found = self._decode(
-                        part, index, message, weights, min_version, is_exchange=is_exchange
+                        part,
+                        index,
+                        message,
+                        weights,
+                        min_version,
+                        is_exchange=is_exchange,
+                        memory=memory_of(number),
                     )
                     version = min(version, found)
             progress.row, progress.version = index + 1, version
@@ -365,12 +394,14 @@ class Transfer:
         min_version: int,
         *,
         is_exchange: bool,
+        memory: SharedMemory | None,
     ) -> int:
         """Checks a chunk of weights and writes it where it belongs; returns its version."""
         header, payload = framing.parse(pb.ExchangeResponse, message)
         where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
         try:
+            payload = payload_of(chunk, payload, memory)
             start = checksum.weights(self._weights_context, header.version)
             stored = self._codec.open(check_chunk(chunk, payload, start), where)
         except ShardwellError as error:
@@ -399,7 +430,7 @@ class Transfer:
                 parameter=self._spec.name,
             )
         self._codec.codec.decode(stored, chunk.scale_exponent, weights[where.offset : where.stop])
-        self._traffic.add_received(len(message), where.size)
+        self._traffic.add_received(len(message), where.size, chunk.shared.size)
         return int(header.version)
 
     def _opening(self, channel: ShardChannel) -> types_pb2.StreamOpen:

@@ -44,13 +44,17 @@ class Shards:
     Args:
         addresses: HOST:PORT of each shard, in order.
         threads: Threads of the client, which end with it.
+        same_host: Whether memory is shared with shards of this machine.
     """
 
-    def __init__(self, addresses: list[str], threads: CallThreads) -> None:
+    def __init__(
+        self, addresses: list[str], threads: CallThreads, *, same_host: bool = True
+    ) -> None:
         self.session = new_session()
         """Of this client."""
         self.channels = [
-            ShardChannel(i, address, self.session) for i, address in enumerate(addresses)
+            ShardChannel(i, address, self.session, same_host=same_host)
+            for i, address in enumerate(addresses)
         ]
         """One a shard, by index."""
         self.threads = threads
@@ -125,7 +129,12 @@ class _Closing:
 
 
 def connect_shards(
-    target: str, *, worker_id: str, cluster_id: str | None, timeout_s: float
+    target: str,
+    *,
+    worker_id: str,
+    cluster_id: str | None,
+    timeout_s: float,
+    same_host: bool = True,
 ) -> Shards:
     """Connects to all shards and checks who answers; then attends on each.
 
@@ -134,6 +143,7 @@ def connect_shards(
         worker_id: Under which the client contributes.
         cluster_id: What the cluster must be called; None takes what the shards agree on.
         timeout_s: How long shards that are not there yet are waited for, all together.
+        same_host: Whether memory is shared with shards of this machine.
 
     Raises:
         ShardUnavailableError: a shard did not answer in time; it is named.
@@ -145,21 +155,17 @@ def connect_shards(
     threads = CallThreads("client")
     try:
         return threads.run(
-            lambda: _connected(addresses, threads, worker_id, cluster_id, timeout_s), timeout_s
+            lambda: _connected(
+                Shards(addresses, threads, same_host=same_host), worker_id, cluster_id, timeout_s
+            ),
+            timeout_s,
         )
     except Exception:  # after Ctrl-C there may be connections, which end by themselves
         threads.close()
         raise
 
 
-def _connected(
-    addresses: list[str],
-    threads: CallThreads,
-    worker_id: str,
-    cluster_id: str | None,
-    timeout_s: float,
-) -> Shards:
-    shards = Shards(addresses, threads)
+def _connected(shards: Shards, worker_id: str, cluster_id: str | None, timeout_s: float) -> Shards:
     try:
         attempts = Attempts(timeout_s, shards)
         for channel in shards.channels:
@@ -232,3 +238,4 @@ def _check(
             shard_index=channel.shard_index,
         )
     channel.identity.CopyFrom(status.shard)
+    channel.arenas.address = status.arena_address

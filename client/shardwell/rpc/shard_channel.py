@@ -21,6 +21,7 @@ from shardwell.errors import (
     StepOrderError,
 )
 from shardwell.process.descriptors import check_descriptors
+from shardwell.rpc.arena import Arenas
 from shardwell.rpc.attendance import Attendance, new_session
 from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.error_codes import from_rpc_error
@@ -61,10 +62,19 @@ class CallCancelledError(grpc.RpcError):
 class ShardChannel:
     """One shard, as a client sees it. Any thread may call it."""
 
-    def __init__(self, shard_index: int, address: str, session: Session | None = None) -> None:
+    def __init__(
+        self,
+        shard_index: int,
+        address: str,
+        session: Session | None = None,
+        *,
+        same_host: bool = True,
+    ) -> None:
         self.shard_index = shard_index
         self.address = address
         self.identity = types_pb2.ShardIdentity()
+        self.arenas = Arenas(self.identity, is_wanted=same_host)
+        """Memory to be shared with the shard, if it is on this machine."""
         self.session = session or new_session()
         """Of the client."""
         self.worker_id = ""

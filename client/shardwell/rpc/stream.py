@@ -13,6 +13,8 @@ from typing import Any
 
 import grpc
 
+from shardwell.process.shared_memory import SharedMemory
+from shardwell.rpc.arena import Arena
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.shard_channel import ShardChannel
 
@@ -32,6 +34,7 @@ class ShardStream:
         """What went wrong while messages were made, if anything."""
         # Holds at most one step's messages and the end: the caller waits for the answers.
         self._work: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
+        self._arena: Arena | None = None
         self._call = verb(self._messages())
         if not self._call.add_callback(self._end_messages):
             self._end_messages()
@@ -40,6 +43,23 @@ class ShardStream:
     def submit(self, messages: Iterator[bytes]) -> None:
         """Sends messages; they are made on a thread of gRPC's, one by one as they leave."""
         self._work.put(messages)
+
+    def arena(self, wanted_bytes: int) -> Arena | None:
+        """Memory that the shard shares, for so many bytes of payloads; None: there is none.
+
+        It may have less room. To be called when all answers to what was sent are read, for it is
+        used from its start again.
+        """
+        if not wanted_bytes:
+            return None
+        if self._arena is None or not self._arena.holds(wanted_bytes):
+            self._arena = self.channel.arenas.arena(wanted_bytes) or self._arena
+        return self._arena
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """What it shares with the shard, as long as it is open."""
+        return None if self._arena is None else self._arena.memory
 
     def read(self) -> bytes:
         """The next answer; blocks.
@@ -60,6 +80,7 @@ class ShardStream:
     def close(self) -> None:
         """Ends the stream at once. Safe to repeat, from any thread."""
         self._call.cancel()
+        self._arena = None  # whoever keeps the stream's error may keep the stream
         self._end_messages()
 
     def _messages(self) -> Iterator[bytes]:

@@ -182,16 +182,18 @@ class GetWeightsResponse(_message.Message):
     def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("open", "gradient", "padding", "payload")
+    __slots__ = ("open", "gradient", "arena", "padding", "payload")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     open: _types_pb2.StreamOpen
     gradient: _types_pb2.GradientChunk
+    arena: int
     padding: bytes
     payload: bytes
-    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., arena: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
     __slots__ = ("chunk", "version", "padding", "payload")
@@ -290,7 +292,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, identity_only: bool = ..., parameter: _Optional[str] = ..., after: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more")
+    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more", "arena_address")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +302,7 @@ class GetStatusResponse(_message.Message):
     SENT_PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     OPEN_STREAM_COUNT_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    ARENA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     software_version: str
     uptime_s: float
@@ -309,7 +312,8 @@ class GetStatusResponse(_message.Message):
     sent_payload_bytes: int
     open_stream_count: int
     more: bool
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ...) -> None: ...
+    arena_address: str
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ..., arena_address: _Optional[str] = ...) -> None: ...
 
 class ParameterStatus(_message.Message):
     __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count", "done_worker_ids", "load_id")

@@ -268,20 +268,30 @@ class ParameterSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., compression: _Optional[_Union[Compression, str]] = ..., mode: _Optional[_Union[Mode, str]] = ..., worker_count: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., allow_non_finite: bool = ..., layout: _Optional[_Union[TensorLayout, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("chunk_index", "element_offset", "element_count", "scale_exponent", "crc32c", "lz4")
+    __slots__ = ("chunk_index", "element_offset", "element_count", "scale_exponent", "crc32c", "lz4", "shared")
     CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_OFFSET_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     SCALE_EXPONENT_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     LZ4_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     chunk_index: int
     element_offset: int
     element_count: int
     scale_exponent: int
     crc32c: int
     lz4: bool
-    def __init__(self, chunk_index: _Optional[int] = ..., element_offset: _Optional[int] = ..., element_count: _Optional[int] = ..., scale_exponent: _Optional[int] = ..., crc32c: _Optional[int] = ..., lz4: bool = ...) -> None: ...
+    shared: Shared
+    def __init__(self, chunk_index: _Optional[int] = ..., element_offset: _Optional[int] = ..., element_count: _Optional[int] = ..., scale_exponent: _Optional[int] = ..., crc32c: _Optional[int] = ..., lz4: bool = ..., shared: _Optional[_Union[Shared, _Mapping]] = ...) -> None: ...
+
+class Shared(_message.Message):
+    __slots__ = ("offset", "size")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    size: int
+    def __init__(self, offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class StreamOpen(_message.Message):
     __slots__ = ("shard", "parameter", "worker_id", "session", "tenure")

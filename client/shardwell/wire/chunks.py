@@ -19,7 +19,7 @@ from shardwell.placement.slices import Slice
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
-from shardwell.wire.messages import OutgoingMessage
+from shardwell.wire.messages import OutgoingMessage, Room
 
 PAYLOAD_SIZE_MAX_BYTES = 2**20
 """Encoded bytes of a chunk. Large enough for gRPC's full speed (docs/adr/0002-chunking.md)."""
@@ -82,6 +82,7 @@ class ChunkCodec:
         start: int,
         peak: float | None = None,
         exponent_offset: int = 0,
+        room: Room | None = None,
     ) -> bytes:
         """A sealed message of one chunk.
 
@@ -96,6 +97,8 @@ class ChunkCodec:
             peak: See `Codec.encode`.
             exponent_offset: Says that the values are 2^exponent_offset times as large; for codecs
                 whose scale can say so.
+            room: Of the payload's size, for it; None: it is in the message. Without effect with
+                lz4.
 
         Raises:
             NonFiniteValueError: a value is not finite and the spec refuses it.
@@ -103,11 +106,21 @@ class ChunkCodec:
         chunk.chunk_index = chunk_index
         chunk.element_offset = where.offset
         chunk.element_count = where.size
-        message = OutgoingMessage(header, where.size * self.codec.item_size)
+        message = None
+        if room is None or self._lz4:
+            message = OutgoingMessage(header, where.size * self.codec.item_size)
+            payload = message.payload
+        else:
+            payload = room.memory
         exponent = self.codec.encode(
-            values, message.payload, scratch, allow_non_finite=self._allow_non_finite, peak=peak
+            values, payload, scratch, allow_non_finite=self._allow_non_finite, peak=peak
         )
         chunk.scale_exponent = exponent + exponent_offset
+        if message is None:
+            assert room is not None
+            chunk.shared.offset, chunk.shared.size = room.offset, payload.size
+            chunk.crc32c = checksum.of_chunk(start, chunk, payload)
+            return bytes(header.SerializeToString())
         if self._lz4:
             packed = lz4.block.compress(message.payload, mode="fast", store_size=False)
             if len(packed) < message.payload.size:

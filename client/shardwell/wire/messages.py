@@ -13,7 +13,7 @@ padding and the payload.
 from __future__ import annotations
 
 import ctypes
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -45,6 +45,15 @@ HeaderT = TypeVar("HeaderT", bound=Message)
 _SMALL_PAYLOAD_BYTES = 16 * 1024
 """Below it, copying a payload costs less than sparing the copy."""
 _PADDINGS = tuple(bytes((_PADDING_TAG, size)) + bytes(size) for size in range(128))
+
+
+class Room(NamedTuple):
+    """Where a payload goes instead of into its message: a part of an arena."""
+
+    offset: int
+    """In the arena."""
+    memory: Bytes
+    """(size,) uint8, aligned."""
 
 
 class OutgoingMessage:

@@ -37,6 +37,7 @@ _LIMITS = {
     "session_count_max": "Clients connected at once.",
     "stream_count_max": "Streams open at once, one for each call of a worker. Idle ones give way.",
     "answer_bytes_max": "Bytes of answers that wait for clients to read them.",
+    "arena_bytes_max": "Bytes of memory that clients on this machine share with the shard.",
     "encoded_chunk_count_max": "Encoded chunks of weights kept a parameter for workers in step.",
     "wait_max_s": "Longest wait of a call for other workers, whatever timeout it asks for.",
     "init_claim_s": "Seconds to send first weights, before another client may take over.",
@@ -153,6 +154,14 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Seconds until a client whose machine vanished counts as gone.",
 )
 @click.option(
+    "--same-host",
+    default="auto",
+    show_default=True,
+    envvar="SHARDWELL_SAME_HOST",
+    metavar="auto|off|DIRECTORY",
+    help="Share memory with clients of this machine; DIRECTORY: one that containers share.",
+)
+@click.option(
     "--reflection/--no-reflection",
     default=False,
     envvar="SHARDWELL_REFLECTION",
@@ -175,6 +184,7 @@ def serve(
     chunk_size_bytes: int,
     grace_s: float,
     session_lease_s: float,
+    same_host: str,
     reflection: bool,
     **limits: Any,
 ) -> None:
@@ -193,6 +203,7 @@ def serve(
             chunk_size_bytes=chunk_size_bytes,
             grace_s=grace_s,
             session_lease_s=session_lease_s,
+            same_host=same_host,
             reflection=reflection,
             durability=Durability(durability),
             limits=Limits(**limits),

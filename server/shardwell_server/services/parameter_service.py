@@ -22,6 +22,8 @@ from shardwell.errors import ArgumentError, CorruptChunkError, LimitError, Wrong
 from shardwell.numerics.codec import CODECS, Bytes, Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
+from shardwell.process.shared_memory import SharedMemory
+from shardwell.rpc.arena import payload_of
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import ParameterSpec
@@ -30,6 +32,8 @@ from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
+from shardwell.wire.messages import Room
+from shardwell_server.services.arenas import ArenaOffers
 from shardwell_server.services.calls import Call, Calls, Handling, Read
 from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.open_streams import OpenStreams
@@ -60,10 +64,13 @@ _DESCRIPTORS = "/proc/self/fd"
 class ParameterServerService:
     """Handlers, one method an RPC."""
 
-    def __init__(self, shard: Shard, calls: Calls, streams: OpenStreams) -> None:
+    def __init__(
+        self, shard: Shard, calls: Calls, streams: OpenStreams, arenas: ArenaOffers
+    ) -> None:
         self._shard = shard
         self._calls = calls
         self._streams = streams
+        self._arenas = arenas
 
     def handler(self) -> grpc.GenericRpcHandler:
         """All methods, for grpc.aio.Server."""
@@ -272,8 +279,9 @@ class ParameterServerService:
                         ) from None
 
     def exchange(self, call: Call) -> Handling:
-        pending: deque[tuple[int, int, RequestDeadline]] = deque()
+        pending: deque[_Pending] = deque()
         source: _GradientSource | None = None
+        arena: SharedMemory | None = None
         is_between_steps = True
         while True:
             message = yield Read.NEXT_STEP if is_between_steps else Read.NEXT
@@ -286,21 +294,31 @@ class ParameterServerService:
                 source = self._source(request)
                 is_small = source.parameter.where.size <= _SHORT_ELEMENT_COUNT
                 call.is_short = is_small and self._shard.config.durability.is_process
+            if request.arena:
+                if not is_between_steps:
+                    raise ArgumentError("`arena` came in the middle of a step; end it first")
+                arena = self._arenas.take(request.arena)
             if not _has_gradient(request, payload):
                 continue
             gradient, (parameter, contributor) = request.gradient, source
+            payload = payload_of(gradient.chunk, payload, arena)
             self._shard.traffic.add(received=payload.size)
             deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
             yield from until(parameter.contribute, contributor, gradient, payload, deadline)
             version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
-            pending.append((gradient.chunk.chunk_index, version, deadline))
+            room = None
+            if gradient.chunk.HasField("shared") and arena is not None:
+                shared = gradient.chunk.shared
+                room = Room(shared.offset, arena.view(shared.offset, shared.size))
+            pending.append(_Pending(gradient.chunk.chunk_index, version, deadline, room))
             is_between_steps = gradient.end_of_step
             if len(pending) > 2 * parameter.chunk_count:
                 raise ArgumentError(
                     f"{len(pending)} chunks were sent without end_of_step, of "
                     f"{parameter.chunk_count}; read the answers first"
                 )
-            del message, request, payload, gradient  # not to be held while answers wait
+            # Not to be held while answers wait.
+            del message, request, payload, gradient, room
             yield from self._answers(parameter, pending, all_=is_between_steps)
         if source is not None:
             yield from self._answers(source.parameter, pending, all_=True)
@@ -354,6 +372,7 @@ class ParameterServerService:
             received_payload_bytes=shard.traffic.received_bytes,
             sent_payload_bytes=shard.traffic.sent_bytes,
             open_stream_count=self._streams.count,
+            arena_address=self._arenas.address,
         )
         size_bytes = 0
         for parameter in parameters:
@@ -383,20 +402,20 @@ class ParameterServerService:
     def _answers(
         self,
         parameter: ParameterSlice,
-        pending: deque[tuple[int, int, RequestDeadline]],
+        pending: deque[_Pending],
         *,
         all_: bool,
     ) -> Handling:
         """The weights that are due, in order: those that are ready, or all."""
         while pending:
-            index, version, deadline = pending[0]
+            index, version, deadline, room = pending[0]
             if not all_ and not parameter.is_ready(index, version):
                 return
             message = yield from until(parameter.weights_message, index, version, deadline)
             parameter.make_durable()  # it acknowledges a gradient
             pending.popleft()
             self._shard.traffic.add(sent=len(message))
-            yield message
+            yield message if room is None else _shared_answer(message, room)
 
     def _deadline(self, call: Call, timeout_s: float) -> RequestDeadline:
         return deadline_of(self._shard, call, timeout_s)
@@ -408,6 +427,27 @@ def _has_gradient(request: Any, payload: Bytes) -> bool:
     if payload.size and not has_gradient:
         raise CorruptChunkError("a message has a payload and no `gradient`; send it again")
     return has_gradient
+
+
+class _Pending(NamedTuple):
+    """An answer that a stream is owed."""
+
+    chunk_index: int
+    version: int
+    """The least that it may have."""
+    deadline: RequestDeadline
+    room: Room | None
+    """Where its payload goes; None: into the message."""
+
+
+def _shared_answer(message: bytes, room: Room) -> bytes:
+    """The message of a chunk of weights without its payload, which is in the room; or as it is."""
+    header, payload = framing.parse(pb.ExchangeResponse, message)
+    if header.chunk.lz4 or payload.size > room.memory.size:
+        return message
+    room.memory[: payload.size] = payload
+    header.chunk.shared.offset, header.chunk.shared.size = room.offset, payload.size
+    return header.SerializeToString()
 
 
 class _GradientSource(NamedTuple):

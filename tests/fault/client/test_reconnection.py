@@ -53,7 +53,10 @@ def join(proxies, connect) -> Callable[..., Trained]:
     target = ",".join(proxy.address for proxy in proxies)
 
     def join_as(kind: str = "parameter", index: int = 0, **options: Any) -> Trained:
-        client = connect(target, f"w{index}", timeout_s=options.pop("timeout_s", 30.0))
+        # All bytes are on the line, where they are counted and cut.
+        client = connect(
+            target, f"w{index}", timeout_s=options.pop("timeout_s", 30.0), same_host=False
+        )
         return KINDS[kind](client, **options)
 
     return join_as
@@ -332,7 +335,7 @@ def test_a_shard_killed_in_the_middle_comes_back_from_its_files(connect, tmp_pat
         shard = stack.enter_context(ServingShard(*flags, port=port))
         address = shard.address()
         for index in (0, 1):
-            client = connect(address, f"w{index}", timeout_s=PATIENCE_S)
+            client = connect(address, f"w{index}", timeout_s=PATIENCE_S, same_host=False)
             models.append(client.parameter("model", size=SIZE, optimizer=SGD, worker_count=2))
         together([lambda m=m: m.init(np.zeros(SIZE, np.float32)) for m in models])
         training = [in_background(partial(train, index)) for index in (0, 1)]

@@ -36,7 +36,7 @@ def proxy(running) -> Iterator[Proxy]:
 
 @pytest.fixture
 def model(running, proxy, connect) -> shardwell.Parameter:
-    client = connect(f"{running.addresses[0]},{proxy.address}", "w0")
+    client = connect(f"{running.addresses[0]},{proxy.address}", "w0", same_host=False)
     parameter = client.parameter("model", size=SIZE, optimizer=SGD, codec="fp32")
     parameter.init(np.zeros(SIZE, np.float32))
     return parameter
@@ -82,7 +82,7 @@ def test_cut_while_weights_come(model, proxy, byte_count) -> None:
 
 
 def test_cut_while_first_weights_go(running, proxy, connect) -> None:
-    client = connect(f"{running.addresses[0]},{proxy.address}", "w0")
+    client = connect(f"{running.addresses[0]},{proxy.address}", "w0", same_host=False)
     model = client.parameter("model", size=SIZE, optimizer=SGD, codec="fp32")
     proxy.cut_after(Direction.TO_SHARD, 30_000)
     with pytest.raises(shardwell.ShardUnavailableError, match="shard 1"):
@@ -184,7 +184,7 @@ def test_a_bit_that_flips_on_the_way_to_the_shard(model, proxy, verb) -> None:
 
 @pytest.mark.parametrize("verb", ["exchange", "get_weights"])
 def test_a_bit_that_flips_on_the_way_back(running, proxy, connect, verb) -> None:
-    client = connect(f"{running.addresses[0]},{proxy.address}", "w0")
+    client = connect(f"{running.addresses[0]},{proxy.address}", "w0", same_host=False)
     optimizer = shardwell.Average()
     model = client.parameter("mean", size=SIZE, optimizer=optimizer, codec="fp32")
     if verb == "get_weights":

@@ -1,0 +1,132 @@
+"""Memory that two processes of one user have mapped: a sealed memfd, handed over a Unix socket.
+
+It has no name, so nothing is left of it when both have ended, however they end. Its size is sealed,
+and its pages are there before it is used, so that no access can fail; see arena.proto for how it
+is handed over. What the other process writes there may change at any time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import stat
+import struct
+import sys
+
+import numpy as np
+import numpy.typing as npt
+
+if sys.platform == "linux":
+    import fcntl
+
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+IS_SUPPORTED = sys.platform == "linux"
+"""Whether the system has it."""
+HEAD_BYTES = 64
+"""At the start, for the two that share it to know each other by."""
+_NUMBER = struct.Struct("<Q")
+_CREDENTIALS = struct.Struct("3i")
+
+
+class SharedMemoryError(Exception):
+    """Memory or a peer that is not to be used; says why."""
+
+
+class SharedMemory:
+    """Mapped memory. It is unmapped when nobody holds it or a view of it.
+
+    Args:
+        file: A descriptor, which may be closed then.
+        size_bytes: Of the memory.
+
+    Raises:
+        OSError: it can't be mapped.
+    """
+
+    def __init__(self, file: int, size_bytes: int) -> None:
+        populate = getattr(mmap, "MAP_POPULATE", 0)
+        mapped = mmap.mmap(file, size_bytes, flags=mmap.MAP_SHARED | populate)
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        self.size_bytes = size_bytes
+        """Bytes of it."""
+
+    def view(self, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """A part of it, which may change at any time.
+
+        Raises:
+            SharedMemoryError: there is no such part, or it is not aligned.
+        """
+        if offset % 16 or not HEAD_BYTES <= offset <= offset + size_bytes <= self.size_bytes:
+            raise SharedMemoryError(
+                f"{size_bytes} bytes at {offset} of an arena of {self.size_bytes}; expected a "
+                f"multiple of 16 from {HEAD_BYTES} on, within it"
+            )
+        return self._bytes[offset : offset + size_bytes]
+
+    def number(self, index: int) -> int:
+        """One of the numbers in its head."""
+        start = index * _NUMBER.size
+        return int(_NUMBER.unpack(self._bytes[start : start + _NUMBER.size].tobytes())[0])
+
+    def set_number(self, index: int, number: int) -> None:
+        """Writes one of the numbers in its head."""
+        start = index * _NUMBER.size
+        self._bytes[start : start + _NUMBER.size] = np.frombuffer(_NUMBER.pack(number), np.uint8)
+
+
+def new_memory(size_bytes: int) -> tuple[int, SharedMemory]:
+    """Memory to be handed over: its descriptor, to be closed, and what is mapped here.
+
+    Raises:
+        OSError: there is not so much.
+    """
+    file = os.memfd_create("shardwell", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, size_bytes)
+        os.posix_fallocate(file, 0, size_bytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        return file, SharedMemory(file, size_bytes)
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def received_memory(file: int, size_bytes: int) -> SharedMemory:
+    """Memory that another process handed over.
+
+    Args:
+        file: Its descriptor, to be closed by the caller.
+        size_bytes: What it should have, which was checked.
+
+    Raises:
+        SharedMemoryError: its size is another, or may change.
+        OSError: there is not so much memory, or it may not be written.
+    """
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
+        raise SharedMemoryError(f"the file has {status.st_size} bytes; expected {size_bytes}")
+    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise SharedMemoryError("the memory's size is not sealed")
+    os.posix_fallocate(
+        file, 0, size_bytes
+    )  # a page that is not there could fail when it is touched
+    return SharedMemory(file, size_bytes)
+
+
+def socket_path(address: str) -> str:
+    """What a Unix socket is bound to: "@name" is an abstract one."""
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
+def check_same_user(connection: socket.socket) -> None:
+    """Refuses a peer of another user.
+
+    Raises:
+        SharedMemoryError: it is one.
+    """
+    given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user_id, _ = _CREDENTIALS.unpack(given)
+    if user_id != os.geteuid():
+        raise SharedMemoryError(f"the other end belongs to user {user_id}, not {os.geteuid()}")

@@ -1,0 +1,163 @@
+"""Memory that a client shares with a shard of its machine, for payloads: offered, and then used.
+
+See arena.proto. An arena belongs to one stream, and dies with it. It is never needed: where none
+is to be had, payloads travel inline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from shardwell.errors import CorruptChunkError
+from shardwell.numerics.codec import Bytes
+from shardwell.process.shared_memory import (
+    HEAD_BYTES,
+    IS_SUPPORTED,
+    SharedMemory,
+    SharedMemoryError,
+    check_same_user,
+    new_memory,
+    socket_path,
+)
+from shardwell.v1 import arena_pb2, types_pb2
+from shardwell.wire.messages import Room
+
+ARENA_BYTES_MAX = 256 << 20
+"""Of one arena: a step of 128 M elements of fp16 to one shard. What is beyond it travels inline."""
+SHARED_BYTES_MIN = 64 * 1024
+"""A smaller payload costs no more inline."""
+ANSWER_BYTES_MAX = 4096
+"""Of a message over the Unix socket."""
+_OFFER_S = 2.0
+"""How long a shard may take to look at an offer."""
+_PAUSE_S = 60.0
+"""For so long nothing is offered to a shard that refused."""
+_PAGE_BYTES = 4096
+_ROOM_ALIGNMENT_BYTES = 64
+_LOG = logging.getLogger("shardwell")
+
+
+class Arena:
+    """A client's: the memory, and how the shard knows it. For one stream's calls."""
+
+    def __init__(self, memory: SharedMemory, token: int) -> None:
+        self.token = token
+        """Its name on the stream."""
+        self.is_announced = False
+        """Whether a message has named it."""
+        self.memory = memory
+        """What is shared."""
+
+    def room(self, start: int, size_bytes: int) -> Room | None:
+        """Where the payload of `size_bytes` goes that has `start` before it; None: not here."""
+        offset = HEAD_BYTES + start
+        if size_bytes < SHARED_BYTES_MIN or offset + size_bytes > self.memory.size_bytes:
+            return None
+        return Room(offset, self.memory.view(offset, size_bytes))
+
+    def holds(self, wanted_bytes: int) -> bool:
+        """Whether a larger one would have no more room for so many bytes."""
+        return self.memory.size_bytes >= _arena_bytes(wanted_bytes)
+
+
+def room_bytes(payload_bytes: int) -> int:
+    """What a payload takes of an arena."""
+    return -(-payload_bytes // _ROOM_ALIGNMENT_BYTES) * _ROOM_ALIGNMENT_BYTES
+
+
+def wanted_bytes(payloads_bytes: Sequence[int]) -> int:
+    """What an arena should have for payloads that are under way at once; 0: all are small."""
+    if max(payloads_bytes, default=0) < SHARED_BYTES_MIN:
+        return 0
+    return sum(map(room_bytes, payloads_bytes))
+
+
+def _arena_bytes(wanted_bytes: int) -> int:
+    wanted = min(wanted_bytes + HEAD_BYTES, ARENA_BYTES_MAX)
+    return -(-wanted // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | None) -> Bytes:
+    """The payload of a chunk that came: the message's own, or a copy of what is shared.
+
+    Args:
+        chunk: The header.
+        payload: What is in the message.
+        memory: The stream's, if it has one.
+
+    Raises:
+        CorruptChunkError: it says that the payload is where there is none.
+    """
+    if not chunk.HasField("shared"):
+        return payload
+    if payload.size or memory is None:
+        raise CorruptChunkError(
+            f"chunk {chunk.chunk_index}: its payload is said to be shared, and "
+            f"{'the message has one' if payload.size else 'the stream has no arena'}; send it again"
+        )
+    try:
+        copied = memory.view(chunk.shared.offset, chunk.shared.size).copy()
+    except SharedMemoryError as error:
+        raise CorruptChunkError(f"chunk {chunk.chunk_index}: {error}; send it again") from None
+    copied.flags.writeable = False
+    return copied
+
+
+class Arenas:
+    """Where a client asks for the arenas of one shard. Any thread may use it.
+
+    Args:
+        identity: The shard's, once it is known.
+        is_wanted: Whether anything is to be shared.
+    """
+
+    def __init__(self, identity: types_pb2.ShardIdentity, *, is_wanted: bool) -> None:
+        self.address = ""
+        """Where the shard takes offers; empty: nowhere."""
+        self._identity = identity
+        self._is_wanted = is_wanted and IS_SUPPORTED
+        self._next_try_s = 0.0
+
+    def arena(self, wanted_bytes: int) -> Arena | None:
+        """An arena for that many bytes, or for as many as there may be; None: there is none.
+
+        Blocks for 2 s at the most, and mostly for less than a millisecond a megabyte.
+        """
+        if not (self._is_wanted and self.address) or time.monotonic() < self._next_try_s:
+            return None
+        try:
+            return _offered(self.address, self._identity, _arena_bytes(wanted_bytes))
+        except (OSError, SharedMemoryError, DecodeError) as error:
+            self._next_try_s = time.monotonic() + _PAUSE_S
+            _LOG.debug(
+                "shard %d shares no memory with this process (%s); payloads go over the network",
+                self._identity.shard_index,
+                error,
+            )
+            return None
+
+
+def _offered(address: str, identity: types_pb2.ShardIdentity, size_bytes: int) -> Arena:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_OFFER_S)
+        connection.connect(socket_path(address))
+        check_same_user(connection)
+        file, memory = new_memory(size_bytes)
+        try:
+            nonce = secrets.randbits(64)
+            memory.set_number(0, nonce)
+            offer = arena_pb2.ArenaOffer(shard=identity, size_bytes=size_bytes, nonce=nonce)
+            socket.send_fds(connection, [offer.SerializeToString()], [file])
+        finally:
+            os.close(file)
+        answer = arena_pb2.ArenaAnswer.FromString(connection.recv(ANSWER_BYTES_MAX))
+    if not answer.token or memory.number(1) != answer.token:
+        raise SharedMemoryError(answer.refusal or "the memory is not the same at both ends")
+    return Arena(memory, answer.token)

@@ -1,0 +1,244 @@
+"""Memory that clients on this machine offer for payloads, until a stream takes it.
+
+See arena.proto. States of an arena here: offered (mapped, known by its token, for 10 s), taken (a
+stream's, until that ends or takes another), gone. Its bytes count as long as it is mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from shardwell.errors import ShardUnavailableError, ShardwellError
+from shardwell.process.shared_memory import (
+    IS_SUPPORTED,
+    SharedMemory,
+    SharedMemoryError,
+    check_same_user,
+    received_memory,
+    socket_path,
+)
+from shardwell.rpc.arena import ANSWER_BYTES_MAX, ARENA_BYTES_MAX
+from shardwell.v1 import arena_pb2
+from shardwell_server.config import ShardConfig
+from shardwell_server.shard.shard import Shard
+
+_LOG = logging.getLogger("shardwell_server")
+_BACKLOG = 64
+_PATIENCE_S = 1.0
+"""For one client to send what it has connected for."""
+_OFFER_S = 10.0
+"""How long an offer stands before a stream takes it."""
+_OFFER_COUNT_MAX = 256
+_PAGE_BYTES = 4096
+
+
+class ArenaOffers:
+    """Takes offers on a Unix socket, with a thread of its own. Any thread may use it.
+
+    Args:
+        shard: Who is meant by them, and what it may hold.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.address = ""
+        """Where it listens; empty: nowhere."""
+        self._shard = shard
+        self._lock = threading.RLock()  # memory may go while it is held
+        self._offered: OrderedDict[int, tuple[float, SharedMemory]] = OrderedDict()
+        """By token: until when, and what."""
+        self._mapped_bytes = 0
+        self._listener: socket.socket | None = None
+        self._closing = -1
+        """A descriptor that can be read when it is to end."""
+        self._thread = threading.Thread(target=self._serve, name="shardwell-arenas", daemon=True)
+
+    def start(self, port: int) -> None:
+        """Begins to listen, if it is wanted and can be; a log says where not.
+
+        Args:
+            port: Where the shard listens, which tells it from others of the machine.
+        """
+        config = self._shard.config
+        if config.same_host == "off" or not IS_SUPPORTED:
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            address = _address(config, port)
+            listener.bind(socket_path(address))
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+            self._closing = os.eventfd(0, os.EFD_CLOEXEC)
+            self._listener = listener
+            self._thread.start()
+        except (OSError, RuntimeError) as error:  # no thread
+            self._release(listener)
+            _LOG.warning("no memory is shared with clients", extra={"reason": str(error)})
+            return
+        self.address = address
+
+    def close(self) -> None:
+        """Ends it; streams keep what they have. Safe to repeat."""
+        if self._listener is None:
+            return
+        os.eventfd_write(self._closing, 1)
+        self._thread.join()
+        self._release(self._listener)
+        if not self.address.startswith("@"):
+            with contextlib.suppress(OSError):
+                os.unlink(self.address)
+        with self._lock:
+            self._offered.clear()
+
+    def _release(self, listener: socket.socket) -> None:
+        listener.close()
+        self._listener = None
+        if self._closing >= 0:
+            os.close(self._closing)
+            self._closing = -1
+
+    def take(self, token: int) -> SharedMemory:
+        """What was offered under a token, for one stream.
+
+        Raises:
+            ShardUnavailableError: nothing was, or long ago.
+        """
+        with self._lock:
+            _, memory = self._offered.pop(token, (0.0, None))
+        if memory is None:
+            raise ShardUnavailableError(
+                f"no arena of token {token:#x} is here, as after a restart; call again",
+                shard_index=self._shard.config.shard_index,
+            )
+        return memory
+
+    def _serve(self) -> None:
+        assert self._listener is not None
+        events = select.poll()
+        for file in (self._closing, self._listener.fileno()):
+            events.register(file, select.POLLIN)
+        while True:
+            with self._lock:
+                self._forget_old()
+                pause_s = _OFFER_S if self._offered else None
+            found = dict(events.poll(None if pause_s is None else pause_s * 1000))
+            if self._closing in found:
+                return
+            if found:
+                self._accept(self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Looks at one offer."""
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:  # whoever came has gone
+            return
+        except OSError as error:  # no descriptor is left, say
+            _LOG.warning("an offer of memory can't be taken", extra={"reason": str(error)})
+            time.sleep(_PATIENCE_S)
+            return
+        with connection:
+            try:
+                connection.settimeout(_PATIENCE_S)
+                check_same_user(connection)
+                self._answer(connection)
+            except (OSError, SharedMemoryError, DecodeError) as error:
+                _LOG.debug("an offer of memory failed", extra={"reason": str(error)})
+
+    def _answer(self, connection: socket.socket) -> None:
+        data, files, _, _ = socket.recv_fds(
+            connection, ANSWER_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC
+        )
+        answer = arena_pb2.ArenaAnswer()
+        try:
+            offer = arena_pb2.ArenaOffer.FromString(data)
+            if len(files) != 1:
+                raise SharedMemoryError(f"expected one file with an offer; got {len(files)}")
+            answer.token = self._take_in(offer, files[0])
+        except (OSError, SharedMemoryError, ShardwellError) as error:
+            answer.refusal = str(error)
+        finally:
+            for file in files:
+                os.close(file)
+        try:
+            connection.send(answer.SerializeToString())
+        except OSError:  # whoever offered it has given up
+            with self._lock:
+                self._offered.pop(answer.token, None)
+            raise
+
+    def _take_in(self, offer: arena_pb2.ArenaOffer, file: int) -> int:
+        """Maps what is offered; returns its token."""
+        self._shard.check_identity(offer.shard)
+        size = offer.size_bytes
+        if not _PAGE_BYTES <= size <= ARENA_BYTES_MAX or size % _PAGE_BYTES:
+            raise SharedMemoryError(
+                f"an arena of {size} bytes; expected a multiple of {_PAGE_BYTES}, at most "
+                f"{ARENA_BYTES_MAX}"
+            )
+        limit = self._shard.config.limits.arena_bytes_max
+        with self._lock:
+            self._forget_old()
+            if self._mapped_bytes + size > limit:
+                raise SharedMemoryError(
+                    f"limit arena_bytes_max={limit}: {self._mapped_bytes} are mapped; raise it, or "
+                    "use fewer workers on this machine"
+                )
+            self._mapped_bytes += size
+        try:
+            memory = received_memory(file, size)
+        except BaseException:
+            self._unmapped(size)
+            raise
+        weakref.finalize(memory, self._unmapped, size).atexit = False
+        if memory.number(0) != offer.nonce:
+            raise SharedMemoryError("the memory is not the same at both ends")
+        token = secrets.randbits(63) + 1
+        memory.set_number(1, token)
+        with self._lock:
+            self._offered[token] = (time.monotonic() + _OFFER_S, memory)
+        return token
+
+    def _forget_old(self) -> None:
+        """Drops what no stream took in time; the lock is held."""
+        now_s = time.monotonic()
+        while self._offered:
+            token, (until_s, _) = next(iter(self._offered.items()))
+            if until_s > now_s and len(self._offered) < _OFFER_COUNT_MAX:
+                return
+            del self._offered[token]
+
+    def _unmapped(self, size_bytes: int) -> None:
+        with self._lock:
+            self._mapped_bytes -= size_bytes
+
+
+def _address(config: ShardConfig, port: int) -> str:
+    """Where a shard listens: an abstract socket, or one in the directory that was given.
+
+    Raises:
+        OSError: another process listens there.
+    """
+    if config.same_host == "auto":
+        which = f"{config.cluster_id}/{config.shard_index}/{port}"
+        return f"@shardwell-{hashlib.blake2b(which.encode(), digest_size=16).hexdigest()}"
+    path = Path(config.same_host) / f"shardwell-{config.cluster_id}-{config.shard_index}.sock"
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            try:
+                connection.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()  # of a shard that was killed
+    return str(path)

@@ -1,0 +1,492 @@
+"""Goal: memory that a worker shares with shards of its machine changes how fast results come, and
+nothing else; nobody gets hold of it who should not.
+
+Method: the same steps with it and without, bit for bit; a client of its own that offers memory as
+the .proto says, right and in every wrong way; shards that refuse, forget, are full, or are off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import shardwell
+from harness.polling import PATIENCE_S, eventually
+from harness.threads import together
+from harness.wire_client.arena import NONCE, SEALS, SIZE, WireArena
+from harness.wire_client.worker import WireWorker, decode, error_detail, spec
+from shardwell.errors import ShardUnavailableError
+from shardwell.process.shared_memory import IS_SUPPORTED
+from shardwell.rpc import arena
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
+from shardwell_server import LocalCluster
+from shardwell_server.config import Limits
+from shardwell_server.services import arenas, parameter_service
+
+pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="no memory can be sealed on this system")
+
+CHUNK_BYTES = 64 * 1024
+ELEMENTS = 500_000
+"""More than one arena of the least size, in chunks that are just large enough to be shared."""
+OPTIONS: dict[str, Any] = {"optimizer": shardwell.SGD(0.1, momentum=0.5), "worker_count": 2}
+
+
+@pytest.fixture(autouse=True)
+def _usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all of the suite shares all."""
+    monkeypatch.setattr(arena, "SHARED_BYTES_MIN", 64 * 1024)
+
+
+def mapped_bytes(running: LocalCluster) -> list[int]:
+    return [server._arenas._mapped_bytes for server in running.servers]
+
+
+def gradient(rank: int, step: int, size: int = ELEMENTS) -> np.ndarray:
+    return np.random.default_rng([rank, step]).standard_normal(size, np.float32)
+
+
+def trained(
+    running: LocalCluster,
+    connect: Any,
+    name: str = "net",
+    *,
+    same_host: bool = True,
+    **options: Any,
+) -> np.ndarray:
+    """What two workers have after three steps."""
+    given = {"size": ELEMENTS, **OPTIONS, **options}
+    clients = [connect(running, f"w{rank}", same_host=same_host) for rank in range(2)]
+
+    def work(rank: int) -> np.ndarray:
+        net = clients[rank].parameter(name, **given)
+        net.init(np.zeros(given["size"], np.float32))
+        for step in range(3):
+            weights = net.exchange(gradient(rank, step, given["size"]), sample_count=rank + 1)
+        traffic = clients[rank].traffic
+        assert traffic.sent_bytes + traffic.received_bytes >= traffic.shared_bytes
+        assert same_host or not traffic.shared_bytes
+        return np.array(weights)
+
+    one, other = together([lambda: work(0), lambda: work(1)])
+    np.testing.assert_array_equal(one, other)
+    return one
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "fp32", "fp16+lz4"])
+def test_results_are_those_of_the_network(cluster, connect, codec) -> None:
+    running = cluster(2, chunk_size_bytes=CHUNK_BYTES)
+    inline = trained(running, connect, "inline", same_host=False, codec=codec)
+    assert mapped_bytes(running) == [0, 0]
+    shared = trained(running, connect, "shared", codec=codec)
+    if codec != "fp16+lz4":
+        assert min(mapped_bytes(running)) >= 2 * (ELEMENTS // 2) * 2
+    np.testing.assert_array_equal(shared, inline)
+
+
+def test_a_stream_that_needs_more_gets_more_and_its_end_frees_it(cluster, connect) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    client = connect(running, "w0")
+    sizes = (100_000, 100, 500_000, 100_000)
+    found = []
+    for number, size in enumerate(sizes):
+        net = client.parameter(f"p{number}", size=size, optimizer=OPTIONS["optimizer"])
+        net.init(np.zeros(size, np.float32))
+        net.exchange(gradient(0, 0, size))
+        found += mapped_bytes(running)
+        np.testing.assert_allclose(net.get_weights(), -0.1 * gradient(0, 0, size), atol=1e-3)
+    assert client.traffic.shared_bytes == 2 * 2 * (sum(sizes) - 100)
+    assert 200_000 < found[0] == found[1] < 1_000_000 < found[2] == found[3] < 1_100_000
+    client.close()
+    eventually("it is unmapped", lambda: gc.collect() >= 0 and mapped_bytes(running) == [0])
+
+
+def test_small_payloads_are_inline(cluster, connect) -> None:
+    running = cluster(1, chunk_size_bytes=2**20)
+    trained(running, connect, size=1000)
+    assert mapped_bytes(running) == [0]
+
+
+def test_what_does_not_fit_is_inline(cluster, connect, monkeypatch) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    expected = trained(running, connect, "inline", same_host=False)
+    monkeypatch.setattr(arena, "ARENA_BYTES_MAX", 5 * CHUNK_BYTES)
+    found = trained(running, connect, "partly")
+    assert mapped_bytes(running) == [2 * 5 * CHUNK_BYTES]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_shard_that_is_full_of_it(cluster, connect) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES, limits=Limits(arena_bytes_max=1_100_000))
+    expected = trained(running, connect, "inline", same_host=False)
+    found = trained(running, connect, "shared")
+    assert 1_000_000 < mapped_bytes(running)[0] < 1_100_000  # of one of the two
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_off(cluster, connect, monkeypatch) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES, same_host="off")
+    expected = trained(running, connect)
+    assert mapped_bytes(running) == [0]
+    other = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    monkeypatch.setenv("SHARDWELL_SAME_HOST", "off")
+    np.testing.assert_array_equal(trained(other, connect), expected)
+    assert mapped_bytes(other) == [0]
+
+
+def test_arguments_that_cannot_be_used(cluster) -> None:
+    for given in ("", "a\0b"):
+        with pytest.raises(shardwell.ArgumentError, match="same_host"):
+            cluster(1, same_host=given)
+
+
+# A socket in a directory.
+
+
+def test_a_socket_in_a_directory(cluster, connect, tmp_path) -> None:
+    running = cluster(2, chunk_size_bytes=CHUNK_BYTES, same_host=str(tmp_path), cluster_id="c")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "shardwell-c-0.sock",
+        "shardwell-c-1.sock",
+    }
+    expected = trained(running, connect, "inline", same_host=False)
+    np.testing.assert_array_equal(trained(running, connect, "shared"), expected)
+    assert min(mapped_bytes(running)) > 0
+    running.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_socket_that_a_killed_shard_left(cluster, connect, tmp_path) -> None:
+    path = tmp_path / "shardwell-c-0.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(str(path))
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES, same_host=str(tmp_path), cluster_id="c")
+    trained(running, connect)
+    assert mapped_bytes(running)[0] > 0
+
+
+@pytest.mark.parametrize("why", ["taken", "missing", "long"])
+def test_where_nobody_can_listen_payloads_are_inline(
+    cluster, connect, tmp_path, caplog, why
+) -> None:
+    directory = {"taken": tmp_path, "missing": tmp_path / "no", "long": tmp_path / ("x" * 120)}[why]
+    with contextlib.ExitStack() as stack:
+        if why == "taken":
+            other = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            other.bind(str(tmp_path / "shardwell-c-0.sock"))
+            other.listen()
+        running = cluster(1, same_host=str(directory), cluster_id="c", chunk_size_bytes=CHUNK_BYTES)
+        assert "no memory is shared" in caplog.text
+        trained(running, connect)
+        assert mapped_bytes(running) == [0]
+
+
+# Offers, by hand.
+
+
+@pytest.fixture
+def offering(cluster) -> Any:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    with WireWorker(running.target, "wire") as worker:
+        status = worker.stubs[0].GetStatus(pb.GetStatusRequest())
+
+        def offer(**wrong: Any) -> WireArena:
+            identity = wrong.pop("identity", worker.identities[0])
+            return WireArena(status.arena_address, identity, **wrong)
+
+        offer.running, offer.worker = running, worker  # type: ignore[attr-defined]
+        yield offer
+
+
+def test_an_offer_is_taken_by_who_proves_it(offering) -> None:
+    found = offering()
+    assert found.answer.token
+    assert not found.answer.refusal
+    assert int.from_bytes(found.memory[8:16], "little") == found.answer.token
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"seals": 0}, "not sealed"),
+        ({"seals": SEALS & ~1}, "not sealed"),  # it could be sealed against writing
+        ({"real_size": SIZE // 2}, "has 524288 bytes; expected 1048576"),
+        ({"real_size": SIZE * 2}, "has 2097152 bytes; expected 1048576"),
+        ({"size": 0, "real_size": SIZE}, "an arena of 0 bytes"),
+        ({"size": SIZE + 1, "real_size": SIZE + 1}, "expected a multiple of 4096"),
+        ({"size": 2**40, "real_size": SIZE}, "at most"),
+        ({"nonce": NONCE + 1}, "not the same at both ends"),
+        ({"file_count": 0}, "one file"),
+        ({"identity": types_pb2.ShardIdentity(shard_count=9)}, "cluster"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, dict) else None,
+)
+def test_offers_that_are_refused(offering, wrong, says) -> None:
+    found = offering(**wrong)
+    assert not found.answer.token
+    assert says in found.answer.refusal
+    eventually("nothing is mapped", lambda: mapped_bytes(offering.running) == [0])
+    assert offering().answer.token
+
+
+def test_files_that_are_no_memory_are_refused(offering, tmp_path) -> None:
+    plain = tmp_path / "file"
+    plain.write_bytes(bytes(SIZE))
+    reading, writing = os.pipe()
+    files = [os.open(plain, os.O_RDWR), os.open("/dev/null", os.O_RDWR), reading, writing]
+    for file in files:
+        assert not offering(file=file).answer.token
+        os.close(file)
+    assert mapped_bytes(offering.running) == [0]
+
+
+@pytest.mark.parametrize("message", [b"", b"\xff" * 100, bytes(10_000)], ids=["", "no", "long"])
+def test_messages_that_are_no_offers(offering, message) -> None:
+    with contextlib.suppress(OSError, Exception):
+        assert not offering(message=message).answer.token
+    assert mapped_bytes(offering.running) == [0]
+    assert offering().answer.token
+
+
+def test_who_says_nothing_keeps_nobody_waiting_for_long(offering, monkeypatch) -> None:
+    monkeypatch.setattr(arenas, "_PATIENCE_S", 0.2)
+    address = "\0" + offering.running.servers[0]._arenas.address[1:]
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            silent.connect(address)
+        assert offering().answer.token
+
+
+def test_offers_that_nobody_takes_are_forgotten(offering, monkeypatch) -> None:
+    monkeypatch.setattr(arenas, "_OFFER_S", 0.0)
+    tokens = [offering().answer.token for _ in range(3)]
+    assert mapped_bytes(offering.running)[0] <= 2 * SIZE
+    with pytest.raises(ShardUnavailableError, match="no arena of token"):
+        offering.running.servers[0]._arenas.take(tokens[0])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused(offering) -> None:
+    """By the shard; and by a client, whose offer another user's process would take."""
+    address = offering.running.servers[0]._arenas.address
+    script = f"""
+import os, socket
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    connection.settimeout({PATIENCE_S})
+    connection.connect("\\0" + {address[1:]!r})
+    try:
+        print(connection.recv(100))
+    except ConnectionResetError:
+        print(b"")
+"""
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", script], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "b''\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_shard_of_another_user_is_offered_nothing(cluster, connect, monkeypatch) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    name = f"shardwell-test-{os.getpid()}"
+    script = f"""
+import os, socket
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    listener.bind("\\0" + {name!r})
+    listener.listen()
+    print("ready", flush=True)
+    connection, _ = listener.accept()
+    print(connection.recv(100), flush=True)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", script], stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        client = connect(running, "w0")
+        client._shards.channels[0].arenas.address = f"@{name}"
+        net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
+        net.init(np.zeros(ELEMENTS, np.float32))
+        net.exchange(np.ones(ELEMENTS, np.float32))
+        assert net.get_weights()[0] == -1
+        assert other.stdout.readline() == "b''\n"
+
+
+# Streams, by hand.
+
+
+class Exchanging:
+    """One Exchange call of a client of its own, with an arena."""
+
+    def __init__(self, offering: Any, codec: int = types_pb2.CODEC_FP32) -> None:
+        self.arena = offering()
+        self.parameter = offering.worker.create(spec("net", 8, codec=codec))
+        self.parameter.init(np.zeros(8))
+        self.stub = offering.worker.stubs[0]
+
+    def message(self, step: int, values: Any, offset: int = 64) -> Any:
+        (message,) = self.parameter.gradient_messages(pb.ExchangeRequest, 0, values, step=step)
+        message.gradient.chunk.shared.CopyFrom(self.arena.put(offset, message.payload))
+        message.ClearField("payload")
+        if step == 0:
+            message.arena = self.arena.answer.token
+        else:
+            message.ClearField("open")
+        return message
+
+    def answers(self, messages: Any) -> list[Any]:
+        return list(self.stub.Exchange(iter(messages), timeout=PATIENCE_S))
+
+    def refusal(self, message: Any) -> types_pb2.ErrorDetail:
+        with pytest.raises(grpc.RpcError) as caught:
+            self.answers([message])
+        return error_detail(caught.value)
+
+
+def test_payload_and_answer_lie_in_the_arena(offering) -> None:
+    call = Exchanging(offering)
+    values = np.arange(8.0)
+    answers = call.answers([call.message(0, values, 64), call.message(1, values, 128)])
+    for count, answer in enumerate(answers, start=1):
+        assert not answer.payload
+        assert answer.chunk.shared == types_pb2.Shared(offset=64 * count, size=32)
+        found = decode(call.arena.bytes_of(answer.chunk.shared), types_pb2.CODEC_FP32, 0)
+        np.testing.assert_array_equal(found, -count * values)
+
+
+def test_the_next_answer_is_inline_for_who_sends_inline(offering) -> None:
+    call = Exchanging(offering)
+    (inline,) = call.parameter.gradient_messages(pb.ExchangeRequest, 0, np.ones(8), step=1)
+    inline.ClearField("open")
+    shared, plain = call.answers([call.message(0, np.ones(8)), inline])
+    assert shared.chunk.HasField("shared")
+    assert not plain.chunk.HasField("shared")
+    np.testing.assert_array_equal(decode(plain.payload, types_pb2.CODEC_FP32, 0), -2)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"),
+    [
+        (0, 32),
+        (48, 32),
+        (65, 32),
+        (SIZE, 32),
+        (SIZE - 16, 32),
+        (2**63, 32),
+        (2**64 - 16, 32),
+        (64, 2**32 - 1),
+        (64, SIZE),
+        (64, 16),
+        (64, 0),
+    ],
+)
+def test_places_that_are_not_there(offering, offset, size) -> None:
+    call = Exchanging(offering)
+    message = call.message(0, np.ones(8))
+    message.gradient.chunk.shared.offset, message.gradient.chunk.shared.size = offset, size
+    assert call.refusal(message).code == types_pb2.ERROR_CODE_CORRUPT_CHUNK
+    other = Exchanging(offering)
+    (answer,) = other.answers([other.message(0, np.ones(8))])
+    assert answer.version == 1
+
+
+def test_a_payload_in_both_places_or_without_an_arena(offering) -> None:
+    call = Exchanging(offering)
+    both = call.message(0, np.ones(8))
+    both.payload = bytes(32)
+    assert call.refusal(both).code == types_pb2.ERROR_CODE_CORRUPT_CHUNK
+    without = call.message(0, np.ones(8))
+    without.arena = 0
+    found = call.refusal(without)
+    assert found.code == types_pb2.ERROR_CODE_CORRUPT_CHUNK
+
+
+@pytest.mark.parametrize("token", ["another", "taken"])
+def test_tokens_that_are_not_known(offering, token) -> None:
+    call = Exchanging(offering)
+    message = call.message(0, np.ones(8))
+    if token == "taken":
+        assert len(call.answers([message])) == 1
+    else:
+        message.arena ^= 1
+    assert call.refusal(message).code == types_pb2.ERROR_CODE_STOPPING
+
+
+def test_another_arena_within_a_step_is_refused(offering) -> None:
+    parameter = offering.worker.create(spec("wide", CHUNK_BYTES // 4 + 8))
+    parameter.init(np.zeros(CHUNK_BYTES // 4 + 8))
+    messages = parameter.gradient_messages(pb.ExchangeRequest, 0, np.ones(CHUNK_BYTES // 4 + 8))
+    messages[1].arena = offering().answer.token
+    with pytest.raises(grpc.RpcError) as caught:
+        list(offering.worker.stubs[0].Exchange(iter(messages), timeout=PATIENCE_S))
+    assert "in the middle of a step" in caught.value.details()
+
+
+def test_what_the_other_side_changes_is_noticed(offering) -> None:
+    call = Exchanging(offering)
+    message = call.message(0, np.ones(8))
+    call.arena.memory[70] ^= 1
+    assert call.refusal(message).code == types_pb2.ERROR_CODE_CORRUPT_CHUNK
+
+
+# Faults that a caller does not see.
+
+
+def test_a_payload_that_is_damaged_is_sent_again(cluster, connect, monkeypatch) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    expected = trained(running, connect, "inline", same_host=False)
+    real, damaged = parameter_service.payload_of, threading.Event()
+
+    def damaging(chunk: Any, payload: Any, memory: Any) -> Any:
+        found = real(chunk, payload, memory)
+        if chunk.chunk_index == 3 and not damaged.is_set():
+            damaged.set()
+            found = found.copy()
+            found[5] ^= 4
+        return found
+
+    monkeypatch.setattr(parameter_service, "payload_of", damaging)
+    np.testing.assert_array_equal(trained(running, connect, "shared"), expected)
+    assert damaged.is_set()
+
+
+def test_a_shard_that_has_forgotten_the_arena(cluster, connect, monkeypatch) -> None:
+    """As one that was started again between the offer and the stream."""
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    expected = trained(running, connect, "inline", same_host=False)
+    real, forgot = arenas.ArenaOffers.take, threading.Event()
+
+    def take(offers: Any, token: int) -> Any:
+        if not forgot.is_set():
+            forgot.set()
+            raise ShardUnavailableError("no arena of that token is here")
+        return real(offers, token)
+
+    monkeypatch.setattr(arenas.ArenaOffers, "take", take)
+    np.testing.assert_array_equal(trained(running, connect, "shared"), expected)
+    assert forgot.is_set()
+
+
+def test_a_copy_is_checked_and_not_what_is_shared(tmp_path: Path) -> None:
+    file, memory = arena.new_memory(8192)
+    os.close(file)
+    memory.view(64, 32)[:] = 7
+    chunk = types_pb2.Chunk(shared=types_pb2.Shared(offset=64, size=32))
+    found = arena.payload_of(chunk, np.empty(0, np.uint8), memory)
+    memory.view(64, 32)[:] = 9
+    assert set(found.tolist()) == {7}
+    assert not found.flags.writeable
