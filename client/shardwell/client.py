@@ -23,6 +23,7 @@ from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.closeable import Closing
+from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.attendance import unique_worker_id
 from shardwell.rpc.call_scope import CallScope
@@ -51,7 +52,6 @@ from shardwell.traffic import Traffic
 
 TARGET_VARIABLE = "SHARDWELL_SHARDS"
 WORKER_ID_VARIABLE = "SHARDWELL_WORKER_ID"
-SAME_HOST_VARIABLE = "SHARDWELL_SAME_HOST"
 _INITIALIZER = Uniform()
 NOT_GIVEN = NotGiven.NOT_GIVEN
 SpecT = TypeVar("SpecT", bound=TrainingSpec)
@@ -106,7 +106,7 @@ def connect(
         timeout_s=check_timeout(timeout_s),
         connect_timeout_s=check_timeout(connect_timeout_s, "connect_timeout_s"),
         keep_freed_memory=keep_freed_memory,
-        same_host=same_host and os.environ.get(SAME_HOST_VARIABLE) != "off",
+        same_host=same_host_setting(is_wanted=same_host) != "off",
     )
 
 

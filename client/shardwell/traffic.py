@@ -19,22 +19,22 @@ class Traffic:
         self.received_value_bytes = 0
         """What was received, as float32."""
         self.shared_bytes = 0
-        """What of the bytes sent and received went through memory that shards of this machine
-        share, instead of over the network."""
+        """What of the bytes sent and received went through memory that is shared with shards or
+        ranks of this machine, instead of over the network."""
 
     def __repr__(self) -> str:
         return f"Traffic(sent_bytes={self.sent_bytes}, received_bytes={self.received_bytes})"
 
     def add_sent(self, byte_count: int, element_count: int, shared_byte_count: int = 0) -> None:
-        """Counts a message that leaves, and its payload in shared memory."""
+        """Counts a message that leaves, and what of it is in shared memory."""
         with self._lock:
-            self.sent_bytes += byte_count + shared_byte_count
+            self.sent_bytes += byte_count
             self.shared_bytes += shared_byte_count
             self.sent_value_bytes += 4 * element_count
 
     def add_received(self, byte_count: int, element_count: int, shared_byte_count: int = 0) -> None:
-        """Counts a message that came, and its payload in shared memory."""
+        """Counts a message that came, and what of it was in shared memory."""
         with self._lock:
-            self.received_bytes += byte_count + shared_byte_count
+            self.received_bytes += byte_count
             self.shared_bytes += shared_byte_count
             self.received_value_bytes += 4 * element_count

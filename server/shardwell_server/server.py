@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 import time
@@ -17,11 +18,11 @@ from grpc_reflection.v1alpha import reflection
 from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.group.rendezvous.service import GROUP_SERVICE_NAME, GroupService
 from shardwell.numerics.arguments import check_duration
+from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.rpc.options import listen_on, server_options
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
 from shardwell_server.config import ShardConfig
-from shardwell_server.services.arenas import ArenaOffers
 from shardwell_server.services.calls import Calls
 from shardwell_server.services.event_loop import EventLoop
 from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
@@ -109,7 +110,11 @@ class ShardServer:
                 limits.session_count_max + limits.stream_count_max + _UNARY_CALL_COUNT_MAX
             ),
         )
-        self._arenas = ArenaOffers(self.shard)
+        self._arenas = ArenaOffers(
+            lambda offer: self.shard.check_identity(offer.shard),
+            bytes_max=limits.arena_bytes_max,
+            log=_LOG,
+        )
         service = ParameterServerService(self.shard, self._calls, self._streams, self._arenas)
         tables = TableService(self.shard, self._calls)
         sessions = SessionService(self.shard, self._calls)
@@ -146,7 +151,7 @@ class ShardServer:
                 f"{error.strerror}; give a free port, or 0 for any, and an address of this machine",
                 shard_index=config.shard_index,
             ) from None
-        self._arenas.start(port)
+        self._arenas.start(config.same_host, _socket_name(config, port))
         return f"{host}:{port}"
 
     def start(self) -> None:
@@ -279,3 +284,11 @@ class ShardServer:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _socket_name(config: ShardConfig, port: int) -> str:
+    """Where a shard takes offers of memory; the same when it is started again."""
+    if config.same_host != "auto":
+        return f"shardwell-{config.cluster_id}-{config.shard_index}"
+    which = f"{config.cluster_id}/{config.shard_index}/{port}"
+    return f"shardwell-{hashlib.blake2b(which.encode(), digest_size=16).hexdigest()}"

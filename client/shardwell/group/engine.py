@@ -226,7 +226,7 @@ class Engine:
             if arrival.rank not in ranks:
                 raise InternalError(f"rank {arrival.rank} takes no part in {_name(call)}")
             count = arrival.header.chunk.element_count
-            self._traffic.add_received(len(arrival.message), count)
+            self._traffic.add_received(len(arrival.message), count, arrival.shared_bytes)
             _send(targets, collective.receive(arrival._replace(rank=ranks.index(arrival.rank))))
         self._mailbox.forget(verdict.call_index)
 

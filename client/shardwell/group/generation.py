@@ -31,6 +31,7 @@ from shardwell.group.mailbox import Mailbox
 from shardwell.group.schedule.collective import Arrival
 from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.transport.peers import LEAVE_TIMEOUT_S, Incoming, Outgoing, Peer
+from shardwell.process.shared_memory import SharedMemory
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
@@ -55,12 +56,14 @@ class Generation:
         members: Sequence[group_pb2.Member],
         strategy: Strategy,
         traffic: Traffic,
+        same_host: bool,
     ) -> None:
         self.number = number
         self.rank = rank
         self.members = tuple(members)
         self._group = group
         self._traffic = traffic
+        self._same_host = same_host
         self._peers: dict[int, Peer] = {}
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
@@ -224,10 +227,12 @@ class Generation:
             raise ArgumentError(f"Agree is answered by rank 0; this is rank {self.rank}")
         return self._host.serve(opening.from_rank, requests, context)
 
-    def serve_chunks(self, opening: pb.PeerOpen, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The chunks for another rank, until this one leaves."""
+    def serve_chunks(
+        self, opening: pb.PeerOpen, context: grpc.ServicerContext, memory: SharedMemory | None
+    ) -> Iterator[bytes]:
+        """The chunks for another rank, until this one leaves; through the memory that it shares."""
         self._check_opening(opening)
-        return self.outgoing(opening.from_rank).serve(context)
+        return self.outgoing(opening.from_rank).serve(context, memory)
 
     def _check_opening(self, opening: pb.PeerOpen) -> None:
         rank = opening.from_rank
@@ -251,7 +256,7 @@ class Generation:
     def _peer(self, rank: int) -> Peer:
         peer = self._peers.get(rank)
         if peer is None:
-            peer = self._peers[rank] = Peer(self.members[rank])
+            peer = self._peers[rank] = Peer(self.members[rank], same_host=self._same_host)
         return peer
 
     # What the engine needs of other ranks.
@@ -283,7 +288,7 @@ class Generation:
                 self._incoming[rank] = Incoming(
                     self._peer(rank),
                     self._opening(rank),
-                    lambda message: self._take(rank, message),
+                    partial(self._take, rank),
                     lambda what: self._link_failed(rank, what),
                 )
 
@@ -292,9 +297,9 @@ class Generation:
             ended = self._mailbox.ended
             raise ClosedError("the group was closed") if ended is None else ended()
 
-    def _take(self, rank: int, message: bytes) -> None:
+    def _take(self, rank: int, message: bytes, shared_bytes: int) -> None:
         header, payload = framing.parse(pb.ReceiveChunksResponse, message)
-        self._mailbox.put_arrival(Arrival(rank, header, payload, message))
+        self._mailbox.put_arrival(Arrival(rank, header, payload, message, shared_bytes))
 
     def _link_failed(self, rank: int, what: str) -> None:
         """Rank 0 decides which rank is lost, and tells all, this one included."""

@@ -31,6 +31,7 @@ from shardwell.group.transport.server import PeerServer
 from shardwell.numerics.arguments import check_duration, check_integer, check_timeout
 from shardwell.numerics.codec import CODECS
 from shardwell.process.allocator import tune_malloc
+from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.calls import CallThreads
 from shardwell.specs.names import check_name, parse_target
 from shardwell.specs.parameter import WIRE_CODECS
@@ -58,6 +59,7 @@ def join_group(
     advertise: str | None = None,
     allow_non_finite: bool = False,
     keep_freed_memory: bool = True,
+    same_host: bool = True,
 ) -> Group:
     """Joins a group of workers, waiting until all its ranks are there and reach one another.
 
@@ -86,6 +88,9 @@ def join_group(
         allow_non_finite: Let NaN and infinity through instead of refusing them; the same on all
             ranks.
         keep_freed_memory: See `shardwell.connect`.
+        same_host: Share memory with ranks that run on this machine, under the same user, for large
+            arrays; the results are the same bits. $SHARDWELL_SAME_HOST may be "off", or a
+            directory that containers of the machine have in common.
 
     Raises:
         ArgumentError: an argument, or what a launcher says, can't be used.
@@ -124,7 +129,13 @@ def join_group(
 
     def joined() -> Group:
         membership = _Membership(
-            spec, arguments, strategy, traffic, lease_s=lease_s, advertise=advertise
+            spec,
+            arguments,
+            strategy,
+            traffic,
+            lease_s=lease_s,
+            advertise=advertise,
+            same_host=same_host_setting(is_wanted=same_host),
         )
         try:
             membership.join(join_timeout_s)
@@ -258,7 +269,9 @@ class _Membership:
         *,
         lease_s: float,
         advertise: str | None,
+        same_host: str,
     ) -> None:
+        self._same_host = same_host
         self._spec = spec
         self._arguments = arguments
         self._strategy = strategy
@@ -274,12 +287,14 @@ class _Membership:
             group=spec.name,
             member_id=member_id,
             size=arguments.size,
+            same_host=same_host,
             more=(GroupService().handler(),) if arguments.serves_rendezvous else (),
         )
         self._member = group_pb2.Member(
             member_id=member_id,
             address=advertise or self._reachable_address(),
             description=f"{socket.gethostname()}, process {os.getpid()}"[:200],
+            arena_address=self._server.arenas.address,
         )
         self._rendezvous = Rendezvous(arguments.rendezvous)
 
@@ -346,6 +361,7 @@ class _Membership:
             members=formed.members,
             strategy=self._strategy,
             traffic=self._traffic,
+            same_host=self._same_host != "off",
         )
         self._server.begin(generation)
         self.generation = generation

@@ -323,7 +323,8 @@ class Transfer:
                     element_index=where.offset + error.index,
                     parameter=self._spec.name,
                 ) from None
-            self._traffic.add_sent(len(message), where.size, gradient.chunk.shared.size)
+            shared_bytes = gradient.chunk.shared.size
+            self._traffic.add_sent(len(message) + shared_bytes, where.size, shared_bytes)
             yield message
 
     def _receive(
@@ -430,7 +431,8 @@ class Transfer:
                 parameter=self._spec.name,
             )
         self._codec.codec.decode(stored, chunk.scale_exponent, weights[where.offset : where.stop])
-        self._traffic.add_received(len(message), where.size, chunk.shared.size)
+        shared_bytes = chunk.shared.size
+        self._traffic.add_received(len(message) + shared_bytes, where.size, shared_bytes)
         return int(header.version)
 
     def _opening(self, channel: ShardChannel) -> types_pb2.StreamOpen:

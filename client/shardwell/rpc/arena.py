@@ -1,7 +1,8 @@
-"""Memory that a client shares with a shard of its machine, for payloads: offered, and then used.
+"""Memory that two processes of a machine share, for payloads: offered by a client, and then used.
 
-See arena.proto. An arena belongs to one stream, and dies with it. It is never needed: where none
-is to be had, payloads travel inline.
+See arena.proto. Here a client is a worker, whose server is a shard, or a member of a group that
+reads another's stream. An arena belongs to one stream, and dies with it. It is never needed: where
+none is to be had, payloads travel inline.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -27,21 +29,30 @@ from shardwell.process.shared_memory import (
     socket_path,
 )
 from shardwell.v1 import arena_pb2, types_pb2
+from shardwell.wire import messages as framing
 from shardwell.wire.messages import Room
 
+SAME_HOST_VARIABLE = "SHARDWELL_SAME_HOST"
 ARENA_BYTES_MAX = 256 << 20
 """Of one arena: a step of 128 M elements of fp16 to one shard. What is beyond it travels inline."""
 SHARED_BYTES_MIN = 64 * 1024
 """A smaller payload costs no more inline."""
 ANSWER_BYTES_MAX = 4096
 """Of a message over the Unix socket."""
+_DESCRIPTOR_BYTES_MAX = 1024
+"""A longer message has its payload in it."""
 _OFFER_S = 2.0
-"""How long a shard may take to look at an offer."""
+"""How long a server may take to look at an offer."""
 _PAUSE_S = 60.0
-"""For so long nothing is offered to a shard that refused."""
-_PAGE_BYTES = 4096
+"""For so long nothing is offered to a server that refused."""
+PAGE_BYTES = 4096
 _ROOM_ALIGNMENT_BYTES = 64
 _LOG = logging.getLogger("shardwell")
+
+
+def same_host_setting(*, is_wanted: bool) -> str:
+    """Where memory is offered: "auto", "off", or a directory, as the environment says."""
+    return (os.environ.get(SAME_HOST_VARIABLE) or "auto") if is_wanted else "off"
 
 
 class Arena:
@@ -81,7 +92,7 @@ def wanted_bytes(payloads_bytes: Sequence[int]) -> int:
 
 def _arena_bytes(wanted_bytes: int) -> int:
     wanted = min(wanted_bytes + HEAD_BYTES, ARENA_BYTES_MAX)
-    return -(-wanted // _PAGE_BYTES) * _PAGE_BYTES
+    return -(-wanted // PAGE_BYTES) * PAGE_BYTES
 
 
 def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | None) -> Bytes:
@@ -110,18 +121,59 @@ def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | No
     return copied
 
 
+def shared_message(message_type: Any, message: bytes, room: Room) -> tuple[bytes, int]:
+    """A message with a chunk, without its payload, which is in the room then; and how many bytes.
+
+    As it is where its payload has no room, or may not be shared.
+    """
+    header, payload = framing.parse(message_type, message)
+    if header.chunk.lz4 or payload.size > room.memory.size:
+        return message, 0
+    room.memory[: payload.size] = payload
+    header.chunk.shared.offset, header.chunk.shared.size = room.offset, payload.size
+    return bytes(header.SerializeToString()), payload.size
+
+
+def inline_message(message_type: Any, message: bytes, memory: SharedMemory) -> tuple[bytes, int]:
+    """The opposite: a message that has its payload; as it is if it had; and how many bytes.
+
+    Raises:
+        CorruptChunkError: it is no such message, or its payload is nowhere.
+    """
+    if len(message) > _DESCRIPTOR_BYTES_MAX:
+        return message, 0
+    header, payload = framing.parse(message_type, message)
+    if not header.chunk.HasField("shared"):
+        return message, 0
+    copied = payload_of(header.chunk, payload, memory)
+    header.chunk.ClearField("shared")
+    whole = framing.OutgoingMessage(header, copied.size)
+    whole.payload[:] = copied
+    return whole.seal(), copied.size
+
+
 class Arenas:
-    """Where a client asks for the arenas of one shard. Any thread may use it.
+    """Where a client asks for arenas of one server. Any thread may use it.
 
     Args:
-        identity: The shard's, once it is known.
+        what: The server, for the log.
+        offer: Says who is meant.
+        address: Where it takes offers; empty: nowhere.
         is_wanted: Whether anything is to be shared.
     """
 
-    def __init__(self, identity: types_pb2.ShardIdentity, *, is_wanted: bool) -> None:
-        self.address = ""
-        """Where the shard takes offers; empty: nowhere."""
-        self._identity = identity
+    def __init__(
+        self,
+        what: str,
+        offer: Callable[[], arena_pb2.ArenaOffer],
+        address: str = "",
+        *,
+        is_wanted: bool = True,
+    ) -> None:
+        self.address = address
+        """See Args; may be set once it is known."""
+        self._what = what
+        self._offer = offer
         self._is_wanted = is_wanted and IS_SUPPORTED
         self._next_try_s = 0.0
 
@@ -133,27 +185,26 @@ class Arenas:
         if not (self._is_wanted and self.address) or time.monotonic() < self._next_try_s:
             return None
         try:
-            return _offered(self.address, self._identity, _arena_bytes(wanted_bytes))
+            return _offered(self.address, self._offer(), _arena_bytes(wanted_bytes))
         except (OSError, SharedMemoryError, DecodeError) as error:
             self._next_try_s = time.monotonic() + _PAUSE_S
             _LOG.debug(
-                "shard %d shares no memory with this process (%s); payloads go over the network",
-                self._identity.shard_index,
+                "%s shares no memory with this process (%s); payloads go over the network",
+                self._what,
                 error,
             )
             return None
 
 
-def _offered(address: str, identity: types_pb2.ShardIdentity, size_bytes: int) -> Arena:
+def _offered(address: str, offer: arena_pb2.ArenaOffer, size_bytes: int) -> Arena:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_OFFER_S)
         connection.connect(socket_path(address))
         check_same_user(connection)
         file, memory = new_memory(size_bytes)
         try:
-            nonce = secrets.randbits(64)
-            memory.set_number(0, nonce)
-            offer = arena_pb2.ArenaOffer(shard=identity, size_bytes=size_bytes, nonce=nonce)
+            offer.size_bytes, offer.nonce = size_bytes, secrets.randbits(64)
+            memory.set_number(0, offer.nonce)
             socket.send_fds(connection, [offer.SerializeToString()], [file])
         finally:
             os.close(file)

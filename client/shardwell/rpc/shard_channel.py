@@ -27,8 +27,8 @@ from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
 from shardwell.rpc.session import Session
+from shardwell.v1 import arena_pb2, session_pb2, table_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import session_pb2, table_pb2, types_pb2
 from shardwell.wire import checksum
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
@@ -73,7 +73,11 @@ class ShardChannel:
         self.shard_index = shard_index
         self.address = address
         self.identity = types_pb2.ShardIdentity()
-        self.arenas = Arenas(self.identity, is_wanted=same_host)
+        self.arenas = Arenas(
+            f"shard {shard_index}",
+            lambda: arena_pb2.ArenaOffer(shard=self.identity),
+            is_wanted=same_host,
+        )
         """Memory to be shared with the shard, if it is on this machine."""
         self.session = session or new_session()
         """Of the client."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shardwell.v1 import types_pb2 as shardwell_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shardwell/v1/arena.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"[\n\nArenaOffer\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\r\n\x05nonce\x18\x03 \x01(\x06\"-\n\x0b\x41renaAnswer\x12\r\n\x05token\x18\x01 \x01(\x06\x12\x0f\n\x07refusal\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shardwell/v1/arena.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"n\n\nArenaOffer\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\r\n\x05nonce\x18\x03 \x01(\x06\x12\x11\n\tmember_id\x18\x04 \x01(\t\"-\n\x0b\x41renaAnswer\x12\r\n\x05token\x18\x01 \x01(\x06\x12\x0f\n\x07refusal\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +33,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shardwell.v1.arena_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ARENAOFFER']._serialized_start=68
-  _globals['_ARENAOFFER']._serialized_end=159
-  _globals['_ARENAANSWER']._serialized_start=161
-  _globals['_ARENAANSWER']._serialized_end=206
+  _globals['_ARENAOFFER']._serialized_end=178
+  _globals['_ARENAANSWER']._serialized_start=180
+  _globals['_ARENAANSWER']._serialized_end=225
 # @@protoc_insertion_point(module_scope)

@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ArenaOffer(_message.Message):
-    __slots__ = ("shard", "size_bytes", "nonce")
+    __slots__ = ("shard", "size_bytes", "nonce", "member_id")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     size_bytes: int
     nonce: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., size_bytes: _Optional[int] = ..., nonce: _Optional[int] = ...) -> None: ...
+    member_id: str
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., size_bytes: _Optional[int] = ..., nonce: _Optional[int] = ..., member_id: _Optional[str] = ...) -> None: ...
 
 class ArenaAnswer(_message.Message):
     __slots__ = ("token", "refusal")

@@ -152,10 +152,12 @@ class AgreeResponse(_message.Message):
     def __init__(self, verdict: _Optional[_Union[Verdict, _Mapping]] = ..., end: _Optional[_Union[Failure, _Mapping]] = ..., leaving: _Optional[_Union[LeavingRank, _Mapping]] = ...) -> None: ...
 
 class ReceiveChunksRequest(_message.Message):
-    __slots__ = ("open",)
+    __slots__ = ("open", "arena")
     OPEN_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
     open: PeerOpen
-    def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ...) -> None: ...
+    arena: int
+    def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ..., arena: _Optional[int] = ...) -> None: ...
 
 class ReceiveChunksResponse(_message.Message):
     __slots__ = ("call_index", "stage", "chunk", "last", "padding", "payload")

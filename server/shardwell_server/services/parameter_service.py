@@ -18,12 +18,19 @@ import grpc
 import numpy as np
 
 import shardwell
-from shardwell.errors import ArgumentError, CorruptChunkError, LimitError, WrongShardError
+from shardwell.errors import (
+    ArgumentError,
+    CorruptChunkError,
+    LimitError,
+    ShardUnavailableError,
+    WrongShardError,
+)
 from shardwell.numerics.codec import CODECS, Bytes, Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.process.shared_memory import SharedMemory
-from shardwell.rpc.arena import payload_of
+from shardwell.rpc.arena import payload_of, shared_message
+from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import ParameterSpec
@@ -33,7 +40,6 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
 from shardwell.wire.messages import Room
-from shardwell_server.services.arenas import ArenaOffers
 from shardwell_server.services.calls import Call, Calls, Handling, Read
 from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.open_streams import OpenStreams
@@ -298,6 +304,11 @@ class ParameterServerService:
                 if not is_between_steps:
                     raise ArgumentError("`arena` came in the middle of a step; end it first")
                 arena = self._arenas.take(request.arena)
+                if arena is None:
+                    raise ShardUnavailableError(
+                        f"no arena of token {request.arena:#x} is here, as after a restart; call "
+                        "again"
+                    )
             if not _has_gradient(request, payload):
                 continue
             gradient, (parameter, contributor) = request.gradient, source
@@ -415,7 +426,9 @@ class ParameterServerService:
             parameter.make_durable()  # it acknowledges a gradient
             pending.popleft()
             self._shard.traffic.add(sent=len(message))
-            yield message if room is None else _shared_answer(message, room)
+            if room is not None:
+                message, _ = shared_message(pb.ExchangeResponse, message, room)
+            yield message
 
     def _deadline(self, call: Call, timeout_s: float) -> RequestDeadline:
         return deadline_of(self._shard, call, timeout_s)
@@ -438,16 +451,6 @@ class _Pending(NamedTuple):
     deadline: RequestDeadline
     room: Room | None
     """Where its payload goes; None: into the message."""
-
-
-def _shared_answer(message: bytes, room: Room) -> bytes:
-    """The message of a chunk of weights without its payload, which is in the room; or as it is."""
-    header, payload = framing.parse(pb.ExchangeResponse, message)
-    if header.chunk.lz4 or payload.size > room.memory.size:
-        return message
-    room.memory[: payload.size] = payload
-    header.chunk.shared.offset, header.chunk.shared.size = room.offset, payload.size
-    return header.SerializeToString()
 
 
 class _GradientSource(NamedTuple):

@@ -40,7 +40,7 @@ def behind_proxy(
     with Proxy(f"127.0.0.1:{port}") as proxy:
 
         def join(rank: int) -> shardwell.Group:
-            given = {"lease_s": LEASE_S, **options}
+            given = {"lease_s": LEASE_S, "same_host": False, **options}  # all is on the wire
             if rank == victim:
                 given |= {"listen": f"127.0.0.1:{port}", "advertise": proxy.address}
             return joined(place, rank, 3, **given)

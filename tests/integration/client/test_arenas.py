@@ -26,14 +26,14 @@ from harness.polling import PATIENCE_S, eventually
 from harness.threads import together
 from harness.wire_client.arena import NONCE, SEALS, SIZE, WireArena
 from harness.wire_client.worker import WireWorker, decode, error_detail, spec
-from shardwell.errors import ShardUnavailableError
 from shardwell.process.shared_memory import IS_SUPPORTED
 from shardwell.rpc import arena
+from shardwell.rpc import arena_offers as arenas
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server import LocalCluster
 from shardwell_server.config import Limits
-from shardwell_server.services import arenas, parameter_service
+from shardwell_server.services import parameter_service
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="no memory can be sealed on this system")
 
@@ -50,7 +50,7 @@ def _usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mapped_bytes(running: LocalCluster) -> list[int]:
-    return [server._arenas._mapped_bytes for server in running.servers]
+    return [server._arenas.mapped_bytes for server in running.servers]
 
 
 def gradient(rank: int, step: int, size: int = ELEMENTS) -> np.ndarray:
@@ -106,7 +106,9 @@ def test_a_stream_that_needs_more_gets_more_and_its_end_frees_it(cluster, connec
         net.exchange(gradient(0, 0, size))
         found += mapped_bytes(running)
         np.testing.assert_allclose(net.get_weights(), -0.1 * gradient(0, 0, size), atol=1e-3)
-    assert client.traffic.shared_bytes == 2 * 2 * (sum(sizes) - 100)
+    # All but the last chunk of each, which may be small.
+    least = sum(size - CHUNK_BYTES // 2 for size in sizes if size > 100)
+    assert 2 * 2 * least <= client.traffic.shared_bytes <= 2 * 2 * sum(sizes)
     assert 200_000 < found[0] == found[1] < 1_000_000 < found[2] == found[3] < 1_100_000
     client.close()
     eventually("it is unmapped", lambda: gc.collect() >= 0 and mapped_bytes(running) == [0])
@@ -273,8 +275,7 @@ def test_offers_that_nobody_takes_are_forgotten(offering, monkeypatch) -> None:
     monkeypatch.setattr(arenas, "_OFFER_S", 0.0)
     tokens = [offering().answer.token for _ in range(3)]
     assert mapped_bytes(offering.running)[0] <= 2 * SIZE
-    with pytest.raises(ShardUnavailableError, match="no arena of token"):
-        offering.running.servers[0]._arenas.take(tokens[0])
+    assert offering.running.servers[0]._arenas.take(tokens[0]) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -473,7 +474,7 @@ def test_a_shard_that_has_forgotten_the_arena(cluster, connect, monkeypatch) -> 
     def take(offers: Any, token: int) -> Any:
         if not forgot.is_set():
             forgot.set()
-            raise ShardUnavailableError("no arena of that token is here")
+            return None
         return real(offers, token)
 
     monkeypatch.setattr(arenas.ArenaOffers, "take", take)

@@ -51,7 +51,13 @@ def close(client: shardwell.Client, shard: int, step: int, norm: float | None = 
     request = pb.CloseStepRequest(
         shard=channel.identity, parameter="net", step=step, norm=norm, wait_timeout_ms=200
     )
-    return channel.call("CloseStep", request, pb.CloseStepResponse, timeout_s=PATIENCE_S)
+    return channel.call(
+        "CloseStep",
+        request,
+        pb.CloseStepResponse,
+        timeout_s=PATIENCE_S,
+        wait_for_ready=True,  # after a restart
+    )
 
 
 @pytest.mark.parametrize("shard_count", [1, 3])

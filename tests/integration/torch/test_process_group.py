@@ -333,7 +333,7 @@ def test_what_is_uneven_sparse_or_refused() -> None:
 def test_a_rank_that_is_lost_is_named() -> None:
     first, second, third = programs(LOST, 3)
     with first, second, third:
-        assert second.end(150.0) == 3
+        assert second.end(150.0) == 3, second.log
         for each in (first, third):
             assert each.end(150.0) == 0, each.log
             assert len(each.lines) == 3, each.lines

@@ -35,6 +35,8 @@ class Arrival(NamedTuple):
     """The encoded values."""
     message: bytes
     """All of it, to be sent on as it is."""
+    shared_bytes: int = 0
+    """How many bytes of it came through shared memory."""
 
 
 class Sending(NamedTuple):

@@ -11,11 +11,16 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, ShardwellError
+from shardwell.process.shared_memory import HEAD_BYTES, SharedMemory
+from shardwell.rpc import arena
+from shardwell.rpc.arena import Arenas, inline_message, shared_message
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
 from shardwell.traffic import Traffic
-from shardwell.v1 import group_pb2, peer_pb2
+from shardwell.v1 import arena_pb2, group_pb2, peer_pb2
 from shardwell.v1 import peer_pb2 as pb
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
+from shardwell.wire.messages import Room
 
 PENDING_COUNT_MAX = 16
 """Chunks that wait to be sent to one rank, in calls where chunks go one way."""
@@ -25,6 +30,10 @@ LEAVE_TIMEOUT_S = 60.0
 
 SERVICE_NAME = peer_pb2.DESCRIPTOR.services_by_name["PeerService"].full_name
 
+_PLACE_COUNT = 8
+"""Payloads that may lie between two ranks at once; further ones go over the network."""
+_COPIED = 2
+"""Which number of the memory's head counts those that the reader has copied."""
 _LAST = pb.ReceiveChunksResponse(last=True).SerializeToString()
 _LAST_SIZE_MAX_BYTES = 64
 
@@ -32,8 +41,15 @@ _LAST_SIZE_MAX_BYTES = 64
 class Peer:
     """The connection to one other member. Any thread may call it."""
 
-    def __init__(self, member: group_pb2.Member) -> None:
+    def __init__(self, member: group_pb2.Member, *, same_host: bool = False) -> None:
         self.member = member
+        self.arenas = Arenas(
+            f"the worker at {member.address}",
+            lambda: arena_pb2.ArenaOffer(member_id=member.member_id),
+            member.arena_address,
+            is_wanted=same_host,
+        )
+        """Memory to be shared with it, if it is on this machine."""
         self._channel = grpc.insecure_channel(member.address, options=CHANNEL_OPTIONS)
         self.agree: Any = self._channel.stream_stream(
             f"/{SERVICE_NAME}/Agree",
@@ -109,8 +125,10 @@ class Outgoing:
             self._waits_for_room = False
         return has_room
 
-    def serve(self, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The stream that the other rank opened.
+    def serve(
+        self, context: grpc.ServicerContext, memory: SharedMemory | None = None
+    ) -> Iterator[bytes]:
+        """The stream that the other rank opened, and the memory that it shares, if it does.
 
         Raises:
             ArgumentError: it has one already.
@@ -119,6 +137,7 @@ class Outgoing:
             if self._is_open:
                 raise ArgumentError("this rank has a stream of chunks already")
             self._is_open = True
+        places = None if memory is None else _Places(memory)
         if not context.add_callback(self._ended):
             self._ended()
         while (entry := self._messages.get()) is not None:
@@ -127,7 +146,10 @@ class Outgoing:
             if self._waits_for_room:
                 with self._changed:
                     self._changed.notify_all()
-            self._traffic.add_sent(len(message), element_count)
+            size_bytes, shared_bytes = len(message), 0
+            if places is not None:
+                message, shared_bytes = places.put(message)
+            self._traffic.add_sent(size_bytes, element_count, shared_bytes)
             yield message
         if not self._is_cut:
             yield _LAST
@@ -170,7 +192,7 @@ class Incoming:
     Args:
         peer: The member that has the rank.
         opening: What its server is told.
-        take: Called with each message.
+        take: Called with each message, and how many bytes of it came through shared memory.
         on_failure: Called when the stream breaks; with what happened.
     """
 
@@ -178,13 +200,18 @@ class Incoming:
         self,
         peer: Peer,
         opening: pb.PeerOpen,
-        take: Callable[[bytes], None],
+        take: Callable[[bytes, int], None],
         on_failure: Callable[[str], None],
     ) -> None:
         self._take = take
         self._on_failure = on_failure
         self._is_cut = False
-        self._call = peer.receive_chunks(pb.ReceiveChunksRequest(open=opening))
+        shared = peer.arenas.arena(_PLACE_COUNT * PAYLOAD_SIZE_MAX_BYTES)
+        self._memory = None if shared is None else shared.memory
+        self._copied_count = 0
+        self._call = peer.receive_chunks(
+            pb.ReceiveChunksRequest(open=opening, arena=0 if shared is None else shared.token)
+        )
         self._thread = threading.Thread(target=self._read, name="shardwell-incoming", daemon=True)
         self._thread.start()
 
@@ -205,13 +232,43 @@ class Incoming:
                 if len(message) <= _LAST_SIZE_MAX_BYTES and _is_last(message):
                     self.cut()
                     return
-                self._take(message)
+                self._take(*self._whole(message))
         except grpc.RpcError as error:
             why = str(error.details() or error.code().name)[:200]
         except ShardwellError as error:
             why = error.message
         if not self._is_cut:
             self._on_failure(why)
+
+    def _whole(self, message: bytes) -> tuple[bytes, int]:
+        """A message with its payload, and how many bytes of it were shared."""
+        if self._memory is None:
+            return message, 0
+        message, shared_bytes = inline_message(pb.ReceiveChunksResponse, message, self._memory)
+        if shared_bytes:
+            self._copied_count += 1
+            self._memory.set_number(_COPIED, self._copied_count)
+        return message, shared_bytes
+
+
+class _Places:
+    """Where payloads for one rank lie until it has copied them: see ReceiveChunksRequest."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._count = (memory.size_bytes - HEAD_BYTES) // PAYLOAD_SIZE_MAX_BYTES
+        self._put_count = 0
+
+    def put(self, message: bytes) -> tuple[bytes, int]:
+        """The message without its payload, and how many bytes that has; or as it is."""
+        under_way_count = self._put_count - self._memory.number(_COPIED)
+        if len(message) < arena.SHARED_BYTES_MIN or not 0 <= under_way_count < self._count:
+            return message, 0
+        offset = HEAD_BYTES + self._put_count % self._count * PAYLOAD_SIZE_MAX_BYTES
+        room = Room(offset, self._memory.view(offset, PAYLOAD_SIZE_MAX_BYTES))
+        message, shared_bytes = shared_message(pb.ReceiveChunksResponse, message, room)
+        self._put_count += bool(shared_bytes)
+        return message, shared_bytes
 
 
 def _is_last(message: bytes) -> bool:

@@ -22,8 +22,11 @@ from shardwell.errors import (
 from shardwell.group.generation import Generation
 from shardwell.group.transport.peers import SERVICE_NAME
 from shardwell.process.daemon_threads import DaemonThreads
+from shardwell.rpc.arena import ARENA_BYTES_MAX
+from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.rpc.handlers import Handlers, parsed
 from shardwell.rpc.options import listen_on, server_options
+from shardwell.v1 import arena_pb2
 from shardwell.v1 import peer_pb2 as pb
 
 _LOOK_INTERVAL_S = 0.1
@@ -131,6 +134,7 @@ class PeerServer:
         group: Name of the group.
         member_id: Of this member.
         size: Members that may have streams here.
+        same_host: See `ArenaOffers.start`.
         more: Handlers of other services at the same address.
 
     Raises:
@@ -144,6 +148,7 @@ class PeerServer:
         group: str,
         member_id: str,
         size: int,
+        same_host: str = "off",
         more: tuple[grpc.GenericRpcHandler, ...] = (),
     ) -> None:
         self._group = group
@@ -154,6 +159,8 @@ class PeerServer:
         self._unopened_count = 0
         self._watchdog = Watchdog()
         thread_count = 2 * size + _SPARE_THREAD_COUNT
+        self.arenas = ArenaOffers(self._check_offer, bytes_max=size * ARENA_BYTES_MAX, log=_LOG)
+        """Memory that other members share."""
         self._threads = DaemonThreads(thread_count, "shardwell-peer")
         pool: Any = self._threads  # any executor will do, whatever gRPC's types say
         self._server = grpc.server(
@@ -174,6 +181,7 @@ class PeerServer:
         self.address = f"{host}:{port}"
         """Where it listens; the port is the one that was taken when 0 was asked for."""
         self._server.start()
+        self.arenas.start(same_host, f"shardwell-{member_id}")
 
     def begin(self, generation: Generation | None) -> None:
         """Takes streams of this generation from now on, and no others."""
@@ -187,6 +195,7 @@ class PeerServer:
             self._closed = True
             self._changed.notify_all()
         self._server.stop(_GRACE_S).wait()
+        self.arenas.close()
         self._threads.shutdown()
         self._watchdog.close()
 
@@ -226,7 +235,13 @@ class PeerServer:
     def _receive_chunks(
         self, request: pb.ReceiveChunksRequest, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        yield from self._generation_of(request.open).serve_chunks(request.open, context)
+        memory = self.arenas.take(request.arena) if request.arena else None
+        generation = self._generation_of(request.open)
+        yield from generation.serve_chunks(request.open, context, memory)
+
+    def _check_offer(self, offer: arena_pb2.ArenaOffer) -> None:
+        if offer.member_id != self._member_id:
+            raise WorkerUnreachableError(f"another worker answers here, of group {self._group!r}")
 
     @contextlib.contextmanager
     def _opening(self, context: grpc.ServicerContext) -> Iterator[None]:

@@ -7,7 +7,6 @@ stream's, until that ends or takes another), gone. Its bytes count as long as it
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
@@ -17,11 +16,11 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from pathlib import Path
+from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from shardwell.errors import ShardUnavailableError, ShardwellError
+from shardwell.errors import ShardwellError
 from shardwell.process.shared_memory import (
     IS_SUPPORTED,
     SharedMemory,
@@ -30,53 +29,61 @@ from shardwell.process.shared_memory import (
     received_memory,
     socket_path,
 )
-from shardwell.rpc.arena import ANSWER_BYTES_MAX, ARENA_BYTES_MAX
+from shardwell.rpc.arena import ANSWER_BYTES_MAX, ARENA_BYTES_MAX, PAGE_BYTES
 from shardwell.v1 import arena_pb2
-from shardwell_server.config import ShardConfig
-from shardwell_server.shard.shard import Shard
 
-_LOG = logging.getLogger("shardwell_server")
 _BACKLOG = 64
 _PATIENCE_S = 1.0
 """For one client to send what it has connected for."""
 _OFFER_S = 10.0
 """How long an offer stands before a stream takes it."""
 _OFFER_COUNT_MAX = 256
-_PAGE_BYTES = 4096
 
 
 class ArenaOffers:
     """Takes offers on a Unix socket, with a thread of its own. Any thread may use it.
 
     Args:
-        shard: Who is meant by them, and what it may hold.
+        check: Refuses, with a ShardwellError, offers that are meant for somebody else.
+        bytes_max: What may be mapped at once; named `arena_bytes_max` in refusals.
+        log: For what an operator should know.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(
+        self,
+        check: Callable[[arena_pb2.ArenaOffer], None],
+        *,
+        bytes_max: int,
+        log: logging.Logger,
+    ) -> None:
         self.address = ""
         """Where it listens; empty: nowhere."""
-        self._shard = shard
+        self._check = check
+        self._bytes_max = bytes_max
+        self._log = log
         self._lock = threading.RLock()  # memory may go while it is held
         self._offered: OrderedDict[int, tuple[float, SharedMemory]] = OrderedDict()
         """By token: until when, and what."""
-        self._mapped_bytes = 0
+        self.mapped_bytes = 0
+        """Of all arenas."""
         self._listener: socket.socket | None = None
         self._closing = -1
         """A descriptor that can be read when it is to end."""
         self._thread = threading.Thread(target=self._serve, name="shardwell-arenas", daemon=True)
 
-    def start(self, port: int) -> None:
+    def start(self, same_host: str, name: str) -> None:
         """Begins to listen, if it is wanted and can be; a log says where not.
 
         Args:
-            port: Where the shard listens, which tells it from others of the machine.
+            same_host: "auto": on an abstract socket; "off": not at all; else a directory.
+            name: Of the socket; nobody else's on this machine, or in that directory.
         """
-        config = self._shard.config
-        if config.same_host == "off" or not IS_SUPPORTED:
+        if same_host == "off" or not IS_SUPPORTED:
             return
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            address = _address(config, port)
+            address = f"@{name}" if same_host == "auto" else os.path.join(same_host, f"{name}.sock")
+            _forget_socket(address)
             listener.bind(socket_path(address))
             listener.listen(_BACKLOG)
             listener.setblocking(False)
@@ -85,7 +92,7 @@ class ArenaOffers:
             self._thread.start()
         except (OSError, RuntimeError) as error:  # no thread
             self._release(listener)
-            _LOG.warning("no memory is shared with clients", extra={"reason": str(error)})
+            self._log.warning("no memory is shared with clients: %s", error)
             return
         self.address = address
 
@@ -102,27 +109,17 @@ class ArenaOffers:
         with self._lock:
             self._offered.clear()
 
+    def take(self, token: int) -> SharedMemory | None:
+        """What was offered under a token, for one stream; None: nothing was, or long ago."""
+        with self._lock:
+            return self._offered.pop(token, (0.0, None))[1]
+
     def _release(self, listener: socket.socket) -> None:
         listener.close()
         self._listener = None
         if self._closing >= 0:
             os.close(self._closing)
             self._closing = -1
-
-    def take(self, token: int) -> SharedMemory:
-        """What was offered under a token, for one stream.
-
-        Raises:
-            ShardUnavailableError: nothing was, or long ago.
-        """
-        with self._lock:
-            _, memory = self._offered.pop(token, (0.0, None))
-        if memory is None:
-            raise ShardUnavailableError(
-                f"no arena of token {token:#x} is here, as after a restart; call again",
-                shard_index=self._shard.config.shard_index,
-            )
-        return memory
 
     def _serve(self) -> None:
         assert self._listener is not None
@@ -146,7 +143,7 @@ class ArenaOffers:
         except BlockingIOError:  # whoever came has gone
             return
         except OSError as error:  # no descriptor is left, say
-            _LOG.warning("an offer of memory can't be taken", extra={"reason": str(error)})
+            self._log.warning("an offer of memory can't be taken: %s", error)
             time.sleep(_PATIENCE_S)
             return
         with connection:
@@ -155,7 +152,7 @@ class ArenaOffers:
                 check_same_user(connection)
                 self._answer(connection)
             except (OSError, SharedMemoryError, DecodeError) as error:
-                _LOG.debug("an offer of memory failed", extra={"reason": str(error)})
+                self._log.debug("an offer of memory failed: %s", error)
 
     def _answer(self, connection: socket.socket) -> None:
         data, files, _, _ = socket.recv_fds(
@@ -181,22 +178,21 @@ class ArenaOffers:
 
     def _take_in(self, offer: arena_pb2.ArenaOffer, file: int) -> int:
         """Maps what is offered; returns its token."""
-        self._shard.check_identity(offer.shard)
+        self._check(offer)
         size = offer.size_bytes
-        if not _PAGE_BYTES <= size <= ARENA_BYTES_MAX or size % _PAGE_BYTES:
+        if not PAGE_BYTES <= size <= ARENA_BYTES_MAX or size % PAGE_BYTES:
             raise SharedMemoryError(
-                f"an arena of {size} bytes; expected a multiple of {_PAGE_BYTES}, at most "
+                f"an arena of {size} bytes; expected a multiple of {PAGE_BYTES}, at most "
                 f"{ARENA_BYTES_MAX}"
             )
-        limit = self._shard.config.limits.arena_bytes_max
         with self._lock:
             self._forget_old()
-            if self._mapped_bytes + size > limit:
+            if self.mapped_bytes + size > self._bytes_max:
                 raise SharedMemoryError(
-                    f"limit arena_bytes_max={limit}: {self._mapped_bytes} are mapped; raise it, or "
-                    "use fewer workers on this machine"
+                    f"limit arena_bytes_max={self._bytes_max}: {self.mapped_bytes} are mapped; "
+                    "raise it, or use fewer workers on this machine"
                 )
-            self._mapped_bytes += size
+            self.mapped_bytes += size
         try:
             memory = received_memory(file, size)
         except BaseException:
@@ -222,23 +218,19 @@ class ArenaOffers:
 
     def _unmapped(self, size_bytes: int) -> None:
         with self._lock:
-            self._mapped_bytes -= size_bytes
+            self.mapped_bytes -= size_bytes
 
 
-def _address(config: ShardConfig, port: int) -> str:
-    """Where a shard listens: an abstract socket, or one in the directory that was given.
+def _forget_socket(address: str) -> None:
+    """Removes a socket that a killed process left.
 
     Raises:
-        OSError: another process listens there.
+        OSError: it can't be removed.
     """
-    if config.same_host == "auto":
-        which = f"{config.cluster_id}/{config.shard_index}/{port}"
-        return f"@shardwell-{hashlib.blake2b(which.encode(), digest_size=16).hexdigest()}"
-    path = Path(config.same_host) / f"shardwell-{config.cluster_id}-{config.shard_index}.sock"
-    if path.is_socket():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            try:
-                connection.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()  # of a shard that was killed
-    return str(path)
+    if address.startswith("@") or not os.path.exists(address):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(address)
+        except ConnectionRefusedError:
+            os.unlink(address)
