@@ -246,7 +246,9 @@ class Transfer:
                         opens=opens,
                         first=progress.row,
                         stop=stop,
-                        arena=stream.arena(self._room_bytes(part, progress.row, stop)),
+                        arena=stream.arena(
+                            self._room_bytes(part, progress.row, stop), attempts.rest_s
+                        ),
                     )
                 )
             return self._receive(

@@ -177,15 +177,20 @@ class Arenas:
         self._is_wanted = is_wanted and IS_SUPPORTED
         self._next_try_s = 0.0
 
-    def arena(self, wanted_bytes: int) -> Arena | None:
+    def arena(self, wanted_bytes: int, timeout_s: float = _OFFER_S) -> Arena | None:
         """An arena for that many bytes, or for as many as there may be; None: there is none.
 
-        Blocks for 2 s at the most, and mostly for less than a millisecond a megabyte.
+        Blocks for 2 s, or `timeout_s`, at the most, and mostly for a millisecond a few megabytes.
         """
         if not (self._is_wanted and self.address) or time.monotonic() < self._next_try_s:
             return None
         try:
-            return _offered(self.address, self._offer(), _arena_bytes(wanted_bytes))
+            return _offered(
+                self.address,
+                self._offer(),
+                _arena_bytes(wanted_bytes),
+                max(min(timeout_s, _OFFER_S), 0.001),
+            )
         except (OSError, SharedMemoryError, DecodeError) as error:
             self._next_try_s = time.monotonic() + _PAUSE_S
             _LOG.debug(
@@ -196,9 +201,9 @@ class Arenas:
             return None
 
 
-def _offered(address: str, offer: arena_pb2.ArenaOffer, size_bytes: int) -> Arena:
+def _offered(address: str, offer: arena_pb2.ArenaOffer, size_bytes: int, timeout_s: float) -> Arena:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_OFFER_S)
+        connection.settimeout(timeout_s)
         connection.connect(socket_path(address))
         check_same_user(connection)
         file, memory = new_memory(size_bytes)

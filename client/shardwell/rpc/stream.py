@@ -44,16 +44,16 @@ class ShardStream:
         """Sends messages; they are made on a thread of gRPC's, one by one as they leave."""
         self._work.put(messages)
 
-    def arena(self, wanted_bytes: int) -> Arena | None:
+    def arena(self, wanted_bytes: int, timeout_s: float) -> Arena | None:
         """Memory that the shard shares, for so many bytes of payloads; None: there is none.
 
-        It may have less room. To be called when all answers to what was sent are read, for it is
-        used from its start again.
+        It may have less room. Blocks up to `timeout_s`. To be called when all answers to what was
+        sent are read, for it is used from its start again.
         """
         if not wanted_bytes:
             return None
         if self._arena is None or not self._arena.holds(wanted_bytes):
-            self._arena = self.channel.arenas.arena(wanted_bytes) or self._arena
+            self._arena = self.channel.arenas.arena(wanted_bytes, timeout_s) or self._arena
         return self._arena
 
     @property

@@ -205,30 +205,45 @@ class Incoming:
     ) -> None:
         self._take = take
         self._on_failure = on_failure
+        self._peer = peer
+        self._opening = opening
         self._is_cut = False
-        shared = peer.arenas.arena(_PLACE_COUNT * PAYLOAD_SIZE_MAX_BYTES)
-        self._memory = None if shared is None else shared.memory
+        self._call: Any = None
+        self._lock = threading.Lock()
+        """Guards both."""
+        self._memory: SharedMemory | None = None
         self._copied_count = 0
-        self._call = peer.receive_chunks(
-            pb.ReceiveChunksRequest(open=opening, arena=0 if shared is None else shared.token)
-        )
         self._thread = threading.Thread(target=self._read, name="shardwell-incoming", daemon=True)
         self._thread.start()
 
     def cut(self) -> None:
         """Ends the stream at once. Safe to repeat, from any thread."""
-        self._is_cut = True
-        self._call.cancel()
+        with self._lock:
+            self._is_cut = True
+            call = self._call
+        if call is not None:
+            call.cancel()
 
     def close(self) -> None:
         """Ends the stream and its thread."""
         self.cut()
         self._thread.join()
 
+    def _begun(self) -> Any:
+        """The stream; None: it was cut before there was one."""
+        shared = self._peer.arenas.arena(_PLACE_COUNT * PAYLOAD_SIZE_MAX_BYTES)
+        request = pb.ReceiveChunksRequest(open=self._opening)
+        if shared is not None:
+            self._memory, request.arena = shared.memory, shared.token
+        with self._lock:
+            if not self._is_cut:
+                self._call = self._peer.receive_chunks(request)
+            return self._call
+
     def _read(self) -> None:
         why = "it ended its stream"
         try:
-            for message in self._call:
+            for message in self._begun() or ():
                 if len(message) <= _LAST_SIZE_MAX_BYTES and _is_last(message):
                     self.cut()
                     return
