@@ -7,6 +7,7 @@ made, and from which chunk on, is for the caller.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from shardwell.numerics.codec import Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.process.shared_memory import SharedMemory
-from shardwell.rpc.arena import Arena, payload_of, room_bytes, wanted_bytes
+from shardwell.rpc.arena import Arena, Places, payload_of, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
@@ -109,7 +110,7 @@ class Transfer:
     def get_weights(self, weights: Float32, min_version: int, attempts: Attempts) -> int:
         """Fills `weights`; returns the fewest updates that a chunk of them has seen."""
         parts = self.parts
-        with CallGroup() as call_group:
+        with self._lent(parts, attempts) as arenas, CallGroup() as call_group:
             calls = [
                 call_group.add(
                     part.channel,
@@ -120,12 +121,14 @@ class Transfer:
                             worker_id=self._worker_id,
                             min_version=min_version,
                             wait_timeout_ms=wait_milliseconds(attempts.rest_s),
+                            arena=0 if arena is None else arena.token,
                         ),
                         timeout=attempts.rest_s,
                     ),
                 )
-                for part in parts
+                for part, arena in zip(parts, arenas, strict=True)
             ]
+            memories = [None if arena is None else arena.memory for arena in arenas]
             return self._receive(
                 parts,
                 weights,
@@ -133,6 +136,7 @@ class Transfer:
                 min_version,
                 call_group,
                 Progress(),
+                memory_of=lambda number: memories[number],
             )
 
     def put_gradient(self, work: Gradient, progress: Progress, attempts: Attempts) -> None:
@@ -142,19 +146,21 @@ class Transfer:
         parts = [
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
-        with CallGroup() as call_group:
+        with self._lent(parts, attempts) as arenas, CallGroup() as call_group:
             calls = [
                 call_group.add(
                     part.channel,
                     part.channel.put_gradient.future(
                         _guarded(
-                            self._messages(pb.PutGradientRequest, part, work, wait_ms, opens=True),
+                            self._messages(
+                                pb.PutGradientRequest, part, work, wait_ms, opens=True, arena=arena
+                            ),
                             failures,
                         ),
                         timeout=attempts.rest_s,
                     ),
                 )
-                for part in parts
+                for part, arena in zip(parts, arenas, strict=True)
             ]
             for part, call in zip(parts, calls, strict=True):
                 answer = self._result(call_group, part, call)
@@ -263,7 +269,20 @@ class Transfer:
                 memory_of=lambda number: opened[number].memory,
             )
 
-    def _room_bytes(self, part: ShardSlice, first: int, stop: int) -> int:
+    @contextlib.contextmanager
+    def _lent(
+        self, parts: Sequence[ShardSlice], attempts: Attempts
+    ) -> Iterator[list[Arena | None]]:
+        """An arena for each part, where there is one."""
+        with contextlib.ExitStack() as stack:
+            yield [
+                stack.enter_context(
+                    part.channel.arenas.lent(self._room_bytes(part, 0, None), attempts.rest_s)
+                )
+                for part in parts
+            ]
+
+    def _room_bytes(self, part: ShardSlice, first: int, stop: int | None) -> int:
         """What an arena needs for chunks [first, stop); 0: nothing is to be shared."""
         if self._spec.lz4:
             return 0
@@ -284,20 +303,18 @@ class Transfer:
     ) -> Iterator[bytes]:
         """Chunks [first, stop) of a gradient for one shard; runs on a thread of gRPC's."""
         scratch = thread_scratch()
-        used_bytes = 0
+        places = None if arena is None else Places(arena.memory)
         last = len(part.chunks[:stop]) - 1
         for index in range(first, last + 1):
             where = part.chunks[index]
             header = header_type()
             if opens and index == first:
                 header.open.CopyFrom(self._opening(part.channel))
+            if arena is not None and not arena.is_announced:
+                header.arena, arena.is_announced = arena.token, True
             room = None
-            if arena is not None:
-                if not arena.is_announced:
-                    header.arena, arena.is_announced = arena.token, True
-                size_bytes = where.size * self._codec.codec.item_size
-                room = arena.room(used_bytes, size_bytes)
-                used_bytes += room_bytes(size_bytes)
+            if places is not None:
+                room = places.room(where.size * self._codec.codec.item_size)
             gradient = header.gradient
             gradient.step = work.step
             gradient.sample_count = work.sample_count

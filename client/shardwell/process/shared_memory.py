@@ -76,21 +76,35 @@ class SharedMemory:
         self._bytes[start : start + _NUMBER.size] = np.frombuffer(_NUMBER.pack(number), np.uint8)
 
 
-def new_memory(size_bytes: int) -> tuple[int, SharedMemory]:
-    """Memory to be handed over: its descriptor, to be closed, and what is mapped here.
+class OwnMemory:
+    """Memory of this process that is handed over, once or again; empty at first."""
 
-    Raises:
-        OSError: there is not so much.
-    """
-    file = os.memfd_create("shardwell", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(file, size_bytes)
-        os.posix_fallocate(file, 0, size_bytes)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-        return file, SharedMemory(file, size_bytes)
-    except BaseException:
-        os.close(file)
-        raise
+    def __init__(self) -> None:
+        self.file = -1
+        """Its descriptor."""
+        self.memory: SharedMemory | None = None
+        """What is mapped here."""
+
+    def reserve(self, size_bytes: int) -> None:
+        """Makes it at least so large: other memory, if it was smaller.
+
+        Raises:
+            OSError: there is not so much.
+        """
+        if self.memory is not None and self.memory.size_bytes >= size_bytes:
+            return
+        self.close()
+        self.file = os.memfd_create("shardwell", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.file, size_bytes)
+        os.posix_fallocate(self.file, 0, size_bytes)
+        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS)
+        self.memory = SharedMemory(self.file, size_bytes)
+
+    def close(self) -> None:
+        """Lets go of it; what others hold of it stays. Safe to repeat."""
+        if self.file >= 0:
+            os.close(self.file)
+        self.file, self.memory = -1, None
 
 
 def received_memory(file: int, size_bytes: int) -> SharedMemory:

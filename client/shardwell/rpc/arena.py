@@ -7,12 +7,14 @@ none is to be had, payloads travel inline.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -22,10 +24,10 @@ from shardwell.numerics.codec import Bytes
 from shardwell.process.shared_memory import (
     HEAD_BYTES,
     IS_SUPPORTED,
+    OwnMemory,
     SharedMemory,
     SharedMemoryError,
     check_same_user,
-    new_memory,
     socket_path,
 )
 from shardwell.v1 import arena_pb2, types_pb2
@@ -41,6 +43,8 @@ ANSWER_BYTES_MAX = 4096
 """Of a message over the Unix socket."""
 _DESCRIPTOR_BYTES_MAX = 1024
 """A longer message has its payload in it."""
+_KEPT_COUNT_MAX = 2
+"""Memories kept for later calls on one server: as many as calls are made at once, mostly."""
 _OFFER_S = 2.0
 """How long a server may take to look at an offer."""
 _PAUSE_S = 60.0
@@ -56,7 +60,7 @@ def same_host_setting(*, is_wanted: bool) -> str:
 
 
 class Arena:
-    """A client's: the memory, and how the shard knows it. For one stream's calls."""
+    """A client's: the memory, and how the server knows it. For one stream, or one call."""
 
     def __init__(self, memory: SharedMemory, token: int) -> None:
         self.token = token
@@ -65,13 +69,6 @@ class Arena:
         """Whether a message has named it."""
         self.memory = memory
         """What is shared."""
-
-    def room(self, start: int, size_bytes: int) -> Room | None:
-        """Where the payload of `size_bytes` goes that has `start` before it; None: not here."""
-        offset = HEAD_BYTES + start
-        if size_bytes < SHARED_BYTES_MIN or offset + size_bytes > self.memory.size_bytes:
-            return None
-        return Room(offset, self.memory.view(offset, size_bytes))
 
     def holds(self, wanted_bytes: int) -> bool:
         """Whether a larger one would have no more room for so many bytes."""
@@ -121,13 +118,37 @@ def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | No
     return copied
 
 
-def shared_message(message_type: Any, message: bytes, room: Room) -> tuple[bytes, int]:
-    """A message with a chunk, without its payload, which is in the room then; and how many bytes.
+class Places:
+    """The places of an arena one behind the other, for the payloads of one call."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._next = HEAD_BYTES
+
+    def room(self, size_bytes: int) -> Room | None:
+        """Where the next payload goes; None: it is small, or there is no room any more."""
+        offset = self._next
+        self._next += room_bytes(size_bytes)
+        if size_bytes < SHARED_BYTES_MIN or offset + size_bytes > self._memory.size_bytes:
+            return None
+        return Room(offset, self._memory.view(offset, size_bytes))
+
+
+def shared_message(
+    message_type: Any, message: bytes, room_of: Callable[[int], Room | None]
+) -> tuple[bytes, int]:
+    """A message with a chunk, without its payload, which is shared then; and the payload's bytes.
 
     As it is where its payload has no room, or may not be shared.
+
+    Args:
+        message_type: Of the message.
+        message: As it would go over the network.
+        room_of: Where a payload of so many bytes goes.
     """
     header, payload = framing.parse(message_type, message)
-    if header.chunk.lz4 or payload.size > room.memory.size:
+    room = room_of(payload.size)
+    if room is None or header.chunk.lz4 or payload.size > room.memory.size:
         return message, 0
     room.memory[: payload.size] = payload
     header.chunk.shared.offset, header.chunk.shared.size = room.offset, payload.size
@@ -176,21 +197,59 @@ class Arenas:
         self._offer = offer
         self._is_wanted = is_wanted and IS_SUPPORTED
         self._next_try_s = 0.0
+        self._lock = threading.Lock()
+        self._kept: list[OwnMemory] = []
+        """Of calls that have ended well, for later ones."""
+        self._is_closed = False
 
     def arena(self, wanted_bytes: int, timeout_s: float = _OFFER_S) -> Arena | None:
         """An arena for that many bytes, or for as many as there may be; None: there is none.
 
         Blocks for 2 s, or `timeout_s`, at the most, and mostly for a millisecond a few megabytes.
         """
-        if not (self._is_wanted and self.address) or time.monotonic() < self._next_try_s:
+        if not self._may_offer():
             return None
+        with contextlib.closing(OwnMemory()) as own:
+            return self._offered(own, wanted_bytes, timeout_s)
+
+    @contextlib.contextmanager
+    def lent(self, wanted_bytes: int, timeout_s: float) -> Iterator[Arena | None]:
+        """The same for one call; the memory serves another one if the block ends without an error.
+
+        For then the server has ended the call, too, and touches it no more.
+        """
+        if not wanted_bytes or not self._may_offer():
+            yield None
+            return
+        with self._lock:
+            own = self._kept.pop() if self._kept else OwnMemory()
         try:
-            return _offered(
-                self.address,
-                self._offer(),
-                _arena_bytes(wanted_bytes),
-                max(min(timeout_s, _OFFER_S), 0.001),
-            )
+            arena = self._offered(own, wanted_bytes, timeout_s)
+            yield arena
+            with self._lock:
+                if arena is not None and not self._is_closed and len(self._kept) < _KEPT_COUNT_MAX:
+                    self._kept.append(own)
+                    return
+            own.close()
+        except BaseException:
+            own.close()
+            raise
+
+    def close(self) -> None:
+        """Lets go of what is kept. Safe to repeat."""
+        with self._lock:
+            self._is_closed = True
+            while self._kept:
+                self._kept.pop().close()
+
+    def _may_offer(self) -> bool:
+        return self._is_wanted and bool(self.address) and time.monotonic() >= self._next_try_s
+
+    def _offered(self, own: OwnMemory, wanted_bytes: int, timeout_s: float) -> Arena | None:
+        try:
+            own.reserve(_arena_bytes(wanted_bytes))
+            timeout_s = max(min(timeout_s, _OFFER_S), 0.001)
+            return _offered(self.address, self._offer(), own, timeout_s)
         except (OSError, SharedMemoryError, DecodeError) as error:
             self._next_try_s = time.monotonic() + _PAUSE_S
             _LOG.debug(
@@ -201,19 +260,16 @@ class Arenas:
             return None
 
 
-def _offered(address: str, offer: arena_pb2.ArenaOffer, size_bytes: int, timeout_s: float) -> Arena:
+def _offered(address: str, offer: arena_pb2.ArenaOffer, own: OwnMemory, timeout_s: float) -> Arena:
+    assert own.memory is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(timeout_s)
         connection.connect(socket_path(address))
         check_same_user(connection)
-        file, memory = new_memory(size_bytes)
-        try:
-            offer.size_bytes, offer.nonce = size_bytes, secrets.randbits(64)
-            memory.set_number(0, offer.nonce)
-            socket.send_fds(connection, [offer.SerializeToString()], [file])
-        finally:
-            os.close(file)
+        offer.size_bytes, offer.nonce = own.memory.size_bytes, secrets.randbits(64)
+        own.memory.set_number(0, offer.nonce)
+        socket.send_fds(connection, [offer.SerializeToString()], [own.file])
         answer = arena_pb2.ArenaAnswer.FromString(connection.recv(ANSWER_BYTES_MAX))
-    if not answer.token or memory.number(1) != answer.token:
+    if not answer.token or own.memory.number(1) != answer.token:
         raise SharedMemoryError(answer.refusal or "the memory is not the same at both ends")
-    return Arena(memory, answer.token)
+    return Arena(own.memory, answer.token)

@@ -302,6 +302,7 @@ class ShardChannel:
         self._closed = True
         self._attendance.close()
         self._channel.close()
+        self.arenas.close()
 
 
 def went_on_elsewhere(

@@ -136,16 +136,18 @@ class ConfirmInitResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class PutGradientRequest(_message.Message):
-    __slots__ = ("open", "gradient", "padding", "payload")
+    __slots__ = ("open", "gradient", "arena", "padding", "payload")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     open: _types_pb2.StreamOpen
     gradient: _types_pb2.GradientChunk
+    arena: int
     padding: bytes
     payload: bytes
-    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., arena: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PutGradientResponse(_message.Message):
     __slots__ = ("counted_chunk_count", "duplicate_chunk_count")
@@ -156,18 +158,20 @@ class PutGradientResponse(_message.Message):
     def __init__(self, counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ...) -> None: ...
 
 class GetWeightsRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "worker_id", "min_version", "wait_timeout_ms")
+    __slots__ = ("shard", "parameter", "worker_id", "min_version", "wait_timeout_ms", "arena")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
     worker_id: str
     min_version: int
     wait_timeout_ms: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ...) -> None: ...
+    arena: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., arena: _Optional[int] = ...) -> None: ...
 
 class GetWeightsResponse(_message.Message):
     __slots__ = ("chunk", "version", "padding", "payload")

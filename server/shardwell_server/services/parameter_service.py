@@ -29,7 +29,7 @@ from shardwell.numerics.codec import CODECS, Bytes, Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.process.shared_memory import SharedMemory
-from shardwell.rpc.arena import payload_of, shared_message
+from shardwell.rpc.arena import Places, payload_of, shared_message
 from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
@@ -214,11 +214,14 @@ class ParameterServerService:
     def put_gradient(self, call: Call) -> Handling:
         response = pb.PutGradientResponse()
         source: _GradientSource | None = None
+        arena: SharedMemory | None = None
         message = yield Read.NEXT_STEP
         while message is not None:
             request, payload = framing.parse(pb.PutGradientRequest, message)
-            source = source or self._source(request)
+            if source is None:
+                source, arena = self._source(request), self._arena(request.arena)
             if _has_gradient(request, payload):
+                payload = payload_of(request.gradient.chunk, payload, arena)
                 self._shard.traffic.add(received=payload.size)
                 gradient, (parameter, contributor) = request.gradient, source
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
@@ -238,12 +241,16 @@ class ParameterServerService:
         self._shard.check_identity(request.shard)
         parameter = self._shard.parameters.get(request.parameter)
         deadline = self._deadline(call, request.wait_timeout_ms / 1000)
+        arena = self._arena(request.arena)
+        places = None if arena is None else Places(arena)
         for index in range(parameter.chunk_count):
             message = yield from until(
                 parameter.weights_message, index, request.min_version, deadline
             )
             parameter.make_durable()  # nobody goes on from what could still be lost
             self._shard.traffic.add(sent=len(message))
+            if places is not None:
+                message, _ = shared_message(pb.GetWeightsResponse, message, places.room)
             yield message
 
     def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
@@ -303,12 +310,7 @@ class ParameterServerService:
             if request.arena:
                 if not is_between_steps:
                     raise ArgumentError("`arena` came in the middle of a step; end it first")
-                arena = self._arenas.take(request.arena)
-                if arena is None:
-                    raise ShardUnavailableError(
-                        f"no arena of token {request.arena:#x} is here, as after a restart; call "
-                        "again"
-                    )
+                arena = self._arena(request.arena)
             if not _has_gradient(request, payload):
                 continue
             gradient, (parameter, contributor) = request.gradient, source
@@ -397,6 +399,15 @@ class ParameterServerService:
 
     # What they share.
 
+    def _arena(self, token: int) -> SharedMemory | None:
+        """The arena of a token; None where there is none to be."""
+        memory = self._arenas.take(token) if token else None
+        if token and memory is None:
+            raise ShardUnavailableError(
+                f"no arena of token {token:#x} is here, as after a restart; call again"
+            )
+        return memory
+
     def _opened(self, request: Any) -> ParameterSlice:
         """The parameter that a stream's first message names."""
         if not request.HasField("open"):
@@ -427,7 +438,7 @@ class ParameterServerService:
             pending.popleft()
             self._shard.traffic.add(sent=len(message))
             if room is not None:
-                message, _ = shared_message(pb.ExchangeResponse, message, room)
+                message = _shared_answer(message, room)
             yield message
 
     def _deadline(self, call: Call, timeout_s: float) -> RequestDeadline:
@@ -451,6 +462,10 @@ class _Pending(NamedTuple):
     deadline: RequestDeadline
     room: Room | None
     """Where its payload goes; None: into the message."""
+
+
+def _shared_answer(message: bytes, room: Room) -> bytes:
+    return shared_message(pb.ExchangeResponse, message, lambda size_bytes: room)[0]
 
 
 class _GradientSource(NamedTuple):

@@ -26,7 +26,7 @@ from harness.polling import PATIENCE_S, eventually
 from harness.threads import together
 from harness.wire_client.arena import NONCE, SEALS, SIZE, WireArena
 from harness.wire_client.worker import WireWorker, decode, error_detail, spec
-from shardwell.process.shared_memory import IS_SUPPORTED
+from shardwell.process.shared_memory import IS_SUPPORTED, OwnMemory
 from shardwell.rpc import arena
 from shardwell.rpc import arena_offers as arenas
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -63,6 +63,7 @@ def trained(
     name: str = "net",
     *,
     same_host: bool = True,
+    verb: str = "exchange",
     **options: Any,
 ) -> np.ndarray:
     """What two workers have after three steps."""
@@ -73,7 +74,12 @@ def trained(
         net = clients[rank].parameter(name, **given)
         net.init(np.zeros(given["size"], np.float32))
         for step in range(3):
-            weights = net.exchange(gradient(rank, step, given["size"]), sample_count=rank + 1)
+            values = gradient(rank, step, given["size"])
+            if verb == "exchange":
+                weights = net.exchange(values, sample_count=rank + 1)
+            else:
+                net.put_gradient(values, sample_count=rank + 1)
+                weights = net.get_weights(min_version=step + 1)
         traffic = clients[rank].traffic
         assert traffic.sent_bytes + traffic.received_bytes >= traffic.shared_bytes
         assert same_host or not traffic.shared_bytes
@@ -84,15 +90,46 @@ def trained(
     return one
 
 
+@pytest.mark.parametrize("verb", ["exchange", "put and get"])
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "fp32", "fp16+lz4"])
-def test_results_are_those_of_the_network(cluster, connect, codec) -> None:
+def test_results_are_those_of_the_network(cluster, connect, codec, verb) -> None:
     running = cluster(2, chunk_size_bytes=CHUNK_BYTES)
     inline = trained(running, connect, "inline", same_host=False, codec=codec)
     assert mapped_bytes(running) == [0, 0]
-    shared = trained(running, connect, "shared", codec=codec)
-    if codec != "fp16+lz4":
+    shared = trained(running, connect, "shared", codec=codec, verb=verb)
+    if codec != "fp16+lz4" and verb == "exchange":
         assert min(mapped_bytes(running)) >= 2 * (ELEMENTS // 2) * 2
     np.testing.assert_array_equal(shared, inline)
+
+
+def test_memory_of_a_call_serves_the_next(cluster, connect) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    client = connect(running, "w0")
+    net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(ELEMENTS, np.float32))
+    kept = client._shards.channels[0].arenas._kept
+    memories = set()
+    for step in range(4):
+        net.put_gradient(np.ones(ELEMENTS, np.float32))
+        (own,) = kept
+        memories.add(own.memory)
+        before = client.traffic.shared_bytes
+        assert net.get_weights()[-1] == -step - 1
+        assert client.traffic.shared_bytes - before > 2 * ELEMENTS - CHUNK_BYTES
+        (own,) = kept
+        memories.add(own.memory)
+    assert len(memories) == 1
+    with pytest.raises(shardwell.NonFiniteError):
+        net.put_gradient(np.full(ELEMENTS, np.nan, np.float32))
+    with pytest.raises(shardwell.WorkersMissingError):
+        net.get_weights(min_version=99, timeout_s=0.5)
+    assert not kept  # the shard may still write there
+    net.put_gradient(np.ones(ELEMENTS, np.float32))
+    net.put_gradient(np.ones(ELEMENTS, np.float32))
+    assert len(kept) == 1
+    eventually("the shard has none", lambda: gc.collect() >= 0 and mapped_bytes(running) == [0])
+    client.close()
+    eventually("the client has none", lambda: not kept)
 
 
 def test_a_stream_that_needs_more_gets_more_and_its_end_frees_it(cluster, connect) -> None:
@@ -108,7 +145,7 @@ def test_a_stream_that_needs_more_gets_more_and_its_end_frees_it(cluster, connec
         np.testing.assert_allclose(net.get_weights(), -0.1 * gradient(0, 0, size), atol=1e-3)
     # All but the last chunk of each, which may be small.
     least = sum(size - CHUNK_BYTES // 2 for size in sizes if size > 100)
-    assert 2 * 2 * least <= client.traffic.shared_bytes <= 2 * 2 * sum(sizes)
+    assert 3 * 2 * least <= client.traffic.shared_bytes <= 3 * 2 * sum(sizes)
     assert 200_000 < found[0] == found[1] < 1_000_000 < found[2] == found[3] < 1_100_000
     client.close()
     eventually("it is unmapped", lambda: gc.collect() >= 0 and mapped_bytes(running) == [0])
@@ -483,8 +520,11 @@ def test_a_shard_that_has_forgotten_the_arena(cluster, connect, monkeypatch) -> 
 
 
 def test_a_copy_is_checked_and_not_what_is_shared(tmp_path: Path) -> None:
-    file, memory = arena.new_memory(8192)
-    os.close(file)
+    own = OwnMemory()
+    own.reserve(8192)
+    memory = own.memory
+    own.close()
+    assert memory is not None
     memory.view(64, 32)[:] = 7
     chunk = types_pb2.Chunk(shared=types_pb2.Shared(offset=64, size=32))
     found = arena.payload_of(chunk, np.empty(0, np.uint8), memory)

@@ -85,6 +85,7 @@ class Peer:
     def close(self) -> None:
         """Ends the connection and every call on it."""
         self._channel.close()
+        self.arenas.close()
 
 
 class Outgoing:
@@ -281,7 +282,7 @@ class _Places:
             return message, 0
         offset = HEAD_BYTES + self._put_count % self._count * PAYLOAD_SIZE_MAX_BYTES
         room = Room(offset, self._memory.view(offset, PAYLOAD_SIZE_MAX_BYTES))
-        message, shared_bytes = shared_message(pb.ReceiveChunksResponse, message, room)
+        message, shared_bytes = shared_message(pb.ReceiveChunksResponse, message, lambda size: room)
         self._put_count += bool(shared_bytes)
         return message, shared_bytes
 
