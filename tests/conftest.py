@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--share-all"):
-        arena.SHARED_BYTES_MIN = 1
+        arena.SHARED_BYTES_MIN = arena.CALL_BYTES_MIN = 1
 
 
 @pytest.hookimpl(tryfirst=True)

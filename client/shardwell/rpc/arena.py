@@ -39,6 +39,9 @@ ARENA_BYTES_MAX = 256 << 20
 """Of one arena: a step of 128 M elements of fp16 to one shard. What is beyond it travels inline."""
 SHARED_BYTES_MIN = 64 * 1024
 """A smaller payload costs no more inline."""
+CALL_BYTES_MIN = 4 << 20
+"""What one call moves at least for an offer to cost less than it saves; a stream makes one for all
+its calls."""
 ANSWER_BYTES_MAX = 4096
 """Of a message over the Unix socket."""
 _DESCRIPTOR_BYTES_MAX = 1024
@@ -218,7 +221,7 @@ class Arenas:
 
         For then the server has ended the call, too, and touches it no more.
         """
-        if not wanted_bytes or not self._may_offer():
+        if wanted_bytes < max(CALL_BYTES_MIN, 1) or not self._may_offer():
             yield None
             return
         with self._lock:

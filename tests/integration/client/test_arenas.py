@@ -47,6 +47,7 @@ OPTIONS: dict[str, Any] = {"optimizer": shardwell.SGD(0.1, momentum=0.5), "worke
 def _usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where all of the suite shares all."""
     monkeypatch.setattr(arena, "SHARED_BYTES_MIN", 64 * 1024)
+    monkeypatch.setattr(arena, "CALL_BYTES_MIN", 64 * 1024)
 
 
 def mapped_bytes(running: LocalCluster) -> list[int]:
@@ -155,6 +156,17 @@ def test_small_payloads_are_inline(cluster, connect) -> None:
     running = cluster(1, chunk_size_bytes=2**20)
     trained(running, connect, size=1000)
     assert mapped_bytes(running) == [0]
+
+
+def test_calls_that_move_little_are_inline(cluster, connect, monkeypatch) -> None:
+    """An offer for each would cost more than it saves."""
+    monkeypatch.setattr(arena, "CALL_BYTES_MIN", 2 * ELEMENTS + 10**6)
+    client = connect(cluster(1, chunk_size_bytes=CHUNK_BYTES), "w0")
+    net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(ELEMENTS, np.float32))
+    net.put_gradient(np.ones(ELEMENTS, np.float32))
+    assert net.get_weights()[0] == -1
+    assert not client.traffic.shared_bytes
 
 
 def test_what_does_not_fit_is_inline(cluster, connect, monkeypatch) -> None:
