@@ -147,10 +147,9 @@ class CallMaker:
             ):
                 peak = finite_peak(
                     f"array of {operation.value}",
-                    call.array,
+                    call.array[where.offset : where.stop],
                     None,
                     where.offset,
-                    where.stop,
                     remedy="skip or mend the step, or join the group with allow_non_finite=True",
                 )
                 if enters:

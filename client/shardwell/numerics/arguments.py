@@ -152,21 +152,23 @@ def finite_peak(
     what: str,
     values: npt.NDArray[Any],
     parameter: str | None,
-    start: int = 0,
-    stop: int | None = None,
+    offset: int = 0,
     remedy: str = "skip or mend the step, or open the parameter with allow_non_finite=True",
     told: Callable[[int], str] = "element {}".format,
 ) -> float:
-    """Largest magnitude of values[start:stop] as float32; `told` is how an element is called.
+    """Largest magnitude of values as float32; `offset` is the first one's index for messages.
+
+    `told` is how the element of an index is called.
 
     Raises:
         NonFiniteError: one is NaN or infinite; with the index of the first.
     """
-    peak, index = find_peak(values, start, stop)
+    peak, index = find_peak(values)
     if index is not None:
+        element = told(offset + index)
         raise NonFiniteError(
-            f"{what}: {told(index)} is {values[index]}, which is not a finite float32; {remedy}",
-            element_index=index,
+            f"{what}: {element} is {values[index]}, which is not a finite float32; {remedy}",
+            element_index=offset + index,
             parameter=parameter,
         )
     return peak

@@ -12,23 +12,18 @@ _BLOCK_ELEMENT_COUNT = 256 * 1024
 """1 MiB of float32: fetched from memory once, read twice."""
 
 
-def find_peak(
-    values: npt.NDArray[Any], start: int = 0, stop: int | None = None
-) -> tuple[float, int | None]:
-    """Largest magnitude of values[start:stop] as float32, and where one is not finite.
+def find_peak(values: npt.NDArray[Any]) -> tuple[float, int | None]:
+    """Largest magnitude as float32, and where one is not finite.
 
     Args:
         values: (n,) floating point, any stride.
-        start: First element.
-        stop: Last element, and one more; None: the end.
 
     Returns:
         The magnitude and None; or infinity and the index of the first NaN or infinity.
     """
-    stop = values.size if stop is None else stop
     peak = 0.0
-    for first in range(start, stop, _BLOCK_ELEMENT_COUNT):
-        block = values[first : min(first + _BLOCK_ELEMENT_COUNT, stop)]
+    for first in range(0, values.size, _BLOCK_ELEMENT_COUNT):
+        block = values[first : first + _BLOCK_ELEMENT_COUNT]
         if block.dtype.itemsize > 4:
             with np.errstate(over="ignore"):
                 block = block.astype(np.float32)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import numpy.typing as npt
 
 from shardwell.errors import CorruptChunkError, NonFiniteError, ShardwellError
 from shardwell.numerics.arguments import wait_milliseconds
-from shardwell.numerics.codec import Float32, NonFiniteValueError
+from shardwell.numerics.codec import NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
+from shardwell.parameter.pieces import Pieces
 from shardwell.placement.slices import Slice
 from shardwell.process.shared_memory import SharedMemory
 from shardwell.rpc.arena import Arena, Places, payload_of, wanted_bytes
@@ -40,7 +40,7 @@ from shardwell.wire.chunks import ChunkCodec, check_chunk
 class Gradient:
     """A gradient on its way."""
 
-    values: npt.NDArray[Any]
+    values: Pieces
     step: int
     sample_count: int
     learning_rate: float | None
@@ -107,7 +107,7 @@ class Transfer:
         self.tenure = 0
         """See StreamOpen; once the shards have said it."""
 
-    def get_weights(self, weights: Float32, min_version: int, attempts: Attempts) -> int:
+    def get_weights(self, weights: Pieces, min_version: int, attempts: Attempts) -> int:
         """Fills `weights`; returns the fewest updates that a chunk of them has seen."""
         parts = self.parts
         with self._lent(parts, attempts) as arenas, CallGroup() as call_group:
@@ -229,7 +229,7 @@ class Transfer:
         return max(len(part.chunks) for part in self.parts)
 
     def exchange(
-        self, work: Gradient, weights: Float32, progress: Progress, stop: int, attempts: Attempts
+        self, work: Gradient, weights: Pieces, progress: Progress, stop: int, attempts: Attempts
     ) -> int:
         """Sends a gradient, from `progress` to row `stop`; fills `weights` with what comes of it.
 
@@ -328,7 +328,7 @@ class Transfer:
                     gradient.chunk,
                     where,
                     index,
-                    work.values[where.offset : where.stop],
+                    work.values.read(where.offset, where.stop),
                     scratch,
                     start=checksum.gradient(self._gradient_context, gradient),
                     peak=None if work.peaks is None else work.peaks[part.first_chunk + index],
@@ -349,7 +349,7 @@ class Transfer:
     def _receive(
         self,
         parts: Sequence[ShardSlice],
-        weights: Float32,
+        weights: Pieces,
         read: Callable[[int], bytes],
         min_version: int,
         call_group: CallGroup,
@@ -366,7 +366,7 @@ class Transfer:
 
         Args:
             parts: What to read, in the order of the shards.
-            weights: (size,) float32, filled.
+            weights: (size,), filled.
             read: The next message of a part, by its place in `parts`; blocks.
             min_version: The version that is waited for.
             call_group: The calls that are read from.
@@ -410,7 +410,7 @@ class Transfer:
         part: ShardSlice,
         index: int,
         message: bytes,
-        weights: Float32,
+        weights: Pieces,
         min_version: int,
         *,
         is_exchange: bool,
@@ -449,7 +449,8 @@ class Transfer:
                 found=header.version,
                 parameter=self._spec.name,
             )
-        self._codec.codec.decode(stored, chunk.scale_exponent, weights[where.offset : where.stop])
+        with weights.writing(where.offset, where.stop) as values:
+            self._codec.codec.decode(stored, chunk.scale_exponent, values)
         shared_bytes = chunk.shared.size
         self._traffic.add_received(len(message) + shared_bytes, where.size, shared_bytes)
         return int(header.version)

@@ -24,6 +24,7 @@ from shardwell.parameter.exchange import Gradient, Progress, Transfer
 from shardwell.parameter.first_weights import FirstWeights, GivenWeights
 from shardwell.parameter.membership import Opening
 from shardwell.parameter.open_exchange import OpenExchange
+from shardwell.parameter.pieces import Pieces
 from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.call_scope import CallScope
@@ -41,8 +42,8 @@ class Parameter(Generic[ValuesT]):
     """Made by `Client.parameter`.
 
     "Values", below, are one (size,) array; or, opened with `tensors`, a dict of arrays by name,
-    each of its shape. Of any mapping of these names that is passed, arrays that lie one behind the
-    other in one buffer, as those that were returned do, are not copied.
+    each of its shape. What is passed is read and written where it lies; tensors do so a little
+    faster one behind the other in one buffer, as those are that were returned.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Parameter(Generic[ValuesT]):
 
         def settle(attempts: Attempts) -> int:
             what = f"first weights of {self.name!r}"
-            values = self._values.flat(what, weights)
+            values = self._values.pieces(what, weights).whole()
             if not self.spec.allow_non_finite:
                 finite_peak(what, values, self.name, told=self.spec.element)
             first_weights = FirstWeights(
@@ -263,8 +264,8 @@ class Parameter(Generic[ValuesT]):
         def exchange(attempts: Attempts) -> ValuesT:
             work = self._gradient(gradient, sample_count, learning_rate, attempts)
             room = self._room_beside(work, out)
-            self._exchange_rest(work, room.flat, Progress(), attempts)
-            return room.filled()
+            self._exchange_rest(work, room.pieces, Progress(), attempts)
+            return room.result
 
         return self._calls.run(exchange, timeout_s, in_turn=True)
 
@@ -309,7 +310,7 @@ class Parameter(Generic[ValuesT]):
             def exchange(attempts: Attempts) -> None:
                 if self.next_step == work.step and progress.row < stop:
                     self._check_finite(work, progress.row, stop)
-                    self._exchange_rows(work, room.flat, progress, stop, attempts)
+                    self._exchange_rows(work, room.pieces, progress, stop, attempts)
 
             def ended(call: Future[None]) -> None:
                 error = call.exception()
@@ -322,8 +323,8 @@ class Parameter(Generic[ValuesT]):
         def finish(timeout_s: float | None) -> ValuesT:
             def exchange(attempts: Attempts) -> ValuesT:
                 self._check_finite(work, progress.row, self._transfer.row_count)
-                self._exchange_rest(work, room.flat, progress, attempts)
-                return room.filled()
+                self._exchange_rest(work, room.pieces, progress, attempts)
+                return room.result
 
             try:
                 return self._calls.run(exchange, timeout_s, in_turn=True)
@@ -334,7 +335,7 @@ class Parameter(Generic[ValuesT]):
 
         return OpenExchange(
             self._transfer.parts,
-            work.values,
+            work.values.whole(),
             None if self.spec.optimizer.clip_norm else start,  # its norm is that of all of it
             lambda own_s: finish(timeout_s if own_s is None else own_s),
         )
@@ -396,19 +397,19 @@ class Parameter(Generic[ValuesT]):
         room: Room[ValuesT] = self._values.room(out)
         self._close_steps_before(min_version, attempts)
         self.version = attempts.run(
-            lambda: self._transfer.get_weights(room.flat, min_version, attempts)
+            lambda: self._transfer.get_weights(room.pieces, min_version, attempts)
         )
-        return room.filled()
+        return room.result
 
     def _room_beside(self, work: Gradient, out: ValuesT | None) -> Room[ValuesT]:
         """Where weights go, which is nowhere in the gradient."""
         room: Room[ValuesT] = self._values.room(out)
-        if np.may_share_memory(room.flat, work.values):
+        if room.pieces.overlaps(work.values):
             raise ArgumentError("out must not overlap the gradient; pass another array")
         return room
 
     def _exchange_rest(
-        self, work: Gradient, weights: Float32, progress: Progress, attempts: Attempts
+        self, work: Gradient, weights: Pieces, progress: Progress, attempts: Attempts
     ) -> None:
         """Exchanges the rows from `progress` on, and ends the step."""
         self._clip(work)
@@ -426,14 +427,14 @@ class Parameter(Generic[ValuesT]):
         self.next_step = work.step + 1
 
     def _exchange_rows(
-        self, work: Gradient, weights: Float32, progress: Progress, stop: int, attempts: Attempts
+        self, work: Gradient, weights: Pieces, progress: Progress, stop: int, attempts: Attempts
     ) -> int:
         """Exchanges the rows from `progress` to `stop`; returns the version so far."""
         return attempts.run(
             lambda: self._transfer.exchange(work, weights, progress, stop, attempts)
         )
 
-    def _exchange_clipped(self, work: Gradient, weights: Float32, attempts: Attempts) -> int:
+    def _exchange_clipped(self, work: Gradient, weights: Pieces, attempts: Attempts) -> int:
         """The same where no weights come before all gradients of the step are counted."""
         self._put(work, attempts)
         self._close_steps_before(work.step + 1, attempts)
@@ -457,13 +458,13 @@ class Parameter(Generic[ValuesT]):
         if not clip_norm or self.spec.closes_by_norm or work.is_clipped:
             return
         with np.errstate(all="ignore"):  # where allow_non_finite lets anything through
-            values: Float32 = work.values.astype(np.float32, copy=False)
+            values: Float32 = work.values.whole().astype(np.float32, copy=False)
             factor = clip_factor(math.sqrt(self._rules.squared_norm(0, values)), clip_norm)
             if factor != 1.0:
                 scaled, peaks = values * np.float32(factor), work.peaks
                 if peaks is not None:
                     peaks = [float(np.float32(peak) * np.float32(factor)) for peak in peaks]
-                work.values, work.peaks = scaled, peaks
+                work.values, work.peaks = Pieces(scaled), peaks
         work.is_clipped = True
 
     def _check_finite(self, work: Gradient, first: int, stop: int) -> None:
@@ -475,10 +476,9 @@ class Parameter(Generic[ValuesT]):
                 number, where = part.first_chunk + index, part.chunks[index]
                 work.peaks[number] = finite_peak(
                     f"gradient of {self.name!r}",
-                    work.values,
+                    work.values.read(where.offset, where.stop),
                     self.name,
                     where.offset,
-                    where.stop,
                     told=self.spec.element,
                 )
 
@@ -495,7 +495,7 @@ class Parameter(Generic[ValuesT]):
 
         With `is_whole` its values are there; if not, they are read later, where they lie.
         """
-        values = self._values.flat(f"gradient of {self.name!r}", gradient, in_place=not is_whole)
+        values = self._values.pieces(f"gradient of {self.name!r}", gradient, in_place=not is_whole)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         if learning_rate is not None:
             check_learning_rate("learning_rate", learning_rate)

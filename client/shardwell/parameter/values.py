@@ -1,7 +1,7 @@
 """What a parameter's verbs take and return: one vector, or its tensors by name.
 
 Underneath it is one vector in either case. Tensors that lie one behind the other in one buffer, as
-a parameter returns them, are that vector already, and are not copied.
+a parameter returns them, are that vector already; others are its pieces.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing_extensions import TypeVar, override
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import as_flat, as_floats, as_output
 from shardwell.numerics.codec import Float32
+from shardwell.parameter.pieces import Pieces
 from shardwell.specs.layout import TensorLayout, TensorSpec
 from shardwell.specs.parameter import ParameterSpec
 
@@ -35,31 +36,23 @@ _NAMED_MAX = 5
 class Room(Generic[ValuesT]):
     """Where weights go."""
 
-    flat: Float32
+    pieces: Pieces
     """(size,), to be filled."""
     result: ValuesT
-    """What the caller gets."""
-    copies: tuple[tuple[TensorSpec, Float32], ...] = ()
-    """Arrays of his, each flat, that lie elsewhere."""
-
-    def filled(self) -> ValuesT:
-        """The result, `flat` being filled."""
-        for tensor, array in self.copies:
-            np.copyto(array, self.flat[tensor.offset : tensor.stop])
-        return self.result
+    """What the caller gets, which has these."""
 
 
 class Values(ABC, Generic[ValuesT]):
     """How a parameter's values look to the caller."""
 
     @abstractmethod
-    def flat(self, what: str, values: Any, *, in_place: bool = False) -> npt.NDArray[Any]:
-        """What the caller passed, as (size,) floating point; a copy where it has to be.
+    def pieces(self, what: str, values: Any, *, in_place: bool = False) -> Pieces:
+        """What the caller passed, as (size,) floating point, where it lies.
 
         Args:
             what: What it is, for messages ("gradient of 'model'").
             values: What he passed.
-            in_place: Whether it may be no copy.
+            in_place: Whether it must be one piece of float32, and no copy.
 
         Raises:
             ArgumentError: it can't be used.
@@ -110,22 +103,22 @@ class VectorValues(Values[Float32]):
         self._size = size
 
     @override
-    def flat(self, what: str, values: Any, *, in_place: bool = False) -> npt.NDArray[Any]:
+    def pieces(self, what: str, values: Any, *, in_place: bool = False) -> Pieces:
         if isinstance(values, Mapping):
             raise ArgumentError(
                 f"{what} must be an array of {self._size} elements, for the parameter has no "
                 f"tensors; got a mapping of {_named(values)}; open another one with tensors="
             )
         if in_place:
-            return as_output(values, self._size, what)
-        return as_flat(what, values, self._size)
+            return Pieces(as_output(values, self._size, what))
+        return Pieces(as_flat(what, values, self._size))
 
     @override
     def room(self, out: Any) -> Room[Float32]:
         if out is None:
             made: Float32 = np.empty(self._size, np.float32)
-            return Room(made, made)
-        return Room(as_output(out, self._size), out)
+            return Room(Pieces(made), made)
+        return Room(Pieces(as_output(out, self._size)), out)
 
 
 class TensorValues(Values[NamedArrays]):
@@ -135,9 +128,9 @@ class TensorValues(Values[NamedArrays]):
         self._layout = layout
 
     @override
-    def flat(self, what: str, values: Any, *, in_place: bool = False) -> npt.NDArray[Any]:
+    def pieces(self, what: str, values: Any, *, in_place: bool = False) -> Pieces:
         if isinstance(values, TensorViews) and (buffer := values.buffer(self._layout)) is not None:
-            return buffer
+            return Pieces(buffer)
         arrays = []
         for tensor, each in zip(self._layout, self._checked(what, values), strict=True):
             if type(each) is not np.ndarray or each.dtype is not _FLOAT32:
@@ -147,35 +140,28 @@ class TensorValues(Values[NamedArrays]):
             arrays.append(each)
         joined = self._joined(arrays)
         if joined is not None:
-            return joined
+            return Pieces(joined)
         if in_place:
             raise ArgumentError(
                 f"{what} must lie in one buffer, its tensors one behind the other, float32; pass "
                 "such as get_weights returns"
             )
-        flat: Float32 = np.empty(self._layout.size, np.float32)
-        with np.errstate(over="ignore"):  # what becomes infinite is found by the check
-            parts = [array.reshape(-1) for array in arrays]
-            np.concatenate(parts, out=flat, casting="same_kind")
-        return flat
+        return Pieces.to_read(arrays)
 
     @override
     def room(self, out: Any) -> Room[NamedArrays]:
         if out is None:
             flat: Float32 = np.empty(self._layout.size, np.float32)
-            return Room(flat, TensorViews(self._layout, flat))
+            return Room(Pieces(flat), TensorViews(self._layout, flat))
         if isinstance(out, TensorViews) and (buffer := out.buffer(self._layout)) is not None:
-            return Room(as_output(buffer, self._layout.size), out)
+            return Room(Pieces(as_output(buffer, self._layout.size)), out)
         arrays = []
         for tensor, each in zip(self._layout, self._checked("out", out), strict=True):
             arrays.append(as_output(each, None, f"out: tensor {tensor.name!r}"))
             if tuple(each.shape) != tensor.shape:
                 raise _misshapen("out", tensor, tuple(each.shape))
         joined = self._joined(arrays)
-        if joined is not None:
-            return Room(joined, out)
-        flat = np.empty(self._layout.size, np.float32)
-        return Room(flat, out, tuple(zip(self._layout, arrays, strict=True)))
+        return Room(Pieces(*arrays) if joined is None else Pieces(joined), out)
 
     def _checked(self, what: str, values: Any) -> list[Any]:
         """The tensors in the order of the layout.

@@ -48,6 +48,15 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise ArgumentError(f"tensor {name!r} is {tensor.layout}; only dense tensors are trained")
 
 
+def is_readable(gradient: torch.Tensor) -> bool:
+    """Whether it can be sent from where it lies."""
+    return (
+        gradient.dtype == torch.float32
+        and gradient.device.type == "cpu"
+        and bool(gradient.is_contiguous())
+    )
+
+
 def copy_all(
     targets: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],

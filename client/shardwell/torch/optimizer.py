@@ -2,10 +2,11 @@
 
 States of a step, by tensor: *missing* until its gradient has been accumulated, then *announced*:
 copied into the flat buffer, from which it is sent while backward goes on. `step` copies what is
-missing, waits for the weights and puts them into the model. Invariants: a tensor is announced once
-a step; what was announced is what counts, so a gradient that changes afterwards is an error, not a
-surprise. A step that failed after something of it may have been counted is *owed*: it is made good
-with the same values before the next begins.
+missing, or, where nothing has left, sends what is large from where it lies; it waits for the
+weights and puts them into the model. Invariants: a tensor is announced once a step; what was
+announced is what counts, so a gradient that changes afterwards is an error, not a surprise. A step
+that failed after something of it may have been counted is *owed*: it is made good with the same
+values, of which there is a copy by then, before the next begins.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwell.client import Client
@@ -33,10 +35,12 @@ from shardwell.placement.dealing import dealt
 from shardwell.specs.layout import TensorLayout
 from shardwell.specs.optimizers import Average, Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
-from shardwell.torch.buffers import FlatTensors, check_tensor, copy_all
+from shardwell.torch.buffers import FlatTensors, check_tensor, copy_all, is_readable
 from shardwell.torch.embedding import TableModule
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
 from shardwell.torch.untrained import Untrained
+
+_LARGE_ELEMENT_COUNT = 1 << 18
 
 
 class ServerOptimizer(torch.optim.Optimizer):
@@ -141,6 +145,12 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._is_on_gpu = any(tensor.is_cuda for tensor in self._tensors.values())
         self._gradients = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
         self._weights = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
+        self._large = {
+            place
+            for place, tensor in enumerate(self._layout)
+            if tensor.size >= _LARGE_ELEMENT_COUNT
+        }
+        """Gradients that take longer to copy than to look at."""
         self._places = {id(tensor): place for place, tensor in enumerate(self._tensors.values())}
         self._begun: OpenExchange[NamedArrays] | None = None
         self._options: dict[str, Any] = {}
@@ -211,11 +221,11 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._check_model()
         self._check_announced()
         options = self._exchange_options()
-        self._copy_missing()
+        lying = self._copy_missing()
         self._await_gpu()
         begun, self._begun = self._begun, None
         self._announced.clear()
-        self._end_step(self._ending(begun, options), begun)
+        self._end_step(begun, options, lying)
         return loss
 
     def _ending(
@@ -231,22 +241,29 @@ class ServerOptimizer(torch.optim.Optimizer):
         return end
 
     def _end_step(
-        self, call: Callable[[], object], begun: OpenExchange[NamedArrays] | None
+        self,
+        begun: OpenExchange[NamedArrays] | None,
+        options: Mapping[str, Any],
+        lying: NamedArrays,
     ) -> None:
         """Makes the call that ends a step, and takes the weights; what fails is owed."""
-        step = self.parameter.next_step
+        step, buffer = self.parameter.next_step, self._gradients.arrays
+        gradient = {**buffer, **lying} if lying else buffer
         try:
-            call()
+            self._ending(begun, {**options, "gradient": gradient})()
         except (NonFiniteError, ArgumentError):  # nothing more has left
             if begun is not None and begun.has_left:
                 begun.forget()
-                self._owed = call
+                self._owed = self._ending(begun, options)
                 with contextlib.suppress(ShardwellError):  # which is told when it is made good
                     self._settle()
             raise
         except BaseException:
             if self.parameter.next_step == step:  # else it diverged, and is over
-                self._owed, self._failed = call, self._gradient_versions()
+                for tensor_name, array in lying.items():  # which others may write to from now on
+                    np.copyto(buffer[tensor_name], array)
+                self._owed = self._ending(begun, options)
+                self._failed = self._gradient_versions()
             raise
         self._take_weights()
 
@@ -394,20 +411,28 @@ class ServerOptimizer(torch.optim.Optimizer):
                 )
         return options
 
-    def _copy_missing(self) -> None:
-        """Puts the gradients into the flat buffer that were not announced."""
+    def _copy_missing(self) -> NamedArrays:
+        """Puts the gradients into the flat buffer that were not announced.
+
+        But not large ones that can be sent from where they lie, if nothing has left: it returns
+        these.
+        """
         targets, sources = [], []
-        for place, tensor in enumerate(self._tensors.values()):
+        lying: NamedArrays = {}
+        for place, (tensor_name, tensor) in enumerate(self._tensors.items()):
             if place not in self._announced:
                 if tensor.grad is None:
                     self._gradients.views[place].zero_()
                 elif tensor.grad.layout != torch.strided:
-                    raise _sparse(self._layout.tensors[place].name)
+                    raise _sparse(tensor_name)
+                elif place in self._large and self._begun is None and is_readable(tensor.grad):
+                    lying[tensor_name] = tensor.grad.detach().numpy()
                 else:
                     targets.append(self._gradients.views[place])
                     sources.append(tensor.grad)
         if targets:
             copy_all(targets, sources, non_blocking=self._is_on_gpu)
+        return lying
 
     def _copy(self, place: int, gradient: torch.Tensor) -> None:
         """Puts a gradient into the flat buffer."""

@@ -6,6 +6,9 @@ compared with that of a vector.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -19,8 +22,8 @@ SIZE = 20 * 64 + 64 + 1
 SGD = shardwell.SGD(learning_rate=0.5)
 
 
-def tensors_of(vector: np.ndarray) -> dict[str, np.ndarray]:
-    layout = shardwell.TensorLayout.of(SHAPES)
+def tensors_of(vector: np.ndarray, shapes: Any = SHAPES) -> dict[str, np.ndarray]:
+    layout = shardwell.TensorLayout.of(shapes)
     return {t.name: vector[t.offset : t.stop].reshape(t.shape).copy() for t in layout}
 
 
@@ -29,8 +32,8 @@ GRADIENT = 2 * (np.arange(SIZE, dtype=np.float32) % 5 - 2)
 """Which fp16 holds exactly, and what comes of it, too."""
 
 
-def assert_same(tensors: dict[str, np.ndarray], vector: np.ndarray) -> None:
-    expected = tensors_of(vector)
+def assert_same(tensors: dict[str, np.ndarray], vector: np.ndarray, shapes: Any = SHAPES) -> None:
+    expected = tensors_of(vector, shapes)
     assert list(tensors) == list(expected)
     for name, array in expected.items():
         np.testing.assert_array_equal(tensors[name], array, err_msg=name)
@@ -72,6 +75,39 @@ def test_a_step_in_place_copies_no_tensor(client) -> None:
     with pytest.raises(shardwell.ArgumentError, match="out must not overlap the gradient"):
         net.exchange(weights, out=weights)
     assert_same(net.exchange(gradient), FIRST - 0.5 * FIRST - 0.5 * FIRST)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "fp16+lz4"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", ">f4"])
+def test_tensors_that_lie_apart_have_the_bits_of_a_vector(cluster, connect, codec, dtype) -> None:
+    """Large ones are read and written where they lie, small ones between them are copied."""
+    client = connect(cluster(2, chunk_size_bytes=1 << 18), "w0")
+    shapes = {"first": (7,), "w": (600, 512), "none": (0,), "b": (64,), "v": (270000,), "scale": ()}
+    size = sum(math.prod(shape) for shape in shapes.values())
+    vector = client.parameter("vector", size=size, optimizer=SGD, codec=codec)
+    net = client.parameter("net", tensors=shapes, optimizer=SGD, codec=codec)
+    random = np.random.default_rng(1)
+    first = random.standard_normal(size).astype(np.float32)
+    vector.init(first)
+    net.init(tensors_of(first, shapes))
+    out = tensors_of(first, shapes)
+    for _ in range(3):
+        gradient = random.standard_normal(size).astype(dtype)
+        expected = vector.exchange(gradient)
+        assert net.exchange(tensors_of(gradient, shapes), out=out) is out
+        assert_same(out, expected, shapes)
+    for overlaps in ("w", "v"):
+        with pytest.raises(shardwell.ArgumentError, match="out must not overlap the gradient"):
+            net.exchange(tensors_of(gradient, shapes) | {overlaps: out[overlaps]}, out=out)
+    for name, index in (("b", 3), ("v", 269999)):
+        given = tensors_of(gradient, shapes)
+        given[name][index] = np.nan
+        words = f"element {index} of tensor '{name}' is nan"
+        with pytest.raises(shardwell.NonFiniteError, match=words) as caught:
+            net.exchange(given, out=out)
+        assert caught.value.element_index == net.spec.layout.by_name[name].offset + index
+    assert net.next_step == 3
+    assert_same(net.get_weights(), expected, shapes)
 
 
 def test_a_reader_opens_it_by_name(cluster, connect) -> None:

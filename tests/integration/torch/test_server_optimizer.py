@@ -44,6 +44,14 @@ def deep(seed: int = 1) -> Any:
     )
 
 
+def wide(seed: int = 1) -> Any:
+    """With a layer that is worth sending from where it lies."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 13200), torch.nn.Tanh(), torch.nn.Linear(13200, 3)
+    )
+
+
 def batches(count: int = STEPS, size: int = 16) -> list[tuple[Any, Any]]:
     torch.manual_seed(7)
     return [(torch.randn(size, 20), torch.randint(0, 3, (size,))) for _ in range(count)]
@@ -299,6 +307,44 @@ def test_a_step_that_failed_is_made_good_by_the_next(cluster, connect) -> None:
         for mine, its in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(mine, its)
         optimizers[0].timeout_s = 3.0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_that_failed_counts_with_the_gradients_that_it_had(
+    cluster, connect, overlap
+) -> None:
+    """Also where they were sent from the model's own memory, which is written to since."""
+    running, data = cluster(2, chunk_size_bytes=1 << 16), batches(2)
+    models, alone = [wide(), wide()], wide()
+    optimizers = [
+        server(model, connect(running, f"w{rank}"), worker_count=2, overlap=overlap)
+        for rank, model in enumerate(models)
+    ]
+    expected = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+
+    def backward(model: Any, number: int) -> None:
+        torch.nn.functional.cross_entropy(model(data[number][0]), data[number][1]).backward()
+
+    backward(models[0], 0)
+    optimizers[0].timeout_s = 1.0
+    with pytest.raises(shardwell.WorkersMissingError, match="w1"):
+        optimizers[0].step()
+    optimizers[0].timeout_s = 60.0
+    optimizers[0].zero_grad(set_to_none=False)
+    backward(models[0], 1)
+    together([optimizers[0].step, lambda: train(models[1], optimizers[1], data)])
+
+    backward(alone, 1)
+    stale = [each.grad.clone() for each in alone.parameters()]
+    alone.zero_grad()
+    train(alone, expected, data[:1])
+    backward(alone, 1)
+    for each, other in zip(alone.parameters(), stale, strict=True):
+        each.grad.add_(other).div_(2)
+    expected.step()
+    for model in models:
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_that_are_clipped_after_they_left(client) -> None:

@@ -210,12 +210,15 @@ def test_finite_values_pass(dtype: str, size: int) -> None:
     assert finite_peak("gradient", np.repeat(np.ones(size).astype(dtype), 2)[::2], "m") <= 1
 
 
-@pytest.mark.parametrize(("start", "stop", "peak"), [(0, 3, 3.0), (3, 5, 7.0), (1, None, 7.0)])
-def test_the_peak_is_the_largest_magnitude_of_the_range(
-    start: int, stop: int | None, peak: float
-) -> None:
-    values = np.array([1, -3, 2, -7, 5], np.float32)
-    assert finite_peak("gradient", values, "m", start, stop) == peak
+def test_the_peak_is_the_largest_magnitude() -> None:
+    assert finite_peak("gradient", np.array([1, -3, 2, -7, 5], np.float32), "m") == 7.0
+
+
+def test_an_element_is_told_by_its_place_in_the_whole() -> None:
+    values = np.array([1, math.nan], np.float32)
+    with pytest.raises(NonFiniteError, match="gradient: element 41 is nan") as caught:
+        finite_peak("gradient", values, "m", 40)
+    assert caught.value.element_index == 41
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", ">f4"])

@@ -32,14 +32,15 @@ def apart(dtype: Any = np.float32) -> dict[str, np.ndarray]:
 
 def test_views_of_one_buffer_are_that_buffer() -> None:
     vector = VECTOR.copy()
-    flat = values().flat("gradient", views(vector))
-    assert flat.tolist() == vector.tolist()
-    assert np.shares_memory(flat, vector)
+    pieces = values().pieces("gradient", views(vector))
+    assert pieces.is_one
+    assert pieces.whole().tolist() == vector.tolist()
+    assert np.shares_memory(pieces.whole(), vector)
     room = values().room(views(vector))
-    assert np.shares_memory(room.flat, vector)
-    assert not room.copies
+    assert room.pieces.is_one
+    assert np.shares_memory(room.pieces.whole(), vector)
     vector.flags.writeable = False
-    assert not values().flat("gradient", views(vector)).flags.writeable
+    assert not values().pieces("gradient", views(vector)).whole().flags.writeable
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -50,28 +51,47 @@ def test_a_window_into_a_larger_vector_is_used_where_it_lies(
     larger = np.arange(30, dtype=np.float32)
     window = larger[5:16]
     given = window if layout is None else views(window)
-    flat = values(layout).flat("gradient", given, in_place=in_place)
-    room = values(layout).room(given)
-    for used in (flat, room.flat):
-        assert used.__array_interface__["data"] == window.__array_interface__["data"]
-        assert used.tolist() == window.tolist()
-    assert not room.copies
+    pieces = values(layout).pieces("gradient", given, in_place=in_place)
+    for used in (pieces, values(layout).room(given).pieces):
+        assert used.is_one
+        flat = used.whole()
+        assert flat.__array_interface__["data"] == window.__array_interface__["data"]
+        assert flat.tolist() == window.tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", ">f4"])
-def test_others_are_copied_in_the_order_of_the_layout(dtype: str) -> None:
+def test_others_are_read_in_the_order_of_the_layout(dtype: str) -> None:
     given = dict(reversed(apart(dtype).items()))
     given["w"] = np.asfortranarray(given["w"])
-    assert values().flat("gradient", given).tolist() == VECTOR.tolist()
+    pieces = values().pieces("gradient", given)
+    assert not np.shares_memory(pieces.whole(), given["b"])
+    assert pieces.whole().tolist() == VECTOR.tolist()
+
+
+def test_large_ones_are_read_where_they_lie() -> None:
+    layout = TensorLayout.of({"a": (3,), "w": (512, 512), "b": (3,), "c": (5,)})
+    given = {t.name: np.full(t.shape, i, np.float32) for i, t in enumerate(layout)}
+    of = values_of(
+        ParameterSpec(
+            name="net", size=layout.size, optimizer=SGD(0.1), worker_count=1, layout=layout
+        )
+    )
+    pieces = of.pieces("gradient", given)
+    assert np.shares_memory(pieces.read(3, 262147), given["w"])
+    assert np.shares_memory(pieces.read(500, 600), given["w"])
+    assert pieces.read(262145, 262155).tolist() == [1, 1, 2, 2, 2, 3, 3, 3, 3, 3]
+    assert pieces.overlaps(of.room(given).pieces)
+    small = {**given, "w": np.zeros((512, 512), np.float32)}
+    assert not pieces.overlaps(of.room(small).pieces)
 
 
 def test_a_vector_that_is_cut_otherwise_is_not_taken_for_one() -> None:
     vector = np.zeros(12, np.float32)
     shifted = views(vector[:11]) | {"b": vector[7:11].copy()}
-    assert not np.shares_memory(values().flat("gradient", shifted), vector)
+    assert not np.shares_memory(values().pieces("gradient", shifted).whole(), vector)
     backwards = views(vector[:11])
     backwards["scale"] = vector[0:1].reshape(())
-    assert not np.shares_memory(values().flat("gradient", backwards), vector)
+    assert not np.shares_memory(values().pieces("gradient", backwards).whole(), vector)
 
 
 def test_buffers_and_dlpack_are_taken() -> None:
@@ -88,30 +108,30 @@ def test_buffers_and_dlpack_are_taken() -> None:
     given: dict[str, Any] = apart()
     given["b"] = array.array("f", given["b"].tolist())
     given["w"] = Exporter(given["w"])
-    assert values().flat("gradient", given).tolist() == VECTOR.tolist()
+    assert values().pieces("gradient", given).whole().tolist() == VECTOR.tolist()
 
 
 def test_weights_come_as_views_of_one_buffer() -> None:
     room = values().room(None)
-    room.flat[:] = VECTOR
-    filled = room.filled()
+    room.pieces.whole()[:] = VECTOR
+    filled = room.result
     assert {name: each.shape for name, each in filled.items()} == {
         "w": (2, 3),
         "none": (0,),
         "b": (4,),
         "scale": (),
     }
-    assert np.shares_memory(values().flat("gradient", filled), room.flat)
-    assert values().flat("gradient", filled).tolist() == VECTOR.tolist()
+    assert np.shares_memory(values().pieces("gradient", filled).whole(), room.pieces.whole())
+    assert values().pieces("gradient", filled).whole().tolist() == VECTOR.tolist()
 
 
 def test_weights_are_put_where_the_caller_wants_them() -> None:
     out = {name: np.zeros_like(each) for name, each in apart().items()}
     memory = out["b"]
     room = values().room(out)
-    room.flat[:] = VECTOR
-    assert not memory.any()
-    assert room.filled() is out
+    with room.pieces.writing(0, 11) as filled:
+        filled[:] = VECTOR
+    assert room.result is out
     assert memory.tolist() == [6, 7, 8, 9]
     assert out["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert float(out["scale"]) == 10
@@ -129,12 +149,12 @@ def test_weights_are_put_where_the_caller_wants_them() -> None:
 )
 def test_a_tensor_that_does_not_fit_is_refused_by_name(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        values().flat("gradient of net", apart() | change)
+        values().pieces("gradient of net", apart() | change).whole()
 
 
 def test_missing_tensors_are_named() -> None:
     with pytest.raises(ArgumentError, match="gradient lacks 'w', 'none', 'scale' of the param"):
-        values().flat("gradient", {"b": apart()["b"], "c": 1})
+        values().pieces("gradient", {"b": apart()["b"], "c": 1}).whole()
     many = values_of(
         ParameterSpec(
             name="net",
@@ -145,14 +165,14 @@ def test_missing_tensors_are_named() -> None:
         )
     )
     with pytest.raises(ArgumentError, match="lacks '0', '1', '2', '3', '4' and 4 more of"):
-        many.flat("gradient", {})
+        many.pieces("gradient", {}).whole()
 
 
 def test_one_kind_is_not_taken_for_the_other() -> None:
     with pytest.raises(ArgumentError, match="must map the names of the parameter's 4 tensors"):
-        values().flat("gradient", VECTOR)
+        values().pieces("gradient", VECTOR).whole()
     with pytest.raises(ArgumentError, match=r"array of 11 elements.*got a mapping of 'w', 'none'"):
-        values(None).flat("gradient", apart())
+        values(None).pieces("gradient", apart()).whole()
     with pytest.raises(ArgumentError, match="must map the names"):
         values().room(VECTOR)
 
@@ -178,20 +198,32 @@ def test_neighbours_by_chance_are_not_one_buffer() -> None:
     for tensor in LAYOUT:
         piece = memoryview(memory)[4 * tensor.offset : 4 * tensor.stop]
         parts[tensor.name] = np.frombuffer(piece, np.float32).reshape(tensor.shape)
-    flat = values().flat("gradient", parts)
-    assert not np.shares_memory(flat, memory)
+    assert not np.shares_memory(values().pieces("gradient", parts).whole(), memory)
+    assert not values().room(parts).pieces.is_one
 
 
 def test_views_that_were_moved_are_not_taken_for_what_they_were() -> None:
     made = values().room(None)
-    tensors = made.filled()
-    made.flat[:] = VECTOR
+    tensors = made.result
+    made.pieces.whole()[:] = VECTOR
     tensors["w"] = tensors["w"] + 1
-    assert values().flat("gradient", tensors).tolist() == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10]
-    renamed = values().room(None).filled()
+    assert values().pieces("gradient", tensors).whole().tolist() == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        6,
+        7,
+        8,
+        9,
+        10,
+    ]
+    renamed = values().room(None).result
     renamed["c"] = renamed.pop("b")
     with pytest.raises(ArgumentError, match="lacks 'b'"):
-        values().flat("gradient", renamed)
-    copied = copy.deepcopy(values().room(None).filled())
+        values().pieces("gradient", renamed).whole()
+    copied = copy.deepcopy(values().room(None).result)
     copied["b"][...] = 7
-    assert values().flat("gradient", copied)[6:10].tolist() == [7] * 4
+    assert values().pieces("gradient", copied).whole()[6:10].tolist() == [7] * 4

@@ -1,0 +1,140 @@
+"""A vector that lies in one piece of memory, or in several, and is read and written by ranges."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.numerics.codec import Float32
+
+_LARGE_ELEMENT_COUNT = 1 << 18
+"""Smaller arrays take longer to look at one by one than to copy."""
+
+
+class Pieces:
+    """What is in one piece is never copied, so that it is moved once: from its place or to it.
+
+    Any thread may read, and write what no other one does.
+
+    Args:
+        arrays: One behind the other, each (n,); to be read, floating point of any stride; to be
+            written, float32.
+    """
+
+    def __init__(self, *arrays: npt.NDArray[Any]) -> None:
+        self._arrays = arrays
+        self._stops = list(itertools.accumulate(array.size for array in arrays))
+        self._copies: dict[tuple[int, int], Float32] = {}
+        """What was read of several arrays, by range."""
+        self._given = arrays
+        """Which are somebody else's memory."""
+
+    @staticmethod
+    def to_read(arrays: Sequence[npt.NDArray[Any]]) -> Pieces:
+        """Of arrays of any shapes, of which small neighbours are copied into one piece."""
+        parts: list[npt.NDArray[Any]] = []
+        large: list[npt.NDArray[Any]] = []
+        for is_large, run in itertools.groupby(arrays, lambda it: it.size >= _LARGE_ELEMENT_COUNT):
+            flat = [array.reshape(-1) for array in run]
+            if is_large:
+                large += flat
+            parts += flat if is_large else [_joined(flat)]
+        pieces = Pieces(*parts)
+        pieces._given = tuple(large)
+        return pieces
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it lies in one piece."""
+        return len(self._arrays) == 1
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Elements [start, stop): a view, or, where several arrays have them, a copy.
+
+        A copy is kept: it is the same whenever the range is read. What overflows float32 in it is
+        infinite.
+        """
+        view = self._view(start, stop)
+        if view is not None:
+            return view
+        copy = self._copies.get((start, stop))
+        if copy is None:
+            copy = _joined(self._views(start, stop))
+            self._copies[start, stop] = copy
+        return copy
+
+    def whole(self) -> npt.NDArray[Any]:
+        """All of it; see `read`."""
+        return self.read(0, self._stops[-1])
+
+    @contextlib.contextmanager
+    def writing(self, start: int, stop: int) -> Iterator[Float32]:
+        """Memory for elements [start, stop), which have what it is filled with after the block."""
+        view = self._view(start, stop)
+        if view is not None:
+            yield view
+            return
+        filled: Float32 = np.empty(stop - start, np.float32)
+        yield filled
+        done = 0
+        for part in self._views(start, stop):
+            np.copyto(part, filled[done : done + part.size])
+            done += part.size
+
+    def overlaps(self, other: Pieces) -> bool:
+        """Whether some memory may be in both."""
+        if len(self._given) == len(other._given) == 1:
+            return np.may_share_memory(self._given[0], other._given[0])
+        if not self._given or not other._given:
+            return False
+        mine, others = sorted(self._spans()), sorted(other._spans())
+        stops = list(itertools.accumulate((stop for _, stop in mine), max))
+        for start, stop in others:
+            before = bisect_left(mine, (stop,))  # how many start before it ends
+            if before and stops[before - 1] > start:
+                return True
+        return False
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """The addresses that are somebody else's."""
+        for array in self._given:
+            if array.size:
+                start: int = array.__array_interface__["data"][0]
+                (stride,) = array.strides
+                reach = (array.size - 1) * stride
+                if stride < 0:
+                    start, reach = start + reach, -reach
+                yield start, start + reach + array.itemsize
+
+    def _view(self, start: int, stop: int) -> npt.NDArray[Any] | None:
+        """Elements [start, stop), if one array has all of them."""
+        number = bisect_right(self._stops, start)
+        if stop > self._stops[number]:
+            return None
+        array = self._arrays[number]
+        first = self._stops[number] - array.size
+        return array[start - first : stop - first]
+
+    def _views(self, start: int, stop: int) -> Sequence[npt.NDArray[Any]]:
+        """Elements [start, stop), array by array."""
+        found = []
+        for number in range(bisect_right(self._stops, start), len(self._arrays)):
+            first = self._stops[number] - self._arrays[number].size
+            if first >= stop:
+                break
+            found.append(self._arrays[number][max(start - first, 0) : stop - first])
+        return found
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> Float32:
+    """A copy of arrays, one behind the other; what overflows is infinite."""
+    joined: Float32 = np.empty(sum(array.size for array in arrays), np.float32)
+    with np.errstate(over="ignore"):
+        np.concatenate(arrays, out=joined, casting="same_kind")
+    return joined
