@@ -526,6 +526,8 @@ class Client(Closing):
         self._calls.close()
         self._parameters.close()
         self._tables.close()
+        self._idle_streams.close()
+        self._idle_row_streams.close()
         try:
             self._shards.end_session()
         finally:  # Ctrl-C comes there too

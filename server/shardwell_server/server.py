@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
+import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 
 import grpc
@@ -51,6 +55,8 @@ _LAST_ANSWERS_S = 0.5
 _ABANDON_S = 10.0
 """How long after the grace gRPC may take to end, before it is left to itself: it never ends where
 the system had no thread for it."""
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_NETWORK = "/proc/self/ns/net"
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 TABLE_SERVICE_NAME = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
 
@@ -287,8 +293,15 @@ class ShardServer:
 
 
 def _socket_name(config: ShardConfig, port: int) -> str:
-    """Where a shard takes offers of memory; the same when it is started again."""
+    """Where a shard takes offers of memory; the same when it is started again.
+
+    An abstract name says which machine it is of, and which of its networks: a client on another one
+    is not to find the shard's namesake there.
+    """
     if config.same_host != "auto":
         return f"shardwell-{config.cluster_id}-{config.shard_index}"
-    which = f"{config.cluster_id}/{config.shard_index}/{port}"
-    return f"shardwell-{hashlib.blake2b(which.encode(), digest_size=16).hexdigest()}"
+    with contextlib.suppress(OSError):
+        boot = Path(_BOOT_ID).read_text() + os.readlink(_NETWORK)
+        which = f"{boot}/{config.cluster_id}/{config.shard_index}/{port}"
+        return f"shardwell-{hashlib.blake2b(which.encode(), digest_size=16).hexdigest()}"
+    return f"shardwell-{secrets.token_hex(16)}"

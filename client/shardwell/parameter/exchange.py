@@ -15,13 +15,17 @@ from typing import Any
 
 import grpc
 
-from shardwell.errors import CorruptChunkError, NonFiniteError, ShardwellError
+from shardwell.errors import (
+    CorruptChunkError,
+    NonFiniteError,
+    ShardUnavailableError,
+    ShardwellError,
+)
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
 from shardwell.placement.slices import Slice
-from shardwell.process.shared_memory import SharedMemory
 from shardwell.rpc.arena import Arena, Places, payload_of, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
@@ -128,7 +132,6 @@ class Transfer:
                 )
                 for part, arena in zip(parts, arenas, strict=True)
             ]
-            memories = [None if arena is None else arena.memory for arena in arenas]
             return self._receive(
                 parts,
                 weights,
@@ -136,17 +139,17 @@ class Transfer:
                 min_version,
                 call_group,
                 Progress(),
-                memory_of=lambda number: memories[number],
+                arenas=arenas,
             )
 
     def put_gradient(self, work: Gradient, progress: Progress, attempts: Attempts) -> None:
         """Sends a gradient to all shards that have not told yet that they counted all of it."""
         failures: list[BaseException] = []
-        wait_ms = wait_milliseconds(attempts.rest_s)
         parts = [
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
         with self._lent(parts, attempts) as arenas, CallGroup() as call_group:
+            wait_ms = wait_milliseconds(attempts.rest_s)
             calls = [
                 call_group.add(
                     part.channel,
@@ -237,12 +240,19 @@ class Transfer:
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
         parts = [part for part in self.parts if len(part.chunks) > progress.row]
-        wait_ms = wait_milliseconds(attempts.rest_s)
-        with self._pool.borrowed(attempts.rest_s) as streams:
+        with (
+            _told(parts),
+            self._pool.borrowed(attempts.rest_s) as streams,
+            _emptied() as arenas,
+        ):
             opened = []
             for part in parts:
                 stream, opens = streams.stream(part.channel, (self._spec.name, self.tenure))
-                opened.append(stream)
+                opened.append((stream, opens))
+                room = self._room_bytes(part, progress.row, stop)
+                arenas.append(stream.arena(room, attempts.rest_s))
+            wait_ms = wait_milliseconds(attempts.rest_s)
+            for number, (part, (stream, opens)) in enumerate(zip(parts, opened, strict=True)):
                 stream.submit(
                     self._messages(
                         pb.ExchangeRequest,
@@ -252,21 +262,19 @@ class Transfer:
                         opens=opens,
                         first=progress.row,
                         stop=stop,
-                        arena=stream.arena(
-                            self._room_bytes(part, progress.row, stop), attempts.rest_s
-                        ),
+                        arena=arenas[number],
                     )
                 )
             return self._receive(
                 parts,
                 weights,
-                lambda number: opened[number].read(),
+                lambda number: opened[number][0].read(),
                 min_version,
                 streams.call_group,
                 progress,
                 stop=stop,
                 is_exchange=True,
-                memory_of=lambda number: opened[number].memory,
+                arenas=arenas,
             )
 
     @contextlib.contextmanager
@@ -274,13 +282,12 @@ class Transfer:
         self, parts: Sequence[ShardSlice], attempts: Attempts
     ) -> Iterator[list[Arena | None]]:
         """An arena for each part, where there is one."""
-        with contextlib.ExitStack() as stack:
-            yield [
-                stack.enter_context(
-                    part.channel.arenas.lent(self._room_bytes(part, 0, None), attempts.rest_s)
-                )
-                for part in parts
-            ]
+        with _told(parts), contextlib.ExitStack() as stack, _emptied() as arenas:
+            for part in parts:
+                room = self._room_bytes(part, 0, None)
+                lent = part.channel.arenas.lent(room, attempts.rest_s)
+                arenas.append(stack.enter_context(lent))
+            yield arenas
 
     def _room_bytes(self, part: ShardSlice, first: int, stop: int | None) -> int:
         """What an arena needs for chunks [first, stop); 0: nothing is to be shared."""
@@ -357,7 +364,7 @@ class Transfer:
         *,
         stop: int | None = None,
         is_exchange: bool = False,
-        memory_of: Callable[[int], SharedMemory | None] = lambda number: None,
+        arenas: Sequence[Arena | None],
     ) -> int:
         """Reads every chunk of every part, in turns, so that no shard's stream stands still.
 
@@ -373,7 +380,7 @@ class Transfer:
             progress: Where to begin; then, after an error too, how far it came.
             stop: Before which row to end; None: the last.
             is_exchange: Whether versions must be `min_version` exactly.
-            memory_of: What a part's stream shares with its shard.
+            arenas: What each part's stream shares with its shard.
 
         Returns:
             The fewest updates that a chunk has seen.
@@ -399,7 +406,7 @@ class Transfer:
                         weights,
                         min_version,
                         is_exchange=is_exchange,
-                        memory=memory_of(number),
+                        arena=arenas[number],
                     )
                     version = min(version, found)
             progress.row, progress.version = index + 1, version
@@ -414,14 +421,14 @@ class Transfer:
         min_version: int,
         *,
         is_exchange: bool,
-        memory: SharedMemory | None,
+        arena: Arena | None,
     ) -> int:
         """Checks a chunk of weights and writes it where it belongs; returns its version."""
         header, payload = framing.parse(pb.ExchangeResponse, message)
         where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
         try:
-            payload = payload_of(chunk, payload, memory)
+            payload = payload_of(chunk, payload, None if arena is None else arena.memory)
             start = checksum.weights(self._weights_context, header.version)
             stored = self._codec.open(check_chunk(chunk, payload, start), where)
         except ShardwellError as error:
@@ -463,6 +470,30 @@ class Transfer:
             session=channel.session.number,
             tenure=self.tenure,
         )
+
+
+@contextlib.contextmanager
+def _emptied() -> Iterator[list[Arena | None]]:
+    """A list for the block; whoever keeps the error that ends it keeps no memory with it."""
+    arenas: list[Arena | None] = []
+    try:
+        yield arenas
+    finally:
+        arenas.clear()
+
+
+@contextlib.contextmanager
+def _told(parts: Sequence[ShardSlice]) -> Iterator[None]:
+    """Tells those who offer memory how the block ended."""
+    away = -1
+    try:
+        yield
+    except ShardUnavailableError as error:
+        away = -1 if error.shard_index is None else error.shard_index
+        raise
+    finally:
+        for part in parts:
+            part.channel.arenas.note_end(is_away=part.channel.shard_index == away)
 
 
 def _guarded(messages: Iterator[bytes], failures: list[BaseException]) -> Iterator[bytes]:

@@ -1,12 +1,14 @@
 """Memory that two processes of one user have mapped: a sealed memfd, handed over a Unix socket.
 
 It has no name, so nothing is left of it when both have ended, however they end. Its size is sealed,
-and its pages are there before it is used, so that no access can fail; see arena.proto for how it
-is handed over. What the other process writes there may change at any time.
+and its pages are there before it is used, so that no access fails for want of memory (unless the
+other process punches holes into it, and there is none by then); see arena.proto for how it is
+handed over. What the other process writes there may change at any time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import socket
@@ -20,10 +22,16 @@ import numpy.typing as npt
 if sys.platform == "linux":
     import fcntl
 
-    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-IS_SUPPORTED = sys.platform == "linux"
-"""Whether the system has it."""
+# Pythons for Linux have been built without memfd_create, against an old C library.
+IS_SUPPORTED = (
+    sys.platform == "linux"
+    and hasattr(fcntl, "F_ADD_SEALS")
+    and all(hasattr(os, name) for name in ("memfd_create", "posix_fallocate", "eventfd"))
+)
+"""Whether the system has it, and Python lets us use it."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if IS_SUPPORTED else 0
+_MADV_POPULATE_WRITE = 23
+_LIBC = ctypes.CDLL(None)
 HEAD_BYTES = 64
 """At the start, for the two that share it to know each other by."""
 _NUMBER = struct.Struct("<Q")
@@ -46,9 +54,12 @@ class SharedMemory:
     """
 
     def __init__(self, file: int, size_bytes: int) -> None:
-        populate = getattr(mmap, "MAP_POPULATE", 0)
-        mapped = mmap.mmap(file, size_bytes, flags=mmap.MAP_SHARED | populate)
+        mapped = mmap.mmap(file, size_bytes)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        # Other threads run meanwhile, as they would not with MAP_POPULATE. Where a kernel can't,
+        # each page is mapped when it is touched.
+        address = ctypes.c_void_p(self._bytes.ctypes.data)
+        _LIBC.madvise(address, ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
         self.size_bytes = size_bytes
         """Bytes of it."""
 
@@ -123,9 +134,7 @@ def received_memory(file: int, size_bytes: int) -> SharedMemory:
         raise SharedMemoryError(f"the file has {status.st_size} bytes; expected {size_bytes}")
     if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise SharedMemoryError("the memory's size is not sealed")
-    os.posix_fallocate(
-        file, 0, size_bytes
-    )  # a page that is not there could fail when it is touched
+    os.posix_fallocate(file, 0, size_bytes)  # a page that is not there could fail when touched
     return SharedMemory(file, size_bytes)
 
 

@@ -32,6 +32,7 @@ from shardwell.process.shared_memory import (
 )
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.wire import messages as framing
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 from shardwell.wire.messages import Room
 
 SAME_HOST_VARIABLE = "SHARDWELL_SAME_HOST"
@@ -51,7 +52,8 @@ _KEPT_COUNT_MAX = 2
 _OFFER_S = 2.0
 """How long a server may take to look at an offer."""
 _PAUSE_S = 60.0
-"""For so long nothing is offered to a server that refused."""
+"""For so long nothing is offered to a server that refused, or that had no such memory then."""
+_AWAY_COUNT = 2
 PAGE_BYTES = 4096
 _ROOM_ALIGNMENT_BYTES = 64
 _LOG = logging.getLogger("shardwell")
@@ -114,6 +116,10 @@ def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | No
             f"{'the message has one' if payload.size else 'the stream has no arena'}; send it again"
         )
     try:
+        if chunk.shared.size > PAYLOAD_SIZE_MAX_BYTES:
+            raise SharedMemoryError(
+                f"a payload of {chunk.shared.size} bytes; expected at most {PAYLOAD_SIZE_MAX_BYTES}"
+            )
         copied = memory.view(chunk.shared.offset, chunk.shared.size).copy()
     except SharedMemoryError as error:
         raise CorruptChunkError(f"chunk {chunk.chunk_index}: {error}; send it again") from None
@@ -200,6 +206,7 @@ class Arenas:
         self._offer = offer
         self._is_wanted = is_wanted and IS_SUPPORTED
         self._next_try_s = 0.0
+        self._away_count = 0
         self._lock = threading.Lock()
         self._kept: list[OwnMemory] = []
         """Of calls that have ended well, for later ones."""
@@ -226,6 +233,7 @@ class Arenas:
             return
         with self._lock:
             own = self._kept.pop() if self._kept else OwnMemory()
+        arena = None
         try:
             arena = self._offered(own, wanted_bytes, timeout_s)
             yield arena
@@ -236,7 +244,21 @@ class Arenas:
             own.close()
         except BaseException:
             own.close()
+            arena = None  # the error, which may be kept, keeps this frame
             raise
+
+    def note_end(self, *, is_away: bool) -> None:
+        """A call has ended that may have used memory; `is_away`: for want of the server.
+
+        When that happens again, nothing is offered for a while: the server may be on another
+        machine, and its namesake here have taken the memory.
+        """
+        self._away_count = self._away_count + 1 if is_away else 0
+        if self._away_count >= _AWAY_COUNT:
+            self._pause()
+
+    def _pause(self) -> None:
+        self._next_try_s = time.monotonic() + _PAUSE_S
 
     def close(self) -> None:
         """Lets go of what is kept. Safe to repeat."""
@@ -254,7 +276,7 @@ class Arenas:
             timeout_s = max(min(timeout_s, _OFFER_S), 0.001)
             return _offered(self.address, self._offer(), own, timeout_s)
         except (OSError, SharedMemoryError, DecodeError) as error:
-            self._next_try_s = time.monotonic() + _PAUSE_S
+            self._pause()
             _LOG.debug(
                 "%s shares no memory with this process (%s); payloads go over the network",
                 self._what,

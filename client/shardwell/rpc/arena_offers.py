@@ -12,6 +12,7 @@ import os
 import secrets
 import select
 import socket
+import stat
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 
 from shardwell.errors import ShardwellError
+from shardwell.process.descriptors import check_descriptors
 from shardwell.process.shared_memory import (
     IS_SUPPORTED,
     SharedMemory,
@@ -38,6 +40,8 @@ _PATIENCE_S = 1.0
 _OFFER_S = 10.0
 """How long an offer stands before a stream takes it."""
 _OFFER_COUNT_MAX = 256
+_DESCRIPTOR_RESERVE = 64
+"""Descriptors that arenas, each of which has one as long as it is mapped, leave for the rest."""
 
 
 class ArenaOffers:
@@ -179,6 +183,7 @@ class ArenaOffers:
     def _take_in(self, offer: arena_pb2.ArenaOffer, file: int) -> int:
         """Maps what is offered; returns its token."""
         self._check(offer)
+        check_descriptors(_DESCRIPTOR_RESERVE, "memory that a worker offers")
         size = offer.size_bytes
         if not PAGE_BYTES <= size <= ARENA_BYTES_MAX or size % PAGE_BYTES:
             raise SharedMemoryError(
@@ -227,9 +232,12 @@ def _forget_socket(address: str) -> None:
     Raises:
         OSError: it can't be removed.
     """
-    if address.startswith("@") or not os.path.exists(address):
+    if address.startswith("@") or not os.path.lexists(address):
         return
+    if not stat.S_ISSOCK(os.lstat(address).st_mode):
+        raise FileExistsError(f"{address} is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)  # one that is taken may have a long queue
         try:
             connection.connect(address)
         except ConnectionRefusedError:

@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 
-from shardwell.process.shared_memory import SharedMemory
 from shardwell.rpc.arena import Arena
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.shard_channel import ShardChannel
@@ -56,11 +55,6 @@ class ShardStream:
             self._arena = self.channel.arenas.arena(wanted_bytes, timeout_s) or self._arena
         return self._arena
 
-    @property
-    def memory(self) -> SharedMemory | None:
-        """What it shares with the shard, as long as it is open."""
-        return None if self._arena is None else self._arena.memory
-
     def read(self) -> bytes:
         """The next answer; blocks.
 
@@ -80,7 +74,6 @@ class ShardStream:
     def close(self) -> None:
         """Ends the stream at once. Safe to repeat, from any thread."""
         self._call.cancel()
-        self._arena = None  # whoever keeps the stream's error may keep the stream
         self._end_messages()
 
     def _messages(self) -> Iterator[bytes]:
@@ -93,6 +86,7 @@ class ShardStream:
                 return
 
     def _end_messages(self) -> None:
+        self._arena = None  # whoever keeps the stream, or its error, keeps no memory with it
         self._work.put(None)
 
 

@@ -92,6 +92,7 @@ class IdleStreams:
         self._verb = verb
         self._lock = threading.Lock()
         self._sets: list[StreamSet] = []
+        self._is_closed = False
 
     def take(self) -> StreamSet:
         """The one that was kept last, if a shard has not ended it since; or a new one."""
@@ -105,12 +106,20 @@ class IdleStreams:
             streams.close()
 
     def keep(self, streams: StreamSet) -> bool:
-        """Keeps a set for another call; False if there are enough."""
+        """Keeps a set for another call; False if there are enough, or it was closed."""
         with self._lock:
-            if len(self._sets) >= IDLE_STREAM_SET_COUNT_MAX:
+            if self._is_closed or len(self._sets) >= IDLE_STREAM_SET_COUNT_MAX:
                 return False
             self._sets.append(streams)
             return True
+
+    def close(self) -> None:
+        """Ends what is kept, and keeps nothing any more. Safe to repeat."""
+        with self._lock:
+            self._is_closed = True
+            sets, self._sets = self._sets, []
+        for streams in sets:
+            streams.close()
 
 
 class StreamPool:

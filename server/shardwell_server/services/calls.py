@@ -6,6 +6,7 @@ A handler is a generator that yields what it needs, and goes on when it is there
     message = yield Read.NEXT_STEP   the same, where nothing is under way: the call may end here
     yield answer                     bytes, which are written to the caller
     yield not_yet                    see `shard.deadline`: it goes on when it is to look again
+    yield LONG                       it takes long with what it has, though its call `is_short`
     yield HELD                       until the call ends, which closes the generator
     return response                  of a call that has one
 
@@ -39,7 +40,9 @@ from shardwell_server.shard.deadline import NotYet
 
 _LOG = logging.getLogger("shardwell_server")
 _BATCH_BYTES = 256 * 1024
-"""Answers that are made at once before they are written; one may be larger."""
+_BATCH_COUNT = 4
+"""Answers that are made at once before they are written: so many of so many bytes in all. One may
+be larger, and have its payload elsewhere."""
 SHORT_BYTES_MAX = 16 * 1024
 """See `Call.is_short`."""
 _ROOM_WAIT_S = 10.0
@@ -59,8 +62,15 @@ class Held(enum.Enum):
     HELD = enum.auto()
 
 
+class Long(enum.Enum):
+    """A handler will take long with what it has, though its call `is_short`."""
+
+    LONG = enum.auto()
+
+
 HELD = Held.HELD
-Handling: TypeAlias = Generator["bytes | NotYet | Read | Held", "bytes | None", Any]
+LONG = Long.LONG
+Handling: TypeAlias = Generator["bytes | NotYet | Read | Held | Long", "bytes | None", Any]
 
 
 class Call:
@@ -127,7 +137,7 @@ def _go_on(handling: Handling, message: bytes | None) -> _Step:
     answers: deque[bytes] = deque()
     size = 0
     try:
-        while size < _BATCH_BYTES:
+        while size < _BATCH_BYTES and len(answers) < _BATCH_COUNT:
             needs = handling.send(message)
             message = None
             if not isinstance(needs, bytes):
@@ -336,7 +346,9 @@ class Calls:
                 if step.has_ended:
                     return step.response
                 del step
-                if needs is not None:
+                if needs is LONG:
+                    call.is_short = False
+                elif needs is not None:
                     message = await self._what(call, needs)
         finally:
             if isinstance(needs, NotYet):

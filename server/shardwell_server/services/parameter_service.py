@@ -40,7 +40,7 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
 from shardwell.wire.messages import Room
-from shardwell_server.services.calls import Call, Calls, Handling, Read
+from shardwell_server.services.calls import LONG, Call, Calls, Handling, Read
 from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.shard.deadline import RequestDeadline, until
@@ -300,6 +300,7 @@ class ParameterServerService:
             message = yield Read.NEXT_STEP if is_between_steps else Read.NEXT
             if message is None:
                 break
+            was_short = call.is_short
             request, payload = framing.parse(pb.ExchangeRequest, message)
             if source is None or request.HasField("open"):
                 if not is_between_steps:
@@ -314,6 +315,8 @@ class ParameterServerService:
             if not _has_gradient(request, payload):
                 continue
             gradient, (parameter, contributor) = request.gradient, source
+            if was_short and gradient.chunk.HasField("shared"):
+                yield LONG  # however short the message
             payload = payload_of(gradient.chunk, payload, arena)
             self._shard.traffic.add(received=payload.size)
             deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)

@@ -8,30 +8,35 @@ the .proto says, right and in every wrong way; shards that refuse, forget, are f
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 
 import shardwell
 from harness.polling import PATIENCE_S, eventually
-from harness.threads import together
+from harness.threads import in_background, together
 from harness.wire_client.arena import NONCE, SEALS, SIZE, WireArena
 from harness.wire_client.worker import WireWorker, decode, error_detail, spec
 from shardwell.process.shared_memory import IS_SUPPORTED, OwnMemory
 from shardwell.rpc import arena
 from shardwell.rpc import arena_offers as arenas
+from shardwell.rpc.stream import ShardStream
+from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import types_pb2
-from shardwell_server import LocalCluster
+from shardwell_server import LocalCluster, server
 from shardwell_server.config import Limits
 from shardwell_server.services import parameter_service
 
@@ -65,9 +70,10 @@ def trained(
     *,
     same_host: bool = True,
     verb: str = "exchange",
+    shares: bool | None = None,
     **options: Any,
 ) -> np.ndarray:
-    """What two workers have after three steps."""
+    """What two workers have after three steps; `shares`: whether both share memory."""
     given = {"size": ELEMENTS, **OPTIONS, **options}
     clients = [connect(running, f"w{rank}", same_host=same_host) for rank in range(2)]
 
@@ -84,6 +90,7 @@ def trained(
         traffic = clients[rank].traffic
         assert traffic.sent_bytes + traffic.received_bytes >= traffic.shared_bytes
         assert same_host or not traffic.shared_bytes
+        assert shares is None or bool(traffic.shared_bytes) == shares
         return np.array(weights)
 
     one, other = together([lambda: work(0), lambda: work(1)])
@@ -97,7 +104,8 @@ def test_results_are_those_of_the_network(cluster, connect, codec, verb) -> None
     running = cluster(2, chunk_size_bytes=CHUNK_BYTES)
     inline = trained(running, connect, "inline", same_host=False, codec=codec)
     assert mapped_bytes(running) == [0, 0]
-    shared = trained(running, connect, "shared", codec=codec, verb=verb)
+    shares = codec != "fp16+lz4"
+    shared = trained(running, connect, "shared", codec=codec, verb=verb, shares=shares)
     if codec != "fp16+lz4" and verb == "exchange":
         assert min(mapped_bytes(running)) >= 2 * (ELEMENTS // 2) * 2
     np.testing.assert_array_equal(shared, inline)
@@ -150,6 +158,22 @@ def test_a_stream_that_needs_more_gets_more_and_its_end_frees_it(cluster, connec
     assert 200_000 < found[0] == found[1] < 1_000_000 < found[2] == found[3] < 1_100_000
     client.close()
     eventually("it is unmapped", lambda: gc.collect() >= 0 and mapped_bytes(running) == [0])
+    assert not client._idle_streams._sets
+    maps = Path("/proc/self/maps")
+    eventually("and here", lambda: "memfd:shardwell" not in maps.read_text())
+
+
+def test_a_stream_that_its_shard_has_ended_keeps_no_memory(cluster, connect) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    client = connect(running, "w0")
+    net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(ELEMENTS, np.float32))
+    net.exchange(np.ones(ELEMENTS, np.float32))
+    (streams,) = client._idle_streams._sets
+    (stream,) = streams._streams.values()
+    assert stream._arena is not None
+    running.close()
+    eventually("it has let go", lambda: stream._arena is None)
 
 
 def test_small_payloads_are_inline(cluster, connect) -> None:
@@ -178,11 +202,26 @@ def test_what_does_not_fit_is_inline(cluster, connect, monkeypatch) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def test_a_shard_that_is_full_of_it(cluster, connect) -> None:
+def test_a_shard_that_is_full_of_it(cluster, connect, monkeypatch) -> None:
     running = cluster(1, chunk_size_bytes=CHUNK_BYTES, limits=Limits(arena_bytes_max=1_100_000))
     expected = trained(running, connect, "inline", same_host=False)
+    real, offers = arena._offered, []
+    monkeypatch.setattr(arena, "_offered", lambda *given: offers.append(given) or real(*given))
     found = trained(running, connect, "shared")
     assert 1_000_000 < mapped_bytes(running)[0] < 1_100_000  # of one of the two
+    assert len(offers) == 2  # who was refused does not ask at every step
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_descriptors_are_left_for_the_rest(cluster, connect) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    expected = trained(running, connect, "inline", same_host=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, hard))
+    try:
+        found = trained(running, connect, "shared", shares=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     np.testing.assert_array_equal(found, expected)
 
 
@@ -225,6 +264,36 @@ def test_a_socket_that_a_killed_shard_left(cluster, connect, tmp_path) -> None:
     running = cluster(1, chunk_size_bytes=CHUNK_BYTES, same_host=str(tmp_path), cluster_id="c")
     trained(running, connect)
     assert mapped_bytes(running)[0] > 0
+
+
+def test_an_address_that_is_taken_does_not_hold_up_a_shard(cluster, connect, tmp_path) -> None:
+    path = tmp_path / "shardwell-c-0.sock"
+    with contextlib.ExitStack() as stack:
+
+        def made() -> socket.socket:
+            return stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+
+        other = made()
+        other.bind(str(path))
+        other.listen(0)
+        for _ in range(4):  # and its queue is full
+            waiting = made()
+            waiting.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                waiting.connect(str(path))
+        running = cluster(1, same_host=str(tmp_path), cluster_id="c", chunk_size_bytes=CHUNK_BYTES)
+        trained(running, connect, shares=False)
+    running.close()
+    assert path.exists()
+
+
+def test_a_file_in_the_place_of_a_socket_is_left_alone(cluster, connect, tmp_path, caplog) -> None:
+    path = tmp_path / "shardwell-c-0.sock"
+    path.write_text("mine")
+    running = cluster(1, same_host=str(tmp_path), cluster_id="c", chunk_size_bytes=CHUNK_BYTES)
+    assert "is no socket" in caplog.text
+    trained(running, connect, shares=False)
+    assert path.read_text() == "mine"
 
 
 @pytest.mark.parametrize("why", ["taken", "missing", "long"])
@@ -304,10 +373,86 @@ def test_files_that_are_no_memory_are_refused(offering, tmp_path) -> None:
 
 @pytest.mark.parametrize("message", [b"", b"\xff" * 100, bytes(10_000)], ids=["", "no", "long"])
 def test_messages_that_are_no_offers(offering, message) -> None:
-    with contextlib.suppress(OSError, Exception):
-        assert not offering(message=message).answer.token
+    found = None
+    with contextlib.suppress(OSError, DecodeError):  # who can't be understood gets no answer
+        found = offering(message=message)
+    assert found is None or not found.answer.token
     assert mapped_bytes(offering.running) == [0]
     assert offering().answer.token
+
+
+def test_pages_that_are_not_there_are_made(offering) -> None:
+    """Before they are used, so that touching them can't fail."""
+    own = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(own, SIZE)
+        os.pwrite(own, NONCE.to_bytes(8, "little"), 0)
+        fcntl.fcntl(own, fcntl.F_ADD_SEALS, SEALS)
+        assert os.fstat(own).st_blocks * 512 < SIZE
+        assert offering(file=own).answer.token
+        assert os.fstat(own).st_blocks * 512 >= SIZE
+    finally:
+        os.close(own)
+
+
+def test_a_server_that_has_not_mapped_the_memory_is_not_believed(cluster, connect) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    name = f"shardwell-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+
+        def lie() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.send(arena_pb2.ArenaAnswer(token=77).SerializeToString())
+
+        lying = in_background(lie)
+        client = connect(running, "w0")
+        client._shards.channels[0].arenas.address = f"@{name}"
+        net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
+        net.init(np.zeros(ELEMENTS, np.float32))
+        assert net.exchange(np.ones(ELEMENTS, np.float32))[0] == -1
+        lying.result(PATIENCE_S)
+    assert not client.traffic.shared_bytes
+
+
+@pytest.mark.parametrize("verb", ["exchange", "put and get"])
+def test_memory_that_a_namesake_elsewhere_has_taken(cluster, connect, tmp_path, verb) -> None:
+    """A client finds another machine's shard of the same name where it looks for its own."""
+    for name in ("near", "far"):
+        (tmp_path / name).mkdir()
+    near, far = (
+        cluster(1, chunk_size_bytes=CHUNK_BYTES, same_host=str(tmp_path / name), cluster_id="c")
+        for name in ("near", "far")
+    )
+    client = connect(far, "w0", timeout_s=PATIENCE_S)
+    client._shards.channels[0].arenas.address = near.servers[0]._arenas.address
+    net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(ELEMENTS, np.float32))
+    for step in range(3):
+        if verb == "exchange":
+            weights = net.exchange(np.ones(ELEMENTS, np.float32))
+        else:
+            net.put_gradient(np.ones(ELEMENTS, np.float32))
+            weights = net.get_weights()
+        assert set(weights.tolist()) == {-step - 1.0}
+
+
+def test_a_name_is_of_one_machine_and_network(cluster, tmp_path, monkeypatch) -> None:
+    config = cluster(1).servers[0].config
+    here = server._socket_name(config, 7070)
+    assert here == server._socket_name(config, 7070)
+    assert here != server._socket_name(config, 7071)
+    other = tmp_path / "boot_id"
+    other.write_text("another machine")
+    monkeypatch.setattr(server, "_BOOT_ID", str(other))
+    assert here != (elsewhere := server._socket_name(config, 7070))
+    network = tmp_path / "net"
+    network.symlink_to("net:[1]")
+    monkeypatch.setattr(server, "_NETWORK", str(network))
+    assert elsewhere != server._socket_name(config, 7070)
 
 
 def test_who_says_nothing_keeps_nobody_waiting_for_long(offering, monkeypatch) -> None:
@@ -328,24 +473,34 @@ def test_offers_that_nobody_takes_are_forgotten(offering, monkeypatch) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused(offering) -> None:
-    """By the shard; and by a client, whose offer another user's process would take."""
+def test_another_user_is_refused(offering, monkeypatch) -> None:
+    """However right his offer."""
+    monkeypatch.setattr(arenas, "_PATIENCE_S", PATIENCE_S)  # so that it is not that which ends it
     address = offering.running.servers[0]._arenas.address
+    offer = arena_pb2.ArenaOffer(
+        shard=offering.worker.identities[0], size_bytes=SIZE, nonce=NONCE
+    ).SerializeToString()
     script = f"""
-import os, socket
+import fcntl, os, socket
 os.setuid(65534)
+own = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
+os.ftruncate(own, {SIZE})
+os.pwrite(own, {NONCE.to_bytes(8, "little")!r}, 0)
+fcntl.fcntl(own, fcntl.F_ADD_SEALS, {SEALS})
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-    connection.settimeout({PATIENCE_S})
+    connection.settimeout({PATIENCE_S / 2})
     connection.connect("\\0" + {address[1:]!r})
     try:
+        socket.send_fds(connection, [{offer!r}], [own])
         print(connection.recv(100))
-    except ConnectionResetError:
+    except (ConnectionResetError, BrokenPipeError):
         print(b"")
 """
     found = subprocess.run(
         [sys.executable, "-S", "-c", script], capture_output=True, text=True, check=True
     )
     assert found.stdout == "b''\n"
+    assert mapped_bytes(offering.running) == [0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -529,6 +684,88 @@ def test_a_shard_that_has_forgotten_the_arena(cluster, connect, monkeypatch) -> 
     monkeypatch.setattr(arenas.ArenaOffers, "take", take)
     np.testing.assert_array_equal(trained(running, connect, "shared"), expected)
     assert forgot.is_set()
+
+
+def test_a_stream_that_is_cancelled_when_its_answer_is_there(cluster, connect, monkeypatch) -> None:
+    """Its memory stays until that is decoded."""
+    client = connect(cluster(1, chunk_size_bytes=1 << 20), "w0")
+    net = client.parameter("net", size=200_000, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(net.size, np.float32))
+    real = ShardStream.read
+
+    def read(stream: ShardStream) -> bytes:
+        answer = real(stream)
+        stream.close()
+        gc.collect()
+        return answer
+
+    monkeypatch.setattr(ShardStream, "read", read)
+    assert net.exchange(np.ones(net.size, np.float32))[-1] == -1
+    assert client.traffic.shared_bytes == 2 * 2 * net.size
+
+
+def test_time_that_offers_take_is_none_that_a_shard_waits(cluster, connect, monkeypatch) -> None:
+    """Or nobody would be told who is missing."""
+    client = connect(cluster(1), "w0")
+    net = client.parameter("net", size=ELEMENTS, **OPTIONS)
+    net.init(np.zeros(ELEMENTS, np.float32))
+
+    def slow(self: ShardStream, wanted_bytes: int, timeout_s: float) -> None:
+        time.sleep(1.5)
+
+    monkeypatch.setattr(ShardStream, "arena", slow)
+    with pytest.raises(shardwell.WorkersMissingError):
+        net.exchange(np.ones(ELEMENTS, np.float32), timeout_s=5.0)
+
+
+def test_large_chunks_are_not_counted_on_the_loop(cluster, connect, monkeypatch) -> None:
+    """Also where small ones are, on the same stream, and the message is as short."""
+    client = connect(cluster(1, chunk_size_bytes=1 << 20), "w0")
+    real, threads = parameter_service.payload_of, {}
+
+    def noted(chunk: Any, payload: Any, memory: Any) -> Any:
+        threads.setdefault(chunk.element_count, set()).add(threading.current_thread().name)
+        return real(chunk, payload, memory)
+
+    monkeypatch.setattr(parameter_service, "payload_of", noted)
+    for _ in range(5):
+        for size in (1000, 1000, 200_000):
+            net = client.parameter(f"p{size}", size=size, optimizer=shardwell.SGD(1.0))
+            net.init(np.zeros(size, np.float32))
+            net.exchange(np.ones(size, np.float32))
+    assert client.traffic.shared_bytes
+    loop = "shardwell-loop"
+    assert any(loop in name for name in threads[1000])
+    assert not any(loop in name for name in threads[200_000])
+
+
+def test_a_python_that_has_no_memfd() -> None:
+    """As some builds for Linux are."""
+    script = """
+import fcntl, os
+del os.memfd_create, os.eventfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL
+import numpy as np
+import shardwell
+from shardwell_server import LocalCluster
+with LocalCluster(1) as cluster, shardwell.connect(cluster.target) as client:
+    net = client.parameter("net", size=3_000_000, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(net.size, np.float32))
+    net.exchange(np.ones(net.size, np.float32))
+    print(net.get_weights()[-1], client.traffic.shared_bytes)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "-1.0 0\n"
+
+
+def test_a_payload_that_no_chunk_has_is_not_copied() -> None:
+    own = OwnMemory()
+    own.reserve(4 << 20)
+    chunk = types_pb2.Chunk(shared=types_pb2.Shared(offset=64, size=3 << 20))
+    with pytest.raises(shardwell.CorruptChunkError, match="expected at most"):
+        arena.payload_of(chunk, np.empty(0, np.uint8), own.memory)
+    own.close()
 
 
 def test_a_copy_is_checked_and_not_what_is_shared(tmp_path: Path) -> None:

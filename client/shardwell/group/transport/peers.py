@@ -253,6 +253,8 @@ class Incoming:
             why = str(error.details() or error.code().name)[:200]
         except ShardwellError as error:
             why = error.message
+        except Exception as error:  # or nobody would hear of it
+            why = f"{type(error).__name__}: {error}"[:200]
         if not self._is_cut:
             self._on_failure(why)
 
