@@ -52,7 +52,8 @@ class ServerOptimizer(keras.optimizers.Optimizer):
         else:
             self._net = client.parameter(model.name, tensors=values, **options)
             self._net.init(values)
-        self._take(self._net.get_weights(), model.trainable_variables)
+        next_step = getattr(self._net, "parameter", self._net).next_step
+        self._take(self._net.get_weights(min_version=next_step), model.trainable_variables)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Ends a step: averages gradients over the workers, updates, takes the weights."""

@@ -15,8 +15,8 @@ targets = inputs @ np.arange(8, dtype=np.float32)
 with shardwell.connect(worker_id="w0") as client:
     model = client.parameter("line", size=8, optimizer=shardwell.SGD(learning_rate=0.1))
     model.init(np.zeros(8, np.float32))
-    weights = model.get_weights()
-    for _ in range(100):
+    weights = model.get_weights(min_version=model.next_step)  # started again, it goes on
+    for _ in range(model.next_step, 100):
         gradient = inputs.T @ (inputs @ weights - targets) / len(inputs)
         weights = model.exchange(gradient, sample_count=len(inputs))
     print(weights.round(3))

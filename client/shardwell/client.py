@@ -415,8 +415,8 @@ class Client(Closing):
             path: The directory, which must not exist; it appears when it is complete. With
                 `{step}` in its name, as "ckpt/{step}", the newest version of what is saved stands
                 there, in place of one of the same step.
-            parameters: Names; default: all that have first weights.
-            tables: Names; default: all.
+            parameters: Names; default: all that have first weights, if no tables are named.
+            tables: Names; default: all, if no parameters are named.
             keep: With `{step}`: how many whole ones up to this one stay; older ones are removed.
                 Default: all.
             timeout_s: Bound of all of it; default: the client's.
@@ -451,8 +451,8 @@ class Client(Closing):
 
         Args:
             path: The checkpoint's directory; with `{step}` in its name, the newest whole one.
-            parameters: Names; default: all.
-            tables: Names; default: all.
+            parameters: Names; default: all, if no tables are named.
+            tables: Names; default: all, if no parameters are named.
             timeout_s: Bound of all of it; default: the client's.
 
         Raises:

@@ -73,8 +73,7 @@ class Checkpointing:
         keep: int | None = None,
     ) -> Checkpoint:
         """See `Client.save_checkpoint`."""
-        _check_names("parameters", parameters)
-        _check_names("tables", tables)
+        parameters, tables = _chosen(parameters, tables)
         target = Path(os.path.abspath(path))
         steps = StepPaths.of(target)
         if keep is not None:
@@ -158,8 +157,7 @@ class Checkpointing:
         tables: Sequence[str] | None = None,
     ) -> Checkpoint:
         """See `Client.restore_checkpoint`."""
-        _check_names("parameters", parameters)
-        _check_names("tables", tables)
+        parameters, tables = _chosen(parameters, tables)
         checkpoint = inspect_checkpoint(path, verify=True)
         selected = checkpoint.select(parameters)
         selected_tables = self._tables.unfinished(checkpoint.select_tables(tables))
@@ -312,6 +310,18 @@ def _not_saved(error: DivergedError) -> DivergedError:
         shard_index=error.shard_index,
         parameter=error.parameter,
         table=error.table,
+    )
+
+
+def _chosen(
+    parameters: Sequence[str] | None, tables: Sequence[str] | None
+) -> tuple[Sequence[str] | None, Sequence[str] | None]:
+    """The same, checked; who names some of one kind alone wants none of the other. None: all."""
+    _check_names("parameters", parameters)
+    _check_names("tables", tables)
+    return (
+        () if parameters is None and tables else parameters,
+        () if tables is None and parameters else tables,
     )
 
 

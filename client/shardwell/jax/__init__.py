@@ -6,7 +6,7 @@ net = shardwell.jax.TreeParameter(client, "net", weights, optimizer=shardwell.Ad
 def train_step(weights, batch):
     return net.exchange(jax.grad(loss_of)(weights, batch))
 
-weights = net.get_weights()
+weights = net.get_weights(min_version=net.parameter.next_step)
 for batch in batches:
     weights = train_step(weights, batch)
 """

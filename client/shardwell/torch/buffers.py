@@ -29,26 +29,39 @@ class FlatTensors:
         """By name."""
 
 
+def check_readable(name: str, tensor: torch.Tensor) -> None:
+    """Returns if a tensor has values.
+
+    Raises:
+        ArgumentError: it has none.
+    """
+    if tensor.device.type == "meta":
+        raise ArgumentError(
+            f"tensor {name!r} is on device 'meta', which has no values; give the model memory first"
+        )
+
+
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
     """Returns if a parameter can hold the tensor.
 
     Raises:
         ArgumentError: its values are no real numbers, or it has no memory that can be read.
     """
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise ArgumentError(
+            f"tensor {name!r} has no shape yet, being of a lazy layer; run the model once before"
+        )
     if not tensor.is_floating_point():
         raise ArgumentError(
             f"tensor {name!r} is {tensor.dtype}; only floating point is trained; leave it out, or "
             "set requires_grad=False"
         )
-    if tensor.device.type == "meta":
-        raise ArgumentError(
-            f"tensor {name!r} is on device 'meta', which has no values; give the model memory first"
-        )
+    check_readable(name, tensor)
     if tensor.layout != torch.strided:
         raise ArgumentError(f"tensor {name!r} is {tensor.layout}; only dense tensors are trained")
 
 
-def is_readable(gradient: torch.Tensor) -> bool:
+def is_sent_in_place(gradient: torch.Tensor) -> bool:
     """Whether it can be sent from where it lies."""
     return (
         gradient.dtype == torch.float32
@@ -76,6 +89,7 @@ def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[np.f
     """
     arrays = {}
     for name, tensor in tensors.items():
+        check_readable(name, tensor)
         values = tensor.detach().to("cpu", torch.float32)
         is_exact = tensor.is_floating_point() or bool((values == tensor.detach().cpu()).all())
         if tensor.is_complex() or not is_exact:

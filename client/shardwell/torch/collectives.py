@@ -12,6 +12,7 @@ import torch
 
 from shardwell.errors import GroupMismatchError
 from shardwell.group.group import Group
+from shardwell.torch.buffers import check_readable
 from shardwell.torch.words import put_back, word_count, words_of
 
 _PIECE_ELEMENT_COUNT = 2**23
@@ -36,19 +37,22 @@ def all_reduce_hook(group: Group, bucket: Any) -> torch.futures.Future[torch.Ten
     is_shared = buffer.device.type == "cpu" and buffer.dtype == torch.float32
     values = buffer if is_shared else buffer.to("cpu", torch.float32)
     devices = [] if buffer.device.type == "cpu" else [buffer.device]
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    ended: torch.futures.Future[BaseException | None] = torch.futures.Future(devices=devices)
 
     def done(call: Future[None]) -> None:
         error = call.exception()
-        if error is not None:
-            future.set_exception(error)
-            return
-        if not is_shared:
+        if error is None and not is_shared:
             buffer.copy_(values)
-        future.set_result(buffer)
+        ended.set_result(error)
+
+    def mean(ended: torch.futures.Future[BaseException | None]) -> torch.Tensor:
+        error = ended.value()
+        if error is not None:
+            raise error
+        return buffer
 
     group.all_reduce_async(values.numpy(), "mean").add_done_callback(done)
-    return future
+    return ended.then(mean)  # of what is raised there, torch keeps name and text
 
 
 all_reduce_hook.__annotations__.clear()  # DDP compares them with types, and here they are text
@@ -65,8 +69,8 @@ def broadcast_state(model: torch.nn.Module, group: Group, root: int = 0) -> None
         root: Whose state counts.
 
     Raises:
-        GroupMismatchError, CollectiveMismatchError: a rank has another model; all ranks get it, and
-            nothing is changed.
+        GroupMismatchError: a rank has another model; all ranks get it, and nothing is changed.
+        ArgumentError: a tensor has no values.
         ShardwellError: as `Group.broadcast`.
     """
     state = {
@@ -85,17 +89,26 @@ def broadcast_state(model: torch.nn.Module, group: Group, root: int = 0) -> None
 
 def _check_same(state: dict[str, torch.Tensor], group: Group) -> None:
     """Compares what the ranks have, tensor by tensor: as numbers, of which all see both ends."""
-    told = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in state.items()]
+    told = [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}" + " on meta" * (tensor.device.type == "meta")
+        for name, tensor in state.items()
+    ]
+    most = np.array([len(told)], np.float32)
+    group.all_reduce(most, "max", codec="fp32")
     digests = [hashlib.blake2b(text.encode(), digest_size=3).digest() for text in told]
-    highest = np.array([int.from_bytes(digest, "little") for digest in digests], np.float32)
+    highest = np.full(int(most[0]), -1, np.float32)
+    highest[: len(told)] = [int.from_bytes(digest, "little") for digest in digests]
     lowest = highest.copy()
     group.all_reduce(highest, "max", codec="fp32")
     group.all_reduce(lowest, "min", codec="fp32")
     if (highest != lowest).any():
         place = int(np.argmax(highest != lowest))
+        here = told[place] if place < len(told) else "none"
         raise GroupMismatchError(
-            f"the ranks' models differ at tensor {place}, here {told[place]}; give all the same"
+            f"the ranks' models differ at tensor {place}, here {here}; give all the same"
         )
+    for name, tensor in state.items():
+        check_readable(name, tensor)
 
 
 def _pieces(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -35,7 +35,13 @@ from shardwell.placement.dealing import dealt
 from shardwell.specs.layout import TensorLayout
 from shardwell.specs.optimizers import Average, Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
-from shardwell.torch.buffers import FlatTensors, check_tensor, copy_all, is_readable
+from shardwell.torch.buffers import (
+    FlatTensors,
+    check_readable,
+    check_tensor,
+    copy_all,
+    is_sent_in_place,
+)
 from shardwell.torch.embedding import TableModule
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
 from shardwell.torch.untrained import Untrained
@@ -117,6 +123,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             for tensor in group["params"]:
                 if id(tensor) not in names:
                     raise ArgumentError("param_groups have a tensor that the model does not have")
+                if not tensor.requires_grad:  # as torch, which finds no gradient there
+                    continue
                 tensor_name = names[id(tensor)]
                 check_tensor(tensor_name, tensor)
                 self._tensors[tensor_name] = tensor
@@ -127,6 +135,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         for module_name, module in model.named_modules():
             if getattr(module, "sparse", False) and f"{module_name}.weight" in self._tensors:
                 raise _sparse(f"{module_name}.weight")
+        for tensor_name, each in model.state_dict(keep_vars=True).items():
+            if isinstance(each, torch.Tensor):
+                check_readable(tensor_name, each)
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.parameter: Parameter[NamedArrays] = _opened(
             client,
@@ -178,7 +189,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         copy_all(self._weights.views, [tensor.detach() for tensor in self._tensors.values()])
         self._await_gpu()
         self.parameter.init(self._weights.arrays)
-        self.parameter.get_weights(out=self._weights.arrays)
+        # Started again, it goes on from the step that it had ended, which may wait for the others.
+        version = self.parameter.next_step if mode == "sync" else 0
+        self.parameter.get_weights(
+            out=self._weights.arrays, min_version=version, timeout_s=timeout_s
+        )
         self._take_weights()
         self._untrained = Untrained(
             model, self._tensors, client, name, worker_count=worker_count, mode=mode
@@ -188,6 +203,14 @@ class ServerOptimizer(torch.optim.Optimizer):
             for tensor in self._tensors.values()
             if overlap
         ]
+
+    @property
+    def next_step(self) -> int:
+        """The step that this worker's next gradients join, where a loop that starts again goes on.
+
+        In asynchronous mode, this worker's own count.
+        """
+        return self.parameter.next_step
 
     # What torch's optimizers have.
 
@@ -425,7 +448,7 @@ class ServerOptimizer(torch.optim.Optimizer):
                     self._gradients.views[place].zero_()
                 elif tensor.grad.layout != torch.strided:
                     raise _sparse(tensor_name)
-                elif place in self._large and self._begun is None and is_readable(tensor.grad):
+                elif place in self._large and self._begun is None and is_sent_in_place(tensor.grad):
                     lying[tensor_name] = tensor.grad.detach().numpy()
                 else:
                     targets.append(self._gradients.views[place])
@@ -480,7 +503,7 @@ class ServerOptimizer(torch.optim.Optimizer):
                 if tensor.requires_grad and tensor_name not in self._left_out:
                     raise ArgumentError(
                         f"tensor {tensor_name!r} was added to the model, or unfrozen, after the "
-                        "start; make another ServerOptimizer, with another name"
+                        "start; close() this ServerOptimizer, and make another, with another name"
                     )
                 continue
             trained.discard(tensor_name)
@@ -489,12 +512,13 @@ class ServerOptimizer(torch.optim.Optimizer):
                 raise ArgumentError(
                     f"the weights of tensor {tensor_name!r} were changed by something else than "
                     "step(), which the shards do not know of; load weights before the "
-                    "ServerOptimizer is made"
+                    "ServerOptimizer is made, and close() it before another is made for the model"
                 )
             if tensor is not known or tensor.shape != shape:
                 raise ArgumentError(
                     f"tensor {tensor_name!r} of the model was replaced after the start: it has "
-                    f"shape {tuple(tensor.shape)}, expected {shape}; make another ServerOptimizer"
+                    f"shape {tuple(tensor.shape)}, expected {shape}; close() this "
+                    "ServerOptimizer, and make another, with another name"
                 )
         if trained:
             raise ArgumentError(f"tensor {min(trained)!r} of the model is gone since the start")

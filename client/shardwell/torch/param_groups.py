@@ -79,7 +79,16 @@ def groups_of(
     """Torch's groups of a model."""
     if param_groups is None:
         return [{"params": [tensor for tensor in model.parameters() if tensor.requires_grad]}]
-    groups = [dict(group) for group in param_groups]
+    given = list(param_groups)
+    if given and all(isinstance(each, torch.Tensor) for each in given):  # as torch takes it, too
+        given = [{"params": given}]
+    for each in given:
+        if not isinstance(each, Mapping) or "params" not in each:
+            raise ArgumentError(
+                "param_groups must be tensors, or dicts with 'params'; got "
+                f"{type(each).__name__} among them"
+            )
+    groups = [dict(group) for group in given]
     for number, group in enumerate(groups):
         unknown = sorted(set(group) - {"params", "lr", "weight_decay"})
         if unknown:

@@ -52,6 +52,23 @@ def test_each_step_has_its_directory_and_the_newest_is_found(model, tmp_path) ->
     assert (found.path, found.parameters[0].version) == (tmp_path / "3", 3)
 
 
+def test_who_names_parameters_saves_no_tables(model, tmp_path) -> None:
+    """Whose versions would be in the directories' names, and take the places of one another."""
+    client, _ = model
+    table = client.table("rows", row_count=10, dim=2, optimizer=shardwell.SGD(1.0))
+    for _ in range(7):
+        table.put_row_gradients([1], np.ones((1, 2), np.float32))
+    save_steps(model, tmp_path / "named", 2, parameters=["model"])
+    assert names(tmp_path / "named") == ["1", "2"]
+    save_steps(model, tmp_path / "other", 2, tables=["rows"])
+    assert names(tmp_path / "other") == ["7"]
+    assert not shardwell.inspect_checkpoint(tmp_path / "other" / "7").parameters
+    made = client.save_checkpoint(tmp_path / "all", parameters=[])
+    assert (len(made.parameters), len(made.tables)) == (0, 1)
+    made = client.save_checkpoint(tmp_path / "both")
+    assert (len(made.parameters), len(made.tables)) == (1, 1)
+
+
 def test_so_many_are_kept(model, tmp_path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "007").mkdir()

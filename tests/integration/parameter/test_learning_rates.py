@@ -82,13 +82,30 @@ def test_a_schedule_that_comes_with_the_gradients(cluster, connect, verb) -> Non
         assert rates == {"model": RATES[-1], "called": RATES[-1]}
 
 
+def test_a_rate_that_was_wrong_is_decided_by_a_call(cluster, connect) -> None:
+    running = cluster(2, chunk_size_bytes=64)
+    one, other = (opened(connect(running, f"w{i}"), worker_count=2) for i in range(2))
+    ones = np.ones(SIZE, np.float32)
+    one.put_gradient(ones, learning_rate=7.0)
+    with pytest.raises(shardwell.StepOrderError, match="or decide with set_learning_rate"):
+        other.put_gradient(ones, learning_rate=0.5)
+    other.set_learning_rate(0.5)
+    other.put_gradient(ones, learning_rate=0.5)
+    expected = opened(connect(running, "alone"), "expected")
+    found = expected.exchange(ones, learning_rate=0.5)
+    np.testing.assert_array_equal(one.get_weights(min_version=1), found)
+
+
 def test_workers_that_bring_different_rates_are_told(cluster, connect) -> None:
     running = cluster(2, chunk_size_bytes=64)
     one, other = (opened(connect(running, f"w{i}"), worker_count=2) for i in range(2))
     ones = np.ones(SIZE, np.float32)
     for step, (rate, another) in enumerate([(0.5, 0.75), (0.25, 0.5)]):
         one.put_gradient(ones, learning_rate=rate)
-        words = rf"step {step} of parameter 'model' has learning rate {rate}.*'w1' brings {another}"
+        words = (
+            rf"step {step} of parameter 'model' has learning rate {rate}, which 'w0' has brought; "
+            rf"the gradient of 'w1' brings {another}"
+        )
         for verb in (other.exchange, other.put_gradient):
             with pytest.raises(shardwell.StepOrderError, match=words):
                 verb(ones, learning_rate=another)
@@ -107,7 +124,7 @@ def test_a_worker_that_is_ahead_hides_no_disagreement(cluster, connect) -> None:
     one.put_gradient(ones, learning_rate=0.5)
     with pytest.raises(shardwell.WorkersMissingError):  # its next step has been brought, too
         one.put_gradient(ones, learning_rate=0.25, timeout_s=1.0)
-    with pytest.raises(shardwell.StepOrderError, match=r"step 0 .* rate 0.5; .* brings 0.75"):
+    with pytest.raises(shardwell.StepOrderError, match=r"step 0 .* rate 0.5, .*; .* brings 0.75"):
         other.put_gradient(ones, learning_rate=0.75)
     other.put_gradient(ones, learning_rate=0.5)
     one.put_gradient(ones, learning_rate=0.25)

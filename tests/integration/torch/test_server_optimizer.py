@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
-from harness.threads import together
+from harness.polling import PATIENCE_S, eventually
+from harness.threads import in_background, together
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
@@ -443,7 +443,8 @@ def test_what_can_not_be_trained(client) -> None:
     with torch.device("meta"):
         empty = torch.nn.Linear(2, 2)
     frozen = torch.nn.Linear(2, 2).requires_grad_(False)
-    model = net()
+    model, unfilled = net(), torch.nn.Linear(2, 2)
+    unfilled.register_buffer("mask", torch.zeros(2, device="meta"))
     for of, rule, options, words in (
         (empty, SGD, {}, "tensor 'weight' is on device 'meta'"),
         (torch.nn.Linear(2, 2, dtype=torch.complex64), SGD, {}, "tensor 'weight' is torch.complex"),
@@ -452,6 +453,10 @@ def test_what_can_not_be_trained(client) -> None:
         (model, torch.optim.SGD(model.parameters()), {}, "must be an update rule"),
         (model, SGD, {"param_groups": [{"params": [torch.zeros(1)]}]}, "the model does not have"),
         (model, SGD, {"param_groups": [{"params": [], "eps": 1}]}, "has 'eps', which is the same"),
+        (model, SGD, {"param_groups": [{"lr": 1}]}, "dicts with 'params'; got dict"),
+        (model, SGD, {"param_groups": [model, model]}, "or dicts with 'params'; got Sequential"),
+        (torch.nn.LazyLinear(2), SGD, {}, "tensor 'weight' has no shape yet"),
+        (unfilled, SGD, {}, "tensor 'mask' is on device 'meta'"),
     ):
         with pytest.raises(shardwell.ArgumentError, match=words):
             server(of, client, rule, **options)
@@ -535,6 +540,42 @@ def test_a_worker_that_starts_again_goes_on(cluster, connect) -> None:
     assert optimizer.parameter.next_step == 5
     for mine, its in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, its)
+
+
+def test_a_worker_that_starts_again_waits_for_the_step_that_it_had_ended(cluster, connect) -> None:
+    """Others have still to end it: the weights of the step before are not those to go on with."""
+    running, data = cluster(2, chunk_size_bytes=256), batches(2)
+    models = [net(), net()]
+    clients = [connect(running, f"w{rank}") for rank in range(2)]
+    optimizers = [
+        server(model, client, worker_count=2) for model, client in zip(models, clients, strict=True)
+    ]
+    together([lambda rank=rank: train(models[rank], optimizers[rank], data[:1]) for rank in (0, 1)])
+    torch.nn.functional.cross_entropy(models[0](data[1][0]), data[1][1]).backward()
+    optimizers[0].timeout_s = 2.0
+    with pytest.raises(shardwell.WorkersMissingError):
+        optimizers[0].step()
+    clients[0].close()
+    again = net(seed=9)
+    starting = in_background(lambda: server(again, connect(running, "w0"), worker_count=2))
+    with pytest.raises(TimeoutError):
+        starting.result(1.0)
+    train(models[1], optimizers[1], data[1:])
+    assert starting.result(PATIENCE_S).next_step == 2
+    for mine, its in zip(again.parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_tensors_of_groups_that_are_frozen_are_left_alone(client) -> None:
+    model, alone = net(), net()
+    for each in (model, alone):
+        each[0].requires_grad_(False)
+    optimizer = server(model, client, param_groups=model.parameters(), overlap=False)
+    assert "0.weight" not in optimizer.parameter.spec.layout.by_name
+    expected = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    np.testing.assert_allclose(
+        train(model, optimizer, batches(5)), train(alone, expected, batches(5)), rtol=1e-5
+    )
 
 
 def test_what_is_not_trained_is_the_first_workers(cluster, connect) -> None:

@@ -119,7 +119,7 @@ def train(
     ) as client:
         model = open_weights(client, task)
         model.init(MODEL.first_weights(FIRST_WEIGHTS_SEED))  # the same from every worker
-        weights = model.get_weights()
+        weights = model.get_weights(min_version=model.next_step)
         reporter = Reporter(report, client.traffic, interval_s=report_interval_s)
         reporter.begin(model.next_step)
         while model.next_step < task.step_count:

@@ -51,7 +51,7 @@ class Register(MembershipLog[Seat]):
         """Guards all of it, and the seats of the tracker."""
         self._spec = spec
         self._tracker = tracker
-        self._brought: dict[int, float] = {}
+        self._brought: dict[int, tuple[float, str]] = {}
         """Rates that came with gradients, by step; of steps that are not over."""
         self._norms: dict[int, float] = {}
         """By step: of the last that was told the norm of its mean, and of the last as an image was
@@ -238,7 +238,7 @@ class Register(MembershipLog[Seat]):
             WorkerIdInUseError, SessionUnknownError: the seat is not the contributor's.
             LimitError: too many changes are scheduled.
         """
-        if self._brought.get(step) == learning_rate:  # nearly always
+        if self._brought.get(step, (None, ""))[0] == learning_rate:  # nearly always
             return
         with self.lock:
             seat.check(contributor)
@@ -248,16 +248,18 @@ class Register(MembershipLog[Seat]):
                 return
             differs = self._rates.at(step) != learning_rate
             if differs and (step < reached or step in self._brought):
+                whose = self._brought.get(step, (0.0, ""))[1]
                 raise StepOrderError(
                     f"step {step} of parameter {self._name!r} has learning rate "
-                    f"{self._rates.at(step)}; the gradient of {contributor.worker_id!r} brings "
-                    f"{learning_rate}; give all workers the same",
+                    f"{self._rates.at(step)}{whose and f', which {whose!r} has brought'}; the "
+                    f"gradient of {contributor.worker_id!r} brings {learning_rate}; give all "
+                    "workers the same, or decide with set_learning_rate of the parameter",
                     parameter=self._name,
                 )
             if differs:
                 self._change_rate(step, learning_rate, reached=reached, oldest=oldest)
             brought = {k: rate for k, rate in self._brought.items() if k >= oldest}
-            self._brought = {**brought, step: learning_rate}
+            self._brought = {**brought, step: (learning_rate, contributor.worker_id)}
 
     def _change_rate(
         self, from_step: int | None, learning_rate: float, *, reached: int, oldest: int
