@@ -30,7 +30,7 @@ IS_SUPPORTED = (
 )
 """Whether the system has it, and Python lets us use it."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if IS_SUPPORTED else 0
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_READ = 22
 _LIBC = ctypes.CDLL(None)
 HEAD_BYTES = 64
 """At the start, for the two that share it to know each other by."""
@@ -59,7 +59,7 @@ class SharedMemory:
         # Other threads run meanwhile, as they would not with MAP_POPULATE. Where a kernel can't,
         # each page is mapped when it is touched.
         address = ctypes.c_void_p(self._bytes.ctypes.data)
-        _LIBC.madvise(address, ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
+        _LIBC.madvise(address, ctypes.c_size_t(size_bytes), _MADV_POPULATE_READ)
         self.size_bytes = size_bytes
         """Bytes of it."""
 
