@@ -126,6 +126,8 @@ def test_a_second_stream_of_a_rank_is_refused(place, kind) -> None:
                     peer_pb2.ReceiveChunksRequest(open=stranger.opening), timeout=PATIENCE_S
                 ),
             }
+            # The sum may be here before rank 1 has opened its own.
+            eventually("rank 1 listens", lambda: group._generation.outgoing(1)._is_open)
             with stranger.channel, pytest.raises(grpc.RpcError) as caught:
                 list(calls[kind]())
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value
