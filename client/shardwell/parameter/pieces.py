@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from shardwell.numerics.codec import Float32
 
-_LARGE_ELEMENT_COUNT = 1 << 18
+LARGE_ELEMENT_COUNT = 1 << 18
 """Smaller arrays take longer to look at one by one than to copy."""
 
 
@@ -40,7 +40,7 @@ class Pieces:
         """Of arrays of any shapes, of which small neighbours are copied into one piece."""
         parts: list[npt.NDArray[Any]] = []
         large: list[npt.NDArray[Any]] = []
-        for is_large, run in itertools.groupby(arrays, lambda it: it.size >= _LARGE_ELEMENT_COUNT):
+        for is_large, run in itertools.groupby(arrays, lambda it: it.size >= LARGE_ELEMENT_COUNT):
             flat = [array.reshape(-1) for array in run]
             if is_large:
                 large += flat

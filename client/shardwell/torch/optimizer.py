@@ -30,6 +30,7 @@ from shardwell.errors import (
 )
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
+from shardwell.parameter.pieces import LARGE_ELEMENT_COUNT
 from shardwell.parameter.values import NamedArrays
 from shardwell.placement.dealing import dealt
 from shardwell.specs.layout import TensorLayout
@@ -45,8 +46,6 @@ from shardwell.torch.buffers import (
 from shardwell.torch.embedding import TableModule
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
 from shardwell.torch.untrained import Untrained
-
-_LARGE_ELEMENT_COUNT = 1 << 18
 
 
 class ServerOptimizer(torch.optim.Optimizer):
@@ -157,9 +156,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._gradients = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
         self._weights = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
         self._large = {
-            place
-            for place, tensor in enumerate(self._layout)
-            if tensor.size >= _LARGE_ELEMENT_COUNT
+            place for place, tensor in enumerate(self._layout) if tensor.size >= LARGE_ELEMENT_COUNT
         }
         """Gradients that take longer to copy than to look at."""
         self._places = {id(tensor): place for place, tensor in enumerate(self._tensors.values())}

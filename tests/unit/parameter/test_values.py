@@ -207,19 +207,8 @@ def test_views_that_were_moved_are_not_taken_for_what_they_were() -> None:
     tensors = made.result
     made.pieces.whole()[:] = VECTOR
     tensors["w"] = tensors["w"] + 1
-    assert values().pieces("gradient", tensors).whole().tolist() == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        6,
-        7,
-        8,
-        9,
-        10,
-    ]
+    moved = values().pieces("gradient", tensors).whole()
+    assert moved.tolist() == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10]
     renamed = values().room(None).result
     renamed["c"] = renamed.pop("b")
     with pytest.raises(ArgumentError, match="lacks 'b'"):
