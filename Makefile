@@ -13,7 +13,7 @@ TESTS ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup docs test test-exhaustive test-torch test-jax mutants demo demo-embeddings lint protos bench soak fuzz
+.PHONY: help setup docs test test-exhaustive test-torch test-jax mutants demo demo-embeddings lint protos bench soak fuzz wheels
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -42,6 +42,7 @@ help:
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
 	@echo "make docs    a site of docs/ and an API reference, in site/; links are checked"
 	@echo "make bench   the figures of docs/performance.md"
+	@echo "make wheels  the package for Linux and macOS, x86-64 and arm64, in dist/"
 	@echo "make setup   all that the others need, in $(VENV)"
 
 demo: $(VENV)/.has-demo
@@ -101,11 +102,22 @@ bench: $(VENV)/.has-demo
 	  echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
 	done
 
+# For each, ziglang compiles native code.
+WHEELS := x86_64-linux-gnu.2.17 aarch64-linux-gnu.2.17 x86_64-macos.11.0 aarch64-macos.11.0
+
+wheels: $(VENV)/.has-demo
+	@set -e; for target in $(WHEELS); do SHARDWELL_WHEEL_TARGET=$$target \
+	  $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .; done
+	@ls dist
+
 setup: $(VENV)/.has-demo $(VENV)/.has-test $(VENV)/.has-lint
 
-# One stamp an extra of pyproject.toml; it is made again when that file has changed. Conflicts are not
-# told, because pip would tell of all that PyKEEN lacks; what the extras need is installed or fails.
-$(VENV)/.has-%: pyproject.toml $(BIN)/python
+NATIVE := tools/build_native.py $(wildcard client/shardwell/numerics/native/*.[ch])
+
+# One stamp an extra of pyproject.toml; it is made again when that file or native code has changed.
+# Conflicts are not told, because pip would tell of all that PyKEEN lacks; what the extras need is
+# installed or fails.
+$(VENV)/.has-%: pyproject.toml $(NATIVE) $(BIN)/python
 	@echo "installing shardwell[$*] into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
 	  --editable '.[$*]'

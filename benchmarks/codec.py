@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from fastcrc import crc32
 
-from shardwell.numerics.codec import CODECS, Scratch
+from shardwell.numerics.codec import CODECS
+from shardwell.numerics.scratch import Scratch
 
 CHUNK = 512 * 1024
 
@@ -74,7 +75,7 @@ def main() -> None:
 
             def add(codec=codec, pairs=pairs, exponents=exponents) -> None:
                 for (_, p, t), e in zip(pairs, exponents, strict=True):
-                    codec.decode_add(p, 32.0 * 2.0**e, t, 1.0, t, scratch)
+                    codec.decode_add(p, 32.0 * 2.0**e, t, 1.0, t)
 
             def check(codec=codec, pairs=pairs, exponents=exponents) -> None:
                 for (_, p, _), e in zip(pairs, exponents, strict=True):

@@ -21,7 +21,9 @@ import numkong
 import numpy as np
 from fastcrc import crc32
 
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32, blocks
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.elementwise import blocks
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 
 RATE = -0.01
 CHUNK_ELEMENT_COUNT = 8 * BLOCK_ELEMENT_COUNT
@@ -54,16 +56,16 @@ def main() -> None:
 
         def in_place(array: Float32) -> Callable[[], None]:
             def run() -> None:
-                for start in blocks(count):
-                    block = array[start : start + BLOCK_ELEMENT_COUNT]
+                for start, stop in blocks(count):
+                    block = array[start:stop]
                     update(block, gradient[: block.size], block)
 
             return run
 
         def with_undo(*, crc: bool) -> Callable[[], None]:
             def run() -> None:
-                for start in blocks(count):
-                    block = weights[start : start + BLOCK_ELEMENT_COUNT]
+                for start, stop in blocks(count):
+                    block = weights[start:stop]
                     saved = start % CHUNK_ELEMENT_COUNT
                     np.copyto(undo[saved : saved + block.size], block)
                     update(block, gradient[: block.size], block)
@@ -73,8 +75,8 @@ def main() -> None:
             return run
 
         def other_copy() -> None:
-            for start in blocks(count):
-                block = weights[start : start + BLOCK_ELEMENT_COUNT]
+            for start, stop in blocks(count):
+                block = weights[start:stop]
                 update(block, gradient[: block.size], other[start : start + block.size])
 
         rows: dict[str, Callable[[], None]] = {

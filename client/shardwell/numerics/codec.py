@@ -1,7 +1,7 @@
 """How values are written: float32 to fp32, fp16 or bf16 and back, at memory speed.
 
-Pure arithmetic on arrays; lengths are the caller's to check. Work goes in blocks that stay in the
-core's cache, conversions are numkong's SIMD kernels, and every call lets go of the GIL.
+Pure arithmetic on arrays; lengths are the caller's to check. What it costs is passes over memory,
+each of which `elementwise` makes.
 
 Bounds for finite values (x: the value, peak: the largest magnitude of the chunk):
     fp32  exact
@@ -20,20 +20,29 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar, TypeAlias
 
-import numkong
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
 from shardwell.errors import ArgumentError
+from shardwell.numerics.elementwise import (
+    Arrays,
+    Code,
+    Operation,
+    Operations,
+    add_scaled,
+    blocks,
+    run,
+    scale,
+)
+from shardwell.numerics.scratch import Scratch
 
 Float32: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-BLOCK_ELEMENT_COUNT = 128 * 1024
-"""Elements that a pass of several kernels works on at a time: 512 KiB of float32, so that a block
-stays in a second-level cache from one kernel to the next and calls cost little beside it. Measured
-in benchmarks/codec.py: a fifth faster than 256 KiB, and 1 MiB adds little."""
+_VALUES, _PAYLOAD, _TOTAL = range(3)
+"""Places of the arrays of a run."""
+_INFINITY_BITS = 0x7F800000
 
 _GUESS_ELEMENT_COUNT = 64 * 1024
 """Elements that a scale is guessed from."""
@@ -52,14 +61,6 @@ _BF16_LARGEST = float(2.0**128 * (1 - 2.0**-8))
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-class Scratch:
-    """Working memory for one thread: two float32 blocks, reused from call to call."""
-
-    def __init__(self) -> None:
-        self.values: Float32 = np.empty(BLOCK_ELEMENT_COUNT, np.float32)
-        self.gradient: Float32 = np.empty(BLOCK_ELEMENT_COUNT, np.float32)
-
-
 class NonFiniteValueError(ArithmeticError):
     """Not finite, and not allowed; `index` is the first such element's."""
 
@@ -67,11 +68,6 @@ class NonFiniteValueError(ArithmeticError):
         super().__init__(f"element {index} is {value}")
         self.index = index
         self.value = value
-
-
-def blocks(count: int) -> range:
-    """Starts of the blocks of `count` elements."""
-    return range(0, count, BLOCK_ELEMENT_COUNT)
 
 
 class Codec:
@@ -83,18 +79,9 @@ class Codec:
     _bits: ClassVar[Any]
     _infinity: ClassVar[int]
     """Bits of infinity: the smallest magnitude that is not finite."""
-
-    def stored(self, payload: Bytes) -> Any:
-        """The payload as an array (or numkong tensor) of the codec's type: a view."""
-        raise NotImplementedError
-
-    def write(self, values: Float32, stored: Any) -> None:
-        """Converts contiguous float32 into a view of equal length."""
-        raise NotImplementedError
-
-    def read(self, stored: Any, values: Float32) -> None:
-        """Converts back, unscaled."""
-        raise NotImplementedError
+    _read: ClassVar[Code]
+    _write: ClassVar[Code]
+    _look: ClassVar[Code]
 
     def encode(
         self,
@@ -123,83 +110,69 @@ class Codec:
         if peak is not None:
             exponent = self._exponent_for(peak)
             limit = math.inf if peak <= self._largest() else self._largest()
-            self._write(values, payload, exponent, scratch, limit=limit)
+            self._written(values, payload, exponent, scratch, limit=limit)
             return exponent
         if values.size <= _SMALL_ELEMENT_COUNT:
             exponent, low_enough = self._exact_exponent(values)
             if low_enough:
-                self._write(values, payload, exponent, scratch)
+                self._written(values, payload, exponent, scratch)
                 return exponent
         exponent = self._guess_exponent(values[:_GUESS_ELEMENT_COUNT], scratch)
-        self._write(values, payload, exponent, scratch)
-        written = magnitude_of_bits(payload.view(self._bits))
+        written = self._written(values, payload, exponent, scratch, looks=True)
         if self._accepts(written) and self._decodes_finite(written, exponent):
             return exponent
         found = _finite_peak(values, scratch, allow_non_finite=allow_non_finite)
         exact = self._exponent_for(found)
         if found > self._largest() or exact != exponent:
-            self._write(values, payload, exact, scratch, limit=self._largest())
+            self._written(values, payload, exact, scratch, limit=self._largest())
         return exact
 
     def decode(self, payload: Bytes, exponent: int, values: Float32) -> None:
         """Reads a payload into `values`: (n,) float32, contiguous, overwritten."""
-        stored = self.stored(payload)
-        if exponent == 0:
-            self.read(stored, values)
-            return
-        factor = np.float32(math.ldexp(1.0, exponent))
-        for start in blocks(values.size):
-            into = values[start : start + BLOCK_ELEMENT_COUNT]
-            self.read(stored[start : start + into.size], into)
-            with np.errstate(over="ignore", under="ignore"):
-                np.multiply(into, factor, out=into)
+        run(
+            self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent)),
+            Arrays(values, payload),
+            0,
+            values.size,
+        )
+
+    def reads(self, to: int, payload: int, factor: float) -> Operations:
+        """What reads a payload, times `factor`, to a place: see elementwise.py."""
+        if factor == 0.0 or 2.0**-126 <= abs(factor) < 2.0**127:
+            return (Operation(self._read, to, payload, factor=factor),)
+        # What float32 can't hold is applied in two steps.
+        mantissa, exponent = math.frexp(factor)
+        return (
+            Operation(self._read, to, payload, factor=math.ldexp(1.0, exponent)),
+            *scale(to, mantissa),
+        )
 
     def decode_add(
-        self,
-        payload: Bytes,
-        factor: float,
-        total: Float32,
-        total_factor: float,
-        out: Float32,
-        scratch: Scratch,
-        start: int = 0,
+        self, payload: Bytes, factor: float, total: Float32, total_factor: float, out: Float32
     ) -> None:
         """Out = factor * values + total_factor * total, in one pass over memory.
 
         Args:
             payload: The codec's bytes.
             factor: Of the written values: the scale and a weight.
-            total: (n,) float32, contiguous; the payload's elements from `start` on belong to it.
-            total_factor: Of what is in `total`.
+            total: (n,) float32, contiguous.
+            total_factor: Of what is in `total`; what has the factor 0 is left out, whatever it is.
             out: (n,) float32, contiguous; may be `total`.
-            scratch: This thread's.
-            start: First element of the payload.
         """
-        stored = self.stored(payload)
-        # numkong takes factors as float32; what that can't hold is applied in two steps.
-        safe = factor == 0.0 or 2.0**-126 <= abs(factor) < 2.0**127
-        mantissa, exponent = math.frexp(factor)
-        for offset in blocks(total.size):
-            into = out[offset : offset + BLOCK_ELEMENT_COUNT]
-            values = scratch.values[: into.size]
-            first = start + offset
-            self.read(stored[first : first + into.size], values)
-            if not safe:
-                values *= np.float32(math.ldexp(1.0, exponent))
-                values *= np.float32(mantissa)
-            numkong.blend(
-                values,
-                total[offset : offset + into.size],
-                alpha=factor if safe else 1.0,
-                beta=total_factor,
-                out=into,
-            )
-
-    def decode_block(self, payload: Bytes, start: int, factor: float, values: Float32) -> None:
-        """Reads the payload's elements from `start` on, times `factor`."""
-        self.read(self.stored(payload)[start : start + values.size], values)
-        if factor != 1.0:
-            np.multiply(values, np.float32(factor), out=values)
+        in_place = np.may_share_memory(out, total)
+        into = _TOTAL if in_place else _VALUES
+        if not total_factor:
+            operations = self.reads(into, _PAYLOAD, factor)
+        elif not factor:
+            kept = () if in_place else (Operation(Code.COPY, _VALUES, _TOTAL),)
+            operations = (*kept, *scale(into, total_factor))
+        elif in_place:
+            added = self.reads(_VALUES, _PAYLOAD, factor) + add_scaled(_TOTAL, _VALUES)
+            operations = scale(_TOTAL, total_factor) + added
+        else:
+            added = add_scaled(_VALUES, _TOTAL, total_factor)
+            operations = self.reads(_VALUES, _PAYLOAD, factor) + added
+        run(operations, Arrays(None if in_place else out, payload, total), 0, total.size)
 
     def check_exponent(self, exponent: int) -> None:
         """Refuses a scale exponent that this codec never writes.
@@ -212,7 +185,8 @@ class Codec:
 
     def peak(self, payload: Bytes, exponent: int) -> float:
         """Largest magnitude of the values once decoded; infinity if one is not finite."""
-        bits = magnitude_of_bits(payload.view(self._bits))
+        looks = (Operation(self._look, _VALUES, _PAYLOAD),)
+        bits = run(looks, Arrays(None, payload), 0, payload.size // self.item_size)
         if bits >= self._infinity or not self._decodes_finite(bits, exponent):
             return math.inf
         value = np.empty(1, np.float32)
@@ -233,29 +207,34 @@ class Codec:
         peak = float(np.maximum.reduce(np.abs(values), initial=0.0))
         return self._exponent_for(peak), peak <= min(self._largest(), _FLOAT32_MAX)
 
-    def _write(
+    def _written(
         self,
         values: npt.NDArray[Any],
         payload: Bytes,
         exponent: int,
         scratch: Scratch,
         limit: float = math.inf,
-    ) -> None:
-        """Converts everything, divided by 2^exponent, finite values clipped to `limit`."""
-        stored = self.stored(payload)
-        if exponent == 0 and limit == math.inf and is_plain(values):
-            self.write(values, stored)
-            return
-        factor = np.float32(math.ldexp(1.0, -exponent))
-        for start in blocks(values.size):
-            block = as_plain(values[start : start + BLOCK_ELEMENT_COUNT], scratch.values)
+        looks: bool = False,
+    ) -> int:
+        """Converts everything, divided by 2^exponent, finite values clipped to `limit`.
+
+        Returns the largest magnitude that was written, as bits, if it is to look.
+        """
+        factor = math.ldexp(1.0, -exponent)
+        writes: Operations = (Operation(self._write, _PAYLOAD, _VALUES, factor=factor),)
+        if looks:
+            writes += (Operation(self._look, _VALUES, _PAYLOAD),)
+        if limit == math.inf and is_plain(values):
+            return run(writes, Arrays(values, payload), 0, values.size)
+        largest = 0
+        for start, stop in blocks(values.size):
+            block = as_plain(values[start:stop], scratch.values)
             if limit != math.inf:
                 clipped = np.clip(block, np.float32(-limit), np.float32(limit))
                 block = np.where(np.isinf(block), block, clipped)
-            if exponent:
-                with np.errstate(over="ignore", under="ignore"):  # what was written is checked
-                    block = np.multiply(block, factor, out=scratch.values[: block.size])
-            self.write(block, stored[start : start + block.size])
+            part = payload[start * self.item_size : stop * self.item_size]
+            largest = max(largest, run(writes, Arrays(block, part), 0, block.size))
+        return largest
 
     def _guess_exponent(self, first_block: npt.NDArray[Any], scratch: Scratch) -> int:
         return 0
@@ -280,19 +259,8 @@ class Fp32(Codec):
     name = "fp32"
     item_size = 4
     _bits = np.uint32
-    _infinity = 0x7F800000
-
-    @override
-    def stored(self, payload: Bytes) -> Any:
-        return payload.view(np.float32)
-
-    @override
-    def write(self, values: Float32, stored: Any) -> None:
-        np.copyto(stored, values)
-
-    @override
-    def read(self, stored: Any, values: Float32) -> None:
-        np.copyto(values, stored)
+    _infinity = _INFINITY_BITS
+    _read, _write, _look = Code.READ_FP32, Code.WRITE_FP32, Code.LOOK_32
 
 
 class Fp16(Codec):
@@ -302,18 +270,7 @@ class Fp16(Codec):
     item_size = 2
     _bits = np.uint16
     _infinity = 0x7C00
-
-    @override
-    def stored(self, payload: Bytes) -> Any:
-        return payload.view(np.float16)
-
-    @override
-    def write(self, values: Float32, stored: Any) -> None:
-        numkong.astype(values, "float16", out=stored)
-
-    @override
-    def read(self, stored: Any, values: Float32) -> None:
-        numkong.astype(stored, "float32", out=values)
+    _read, _write, _look = Code.READ_FP16, Code.WRITE_FP16, Code.LOOK_16
 
     @override
     def check_exponent(self, exponent: int) -> None:
@@ -324,9 +281,7 @@ class Fp16(Codec):
             )
 
     def _guess_exponent(self, first_block: npt.NDArray[Any], scratch: Scratch) -> int:
-        block = as_plain(first_block, scratch.values)
-        low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
-        peak = max(-low, high)
+        peak = peak_of(as_plain(first_block, scratch.values))
         return self._exponent_for(peak) if math.isfinite(peak) else 0
 
     def _exponent_for(self, peak: float) -> int:
@@ -355,21 +310,7 @@ class Bf16(Codec):
     item_size = 2
     _bits = np.uint16
     _infinity = 0x7F80
-
-    @override
-    def stored(self, payload: Bytes) -> Any:
-        # A numkong tensor: NumPy has no bfloat16.
-        return numkong.from_pointer(
-            payload.ctypes.data, payload.size // 2, "bfloat16", owner=payload
-        )
-
-    @override
-    def write(self, values: Float32, stored: Any) -> None:
-        numkong.astype(values, "bfloat16", out=stored)
-
-    @override
-    def read(self, stored: Any, values: Float32) -> None:
-        numkong.astype(stored, "float32", out=values)
+    _read, _write, _look = Code.READ_BF16, Code.WRITE_BF16, Code.LOOK_16
 
     def _largest(self) -> float:
         return _BF16_LARGEST
@@ -381,26 +322,20 @@ CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Fp16(), Bf16
 def _finite_peak(values: npt.NDArray[Any], scratch: Scratch, *, allow_non_finite: bool) -> float:
     """Largest finite magnitude, exactly; refuses others unless they are allowed."""
     peak = 0.0
-    for start in blocks(values.size):
-        block = as_plain(values[start : start + BLOCK_ELEMENT_COUNT], scratch.values)
-        low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
-        if not (math.isfinite(low) and math.isfinite(high)):
+    for start, stop in blocks(values.size):
+        block = as_plain(values[start:stop], scratch.values)
+        found = peak_of(block)
+        if not math.isfinite(found):
             finite = np.isfinite(block)
             if not allow_non_finite:
                 index = int(np.argmin(finite))
                 raise NonFiniteValueError(start + index, float(block[index]))
-            magnitudes = np.abs(block[finite])
-            low, high = 0.0, float(magnitudes.max(initial=0.0))
-        peak = max(peak, -low, high)
+            found = float(np.abs(block[finite]).max(initial=0.0))
+        peak = max(peak, found)
     return peak
 
 
 # Values as kernels read them.
-
-_SIGNED: dict[Any, Any] = {
-    np.dtype(np.uint16): np.dtype(np.int16),
-    np.dtype(np.uint32): np.dtype(np.int32),
-}
 
 
 def is_plain(values: npt.NDArray[Any]) -> bool:
@@ -424,11 +359,7 @@ def as_plain(block: npt.NDArray[Any], into: npt.NDArray[np.float32]) -> npt.NDAr
     return values
 
 
-def magnitude_of_bits(bits: npt.NDArray[Any]) -> int:
-    """Largest value of (n,) uint16 or uint32 without their signs: two maxima, no temporary."""
-    sign = 1 << (8 * bits.itemsize - 1)
-    unsigned = int(np.maximum.reduce(bits))
-    if unsigned < sign:
-        return unsigned
-    signed = int(np.maximum.reduce(bits.view(_SIGNED[bits.dtype])))
-    return max(unsigned - sign, signed)
+def peak_of(values: Float32) -> float:
+    """The largest magnitude of (n,) contiguous float32, 0 of none; infinite or NaN if one is."""
+    bits = run((Operation(Code.LOOK_32, _PAYLOAD, _VALUES),), Arrays(values), 0, values.size)
+    return float(np.uint32(bits).view(np.float32))

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwell.numerics.codec import is_plain, peak_of
+
 _BLOCK_ELEMENT_COUNT = 256 * 1024
 """1 MiB of float32: fetched from memory once, read twice."""
 
@@ -21,6 +23,10 @@ def find_peak(values: npt.NDArray[Any]) -> tuple[float, int | None]:
     Returns:
         The magnitude and None; or infinity and the index of the first NaN or infinity.
     """
+    if is_plain(values):
+        peak = peak_of(values)
+        if math.isfinite(peak):
+            return peak, None
     peak = 0.0
     for first in range(0, values.size, _BLOCK_ELEMENT_COUNT):
         block = values[first : first + _BLOCK_ELEMENT_COUNT]

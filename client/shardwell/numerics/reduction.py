@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import numkong
 import numpy as np
 
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.elementwise import Arrays, add_scaled, run
 from shardwell.numerics.weighted_mean import MeanFactors, divide
 
 ReductionName = Literal["sum", "mean", "max", "min"]
@@ -75,7 +75,7 @@ def _mean(buffers: Sequence[Float32], weights: MeanFactors, total: Float32) -> N
             np.multiply(buffer, np.float32(factor), out=total)
             is_first = False
         else:
-            numkong.blend(buffer, total, alpha=factor, beta=1.0, out=total)
+            run(add_scaled(0, 1, factor), Arrays(total, buffer), 0, total.size)
     if is_first:
         total.fill(0.0)
     elif weights.divisor != 1.0:

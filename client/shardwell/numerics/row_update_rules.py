@@ -16,17 +16,23 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.elementwise import Arrays, Operations, add_scaled, run
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.update_rules import (
+    FIRST_SLOT,
+    GRADIENT,
     LARGEST,
+    TEMPORARY,
+    WEIGHTS,
     AnyAdam,
     Slots,
-    add_scaled,
-    clip_value_of,
+    average_moments,
+    clips_of,
     decay_add,
-    decay_and_average,
     follow_momentum,
     rule_of,
+    square_into,
 )
 from shardwell.specs import optimizers
 
@@ -43,11 +49,11 @@ class _Rows(NamedTuple):
     temporary: Float32
     counts: Counts
 
-    def flat(self) -> tuple[Float32, Float32, Slots, Float32]:
-        """Views as (n * width,), which is what numkong takes; without counts."""
-        slots = tuple(slot.reshape(-1) for slot in self.slots)
-        weights, gradients = self.weights.reshape(-1), self.gradients.reshape(-1)
-        return weights, gradients, slots, self.temporary.reshape(-1)
+    def run(self, operations: Operations) -> None:
+        """Runs operations on weights, gradients, temporary and those slots that are as wide."""
+        arrays = (self.weights, self.gradients, self.temporary, *self.slots)
+        of_elements = Arrays(*[array.reshape(-1) for array in arrays])
+        run(operations, of_elements, 0, self.weights.size)
 
 
 _RowStep: TypeAlias = Callable[[_Rows, float], None]
@@ -65,7 +71,7 @@ class RowUpdateRule:
     """
 
     def __init__(self, optimizer: optimizers.Optimizer) -> None:
-        self._clip_value = clip_value_of(optimizer)
+        self._clips = clips_of(optimizer)
         self.initial_slots, self._step = _row_rule_of(optimizer)
         """What each array of state is filled with at a row's start."""
         self.learning_rate: float = getattr(optimizer, "learning_rate", 0.0)
@@ -97,8 +103,6 @@ class RowUpdateRule:
             for start in range(0, row_count, step):
                 block = slice(start, start + step)
                 gradient = gradients[block]
-                if self._clip_value > 0:
-                    np.clip(gradient, -self._clip_value, self._clip_value, out=gradient)
                 rows = _Rows(
                     weights[block],
                     gradient,
@@ -106,6 +110,7 @@ class RowUpdateRule:
                     temporary[: len(gradient)],
                     counts[block],
                 )
+                rows.run(self._clips)
                 self._step(rows, learning_rate)
 
 
@@ -128,47 +133,49 @@ def _by_element(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], _Ro
     """The rule of whole parameters, where it asks for no count."""
     initial_slots, dense = rule_of(optimizer)
 
-    def step(rows: _Rows, rate: float) -> None:
-        dense(*rows.flat(), 0, rate)
-
-    return initial_slots, step
+    return initial_slots, lambda rows, rate: rows.run(dense(0, rate))
 
 
 def _sgd_with_momentum(spec: optimizers.SGD) -> _RowStep:
+    grows = (
+        *add_scaled(GRADIENT, WEIGHTS, spec.weight_decay),
+        *decay_add(FIRST_SLOT, spec.momentum, GRADIENT, 1.0 - spec.dampening),
+    )
+
     def step(rows: _Rows, rate: float) -> None:
-        weights, gradients, (momentum,), _ = rows.flat()
-        if spec.weight_decay:
-            add_scaled(gradients, weights, spec.weight_decay)
-        decay_add(momentum, spec.momentum, gradients, 1.0 - spec.dampening)
+        rows.run(grows)
         first = np.flatnonzero(rows.counts == 1)
         if first.size:
             rows.slots[0][first] = rows.gradients[first]
-        follow_momentum(spec, weights, gradients, momentum, rate)
+        rows.run(follow_momentum(spec, rate))
 
     return step
 
 
 def _row_wise_adagrad(spec: optimizers.RowWiseAdagrad) -> _RowStep:
+    # Not by einsum, which adds up long rows in another order when there are several.
+    squares = (
+        *add_scaled(GRADIENT, WEIGHTS, spec.weight_decay),
+        square_into(TEMPORARY, GRADIENT),
+    )
+
     def step(rows: _Rows, rate: float) -> None:
-        weights, gradients, (sums,), squares = rows.flat()
-        if spec.weight_decay:
-            add_scaled(gradients, weights, spec.weight_decay)
-        # Not by einsum, which adds up long rows in another order when there are several.
-        np.multiply(gradients, gradients, out=squares)
+        rows.run(squares)
+        sums = rows.slots[0].reshape(-1)
         mean = np.add.reduce(rows.temporary, axis=1)
         np.divide(mean, np.float32(rows.gradients.shape[1]), out=mean)
         np.add(sums, mean, out=sums)
         divisors = np.sqrt(sums)
         np.add(divisors, np.float32(spec.epsilon), out=divisors)
         np.divide(rows.gradients, divisors[:, np.newaxis], out=rows.gradients)
-        add_scaled(weights, gradients, -rate)
+        rows.run(add_scaled(WEIGHTS, GRADIENT, -rate))
 
     return step
 
 
 def _adam(spec: AnyAdam) -> _RowStep:
     def step(rows: _Rows, rate: float) -> None:
-        decay_and_average(spec, *rows.flat(), rate)
+        rows.run(average_moments(spec, rate))
         temporary = rows.temporary
         corrections = 1.0 / np.sqrt(1.0 - np.power(spec.beta2, rows.counts))
         rates = -rate / (1.0 - np.power(spec.beta1, rows.counts))

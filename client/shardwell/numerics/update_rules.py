@@ -13,17 +13,28 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-import numkong
 import numpy as np
 
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.elementwise import (
+    Arrays,
+    Code,
+    Operation,
+    Operations,
+    add_scaled,
+    run,
+    scale,
+)
 from shardwell.specs import optimizers
 from shardwell.specs.layout import TensorLayout
 
 Slots: TypeAlias = tuple[Float32, ...]
-Step: TypeAlias = Callable[[Float32, Float32, Slots, Float32, int, float], None]
-"""(weights, gradient, slots, temporary, update_count, learning_rate): weights and slots are
-updated, gradient and temporary overwritten; update_count is 1 at a parameter's first update."""
+Step: TypeAlias = Callable[[int, float], Operations]
+"""(update_count, learning_rate): what updates WEIGHTS and slots, and overwrites GRADIENT and
+TEMPORARY; update_count is 1 at a parameter's first update."""
+
+WEIGHTS, GRADIENT, TEMPORARY, FIRST_SLOT, SECOND_SLOT = range(5)
+"""Places of what a rule works on; see elementwise.py."""
 
 AnyAdam: TypeAlias = optimizers.Adam | optimizers.AdamW
 
@@ -62,26 +73,28 @@ class UpdateRule:
     """An optimizer ready to run: how many arrays of state it keeps, and its arithmetic."""
 
     def __init__(self, optimizer: optimizers.Optimizer) -> None:
-        self._clip_value = clip_value_of(optimizer)
+        self._clips = clips_of(optimizer)
         self.learning_rate: float | None = getattr(optimizer, "learning_rate", None)
         """The spec's rate; None where there is none."""
         self.initial_slots, self._step = rule_of(optimizer)
         """What each array of state is filled with at the start."""
+
+    def operations(self, *, update_count: int, learning_rate: float) -> Operations:
+        """What updates WEIGHTS and slots with the mean in GRADIENT; see Step."""
+        return self._clips + self._step(update_count, learning_rate)
 
     def apply(
         self,
         weights: Float32,
         gradient: Float32,
         slots: Slots,
-        temporary: Float32,
         *,
         update_count: int,
         learning_rate: float,
     ) -> None:
-        """Updates one block. All arrays are (n,) float32, contiguous; see Step."""
-        if self._clip_value > 0:
-            np.clip(gradient, -self._clip_value, self._clip_value, out=gradient)
-        self._step(weights, gradient, slots, temporary, update_count, learning_rate)
+        """Updates weights and slots, overwrites the gradient: all (n,) float32, contiguous."""
+        operations = self.operations(update_count=update_count, learning_rate=learning_rate)
+        run(operations, Arrays(weights, gradient, None, *slots), 0, weights.size)
 
 
 class TensorRules:
@@ -119,27 +132,16 @@ class TensorRules:
         if not self._runs:
             self._starts, self._runs = [0], [(rule, 1.0)]
 
-    def apply(
-        self,
-        offset: int,
-        weights: Float32,
-        gradient: Float32,
-        slots: Slots,
-        temporary: Float32,
-        *,
-        update_count: int,
-        learning_rate: float,
-    ) -> None:
-        """Updates one block, which begins at element `offset`. See UpdateRule.apply."""
-        for run, rule, factor in self._trained(offset, weights.size):
-            rule.apply(
-                weights[run],
-                gradient[run],
-                tuple(slot[run] for slot in slots),
-                temporary[run],
-                update_count=update_count,
-                learning_rate=learning_rate * factor,
-            )
+    def operations(
+        self, offset: int, size: int, *, update_count: int, learning_rate: float
+    ) -> Iterator[tuple[slice, Operations]]:
+        """What updates a block that begins at element `offset`; see UpdateRule.operations.
+
+        Yields the parts of it that are trained, each with its operations.
+        """
+        for part, rule, factor in self._trained(offset, size):
+            rate = learning_rate * factor
+            yield part, rule.operations(update_count=update_count, learning_rate=rate)
 
     def squared_norm(self, offset: int, gradient: Float32) -> float:
         """The sum of squares of a block of a gradient, as far as it is trained."""
@@ -159,14 +161,15 @@ class TensorRules:
             offset, number = stop, number + 1
 
 
-def clip_value_of(optimizer: optimizers.Optimizer) -> np.float32:
-    """Where gradients are clipped; 0: nowhere.
+def clips_of(optimizer: optimizers.Optimizer) -> Operations:
+    """What clips GRADIENT, by its elements.
 
     A bound that float32 can't hold is the nearest that it can, and never "no bound".
     """
     if not optimizer.clip_value:
-        return np.float32(0.0)
-    return np.float32(min(max(optimizer.clip_value, _SMALLEST), LARGEST))
+        return ()
+    bound = min(max(optimizer.clip_value, _SMALLEST), LARGEST)
+    return (Operation(Code.CLIP, GRADIENT, factor=bound),)
 
 
 def decay_into_state(optimizer: optimizers.Optimizer) -> float:
@@ -174,13 +177,6 @@ def decay_into_state(optimizer: optimizers.Optimizer) -> float:
     if isinstance(optimizer, optimizers.AdamW) or not optimizer.slot_names:
         return 0.0
     return float(getattr(optimizer, "weight_decay", 0.0))
-
-
-def peak_of(values: Float32) -> float:
-    """The largest magnitude of contiguous values, 0 of none; infinite or NaN if one is."""
-    if not values.size:
-        return 0.0
-    return float(max(np.max(values), -np.min(values)))
 
 
 def rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], Step]:
@@ -199,154 +195,101 @@ def rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], Step]:
     raise TypeError(f"no update rule for {optimizer!r}")
 
 
-def add_scaled(target: Float32, source: Float32, factor: float) -> None:
-    """Target += factor * source, in one pass."""
-    numkong.blend(source, target, alpha=factor, beta=1.0, out=target)
+def decay_add(to: int, keep: float, source: int, factor: float) -> Operations:
+    """What sets `to` to keep * to + factor * source."""
+    return scale(to, keep) + add_scaled(to, source, factor)
 
 
-def decay_add(target: Float32, keep: float, source: Float32, factor: float) -> None:
-    """Sets target to keep * target + factor * source.
-
-    In two passes: in one, numkong rounds the last elements of an array in another way than the
-    others, and results would depend on how a parameter is cut.
-    """
-    np.multiply(target, np.float32(keep), out=target)
-    add_scaled(target, source, factor)
+def square_into(to: int, source: int) -> Operation:
+    """What sets `to` to the square of `source`."""
+    return Operation(Code.MULTIPLY, to, source, source)
 
 
-def _average(
-    weights: Float32, gradient: Float32, slots: Slots, temporary: Float32, count: int, rate: float
-) -> None:
-    np.copyto(weights, gradient)
+def _average(count: int, rate: float) -> Operations:
+    return (Operation(Code.COPY, WEIGHTS, GRADIENT),)
 
 
 def _sgd(spec: optimizers.SGD) -> Step:
-    def plain(
-        weights: Float32,
-        gradient: Float32,
-        slots: Slots,
-        temporary: Float32,
-        count: int,
-        rate: float,
-    ) -> None:
-        if spec.weight_decay:
-            add_scaled(gradient, weights, spec.weight_decay)
-        add_scaled(weights, gradient, -rate)
+    decays = add_scaled(GRADIENT, WEIGHTS, spec.weight_decay)
 
-    def with_momentum(
-        weights: Float32,
-        gradient: Float32,
-        slots: Slots,
-        temporary: Float32,
-        count: int,
-        rate: float,
-    ) -> None:
-        (momentum,) = slots
-        if spec.weight_decay:
-            add_scaled(gradient, weights, spec.weight_decay)
+    def plain(count: int, rate: float) -> Operations:
+        return decays + add_scaled(WEIGHTS, GRADIENT, -rate)
+
+    def with_momentum(count: int, rate: float) -> Operations:
         if count == 1:
-            np.copyto(momentum, gradient)
+            grows: Operations = (Operation(Code.COPY, FIRST_SLOT, GRADIENT),)
         else:
-            decay_add(momentum, spec.momentum, gradient, 1.0 - spec.dampening)
-        follow_momentum(spec, weights, gradient, momentum, rate)
+            grows = decay_add(FIRST_SLOT, spec.momentum, GRADIENT, 1.0 - spec.dampening)
+        return decays + grows + follow_momentum(spec, rate)
 
     return plain if spec.momentum == 0 else with_momentum
 
 
-def follow_momentum(
-    spec: optimizers.SGD, weights: Float32, gradient: Float32, momentum: Float32, rate: float
-) -> None:
-    """Moves weights along their momentum, or along where it leads; gradient is overwritten."""
+def follow_momentum(spec: optimizers.SGD, rate: float) -> Operations:
+    """What moves weights along their momentum, or along where it leads."""
     if spec.nesterov:
-        add_scaled(gradient, momentum, spec.momentum)
-        add_scaled(weights, gradient, -rate)
-    else:
-        add_scaled(weights, momentum, -rate)
+        looks_ahead = add_scaled(GRADIENT, FIRST_SLOT, spec.momentum)
+        return looks_ahead + add_scaled(WEIGHTS, GRADIENT, -rate)
+    return add_scaled(WEIGHTS, FIRST_SLOT, -rate)
+
+
+def _by_root(squares: int, epsilon: float) -> Operations:
+    """What sets TEMPORARY to the gradient by the root of `squares`."""
+    return (
+        Operation(Code.SQUARE_ROOT, TEMPORARY, squares),
+        Operation(Code.ADD_CONSTANT, TEMPORARY, factor=epsilon),
+        Operation(Code.DIVIDE, TEMPORARY, GRADIENT, TEMPORARY),
+    )
 
 
 def _adagrad(spec: optimizers.Adagrad) -> Step:
-    def step(
-        weights: Float32,
-        gradient: Float32,
-        slots: Slots,
-        temporary: Float32,
-        count: int,
-        rate: float,
-    ) -> None:
-        (squares,) = slots
-        if spec.weight_decay:
-            add_scaled(gradient, weights, spec.weight_decay)
-        np.multiply(gradient, gradient, out=temporary)
-        np.add(squares, temporary, out=squares)
-        np.sqrt(squares, out=temporary)
-        np.add(temporary, np.float32(spec.epsilon), out=temporary)
-        np.divide(gradient, temporary, out=temporary)
-        add_scaled(weights, temporary, -rate)
-
-    return step
+    accumulates = (
+        *add_scaled(GRADIENT, WEIGHTS, spec.weight_decay),
+        square_into(TEMPORARY, GRADIENT),
+        *add_scaled(FIRST_SLOT, TEMPORARY),
+        *_by_root(FIRST_SLOT, spec.epsilon),
+    )
+    return lambda count, rate: accumulates + add_scaled(WEIGHTS, TEMPORARY, -rate)
 
 
 def _rms_prop(spec: optimizers.RMSProp) -> Step:
-    def step(
-        weights: Float32,
-        gradient: Float32,
-        slots: Slots,
-        temporary: Float32,
-        count: int,
-        rate: float,
-    ) -> None:
-        squares = slots[0]
-        if spec.weight_decay:
-            add_scaled(gradient, weights, spec.weight_decay)
-        np.multiply(gradient, gradient, out=temporary)
-        decay_add(squares, spec.decay, temporary, 1.0 - spec.decay)
-        np.sqrt(squares, out=temporary)
-        np.add(temporary, np.float32(spec.epsilon), out=temporary)
-        np.divide(gradient, temporary, out=temporary)
-        if spec.momentum:
-            momentum = slots[1]
-            decay_add(momentum, spec.momentum, temporary, 1.0)
-            temporary = momentum
-        add_scaled(weights, temporary, -rate)
-
-    return step
+    averages = (
+        *add_scaled(GRADIENT, WEIGHTS, spec.weight_decay),
+        square_into(TEMPORARY, GRADIENT),
+        *decay_add(FIRST_SLOT, spec.decay, TEMPORARY, 1.0 - spec.decay),
+        *_by_root(FIRST_SLOT, spec.epsilon),
+    )
+    moved_by = TEMPORARY
+    if spec.momentum:
+        averages += decay_add(SECOND_SLOT, spec.momentum, TEMPORARY, 1.0)
+        moved_by = SECOND_SLOT
+    return lambda count, rate: averages + add_scaled(WEIGHTS, moved_by, -rate)
 
 
 def _adam(spec: AnyAdam) -> Step:
-    def step(
-        weights: Float32,
-        gradient: Float32,
-        slots: Slots,
-        temporary: Float32,
-        count: int,
-        rate: float,
-    ) -> None:
-        first, _ = slots
-        decay_and_average(spec, weights, gradient, slots, temporary, rate)
+    def step(count: int, rate: float) -> Operations:
         correction = math.sqrt(1.0 - spec.beta2**count)
-        np.multiply(temporary, np.float32(1.0 / correction), out=temporary)
-        np.add(temporary, np.float32(spec.epsilon), out=temporary)
-        np.divide(first, temporary, out=temporary)
-        add_scaled(weights, temporary, -rate / (1.0 - spec.beta1**count))
+        return (
+            *average_moments(spec, rate),
+            *scale(TEMPORARY, 1.0 / correction),
+            Operation(Code.ADD_CONSTANT, TEMPORARY, factor=spec.epsilon),
+            Operation(Code.DIVIDE, TEMPORARY, FIRST_SLOT, TEMPORARY),
+            *add_scaled(WEIGHTS, TEMPORARY, -rate / (1.0 - spec.beta1**count)),
+        )
 
     return step
 
 
-def decay_and_average(
-    spec: AnyAdam,
-    weights: Float32,
-    gradient: Float32,
-    slots: Slots,
-    temporary: Float32,
-    rate: float,
-) -> None:
-    """What Adam does before it corrects bias; leaves the root of the second moment in temporary."""
-    first, second = slots
-    if spec.weight_decay and isinstance(spec, optimizers.AdamW):
-        np.multiply(weights, np.float32(1.0 - rate * spec.weight_decay), out=weights)
-    elif spec.weight_decay:
-        add_scaled(gradient, weights, spec.weight_decay)
-    decay_add(first, spec.beta1, gradient, 1.0 - spec.beta1)
-    np.multiply(gradient, gradient, out=temporary)
-    decay_add(second, spec.beta2, temporary, 1.0 - spec.beta2)
-    np.sqrt(second, out=temporary)
+def average_moments(spec: AnyAdam, rate: float) -> Operations:
+    """What Adam does before it corrects bias; leaves the root of the second moment in TEMPORARY."""
+    if isinstance(spec, optimizers.AdamW):
+        decays = scale(WEIGHTS, 1.0 - rate * spec.weight_decay)
+    else:
+        decays = add_scaled(GRADIENT, WEIGHTS, spec.weight_decay)
+    return (
+        *decays,
+        *decay_add(FIRST_SLOT, spec.beta1, GRADIENT, 1.0 - spec.beta1),
+        square_into(TEMPORARY, GRADIENT),
+        *decay_add(SECOND_SLOT, spec.beta2, TEMPORARY, 1.0 - spec.beta2),
+        Operation(Code.SQUARE_ROOT, TEMPORARY, SECOND_SLOT),
+    )

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from shardwell.errors import DeadlineError, InitSupersededError, ShardwellError
 from shardwell.numerics.arguments import wait_milliseconds
-from shardwell.numerics.codec import CODECS, Scratch
+from shardwell.numerics.codec import CODECS
+from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.retry import Attempts

@@ -154,6 +154,8 @@ class ShardStatus:
     """HOST:PORT at which it was asked."""
     software_version: str
     """Version of the shard's software."""
+    arithmetic: str
+    """What computes there, in words: native code and its instructions, or NumPy and why."""
     uptime_s: float
     """Seconds since the process began to serve."""
     stored_bytes: int
@@ -256,6 +258,7 @@ def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
         cluster_id=shard.shard.cluster_id,
         address=channel.address,
         software_version=shard.software_version,
+        arithmetic=shard.arithmetic,
         uptime_s=shard.uptime_s,
         stored_bytes=shard.stored_bytes,
         received_payload_bytes=shard.received_payload_bytes,

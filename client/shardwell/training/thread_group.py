@@ -44,7 +44,8 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.numerics.arguments import as_writable, check_integer, check_timeout
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.elementwise import blocks
 from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.reduction import REDUCTIONS, ReductionName, part_of, reduce_block
 from shardwell.numerics.scratch import thread_scratch
@@ -371,10 +372,9 @@ class ThreadedSync:
         buffers, reduction = round_.buffers, round_.calls[rank].op
         total = thread_scratch().values
         first, stop = part_of(buffers[0].size, len(buffers), rank)
-        for start in range(first, stop, BLOCK_ELEMENT_COUNT):
+        for start, end in blocks(stop, first):
             if round_.failure is not None:
                 return
-            end = min(start + BLOCK_ELEMENT_COUNT, stop)
             block = [buffer[start:end] for buffer in buffers]
             reduce_block(block, reduction, round_.weights, total[: end - start])
 

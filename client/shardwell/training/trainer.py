@@ -22,9 +22,9 @@ import numpy as np
 
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_flat, check_integer
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32, blocks
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.elementwise import blocks
 from shardwell.numerics.finite import first_non_finite
-from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.update_rules import UpdateRule
 from shardwell.specs.checks import brief
 from shardwell.specs.optimizers import Average, Optimizer, check_learning_rate
@@ -284,14 +284,11 @@ class DataParallelTrainer:
 
     def _apply(self, gradient: Float32) -> None:
         """The optimizer's update, block by block; overwrites the gradient."""
-        scratch = thread_scratch().values
-        for start in blocks(self._flat.size):
-            stop = min(start + BLOCK_ELEMENT_COUNT, self._flat.size)
+        for start, stop in blocks(self._flat.size):
             self._rule.apply(
                 self._flat[start:stop],
                 gradient[start:stop],
                 tuple(slot[start:stop] for slot in self._slots),
-                scratch[: stop - start],
                 update_count=self._step + 1,
                 learning_rate=self._learning_rate,
             )

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.numerics.codec import CODECS, Bytes, Codec, Scratch
+from shardwell.numerics.codec import CODECS, Bytes, Codec
+from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import types_pb2

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import NonFiniteError, StorageError
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, Float32
-from shardwell.numerics.scratch import thread_scratch
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, thread_scratch
 from shardwell_server.accumulator.file_layout import UNDO_ENTRY_COUNT, SumLayout, Summary
 from shardwell_server.accumulator.stripe_locks import Stripes
 from shardwell_server.store.contract import TableLayout

@@ -45,11 +45,26 @@ class _LazyGroup(click.Group):
         return command
 
 
+def _tell_version(context: click.Context) -> NoReturn:
+    import shardwell
+    from shardwell.numerics import native
+
+    click.echo(f"shardwell, version {shardwell.__version__}, {native.describe()}")
+    context.exit()
+
+
 @click.group(
     cls=_LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(package_name="shardwell", prog_name="shardwell")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=lambda context, _, is_wanted: _tell_version(context) if is_wanted else None,
+    help="Show the version, and what computes, and exit.",
+)
 @click.pass_context
 def commands(context: click.Context) -> None:
     """A sharded parameter server for training on commodity machines."""

@@ -54,6 +54,8 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         screen = console()
         screen.print(_shard_table(answers))
         if _given(answers):
+            screen.print(_arithmetic(answers), markup=False, soft_wrap=True)
+        if _given(answers):
             screen.print(_parameter_table(answers))
         if any(status.tables for _, status in _given(answers)):
             screen.print(_tables_table(answers))
@@ -61,6 +63,17 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
             screen.print(fault, style="red", markup=False, soft_wrap=True)
     if any(faults):
         raise click.exceptions.Exit(1)
+
+
+def _arithmetic(answers: list[_Answer]) -> str:
+    """What computes on the shards, in a line."""
+    found: dict[str, list[str]] = {}
+    for _, status in _given(answers):
+        found.setdefault(status.arithmetic, []).append(str(status.shard_index))
+    if len(found) == 1:
+        return f"computed by {next(iter(found))}"
+    words = [f"{what} on {', '.join(indices)}" for what, indices in found.items()]
+    return f"computed by {'; '.join(words)}"
 
 
 def _given(answers: list[_Answer]) -> list[tuple[str, ShardStatus]]:

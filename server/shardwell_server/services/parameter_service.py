@@ -25,6 +25,7 @@ from shardwell.errors import (
     ShardUnavailableError,
     WrongShardError,
 )
+from shardwell.numerics import native
 from shardwell.numerics.codec import CODECS, Bytes, Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
@@ -389,6 +390,7 @@ class ParameterServerService:
             sent_payload_bytes=shard.traffic.sent_bytes,
             open_stream_count=self._streams.count,
             arena_address=self._arenas.address,
+            arithmetic=native.describe(),
         )
         size_bytes = 0
         for parameter in parameters:

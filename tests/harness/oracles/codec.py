@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.numerics.codec import CODECS, Bytes, Float32, Scratch
+from shardwell.numerics.codec import CODECS, Bytes, Float32
+from shardwell.numerics.scratch import Scratch
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOAT32_SMALLEST = 2.0**-149

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -181,7 +180,6 @@ def run(
                 weights[start:stop],
                 gradient[start:stop].copy(),
                 tuple(slot[start:stop] for slot in slots),
-                np.full(stop - start, math.nan, np.float32),
                 update_count=index + 1,
                 learning_rate=rate,
             )

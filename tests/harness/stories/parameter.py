@@ -16,8 +16,8 @@ import numpy as np
 
 from harness.data.sessions import TENURE, applicant, contributor, session_of
 from shardwell import SGD, Adagrad, ParameterSpec
-from shardwell.numerics import codec, scratch
-from shardwell.numerics.codec import Scratch
+from shardwell.numerics import elementwise
+from shardwell.numerics.scratch import Scratch
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
@@ -67,15 +67,12 @@ State = dict[str, Any]
 @contextlib.contextmanager
 def short_blocks() -> Iterator[None]:
     """Several blocks in each chunk, and event logs that are compacted early."""
-    old = codec.BLOCK_ELEMENT_COUNT, event_log._COMPACT_BYTES, vars(scratch._OF_THREAD).copy()
-    codec.BLOCK_ELEMENT_COUNT, event_log._COMPACT_BYTES = BLOCK_ELEMENT_COUNT, COMPACT_BYTES
-    vars(scratch._OF_THREAD).clear()
+    old = elementwise.BLOCK_ELEMENT_COUNT, event_log._COMPACT_BYTES
+    elementwise.BLOCK_ELEMENT_COUNT, event_log._COMPACT_BYTES = BLOCK_ELEMENT_COUNT, COMPACT_BYTES
     try:
         yield
     finally:
-        codec.BLOCK_ELEMENT_COUNT, event_log._COMPACT_BYTES = old[:2]
-        vars(scratch._OF_THREAD).clear()
-        vars(scratch._OF_THREAD).update(old[2])
+        elementwise.BLOCK_ELEMENT_COUNT, event_log._COMPACT_BYTES = old
 
 
 def deadline() -> RequestDeadline:

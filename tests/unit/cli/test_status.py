@@ -9,7 +9,7 @@ from rich.console import Console
 
 import shardwell
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell_server.cli.status import _shard_table, _size, _taking_part, _uptime
+from shardwell_server.cli.status import _arithmetic, _shard_table, _size, _taking_part, _uptime
 
 
 def _answer(index: int, count: int, uptime_s: float) -> tuple[str, shardwell.ShardStatus]:
@@ -20,6 +20,7 @@ def _answer(index: int, count: int, uptime_s: float) -> tuple[str, shardwell.Sha
         cluster_id="local-0123456789ab",
         address=address,
         software_version="0.1.0",
+        arithmetic="native code (AVX2)" if index else "NumPy (SHARDWELL_NATIVE=off)",
         uptime_s=uptime_s,
         stored_bytes=10_480_000_000,
         received_payload_bytes=99_940_000,
@@ -39,6 +40,14 @@ def test_shards_at_local_addresses_fit_80_columns(uptime_s) -> None:
     assert lines[1] == ["shard", "address", "state", "up", "stored", "in", "out", "streams"]
     assert len(lines) == 3 + 12  # none is folded
     assert lines[3][-7:] == ["10.5", "GB", "99.9", "MB", "123", "GB", "256"]
+
+
+def test_what_computes_is_told_by_shards() -> None:
+    answers = [_answer(index, 3, 1.0) for index in range(3)]
+    assert _arithmetic(answers) == (
+        "computed by NumPy (SHARDWELL_NATIVE=off) on 0; native code (AVX2) on 1, 2"
+    )
+    assert _arithmetic(answers[1:]) == "computed by native code (AVX2)"
 
 
 @pytest.mark.parametrize(

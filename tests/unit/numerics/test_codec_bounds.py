@@ -20,7 +20,8 @@ from harness.oracles.codec import (
     encoded,
     roundtrip,
 )
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, CODECS
+from shardwell.numerics.codec import CODECS
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 
 NAMES = sorted(CODECS)
 EXPONENTS = range(-149, 128)

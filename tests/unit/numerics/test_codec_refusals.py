@@ -7,6 +7,9 @@ same sum in float64.
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +18,8 @@ from hypothesis import strategies as st
 
 from harness.oracles.codec import FLOAT32_MAX, decoded, encoded, fp16_value, roundtrip
 from shardwell.errors import ArgumentError
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, CODECS, NonFiniteValueError, Scratch
+from shardwell.numerics.codec import CODECS, NonFiniteValueError
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 
 NAMES = sorted(CODECS)
 BAD = [math.nan, math.inf, -math.inf]
@@ -149,9 +153,9 @@ def test_decode_add_is_a_weighted_sum(
     parts = weight * received, total_factor * total.astype(np.float64)
     out = np.empty(COUNT, np.float32)
     factor = math.ldexp(weight, exponent)
-    CODECS[name].decode_add(payload, factor, total, total_factor, out, Scratch())
+    CODECS[name].decode_add(payload, factor, total, total_factor, out)
     assert (np.abs(out - sum(parts)) <= 2.0**-22 * sum(map(np.abs, parts)) + 2.0**-148).all()
-    CODECS[name].decode_add(payload, factor, total, total_factor, total, Scratch())
+    CODECS[name].decode_add(payload, factor, total, total_factor, total)
     assert total.tobytes() == out.tobytes()
 
 
@@ -161,7 +165,51 @@ def test_decode_add_of_integers_is_exact(name: str) -> None:
     total = np.arange(201).astype(np.float32)
     payload, exponent = encoded(name, values)
     factor, part = math.ldexp(1024.0, exponent), np.empty(101, np.float32)
-    CODECS[name].decode_add(payload, factor, total[50:151], 1000.0, part, Scratch(), 50)
+    codec = CODECS[name]
+    middle = payload[50 * codec.item_size : 151 * codec.item_size]
+    codec.decode_add(middle, factor, total[50:151], 1000.0, part)
     assert (part == 1000 * total[50:151] + 1024 * values[50:151]).all()
-    CODECS[name].decode_add(payload, factor, total, 1000.0, total, Scratch())
+    CODECS[name].decode_add(payload, factor, total, 1000.0, total)
     assert (total == 1000 * np.arange(201) + 1024 * values).all()
+
+
+NAN_BITS = [0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF, 0x7FC00000]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bits", NAN_BITS)
+@pytest.mark.parametrize("count", [5, 5000])
+def test_every_kind_of_nan_is_found_and_stays_one(name: str, bits: int, count: int) -> None:
+    values = np.ones(count, np.float32)
+    values.view(np.uint32)[count - 2] = bits
+    with pytest.raises(NonFiniteValueError) as caught:
+        encoded(name, values)
+    assert caught.value.index == count - 2
+    received = decoded(name, *encoded(name, values, allow_non_finite=True))
+    np.testing.assert_array_equal(received, values)
+
+
+CUT_ANYWHERE = """
+import numkong, numpy as np
+for name, has in numkong.get_capabilities().items():
+    if has and name not in ("serial", "haswell"):
+        numkong.disable_capability(name)
+from shardwell.numerics.codec import CODECS
+random = np.random.default_rng(0)
+values, total = (random.standard_normal(1003).astype(np.float32) for _ in range(2))
+payload, codec, whole = values.view(np.uint8), CODECS["fp32"], total.copy()
+codec.decode_add(payload, 30 / 64, whole, 17 / 64, whole)
+for cut in (1, 7, 8, 500, 1000):
+    parts = total.copy()
+    for part in (slice(0, cut), slice(cut, 1003)):
+        stored = values[part].view(np.uint8)
+        codec.decode_add(stored, 30 / 64, parts[part], 17 / 64, parts[part])
+    assert parts.tobytes() == whole.tobytes(), cut
+"""
+
+
+@pytest.mark.parametrize("native", ["on", "off"])
+def test_a_sum_does_not_depend_on_where_it_is_cut(native: str) -> None:
+    """On a processor without AVX-512, too, whose kernels end otherwise than they go on."""
+    environment = {**os.environ, "SHARDWELL_NATIVE": native}
+    subprocess.run([sys.executable, "-c", CUT_ANYWHERE], env=environment, check=True)

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from harness.oracles.optimizers import OPTIMIZERS, Oracle, gradients_of, run
 from shardwell import SGD, Adam, AdamW, Average, Optimizer, TensorGroup, TensorLayout
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT
+from shardwell.numerics import elementwise
+from shardwell.numerics.elementwise import Arrays
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.update_rules import TensorRules, UpdateRule
 
 SIZE = 257
@@ -161,10 +163,7 @@ def test_adams_first_step_is_the_rate_in_the_gradients_direction() -> None:
 def test_adam_after_a_million_updates_needs_no_correction() -> None:
     rule = UpdateRule(Adam(learning_rate=0.5, beta1=0.5, beta2=0.25, epsilon=1e-8))
     weights, one = np.zeros(1, np.float32), np.ones(1, np.float32)
-    rule.apply(
-        weights, one.copy(), (one.copy(), one.copy()), one.copy(),
-        update_count=10**6, learning_rate=0.5,
-    )  # fmt: skip
+    rule.apply(weights, one.copy(), (one.copy(), one.copy()), update_count=10**6, learning_rate=0.5)
     np.testing.assert_allclose(weights, [-0.5], rtol=1e-6)
 
 
@@ -197,17 +196,17 @@ def test_tensors_with_options_are_as_if_each_were_alone(optimizer: str, cut: int
         for start in range(0, size, cut):
             weights, *slots = (array[start : start + cut] for array in state)
             given = gradient[start : start + cut].copy()
-            rules.apply(start, weights, given, tuple(slots), np.empty_like(weights), **options)
+            arrays = Arrays(weights, given, None, *slots)
+            for part, operations in rules.operations(start, weights.size, **options):
+                elementwise.run(operations, arrays, part.start, part.stop)
         for tensor in LAYOUT:
             weights, *slots = (array[tensor.offset : tensor.stop] for array in alone)
-            given, temporary = gradient[tensor.offset : tensor.stop].copy(), np.empty_like(weights)
+            given = gradient[tensor.offset : tensor.stop].copy()
             own = of if tensor.name != "b" else dataclasses.replace(of, weight_decay=0.0)
             factor = 1.0 if tensor.name == "b" else 0.25
             rate = {"learning_rate": rules.learning_rate * factor}
             if tensor.size and tensor.name != "frozen":
-                UpdateRule(own).apply(
-                    weights, given, tuple(slots), temporary, **{**options, **rate}
-                )
+                UpdateRule(own).apply(weights, given, tuple(slots), **{**options, **rate})
     for found, expected in zip(state, alone, strict=True):
         assert found.tobytes() == expected.tobytes()
     frozen = LAYOUT.by_name["frozen"]

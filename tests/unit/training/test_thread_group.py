@@ -18,8 +18,8 @@ import shardwell
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.threads import in_background, together
 from shardwell import ThreadedSync
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.reduction import REDUCTIONS
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 
 LENGTHS = [*range(101), 1000, 4097, BLOCK_ELEMENT_COUNT - 1, 3 * BLOCK_ELEMENT_COUNT + 17]
 

@@ -12,7 +12,8 @@ import pytest
 
 from harness.oracles.codec import decoded
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.numerics.codec import CODECS, NonFiniteValueError, Scratch
+from shardwell.numerics.codec import CODECS, NonFiniteValueError
+from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardwell.numerics.codec import CODECS, Bytes, Float32, blocks
+from shardwell.numerics.codec import CODECS, Bytes, Float32
+from shardwell.numerics.elementwise import blocks
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import divide
 from shardwell.placement.slices import Slice
@@ -121,21 +122,19 @@ class ChunkArithmetic:
         own = total is None
         out = self._total[: where.size] if total is None else total
         added = self._own(where) if total is None else total
-        codec, scratch = self._codec.codec, thread_scratch()
+        codec = self._codec.codec
         if self._reduction in (Reduction.SUM, Reduction.MEAN):
             factor = self._factor if own else 1.0
             scale = math.ldexp(1.0, exponent)
             if not factor:
                 codec.decode(stored, exponent, out)
                 return out
-            codec.decode_add(stored, scale, added, factor, out, scratch)
+            codec.decode_add(stored, scale, added, factor, out)
             return out
         pick = np.maximum if self._reduction is Reduction.MAX else np.minimum
-        scale = math.ldexp(1.0, exponent)
-        for start in blocks(where.size):
-            values = scratch.values[: min(len(scratch.values), where.size - start)]
-            codec.decode_block(stored, start, scale, values)
-            stop = start + values.size
+        for start, stop in blocks(where.size):
+            values = thread_scratch().values[: stop - start]
+            codec.decode(stored[start * codec.item_size : stop * codec.item_size], exponent, values)
             pick(values, added[start:stop], out=out[start:stop])
         return out
 

@@ -1,8 +1,8 @@
 """Moves the bytes of gradients: into sums, and from the last contribution into the weights.
 
 Stateless; the caller holds the chunk's lock and has checked everything, because nothing here may
-fail half way. One block at a time, so that decoding, adding, averaging and updating share the
-cache.
+fail half way. One block at a time, in which decoding, adding, averaging and updating are one pass
+over memory.
 """
 
 from __future__ import annotations
@@ -13,10 +13,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwell.numerics.codec import Bytes, Codec, Float32, Scratch, blocks
-from shardwell.numerics.update_rules import Slots, TensorRules
-from shardwell.numerics.weighted_mean import divide
+from shardwell.numerics.codec import Bytes, Codec, Float32
+from shardwell.numerics.elementwise import (
+    Arrays,
+    Code,
+    Operation,
+    Operations,
+    add_scaled,
+    blocks,
+    run,
+    scale,
+)
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
+from shardwell.numerics.update_rules import (
+    GRADIENT,
+    SECOND_SLOT,
+    TEMPORARY,
+    Slots,
+    TensorRules,
+)
 from shardwell_server.store import ChunkChange, ChunkRecord
+
+_PAYLOAD, _TOTAL = SECOND_SLOT + 1, SECOND_SLOT + 2
+"""Places beside those of update rules."""
 
 
 class Contribution(NamedTuple):
@@ -44,6 +63,11 @@ class ChunkState:
     gradient_sum: Float32 | None
     slots: Slots
 
+    def places(self, payload: Bytes | None) -> Arrays:
+        """All arrays, with a contribution's, for an update rule; the gradient is a temporary."""
+        slots = (*self.slots, None, None)[:2]
+        return Arrays(self.weights, None, None, *slots, payload, self.gradient_sum)
+
 
 _FACTOR_MIN, _FACTOR_LIMIT = 2.0**-90, 2.0**127
 """Factors that float32 holds exactly, also after they were scaled down for a heavier gradient."""
@@ -63,7 +87,6 @@ def add_to_sum(
     codec: Codec,
     total: Float32,
     total_factor: float,
-    scratch: Scratch,
     change: ChunkChange,
     *,
     shift: int,
@@ -79,19 +102,22 @@ def add_to_sum(
     factor = contribution.factor(shift)
     if total_factor == 0.0 and factor == 0.0:
         return 0.0
-    payload = contribution.payload
     is_plain = total_factor == 0.0 and _FACTOR_MIN <= factor < _FACTOR_LIMIT
-    for start in blocks(total.size):
-        into = total[start : start + scratch.values.size]
-        stop = start + into.size
+    if is_plain:
+        operations = codec.reads(_TOTAL, _PAYLOAD, 1.0)
+    elif total_factor == 0.0:
+        weight = math.ldexp(contribution.sample_count, -shift)
+        unscaled = codec.reads(_TOTAL, _PAYLOAD, math.ldexp(1.0, contribution.exponent))
+        operations = unscaled + scale(_TOTAL, weight)
+    else:
+        operations = scale(_TOTAL, total_factor)
+        if factor:
+            operations += codec.reads(TEMPORARY, _PAYLOAD, factor) + add_scaled(_TOTAL, TEMPORARY)
+    none = (None,) * _PAYLOAD
+    arrays = Arrays(*none, contribution.payload, total)
+    for start, stop in blocks(total.size):
         change.before(start, stop)
-        if is_plain:
-            codec.decode_block(payload, start, 1.0, into)
-        elif total_factor == 0.0:
-            codec.decode_block(payload, start, math.ldexp(1.0, contribution.exponent), into)
-            np.multiply(into, np.float32(math.ldexp(contribution.sample_count, -shift)), out=into)
-        else:
-            codec.decode_add(payload, factor, into, total_factor, into, scratch, start)
+        run(operations, arrays, start, stop)
         change.after(start, stop)
     return factor if is_plain else 1.0
 
@@ -101,7 +127,6 @@ def state_overflow(
     codec: Codec,
     chunk: ChunkState,
     rules: TensorRules,
-    scratch: Scratch,
     *,
     update_count: int,
     learning_rate: float,
@@ -115,31 +140,27 @@ def state_overflow(
         codec: How it is written.
         chunk: Weights and state.
         rules: The optimizer.
-        scratch: This thread's.
         update_count: 1 at the first update.
         learning_rate: The rate of that update.
 
     Returns:
         Which array, and the element; None: there is none.
     """
-    for start in blocks(chunk.weights.size):
-        weights = chunk.weights[start : start + scratch.gradient.size].copy()
-        stop = start + weights.size
-        gradient = scratch.gradient[: weights.size]
-        codec.decode_block(
-            contribution.payload, start, math.ldexp(1.0, contribution.exponent), gradient
+    given = codec.reads(GRADIENT, _PAYLOAD, math.ldexp(1.0, contribution.exponent))
+    for start, stop in blocks(chunk.weights.size):
+        copied = ChunkState(
+            offset=chunk.offset + start,
+            weights=chunk.weights[start:stop].copy(),
+            gradient_sum=None,
+            slots=tuple(slot[start:stop].copy() for slot in chunk.slots),
         )
-        slots = tuple(slot[start:stop].copy() for slot in chunk.slots)
-        rules.apply(
-            chunk.offset + start,
-            weights,
-            gradient,
-            slots,
-            scratch.values[: weights.size],
-            update_count=update_count,
-            learning_rate=learning_rate,
-        )
-        for index, slot in enumerate(slots):
+        payload = contribution.payload[start * codec.item_size : stop * codec.item_size]
+        arrays = copied.places(payload)
+        for part, updates in rules.operations(
+            copied.offset, stop - start, update_count=update_count, learning_rate=learning_rate
+        ):
+            run(given + updates, arrays, part.start, part.stop)
+        for index, slot in enumerate(copied.slots):
             is_finite = np.isfinite(slot)
             if not is_finite.all():
                 return index, start + int(np.argmin(is_finite))
@@ -151,7 +172,6 @@ def close_step(
     codec: Codec,
     chunk: ChunkState,
     rules: TensorRules,
-    scratch: Scratch,
     change: ChunkChange,
     *,
     total_factor: float,
@@ -167,7 +187,6 @@ def close_step(
         codec: How it is written.
         chunk: Weights and state, updated; the sum is read and then of no meaning.
         rules: The optimizer.
-        scratch: This thread's.
         change: Told of every block before and after it is written.
         total_factor: See add_to_sum; 0 if there is no sum.
         shift: See add_to_sum.
@@ -175,7 +194,6 @@ def close_step(
         update_count: 1 at the first update.
         learning_rate: Of this update.
     """
-    payload = contribution.payload
     factor, divisor = contribution.factor(shift), math.ldexp(float(sample_total), -shift)
     if sample_total == 0:
         divisor = 1.0
@@ -183,49 +201,71 @@ def close_step(
         factor, divisor = math.ldexp(1.0, contribution.exponent), 1.0
     elif sample_total & (sample_total - 1) == 0:  # dividing by a power of two is exact beforehand
         factor, total_factor, divisor = factor / divisor, total_factor / divisor, 1.0
-    for start in blocks(chunk.weights.size):
-        weights = chunk.weights[start : start + scratch.gradient.size]
-        stop = start + weights.size
+    if total_factor == 0.0 or chunk.gradient_sum is None:
+        mean = codec.reads(GRADIENT, _PAYLOAD, factor)
+    elif factor == 0.0:
+        mean = (Operation(Code.COPY, GRADIENT, _TOTAL), *scale(GRADIENT, total_factor))
+    else:
+        added = add_scaled(GRADIENT, _TOTAL, total_factor)
+        mean = codec.reads(GRADIENT, _PAYLOAD, factor) + added
+    if divisor != 1.0:
+        mean += (Operation(Code.MEAN, GRADIENT, divisor=divisor),)
+    _update(
+        mean,
+        chunk,
+        contribution.payload,
+        rules,
+        change,
+        update_count=update_count,
+        learning_rate=learning_rate,
+    )
+
+
+def _update(
+    mean: Operations,
+    chunk: ChunkState,
+    payload: Bytes | None,
+    rules: TensorRules,
+    change: ChunkChange,
+    *,
+    update_count: int,
+    learning_rate: float,
+) -> None:
+    """Updates weights and state with what `mean` computes into GRADIENT."""
+    arrays = chunk.places(payload)
+    for start, stop in blocks(chunk.weights.size):
         change.before(start, stop)
-        mean = scratch.gradient[: weights.size]
-        if total_factor == 0.0 or chunk.gradient_sum is None:
-            codec.decode_block(payload, start, factor, mean)
-        else:
-            total = chunk.gradient_sum[start : start + weights.size]
-            codec.decode_add(payload, factor, total, total_factor, mean, scratch, start)
-        unused = scratch.values[: weights.size]
-        if divisor != 1.0:
-            divide(mean, divisor, unused)
-            mean, unused = unused, mean
-        rules.apply(
+        for part, updates in rules.operations(
             chunk.offset + start,
-            weights,
-            mean,
-            tuple(slot[start:stop] for slot in chunk.slots),
-            unused,
+            stop - start,
             update_count=update_count,
             learning_rate=learning_rate,
-        )
+        ):
+            run(mean + updates, arrays, start + part.start, start + part.stop)
         change.after(start, stop)
 
 
 # Steps that are full, and close when the norm of their mean is known: clipping.py.
 
 
-def squared_mean_norm(
-    chunk: ChunkState, rules: TensorRules, scratch: Scratch, record: ChunkRecord
-) -> float:
+def squared_mean_norm(chunk: ChunkState, rules: TensorRules, record: ChunkRecord) -> float:
     """The sum of squares of a full step's mean, without frozen tensors."""
-    return math.fsum(
-        rules.squared_norm(chunk.offset + start, _mean_block(chunk, scratch, record, start))
-        for start in blocks(chunk.weights.size)
-    )
+    operations, squares = _mean_of(record), []
+    values = np.empty(min(chunk.weights.size, BLOCK_ELEMENT_COUNT), np.float32)
+    for start, stop in blocks(chunk.weights.size):
+        assert chunk.gradient_sum is not None
+        mean = values[: stop - start]
+        before = (None,) * GRADIENT
+        between = (None,) * (_TOTAL - GRADIENT - 1)
+        arrays = Arrays(*before, mean, *between, chunk.gradient_sum[start:stop])
+        run(operations, arrays, 0, stop - start)
+        squares.append(rules.squared_norm(chunk.offset + start, mean))
+    return math.fsum(squares)
 
 
 def close_full_step(
     chunk: ChunkState,
     rules: TensorRules,
-    scratch: Scratch,
     change: ChunkChange,
     record: ChunkRecord,
     *,
@@ -237,40 +277,28 @@ def close_full_step(
     Args:
         chunk: Weights and state, updated; the sum is read and then of no meaning.
         rules: The optimizer.
-        scratch: This thread's.
         change: Told of every block before and after it is written.
         record: Of the chunk: its contributions.
         clip_factor: What the mean is multiplied with.
         learning_rate: Of this update.
     """
-    for start in blocks(chunk.weights.size):
-        weights = chunk.weights[start : start + scratch.gradient.size]
-        stop = start + weights.size
-        change.before(start, stop)
-        mean = _mean_block(chunk, scratch, record, start)
-        if clip_factor != 1.0:
-            np.multiply(mean, np.float32(clip_factor), out=mean)
-        rules.apply(
-            chunk.offset + start,
-            weights,
-            mean,
-            tuple(slot[start:stop] for slot in chunk.slots),
-            scratch.values[: weights.size],
-            update_count=record.version + 1,
-            learning_rate=learning_rate,
-        )
-        change.after(start, stop)
+    _update(
+        _mean_of(record) + scale(GRADIENT, clip_factor),
+        chunk,
+        None,
+        rules,
+        change,
+        update_count=record.version + 1,
+        learning_rate=learning_rate,
+    )
 
 
-def _mean_block(chunk: ChunkState, scratch: Scratch, record: ChunkRecord, start: int) -> Float32:
-    """The mean of all contributions for the block from `start` on, in the scratch's memory."""
-    assert chunk.gradient_sum is not None
-    total = chunk.gradient_sum[start : start + scratch.gradient.size]
-    mean = scratch.gradient[: total.size]
+def _mean_of(record: ChunkRecord) -> Operations:
+    """What computes the mean of all contributions into GRADIENT."""
     if record.sample_total == 0 or record.total_factor == 0.0:
-        mean[...] = 0.0
-        return mean
-    if record.total_factor != 1.0:
-        total = np.multiply(total, record.total_factor, out=scratch.values[: total.size])
-    divide(total, math.ldexp(float(record.sample_total), -record.shift), mean)
-    return mean
+        return (Operation(Code.FILL, GRADIENT, factor=0.0),)
+    return (
+        Operation(Code.COPY, GRADIENT, _TOTAL),
+        *scale(GRADIENT, record.total_factor),
+        Operation(Code.MEAN, GRADIENT, divisor=math.ldexp(record.sample_total, -record.shift)),
+    )

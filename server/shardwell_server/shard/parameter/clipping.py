@@ -25,7 +25,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardwell.errors import ArgumentError, StepOrderError
-from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.update_rules import TensorRules, clip_factor
 from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.shard.deadline import RequestDeadline
@@ -97,7 +96,7 @@ class ClippedSteps:
                     chunk.verify()
                     with np.errstate(all="ignore"):
                         squared = squared_mean_norm(
-                            chunk.state, self._rules, thread_scratch(), self._tracker.records[index]
+                            chunk.state, self._rules, self._tracker.records[index]
                         )
                     self._squared_norms[index] = (step, squared)
         squared = math.fsum(squared for _, squared in self._squared_norms)
@@ -183,7 +182,6 @@ class ClippedSteps:
                 close_full_step(
                     chunk.state,
                     self._rules,
-                    thread_scratch(),
                     change,
                     record,
                     clip_factor=clip_factor(norm, self._spec.optimizer.clip_norm),

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from shardwell.errors import ArgumentError, StorageError
-from shardwell.numerics.codec import Bytes, Float32
-from shardwell.numerics.scratch import thread_scratch
-from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules, peak_of
+from shardwell.numerics.codec import Bytes, Float32, peak_of
+from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules
 from shardwell.placement.slices import Slice
 from shardwell.specs.optimizers import Average, check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
@@ -478,7 +477,6 @@ class ParameterSlice:
                 self._codec.codec,
                 chunk.state,
                 self._rules,
-                thread_scratch(),
                 update_count=self._tracker.records[index].version + 1,
                 learning_rate=learning_rate,
             )
@@ -506,7 +504,7 @@ class ParameterSlice:
         crc32c: int | None = None,
     ) -> None:
         """Adds a contribution, closes the step if it is the last, and records both."""
-        tracker, codec, scratch = self._tracker, self._codec.codec, thread_scratch()
+        tracker, codec = self._tracker, self._codec.codec
         record = tracker.records[index]
         total_factor, shift = record.total_factor, record.shift
         needed = shift_for(contribution.sample_count, self.spec.worker_count)
@@ -526,7 +524,6 @@ class ParameterSlice:
                     codec,
                     chunk.state,
                     self._rules,
-                    scratch,
                     change,
                     total_factor=total_factor,
                     shift=shift,
@@ -543,7 +540,6 @@ class ParameterSlice:
                     codec,
                     chunk.state.gradient_sum,
                     total_factor,
-                    scratch,
                     change,
                     shift=shift,
                 )

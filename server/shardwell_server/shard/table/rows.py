@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError
-from shardwell.numerics.codec import Float32
+from shardwell.numerics.codec import Float32, peak_of
 from shardwell.numerics.initial_rows import initial_rows
 from shardwell.numerics.row_update_rules import RowUpdateRule
-from shardwell.numerics.update_rules import decay_into_state, peak_of
+from shardwell.numerics.update_rules import decay_into_state
 from shardwell.numerics.weighted_mean import divide
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
@@ -168,10 +168,10 @@ class TableRows:
         places = self._index.find(ids)
         old = places[places >= 0]
         self._storage.verify(old)
-        peak = peak_of(np.take(self._storage.weights, old, axis=0))
+        peak = peak_of(np.take(self._storage.weights, old, axis=0).reshape(-1))
         if old.size < ids.size:
             new = initial_rows(self._spec.initializer, ids[places < 0], self._spec.dim)
-            peak = max(peak, peak_of(new))
+            peak = max(peak, peak_of(new.reshape(-1)))
         return self._decay * peak
 
     def state_overflow(

@@ -35,7 +35,8 @@ import numpy as np
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
-from shardwell.numerics.codec import Bytes, Float32, blocks
+from shardwell.numerics.codec import Bytes, Float32
+from shardwell.numerics.elementwise import blocks
 from shardwell_server.store.contract import NO_SEAT, ChunkRecord, JournalEntry, Layout, Transition
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.journal.journal import (
@@ -372,7 +373,7 @@ class _MmapChange:
 def _crc(values: Float32) -> int:
     """CRC32C of an array's bytes."""
     crc = 0
-    for start in blocks(values.size):
-        block = values[start : start + blocks(values.size).step]
+    for start, stop in blocks(values.size):
+        block = values[start:stop]
         crc = crc32.iscsi(block.view(np.uint8).data, crc)
     return crc

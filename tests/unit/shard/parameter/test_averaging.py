@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from harness.oracles.codec import decoded, encoded
 from shardwell import SGD, Average, Optimizer
-from shardwell.numerics.codec import BLOCK_ELEMENT_COUNT, CODECS, Scratch
+from shardwell.numerics.codec import CODECS
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.update_rules import TensorRules
 from shardwell_server.shard.parameter.averaging import (
     ChunkState,
@@ -57,7 +58,7 @@ def stepped(
 ) -> np.ndarray:
     """The weights after one step, from zero; the sum starts as whatever the last step left."""
     size = gradients[0].size
-    rule, scratch = TensorRules(optimizer or Average()), Scratch()
+    rule = TensorRules(optimizer or Average())
     state = ChunkState(
         offset=0,
         weights=np.zeros(size, np.float32),
@@ -70,7 +71,7 @@ def stepped(
         assert state.gradient_sum is not None
         total_factor, shift = shifted(each, total_factor, shift, len(sent))
         total_factor = add_to_sum(
-            each, CODECS[name], state.gradient_sum, total_factor, scratch, CHANGE, shift=shift
+            each, CODECS[name], state.gradient_sum, total_factor, CHANGE, shift=shift
         )
     total_factor, shift = shifted(sent[-1], total_factor, shift, len(sent))
     close_step(
@@ -78,7 +79,6 @@ def stepped(
         CODECS[name],
         state,
         rule,
-        scratch,
         CHANGE,
         total_factor=total_factor,
         shift=shift,
@@ -229,15 +229,14 @@ def test_zeros_with_the_largest_scale_stay_zeros(counts: tuple[int, int]) -> Non
     first, last = (Contribution(payload, 119, count) for count in counts)
     state = ChunkState(0, np.zeros(4, np.float32), np.zeros(4, np.float32), ())
     shift = max(shift_for(count, 2) for count in counts)
-    codec, scratch = CODECS["fp16"], Scratch()
+    codec = CODECS["fp16"]
     assert state.gradient_sum is not None
-    factor = add_to_sum(first, codec, state.gradient_sum, 0.0, scratch, CHANGE, shift=shift)
+    factor = add_to_sum(first, codec, state.gradient_sum, 0.0, CHANGE, shift=shift)
     close_step(
         last,
         codec,
         state,
         TensorRules(Average()),
-        scratch,
         CHANGE,
         total_factor=factor,
         shift=shift,

@@ -20,7 +20,7 @@ from shardwell.errors import (
     NotInitializedError,
     StepOrderError,
 )
-from shardwell.numerics.codec import Scratch
+from shardwell.numerics.scratch import Scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE, UpdateRule
 from shardwell.placement.slices import Slice
 from shardwell.v1 import parameter_server_pb2 as pb

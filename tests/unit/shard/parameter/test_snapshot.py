@@ -23,7 +23,7 @@ from shardwell.errors import (
     StorageError,
     WorkersMissingError,
 )
-from shardwell.numerics.codec import Scratch
+from shardwell.numerics.scratch import Scratch
 from shardwell.numerics.update_rules import UpdateRule
 from shardwell.placement.slices import Slice
 from shardwell.v1 import parameter_server_pb2 as pb

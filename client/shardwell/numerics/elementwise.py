@@ -1,0 +1,318 @@
+"""Elementwise arithmetic on float32: a few operations after each other, block by block. Pure.
+
+What is computed is written once, as operations on places; who computes it is native code where it
+could be built (see native/), which keeps a block in the core's first cache from one operation to
+the next, and NumPy with numkong elsewhere. Both give the same bits, NaN's own aside: every product
+and every sum is rounded by itself, to nearest, so that a result depends neither on the machine nor
+on how an array is cut.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import numkong
+import numpy as np
+import numpy.typing as npt
+
+from shardwell.numerics import native
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, thread_scratch
+from shardwell.numerics.weighted_mean import divide
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Array: TypeAlias = npt.NDArray[Any]
+
+_PACKED_OPERATION = "4Bfd"
+_PACKED_ARRAYS = struct.Struct("<16Q")
+_PLACE_COUNT = 8
+_INFINITY_BITS = 0x7F800000
+_HELD_ELEMENT_COUNT = 8 * 1024
+"""Up to here a run is over before another thread could have taken over Python."""
+
+
+def blocks(count: int, start: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the blocks of elements [start, count)."""
+    for first in range(start, count, BLOCK_ELEMENT_COUNT):
+        yield first, min(first + BLOCK_ELEMENT_COUNT, count)
+
+
+class Code(enum.IntEnum):
+    """What an operation does to place `to`; as in native/kernels.h."""
+
+    READ_FP32 = 0
+    """Is `factor` times the values of the payload `source`."""
+    READ_FP16 = 1
+    READ_BF16 = 2
+    WRITE_FP32 = 3
+    """A payload, is `factor` times `source`."""
+    WRITE_FP16 = 4
+    WRITE_BF16 = 5
+    LOOK_32 = 6
+    """Changes nothing; looks at `source`, which is float32 or a payload of it."""
+    LOOK_16 = 7
+    """The same of a payload of fp16 or bf16."""
+    COPY = 8
+    """Is `source`."""
+    FILL = 9
+    """Is `factor`."""
+    SCALE = 10
+    """Is multiplied with `factor`."""
+    ADD_SCALED = 11
+    """Grows by `factor` times `source`."""
+    ADD_CONSTANT = 12
+    """Grows by `factor`."""
+    MULTIPLY = 13
+    """Is `source` times `other`."""
+    DIVIDE = 14
+    """Is `source` by `other`."""
+    SQUARE_ROOT = 15
+    """Is the root of `source`."""
+    MEAN = 16
+    """Is divided by `divisor`; a quotient that rounding takes beyond float32 is its largest."""
+    CLIP = 17
+    """Is brought to [-factor, factor]; NaN stays."""
+
+
+class Operation(NamedTuple):
+    """One operation on places, which are numbers below 8. See Code."""
+
+    code: Code
+    to: int
+    source: int = 0
+    other: int = 0
+    factor: float = 1.0
+    """Rounded to float32."""
+    divisor: float = 1.0
+
+
+Operations: TypeAlias = tuple[Operation, ...]
+
+
+def scale(to: int, factor: float) -> Operations:
+    """What multiplies a place with `factor`: nothing where that is 1."""
+    return () if factor == 1.0 else (Operation(Code.SCALE, to, factor=factor),)
+
+
+def add_scaled(to: int, source: int, factor: float = 1.0) -> Operations:
+    """What adds `factor` times `source` to a place: nothing where that is 0."""
+    return () if factor == 0.0 else (Operation(Code.ADD_SCALED, to, source, factor=factor),)
+
+
+class Arrays:
+    """The arrays of runs, by place.
+
+    Args:
+        arrays: (n,) float32, or (n * item size,) uint8 of payloads, contiguous and aligned; None,
+            and what is beyond the end: a temporary, which has no meaning after a run.
+    """
+
+    __slots__ = ("_arrays", "_packed")
+
+    def __init__(self, *arrays: Array | None) -> None:
+        self._arrays = arrays
+        self._packed = b""
+
+    def __getitem__(self, place: int) -> Array | None:
+        return self._arrays[place] if place < len(self._arrays) else None
+
+    def packed(self) -> bytes:
+        """Addresses and sizes, as native code takes them."""
+        if not self._packed:
+            addresses, sizes = [0] * _PLACE_COUNT, [0] * _PLACE_COUNT
+            for place, array in enumerate(self._arrays):
+                if array is not None:
+                    assert array.flags.c_contiguous, "an array that is not contiguous"
+                    addresses[place] = array.__array_interface__["data"][0]
+                    sizes[place] = array.nbytes
+            self._packed = _PACKED_ARRAYS.pack(*addresses, *sizes)
+        return self._packed
+
+
+def run(operations: Operations, arrays: Arrays, start: int, stop: int) -> int:
+    """Runs operations on elements [start, stop) of all arrays.
+
+    Returns:
+        The largest magnitude that operations saw which look, as bits of what they look at; NaN is
+        larger than infinity, and infinity than what is finite.
+    """
+    if not operations:
+        return 0
+    if native.LIBRARY is None:
+        return _run_by_numpy(operations, arrays, start, stop)
+    return _run_natively(native.LIBRARY, operations, arrays, start, stop)
+
+
+def _run_natively(
+    library: native.Library, operations: Operations, arrays: Arrays, start: int, stop: int
+) -> int:
+    call = library.run_held if stop - start <= _HELD_ELEMENT_COUNT else library.run
+    found = call(_packed(operations), len(operations), arrays.packed(), start, stop)
+    if found < 0:
+        raise ValueError(f"operations that do not fit their arrays: {operations}")
+    return int(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(operations: Operations) -> bytes:
+    fields: list[float] = []
+    for code, to, source, other, factor, divisor in operations:
+        fields += (code, to, source, other, float(np.float32(factor)), divisor)
+    return struct.pack("<" + _PACKED_OPERATION * len(operations), *fields)
+
+
+# Without native code.
+
+
+_PRODUCT = -1
+"""A place of our own."""
+
+
+def _run_by_numpy(operations: Operations, arrays: Arrays, start: int, stop: int) -> int:
+    largest = 0
+    with np.errstate(all="ignore"):
+        for first, end in blocks(stop, start):
+
+            def block(place: int, first: int = first, end: int = end) -> Array:
+                array = arrays[place]
+                if array is None:
+                    return thread_scratch().temporary(place)[: end - first]
+                return array[first:end]
+
+            def payload(place: int, dtype: Any, first: int = first, end: int = end) -> Array:
+                array = arrays[place]
+                assert array is not None
+                values: Array = array.view(dtype)[first:end]
+                return values
+
+            for operation in operations:
+                found = _NUMPY[operation.code](operation, block, payload)
+                if isinstance(found, int):
+                    largest = max(largest, found)
+    return largest
+
+
+_Block: TypeAlias = Callable[[int], Array]
+_Payload: TypeAlias = Callable[[int, Any], Array]
+
+
+def _as_bfloat16(stored: Array) -> Any:
+    """A numkong tensor: NumPy has no bfloat16."""
+    return numkong.from_pointer(stored.ctypes.data, stored.size, "bfloat16", owner=stored)
+
+
+def _product(values: Array, factor: float) -> Array:
+    """Values times a factor, in memory of this thread; the values themselves where that is 1."""
+    if factor == 1.0:
+        return values
+    out = thread_scratch().temporary(_PRODUCT)[: values.size]
+    return np.multiply(values, np.float32(factor), out=out)
+
+
+def _scale(values: Array, factor: float) -> None:
+    if factor != 1.0:
+        np.multiply(values, np.float32(factor), out=values)
+
+
+def _read_fp32(each: Operation, block: _Block, payload: _Payload) -> None:
+    values = block(each.to)
+    np.copyto(values, payload(each.source, np.float32))
+    _scale(values, each.factor)
+
+
+def _read_fp16(each: Operation, block: _Block, payload: _Payload) -> None:
+    values = block(each.to)
+    numkong.astype(payload(each.source, np.float16), "float32", out=values)
+    _scale(values, each.factor)
+
+
+def _read_bf16(each: Operation, block: _Block, payload: _Payload) -> None:
+    values = block(each.to)
+    numkong.astype(_as_bfloat16(payload(each.source, np.uint16)), "float32", out=values)
+    _scale(values, each.factor)
+
+
+def _write_fp32(each: Operation, block: _Block, payload: _Payload) -> None:
+    np.copyto(payload(each.to, np.float32), _product(block(each.source), each.factor))
+
+
+def _write_fp16(each: Operation, block: _Block, payload: _Payload) -> None:
+    values = _product(block(each.source), each.factor)
+    numkong.astype(values, "float16", out=payload(each.to, np.float16))
+
+
+def _write_bf16(each: Operation, block: _Block, payload: _Payload) -> None:
+    values = _product(block(each.source), each.factor)
+    written = payload(each.to, np.uint16)
+    numkong.astype(values, "bfloat16", out=_as_bfloat16(written))
+    bits = values.view(np.uint32)
+    if _magnitude(bits) > _INFINITY_BITS:  # numkong rounds NaN as numbers: to infinity, or zero
+        is_nan = np.isnan(values)
+        written[is_nan] = bits[is_nan] >> 16 | 0x40
+
+
+def _add_scaled(each: Operation, block: _Block, payload: _Payload) -> None:
+    to = block(each.to)
+    # With a factor of its own for `to` numkong would round a block's last elements otherwise.
+    numkong.blend(block(each.source), to, alpha=float(np.float32(each.factor)), beta=1.0, out=to)
+
+
+def _add_constant(values: Array, constant: float) -> None:
+    np.add(values, np.float32(constant), out=values)
+
+
+def _mean(each: Operation, block: _Block, payload: _Payload) -> None:
+    values = block(each.to)
+    total = thread_scratch().temporary(_PRODUCT)[: values.size]
+    np.copyto(total, values)
+    divide(total, each.divisor, values)
+
+
+def _clip(each: Operation, block: _Block, payload: _Payload) -> None:
+    values, bound = block(each.to), np.float32(each.factor)
+    np.clip(values, -bound, bound, out=values)
+
+
+_SIGNED: dict[Any, Any] = {
+    np.dtype(np.uint16): np.dtype(np.int16),
+    np.dtype(np.uint32): np.dtype(np.int32),
+}
+
+
+def _magnitude(bits: Array) -> int:
+    """Largest of (n,) uint16 or uint32 without their signs: two maxima, no temporary."""
+    sign = 1 << (8 * bits.itemsize - 1)
+    unsigned = int(np.maximum.reduce(bits, initial=0))
+    if unsigned < sign:
+        return unsigned
+    signed = int(np.maximum.reduce(bits.view(_SIGNED[bits.dtype])))
+    return max(unsigned - sign, signed)
+
+
+_NUMPY: dict[Code, Callable[[Operation, _Block, _Payload], Any]] = {
+    Code.READ_FP32: _read_fp32,
+    Code.READ_FP16: _read_fp16,
+    Code.READ_BF16: _read_bf16,
+    Code.WRITE_FP32: _write_fp32,
+    Code.WRITE_FP16: _write_fp16,
+    Code.WRITE_BF16: _write_bf16,
+    Code.LOOK_32: lambda each, _, payload: _magnitude(payload(each.source, np.uint32)),
+    Code.LOOK_16: lambda each, _, payload: _magnitude(payload(each.source, np.uint16)),
+    Code.COPY: lambda each, block, _: np.copyto(block(each.to), block(each.source)),
+    Code.FILL: lambda each, block, _: block(each.to).fill(each.factor),
+    Code.SCALE: lambda each, block, _: _scale(block(each.to), each.factor),
+    Code.ADD_SCALED: _add_scaled,
+    Code.ADD_CONSTANT: lambda each, block, _: _add_constant(block(each.to), each.factor),
+    Code.MULTIPLY: lambda each, block, _: np.multiply(
+        block(each.source), block(each.other), out=block(each.to)
+    ),
+    Code.DIVIDE: lambda each, block, _: np.divide(
+        block(each.source), block(each.other), out=block(each.to)
+    ),
+    Code.SQUARE_ROOT: lambda each, block, _: np.sqrt(block(each.source), out=block(each.to)),
+    Code.MEAN: _mean,
+    Code.CLIP: _clip,
+}

@@ -1,0 +1,67 @@
+"""Native code for elementwise arithmetic, where it was built with the package: see kernels.c.
+
+It is never needed: where it is missing, or the processor is none that it knows, NumPy computes the
+same. SHARDWELL_NATIVE=off leaves it unused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NATIVE_VARIABLE = "SHARDWELL_NATIVE"
+LIBRARY_NAME = "kernels.so"
+INTERFACE = 1
+"""As in dispatch.c. It changes when operations or what `run` takes change, so that a library that
+an older version built is not used."""
+_FOLDER = Path(__file__).parent
+
+
+class Library(NamedTuple):
+    """What is used of the library."""
+
+    variant: str
+    """The instructions that it runs on this processor."""
+    run: Any
+    """(operations, their count, arrays, start, stop) as elementwise.py packs them; lets go of the
+    GIL."""
+    run_held: Any
+    """The same, without letting go: for what takes less time than to take it back."""
+
+
+def load(path: Path) -> tuple[Library | None, str]:
+    """The library of a file, and why there is none."""
+    if os.environ.get(NATIVE_VARIABLE) == "off":
+        return None, f"{NATIVE_VARIABLE}=off"
+    try:
+        free, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        if free.shardwell_interface() != INTERFACE:
+            return None, "built for another version"
+        free.shardwell_variant.restype = ctypes.c_char_p
+        variant = free.shardwell_variant()
+        runs = free.shardwell_run, held.shardwell_run
+    except (OSError, AttributeError):
+        return None, "no native code was built" if not path.exists() else f"can't load {path.name}"
+    if not variant:
+        return None, "a processor without AVX2"
+    for run in runs:
+        run.restype = ctypes.c_int64
+        run.argtypes = (
+            ctypes.c_char_p,
+            ctypes.c_uint64,
+            ctypes.c_char_p,
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+        )
+    return Library(variant.decode(), *runs), ""
+
+
+LIBRARY, _MISSING = load(_FOLDER / LIBRARY_NAME)
+"""None where there is none."""
+
+
+def describe() -> str:
+    """Who computes in this process, in a few words."""
+    return f"NumPy ({_MISSING})" if LIBRARY is None else f"native code ({LIBRARY.variant})"

@@ -1,0 +1,124 @@
+/* The one entry: checks every place and length, then runs all operations block by block. */
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "kernels.h"
+
+#define PUBLIC __attribute__((visibility("default")))
+
+enum { INTERFACE = 1 }; /* As in __init__.py: another one is not used. */
+
+PUBLIC int32_t shardwell_interface(void) { return INTERFACE; }
+
+/* What it runs on this processor. */
+static const char *const NAMES[] = {NULL, "AVX-512", "AVX2", "NEON"};
+static run_block *const VARIANTS[] = {
+  NULL,
+#if defined(__x86_64__)
+  shardwell_avx512, shardwell_avx2, NULL,
+#else
+  NULL, NULL, shardwell_neon,
+#endif
+};
+
+/* The index of the best variant; 0: none. By cpuid, as not every compiler's runtime has
+   __builtin_cpu_supports. */
+static int best(void) {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+  const unsigned avx = 1u << 28, f16c = 1u << 29, osxsave = 1u << 27;
+  if ((c & avx) == 0 || (c & f16c) == 0 || (c & osxsave) == 0) return 0;
+  unsigned saved, high; /* the registers that the system saves: xmm and ymm, and those of AVX-512 */
+  __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  if ((saved & 0x06u) != 0x06u || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+  const unsigned avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* F DQ BW VL */
+#if !defined(WITHOUT_AVX512) /* so that tests try the others */
+  if ((saved & 0xe6u) == 0xe6u && (b & avx512) == avx512) return 1;
+#endif
+  return (b & avx2) != 0 ? 2 : 0;
+#elif defined(__aarch64__)
+  return 3;
+#else
+  return 0;
+#endif
+}
+
+static int CHOSEN = -1; /* The same whoever sets it. */
+
+static int chosen(void) {
+  if (CHOSEN < 0) CHOSEN = best();
+  return CHOSEN;
+}
+
+PUBLIC const char *shardwell_variant(void) { return NAMES[chosen()]; }
+
+/* Bytes of an element of what an operation takes; 0: it takes nothing there. */
+struct sizes { uint8_t to, from, by; };
+static const struct sizes SIZES[CODE_COUNT] = {
+  [READ_FP32] = {4, 4, 0}, [READ_FP16] = {4, 2, 0}, [READ_BF16] = {4, 2, 0},
+  [WRITE_FP32] = {4, 4, 0}, [WRITE_FP16] = {2, 4, 0}, [WRITE_BF16] = {2, 4, 0},
+  [LOOK_32] = {0, 4, 0}, [LOOK_16] = {0, 2, 0},
+  [COPY] = {4, 4, 0}, [FILL] = {4, 0, 0}, [SCALE] = {4, 0, 0}, [ADD_SCALED] = {4, 4, 0},
+  [ADD_CONSTANT] = {4, 0, 0}, [MULTIPLY] = {4, 4, 4}, [DIVIDE] = {4, 4, 4}, [SQUARE_ROOT] = {4, 4, 0},
+  [MEAN] = {4, 0, 0}, [CLIP] = {4, 0, 0},
+};
+
+struct arrays {
+  uint64_t address[ARRAY_COUNT]; /* 0: of no place; the run has a block of its own for it */
+  uint64_t bytes[ARRAY_COUNT];
+};
+
+static int is_fit(const struct arrays *arrays, uint8_t place, uint8_t size, uint64_t stop) {
+  if (size == 0) return 1;
+  if (place >= ARRAY_COUNT) return 0;
+  uint64_t address = arrays->address[place];
+  if (address == 0) return size == 4;
+  return address % size == 0 && stop <= arrays->bytes[place] / size;
+}
+
+static void *place_of(const struct arrays *arrays, float own[][BLOCK], uint8_t place, uint8_t size,
+                      uint64_t start) {
+  if (size == 0) return NULL;
+  if (arrays->address[place] == 0) return own[place];
+  return (void *)(uintptr_t)(arrays->address[place] + start * size);
+}
+
+/* Runs all operations on elements [start, stop) of all arrays.
+
+   Returns the largest magnitude that operations saw which look, as bits; -1: something does not
+   fit, and nothing was touched. */
+PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, const void *packed_arrays,
+                             uint64_t start, uint64_t stop) {
+  float own[ARRAY_COUNT][BLOCK];
+  struct operation operations[32];
+  struct arrays arrays;
+  run_block *run = VARIANTS[chosen()];
+  if (run == NULL || operation_count > 32 || start > stop) return -1;
+  memcpy(operations, packed, operation_count * sizeof operations[0]);
+  memcpy(&arrays, packed_arrays, sizeof arrays);
+  for (uint64_t i = 0; i < operation_count; i++) {
+    const struct operation *each = &operations[i];
+    if (each->code >= CODE_COUNT) return -1;
+    const struct sizes *sizes = &SIZES[each->code];
+    if (!is_fit(&arrays, each->to, sizes->to, stop) ||
+        !is_fit(&arrays, each->from, sizes->from, stop) || !is_fit(&arrays, each->by, sizes->by, stop))
+      return -1;
+  }
+  uint32_t largest = 0;
+  for (uint64_t first = start; first < stop; first += BLOCK) {
+    size_t count = stop - first < BLOCK ? (size_t)(stop - first) : BLOCK;
+    for (uint64_t i = 0; i < operation_count; i++) {
+      const struct operation *each = &operations[i];
+      const struct sizes *sizes = &SIZES[each->code];
+      uint32_t found = run(each, place_of(&arrays, own, each->to, sizes->to, first),
+                           place_of(&arrays, own, each->from, sizes->from, first),
+                           place_of(&arrays, own, each->by, sizes->by, first), count);
+      largest = found > largest ? found : largest;
+    }
+  }
+  return largest;
+}

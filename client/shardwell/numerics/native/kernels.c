@@ -1,0 +1,198 @@
+/* Elementwise arithmetic on one block. Compiled once for each set of instructions, as VARIANT.
+
+   Every operation rounds as NumPy's does: products and sums one by one (-ffp-contract=off), to
+   nearest, denormals kept. So results have the same bits as without this code. */
+#include <math.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+static inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* fp16: as the processor converts it. */
+
+#if defined(__x86_64__)
+static inline float from_half(uint16_t half) { return _cvtsh_ss(half); }
+static inline uint16_t to_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+#else
+static inline float from_half(uint16_t half) {
+  __fp16 value;
+  memcpy(&value, &half, sizeof value);
+  return (float)value;
+}
+static inline uint16_t to_half(float value) {
+  __fp16 half = (__fp16)value;
+  uint16_t bits;
+  memcpy(&bits, &half, sizeof bits);
+  return bits;
+}
+#endif
+
+static void read_fp16(float *to, const uint16_t *from, float factor, size_t count) {
+  size_t i = 0;
+#if defined(__AVX512F__)
+  const __m512 factors = _mm512_set1_ps(factor);
+  for (; i + 16 <= count; i += 16) {
+    __m512 values = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(from + i)));
+    _mm512_storeu_ps(to + i, _mm512_mul_ps(values, factors));
+  }
+#elif defined(__F16C__)
+  const __m256 factors = _mm256_set1_ps(factor);
+  for (; i + 8 <= count; i += 8) {
+    __m256 values = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + i)));
+    _mm256_storeu_ps(to + i, _mm256_mul_ps(values, factors));
+  }
+#endif
+  for (; i < count; i++) to[i] = from_half(from[i]) * factor;
+}
+
+static void write_fp16(uint16_t *to, const float *from, float factor, size_t count) {
+  size_t i = 0;
+#if defined(__AVX512F__)
+  const __m512 factors = _mm512_set1_ps(factor);
+  for (; i + 16 <= count; i += 16) {
+    __m512 values = _mm512_mul_ps(_mm512_loadu_ps(from + i), factors);
+    __m256i halves = _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256((void *)(to + i), halves);
+  }
+#elif defined(__F16C__)
+  const __m256 factors = _mm256_set1_ps(factor);
+  for (; i + 8 <= count; i += 8) {
+    __m256 values = _mm256_mul_ps(_mm256_loadu_ps(from + i), factors);
+    _mm_storeu_si128((void *)(to + i), _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+  }
+#endif
+  for (; i < count; i++) to[i] = to_half(from[i] * factor);
+}
+
+/* fp32. */
+
+static void scale(float *to, const float *from, float factor, size_t count) {
+  if (factor == 1.0f) { /* as it is, a signalling NaN included */
+    if (to != from) memmove(to, from, count * sizeof(float));
+    return;
+  }
+  for (size_t i = 0; i < count; i++) to[i] = from[i] * factor;
+}
+
+/* bf16: the upper half of a float32, rounded to nearest even; NaN stays NaN. */
+
+static void read_bf16(float *to, const uint16_t *from, float factor, size_t count) {
+  for (size_t i = 0; i < count; i++) to[i] = float_of((uint32_t)from[i] << 16);
+  scale(to, to, factor, count);
+}
+
+static void write_bf16(uint16_t *to, const float *from, float factor, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    uint32_t bits = bits_of(from[i] * factor);
+    uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    uint32_t quiet = bits >> 16 | 0x40u;
+    to[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+  }
+}
+
+/* Looks: the largest magnitude, as bits. */
+
+static uint32_t look_32(const uint32_t *from, size_t count) {
+  uint32_t largest = 0;
+  for (size_t i = 0; i < count; i++) {
+    uint32_t found = from[i] & 0x7fffffffu;
+    largest = found > largest ? found : largest;
+  }
+  return largest;
+}
+
+static uint32_t look_16(const uint16_t *from, size_t count) {
+  uint16_t largest = 0;
+  for (size_t i = 0; i < count; i++) {
+    uint16_t found = from[i] & 0x7fffu;
+    largest = found > largest ? found : largest;
+  }
+  return largest;
+}
+
+static void add_scaled(float *to, const float *from, float factor, size_t count) {
+  for (size_t i = 0; i < count; i++) to[i] = to[i] + from[i] * factor;
+}
+
+static void add_constant(float *to, float constant, size_t count) {
+  for (size_t i = 0; i < count; i++) to[i] = to[i] + constant;
+}
+
+static void multiply(float *to, const float *from, const float *by, size_t count) {
+  for (size_t i = 0; i < count; i++) to[i] = from[i] * by[i];
+}
+
+static void divide(float *to, const float *from, const float *by, size_t count) {
+  for (size_t i = 0; i < count; i++) to[i] = from[i] / by[i];
+}
+
+static void square_root(float *to, const float *from, size_t count) {
+  for (size_t i = 0; i < count; i++) to[i] = sqrtf(from[i]);
+}
+
+/* A mean is no larger than the largest value in it: where rounding takes a quotient of a finite
+   total beyond float32, it is the largest float32. */
+static inline float no_larger(float quotient, float total) {
+  uint32_t bits = bits_of(quotient);
+  int is_beyond = (bits & 0x7fffffffu) == 0x7f800000u && (bits_of(total) & 0x7fffffffu) < 0x7f800000u;
+  return float_of(is_beyond ? bits - 1u : bits);
+}
+
+static void mean(float *to, double divisor, size_t count) {
+  float narrow = (float)divisor;
+  if ((double)narrow == divisor)
+    for (size_t i = 0; i < count; i++) to[i] = no_larger(to[i] / narrow, to[i]);
+  else
+    for (size_t i = 0; i < count; i++) to[i] = no_larger((float)((double)to[i] / divisor), to[i]);
+}
+
+static void clip(float *to, float bound, size_t count) {
+  for (size_t i = 0; i < count; i++) { /* NaN stays */
+    float value = to[i];
+    value = value > bound ? bound : value;
+    to[i] = value < -bound ? -bound : value;
+  }
+}
+
+uint32_t VARIANT(const struct operation *operation, void *to, const void *from, const void *by,
+                 size_t count) {
+  const float factor = operation->factor;
+  switch (operation->code) {
+    case READ_FP32: scale(to, from, factor, count); return 0;
+    case READ_FP16: read_fp16(to, from, factor, count); return 0;
+    case READ_BF16: read_bf16(to, from, factor, count); return 0;
+    case WRITE_FP32: scale(to, from, factor, count); return 0;
+    case WRITE_FP16: write_fp16(to, from, factor, count); return 0;
+    case WRITE_BF16: write_bf16(to, from, factor, count); return 0;
+    case LOOK_32: return look_32(from, count);
+    case LOOK_16: return look_16(from, count);
+    case COPY: memmove(to, from, count * sizeof(float)); return 0;
+    case FILL:
+      for (size_t i = 0; i < count; i++) ((float *)to)[i] = factor;
+      return 0;
+    case SCALE: scale(to, to, factor, count); return 0;
+    case ADD_SCALED: add_scaled(to, from, factor, count); return 0;
+    case ADD_CONSTANT: add_constant(to, factor, count); return 0;
+    case MULTIPLY: multiply(to, from, by, count); return 0;
+    case DIVIDE: divide(to, from, by, count); return 0;
+    case SQUARE_ROOT: square_root(to, from, count); return 0;
+    case MEAN: mean(to, operation->divisor, count); return 0;
+    case CLIP: clip(to, factor, count); return 0;
+  }
+  return 0;
+}

@@ -1,0 +1,33 @@
+/* Elementwise arithmetic on blocks: what kernels.c computes, and dispatch.c chooses and checks. */
+#ifndef SHARDWELL_KERNELS_H
+#define SHARDWELL_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { BLOCK = 2048 };   /* elements: 8 KiB of float32, so that a few arrays stay in the first-level cache */
+enum { ARRAY_COUNT = 8 }; /* of one run at the most */
+
+/* As in elementwise.py, which says what each does. */
+enum code {
+  READ_FP32, READ_FP16, READ_BF16,
+  WRITE_FP32, WRITE_FP16, WRITE_BF16,
+  LOOK_32, LOOK_16,
+  COPY, FILL, SCALE, ADD_SCALED, ADD_CONSTANT, MULTIPLY, DIVIDE, SQUARE_ROOT, MEAN, CLIP,
+  CODE_COUNT
+};
+
+struct operation {
+  uint8_t code, to, from, by;
+  float factor;
+  double divisor; /* of MEAN alone */
+};
+
+/* Runs one operation on a block of up to BLOCK elements; returns the largest magnitude that it
+   saw, as bits, or 0 where it does not look. `to`, `from` and `by` may be the same memory. */
+typedef uint32_t run_block(const struct operation *operation, void *to, const void *from,
+                           const void *by, size_t count);
+
+run_block shardwell_avx512, shardwell_avx2, shardwell_neon;
+
+#endif

@@ -1,0 +1,307 @@
+"""Goal: with native code, results have the same bits as without, and it touches nothing unchecked.
+
+Method: the library as the package's build makes it, and once more as processors without AVX-512 run
+it, beside NumPy: every operation and every optimizer on values of all kinds, at lengths and places
+around its blocks. What does not fit is refused. All again under the address and undefined-behaviour
+sanitizers, on memory without a byte to spare.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from harness.oracles.optimizers import OPTIMIZERS
+from shardwell.numerics import elementwise, native
+from shardwell.numerics.elementwise import Arrays, Code, Operation, Operations
+from shardwell.numerics.update_rules import UpdateRule
+
+ROOT = Path(__file__).parents[3]
+HALF = (Code.READ_FP16, Code.READ_BF16, Code.LOOK_16)
+LENGTHS = [0, 1, 7, 8, 15, 16, 17, 2047, 2048, 2049, 3 * 2048 + 5]
+FACTORS = [1.0, -1.0, 0.3, 2.0**-120, 3e38]
+
+
+def builder() -> ModuleType:
+    pytest.importorskip("hatchling")
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import build_native
+    finally:
+        sys.path.pop(0)
+    return build_native
+
+
+def built(to: Path, *flags: str) -> Path:
+    build_native = builder()
+    if build_native.compiler()[0] == sys.executable:
+        pytest.skip("no C compiler here")
+    build_native.build(ROOT, to, flags=flags)
+    return to
+
+
+@pytest.fixture(scope="module", params=["", "-DWITHOUT_AVX512"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    if os.environ.get(native.NATIVE_VARIABLE) == "off":
+        pytest.skip("native code is off")
+    if request.param and platform.machine() != "x86_64":
+        pytest.skip("one set of instructions")
+    path = built(tmp_path_factory.mktemp("native") / "kernels.so", *filter(None, [request.param]))
+    found, missing = native.load(path)
+    if found is None:
+        pytest.skip(missing)
+    assert not request.param or found.variant == "AVX2"
+    return found
+
+
+def some_values(count: int, seed: int = 0) -> np.ndarray:
+    """Of every magnitude, with zeros, infinities and NaN among them."""
+    random = np.random.default_rng(seed)
+    bits = random.integers(0, 2**32, count, np.uint32)
+    values = bits.view(np.float32).copy()
+    normal = random.random(count) < 0.7
+    values[normal] = random.standard_normal(count).astype(np.float32)[normal]
+    odd = np.array([0.0, -0.0, np.inf, -np.inf, 65504.0, 65520.0, 2.0**-149, 1e-40], np.float32)
+    places = random.random(count) < 0.1
+    values[places] = random.choice(odd, count)[places]
+    return values
+
+
+def arrays_of(count: int, seed: int) -> list[np.ndarray | None]:
+    """Places 0 to 3: float32; 4 and 5: payloads; 6: a temporary."""
+    values: list[np.ndarray | None] = [some_values(count, seed + place) for place in range(4)]
+    patterns = np.random.default_rng(seed).integers(0, 2**16, count, np.uint16)
+    return [*values, patterns.view(np.uint8), np.zeros(4 * count, np.uint8), None]
+
+
+def same(found: np.ndarray, expected: np.ndarray, dtype: type) -> None:
+    """The same bits; of NaN, that it is one."""
+    assert found.size == expected.size
+    found, expected = found.view(dtype), expected.view(dtype)
+    if dtype is np.float32:
+        is_nan = np.isnan(expected)
+        np.testing.assert_array_equal(np.isnan(found), is_nan)
+        found, expected = found[~is_nan].view(np.uint32), expected[~is_nan].view(np.uint32)
+    np.testing.assert_array_equal(found, expected)
+
+
+def check(
+    library: native.Library, operations: Operations, count: int, start: int = 0, seed: int = 1
+) -> None:
+    """Both ways on elements [start, count) of arrays that are a little longer."""
+    one, other = arrays_of(count + 3, seed), arrays_of(count + 3, seed)
+    natively = elementwise._run_natively(library, operations, Arrays(*one), start, count)
+    by_numpy = elementwise._run_by_numpy(operations, Arrays(*other), start, count)
+    assert natively == by_numpy
+    for place, (found, expected) in enumerate(zip(one[:6], other[:6], strict=True)):
+        assert found is not None
+        assert expected is not None
+        is_payload = place > 3
+        same(found, expected, np.uint16 if is_payload else np.float32)
+
+
+def operations_of(code: Code, factor: float) -> Operations:
+    match code:
+        case Code.READ_FP32 | Code.LOOK_32:
+            source = 1
+        case Code.READ_FP16 | Code.READ_BF16 | Code.LOOK_16:
+            source = 4
+        case _:
+            source = 2
+    to = 5 if code in (Code.WRITE_FP32, Code.WRITE_FP16, Code.WRITE_BF16) else 0
+    factor = abs(factor) if code is Code.CLIP else factor
+    return (Operation(code, to, source, 3, factor, divisor=abs(factor)),)
+
+
+@pytest.mark.parametrize("code", list(Code))
+@pytest.mark.parametrize("factor", FACTORS)
+def test_an_operation_has_numpys_bits(library: native.Library, code: Code, factor: float) -> None:
+    for count in LENGTHS:
+        for start in {0, min(3, count)}:
+            if code in (Code.WRITE_FP16, Code.WRITE_BF16) or code in HALF or start == 0:
+                check(library, operations_of(code, factor), count, start)
+
+
+@pytest.mark.parametrize("divisor", [3.0, 0.75, 2.0**24 + 1, 1 / 3, 0.5000000001])
+def test_a_mean_has_numpys_bits(library: native.Library, divisor: float) -> None:
+    check(library, (Operation(Code.MEAN, 0, divisor=divisor),), 5000)
+    largest = np.full(40, 3.4028234e38, np.float32)
+    by_numpy = largest.copy()
+    mean = (Operation(Code.MEAN, 0, divisor=0.5),)
+    elementwise._run_natively(library, mean, Arrays(largest), 0, 40)
+    elementwise._run_by_numpy(mean, Arrays(by_numpy), 0, 40)
+    assert largest.tobytes() == by_numpy.tobytes()
+    assert np.isfinite(largest).all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_optimizer_has_numpys_bits(library: native.Library, name: str, count: int) -> None:
+    updates = UpdateRule(OPTIMIZERS[name]).operations(update_count=count, learning_rate=0.37)
+    # Places of update rules: weights, gradient, temporary and state, which is 0 or more.
+    arrays = [some_values(6001, seed) for seed in range(5)]
+    arrays[3:] = [np.abs(array) for array in arrays[3:]]
+    by_numpy = [array.copy() for array in arrays]
+    elementwise._run_natively(library, updates, Arrays(*arrays), 0, 6001)
+    elementwise._run_by_numpy(updates, Arrays(*by_numpy), 0, 6001)
+    for place in (0, 3, 4):
+        same(arrays[place], by_numpy[place], np.float32)
+
+
+@pytest.mark.parametrize("code", [Code.WRITE_FP16, Code.WRITE_BF16])
+def test_every_rounding_has_numpys_bits(library: native.Library, code: Code) -> None:
+    """All upper halves of a float32, each with what lies around what it is rounded at."""
+    lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    upper = np.arange(2**16, dtype=np.uint32) << 16
+    bits = (upper[:, None] | np.array(lower, np.uint32)).reshape(-1)
+    for sign in (1.0, 0.5):
+        written = [np.zeros(2 * bits.size, np.uint8) for _ in range(2)]
+        writes = (Operation(code, 1, 0, factor=sign),)
+        values = bits.view(np.float32)
+        elementwise._run_natively(library, writes, Arrays(values, written[0]), 0, bits.size)
+        elementwise._run_by_numpy(writes, Arrays(values, written[1]), 0, bits.size)
+        assert written[0].tobytes() == written[1].tobytes()
+
+
+# What it refuses.
+
+ADDS = (Operation(Code.ADD_SCALED, 0, 1),)
+MISFITS: dict[str, tuple[Operations, tuple[int, ...], int, int]] = {
+    "longer than an array": (ADDS, (400, 396), 0, 100),
+    "longer than the target": (ADDS, (396, 400), 0, 100),
+    "backwards": (ADDS, (400, 400), 9, 8),
+    "a place of none": ((Operation(Code.SCALE, 8),), (400,), 0, 100),
+    "a payload in a temporary": ((Operation(Code.WRITE_FP16, 3, 0),), (400,), 0, 100),
+    "too many": (ADDS * 33, (400, 400), 0, 100),
+    "further than memory goes": (ADDS, (400, 400), 2**62, 2**62 + 1),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_refused_untouched(library: native.Library, name: str) -> None:
+    operations, sizes, start, stop = MISFITS[name]
+    arrays = [np.ones(size // 4, np.float32) for size in sizes]
+    with pytest.raises(ValueError, match="do not fit"):
+        elementwise._run_natively(library, operations, Arrays(*arrays), start, stop)
+    assert all((array == 1.0).all() for array in arrays)
+
+
+def test_an_operation_that_there_is_not_is_refused(library: native.Library) -> None:
+    packed = bytes([len(Code), 0, 0, 0]) + bytes(12)
+    assert library.run(packed, 1, Arrays(np.ones(4, np.float32)).packed(), 0, 4) == -1
+
+
+def test_a_place_that_is_not_aligned_is_refused(library: native.Library) -> None:
+    values = np.zeros(41, np.uint8)[1:]
+    assert values.ctypes.data % 4
+    scales = elementwise._packed((Operation(Code.SCALE, 0, factor=2.0),))
+    assert library.run(scales, 1, Arrays(values).packed(), 0, 10) == -1
+
+
+# Where there is none.
+
+
+def test_a_file_that_is_none_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(native.NATIVE_VARIABLE, raising=False)
+    path = tmp_path / "kernels.so"
+    assert native.load(path) == (None, "no native code was built")
+    path.write_bytes(b"no library")
+    assert native.load(path) == (None, "can't load kernels.so")
+
+
+def test_a_library_of_another_version_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(native.NATIVE_VARIABLE, raising=False)
+    path = built(tmp_path / "kernels.so")
+    monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
+    assert native.load(path) == (None, "built for another version")
+
+
+@pytest.mark.parametrize("is_off", [True, False])
+def test_what_computes_is_told_and_can_be_chosen(is_off: bool) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != native.NATIVE_VARIABLE}
+    if is_off:
+        environment[native.NATIVE_VARIABLE] = "off"
+    told = subprocess.run(
+        [sys.executable, "-m", "shardwell_server", "--version"],
+        env=environment, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    if is_off:
+        assert told.endswith(", NumPy (SHARDWELL_NATIVE=off)\n")
+    else:
+        assert ", native code (" in told or ", NumPy (" in told
+
+
+def test_a_failed_build_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_native = builder()
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(RuntimeError, match="false"):
+        build_native.build(ROOT, tmp_path / "kernels.so")
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(RuntimeError, match="No such file"):
+        build_native.build(ROOT, tmp_path / "kernels.so")
+    assert not list(tmp_path.iterdir())
+
+
+# Under sanitizers: this file as a program.
+
+
+def test_it_stays_in_its_memory(tmp_path: Path) -> None:
+    """Each array ends where its memory does, which the sanitizer watches."""
+    flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    runtime = subprocess.run(
+        ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=False
+    ).stdout.strip() if shutil.which("cc") else ""  # fmt: skip
+    if not os.path.isabs(runtime):
+        pytest.skip("no sanitizer here")
+    path = built(tmp_path / "kernels.so", *flags)
+    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment.pop(native.NATIVE_VARIABLE, None)
+    done = subprocess.run(
+        [sys.executable, __file__, str(path)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "done\n"
+    overrun = subprocess.run(
+        [sys.executable, __file__, str(path), "overrun"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "AddressSanitizer: heap-buffer-overflow" in overrun.stderr  # it would have told
+
+
+def _under_sanitizers(path: str, *, overruns: bool) -> None:
+    library, missing = native.load(Path(path))
+    assert library is not None, missing
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    for code in Code:
+        for count in LENGTHS:
+            operations = operations_of(code, 0.5)
+            sizes = [4 * count] * 4 + [2 * count, (4 if code is Code.WRITE_FP32 else 2) * count]
+            places = [libc.malloc(max(size, 1)) for size in sizes]
+            for place, size in zip(places, sizes, strict=True):
+                ctypes.memset(place, 0, size)
+            told = [size + 64 * overruns for size in sizes]
+            packed = elementwise._PACKED_ARRAYS.pack(*places, 0, 0, *told, 0, 0)
+            stop = count + 8 * overruns
+            assert library.run(elementwise._packed(operations), 1, packed, 0, stop) >= 0
+            for place in places:
+                libc.free(place)
+    print("done")
+
+
+if __name__ == "__main__":
+    _under_sanitizers(sys.argv[1], overruns=len(sys.argv) > 2)
