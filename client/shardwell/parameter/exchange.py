@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -22,11 +22,11 @@ from shardwell.errors import (
     ShardwellError,
 )
 from shardwell.numerics.arguments import wait_milliseconds
-from shardwell.numerics.codec import NonFiniteValueError
+from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
 from shardwell.placement.slices import Slice
-from shardwell.rpc.arena import Arena, Places, payload_of, wanted_bytes
+from shardwell.rpc.arena import BATCH_COUNT, Arena, Places, payload_of, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
@@ -38,6 +38,10 @@ from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec, check_chunk
+
+_Answer: TypeAlias = tuple[pb.ExchangeResponse, Bytes, int]
+"""Header, payload, and bytes of the message."""
+_Answers: TypeAlias = Iterator[_Answer]
 
 
 @dataclass
@@ -311,6 +315,7 @@ class Transfer:
         """Chunks [first, stop) of a gradient for one shard; runs on a thread of gRPC's."""
         scratch = thread_scratch()
         places = None if arena is None else Places(arena.memory)
+        batch = framing.Batch(header_type, BATCH_COUNT)
         last = len(part.chunks[:stop]) - 1
         for index in range(first, last + 1):
             where = part.chunks[index]
@@ -351,7 +356,8 @@ class Transfer:
                 ) from None
             shared_bytes = gradient.chunk.shared.size
             self._traffic.add_sent(len(message) + shared_bytes, where.size, shared_bytes)
-            yield message
+            yield from batch.add(message, waits=shared_bytes > 0)
+        yield from batch.rest()
 
     def _receive(
         self,
@@ -389,20 +395,25 @@ class Transfer:
             ShardwellError: see `Parameter.get_weights`.
         """
         stop = self.row_count if stop is None else stop
+        read_ahead: list[_Answers] = [iter(()) for _ in parts]
         while progress.row < stop:
             index, version = progress.row, progress.version
             for number, part in enumerate(parts):
                 if index < len(part.chunks):
-                    try:
-                        message = read(number)
-                    except grpc.RpcError as error:
-                        raise call_group.error_of(
-                            part.channel, error, parameter=self._spec.name
-                        ) from None
+                    answer = next(read_ahead[number], None)
+                    if answer is None:
+                        try:
+                            message = read(number)
+                        except grpc.RpcError as error:
+                            raise call_group.error_of(
+                                part.channel, error, parameter=self._spec.name
+                            ) from None
+                        read_ahead[number] = framing.parse_all(pb.ExchangeResponse, message)
+                        answer = next(read_ahead[number])
                     found = self._decode(
                         part,
                         index,
-                        message,
+                        answer,
                         weights,
                         min_version,
                         is_exchange=is_exchange,
@@ -416,7 +427,7 @@ class Transfer:
         self,
         part: ShardSlice,
         index: int,
-        message: bytes,
+        answer: _Answer,
         weights: Pieces,
         min_version: int,
         *,
@@ -424,7 +435,7 @@ class Transfer:
         arena: Arena | None,
     ) -> int:
         """Checks a chunk of weights and writes it where it belongs; returns its version."""
-        header, payload = framing.parse(pb.ExchangeResponse, message)
+        header, payload, size_bytes = answer
         where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
         try:
@@ -459,7 +470,7 @@ class Transfer:
         with weights.writing(where.offset, where.stop) as values:
             self._codec.codec.decode(stored, chunk.scale_exponent, values)
         shared_bytes = chunk.shared.size
-        self._traffic.add_received(len(message) + shared_bytes, where.size, shared_bytes)
+        self._traffic.add_received(size_bytes + shared_bytes, where.size, shared_bytes)
         return int(header.version)
 
     def _opening(self, channel: ShardChannel) -> types_pb2.StreamOpen:

@@ -43,6 +43,9 @@ SHARED_BYTES_MIN = 64 * 1024
 CALL_BYTES_MIN = 4 << 20
 """What one call moves at least for an offer to cost less than it saves; a stream makes one for all
 its calls."""
+BATCH_COUNT = 4
+"""Messages that leave as one where all of their payloads are shared: a message costs as much as
+converting its chunk, and what waits for others stands still."""
 ANSWER_BYTES_MAX = 4096
 """Of a message over the Unix socket."""
 _DESCRIPTOR_BYTES_MAX = 1024

@@ -13,7 +13,8 @@ padding and the payload.
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -125,6 +126,64 @@ def parse(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, Bytes]:
         values = values.copy()
         values.flags.writeable = False
     return header, values
+
+
+BATCH_COUNT_MAX = 64
+"""Messages in one."""
+
+
+def parse_all(header_type: type[HeaderT], message: bytes) -> Iterator[tuple[HeaderT, Bytes, int]]:
+    """`parse` of a message, or of each one that is in it, with its size in bytes.
+
+    Raises:
+        CorruptChunkError: the bytes are no such message, or a batch with something besides.
+    """
+    header, payload = parse(header_type, message)
+    batch: Sequence[bytes] = header.batch  # type: ignore[attr-defined]
+    if not batch:
+        yield header, payload, len(message)
+        return
+    if payload.size or len(header.ListFields()) > 1 or len(batch) > BATCH_COUNT_MAX:
+        raise CorruptChunkError(
+            f"a batch of {len(batch)} messages; expected at most {BATCH_COUNT_MAX}, and nothing "
+            "besides; send the message again"
+        )
+    for each in batch:
+        inner, payload = parse(header_type, each)
+        if inner.batch:  # type: ignore[attr-defined]
+            raise CorruptChunkError("a batch in a batch; send the message again")
+        yield inner, payload, len(each)
+
+
+class Batch:
+    """Messages that are to leave as one.
+
+    Args:
+        header_type: Of each, and of what stands for them.
+        count: How many are one, at most.
+    """
+
+    def __init__(self, header_type: Any, count: int) -> None:
+        self._header_type = header_type
+        self._count = count
+        self._held: list[bytes] = []
+
+    def add(self, message: bytes, *, waits: bool) -> Iterator[bytes]:
+        """What is to leave now, in order; a message that does not wait leaves by itself."""
+        if not waits or len(self._held) == self._count:
+            yield from self.rest()
+        if waits:
+            self._held.append(message)
+        else:
+            yield message
+
+    def rest(self) -> Iterator[bytes]:
+        """What has waited."""
+        if len(self._held) > 1:
+            yield self._header_type(batch=self._held).SerializeToString()
+        else:
+            yield from self._held
+        self._held.clear()
 
 
 _EMPTY: Bytes = np.empty(0, np.uint8)

@@ -30,7 +30,7 @@ from shardwell.numerics.codec import CODECS, Bytes, Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.process.shared_memory import SharedMemory
-from shardwell.rpc.arena import Places, payload_of, shared_message
+from shardwell.rpc.arena import BATCH_COUNT, Places, payload_of, shared_message
 from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
@@ -218,10 +218,11 @@ class ParameterServerService:
         arena: SharedMemory | None = None
         message = yield Read.NEXT_STEP
         while message is not None:
-            request, payload = framing.parse(pb.PutGradientRequest, message)
-            if source is None:
-                source, arena = self._source(request), self._arena(request.arena)
-            if _has_gradient(request, payload):
+            for request, payload, _ in framing.parse_all(pb.PutGradientRequest, message):
+                if source is None:
+                    source, arena = self._source(request), self._arena(request.arena)
+                if not _has_gradient(request, payload):
+                    continue
                 payload = payload_of(request.gradient.chunk, payload, arena)
                 self._shard.traffic.add(received=payload.size)
                 gradient, (parameter, contributor) = request.gradient, source
@@ -244,15 +245,20 @@ class ParameterServerService:
         deadline = self._deadline(call, request.wait_timeout_ms / 1000)
         arena = self._arena(request.arena)
         places = None if arena is None else Places(arena)
+        batch = framing.Batch(pb.GetWeightsResponse, BATCH_COUNT)
         for index in range(parameter.chunk_count):
+            if not parameter.is_ready(index, request.min_version):
+                yield from batch.rest()
             message = yield from until(
                 parameter.weights_message, index, request.min_version, deadline
             )
             parameter.make_durable()  # nobody goes on from what could still be lost
             self._shard.traffic.add(sent=len(message))
+            shared_bytes = 0
             if places is not None:
-                message, _ = shared_message(pb.GetWeightsResponse, message, places.room)
-            yield message
+                message, shared_bytes = shared_message(pb.GetWeightsResponse, message, places.room)
+            yield from batch.add(message, waits=shared_bytes > 0)
+        yield from batch.rest()
 
     def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
         """A first message when every chunk is sure to be had, then all chunks in order.
@@ -301,42 +307,45 @@ class ParameterServerService:
             message = yield Read.NEXT_STEP if is_between_steps else Read.NEXT
             if message is None:
                 break
-            was_short = call.is_short
-            request, payload = framing.parse(pb.ExchangeRequest, message)
-            if source is None or request.HasField("open"):
-                if not is_between_steps:
-                    raise ArgumentError("`open` came in the middle of a step; end it first")
-                source = self._source(request)
-                is_small = source.parameter.where.size <= _SHORT_ELEMENT_COUNT
-                call.is_short = is_small and self._shard.config.durability.is_process
-            if request.arena:
-                if not is_between_steps:
-                    raise ArgumentError("`arena` came in the middle of a step; end it first")
-                arena = self._arena(request.arena)
-            if not _has_gradient(request, payload):
-                continue
-            gradient, (parameter, contributor) = request.gradient, source
-            if was_short and gradient.chunk.HasField("shared"):
-                yield LONG  # however short the message
-            payload = payload_of(gradient.chunk, payload, arena)
-            self._shard.traffic.add(received=payload.size)
-            deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
-            yield from until(parameter.contribute, contributor, gradient, payload, deadline)
-            version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
-            room = None
-            if gradient.chunk.HasField("shared") and arena is not None:
-                shared = gradient.chunk.shared
-                room = Room(shared.offset, arena.view(shared.offset, shared.size))
-            pending.append(_Pending(gradient.chunk.chunk_index, version, deadline, room))
-            is_between_steps = gradient.end_of_step
-            if len(pending) > 2 * parameter.chunk_count:
-                raise ArgumentError(
-                    f"{len(pending)} chunks were sent without end_of_step, of "
-                    f"{parameter.chunk_count}; read the answers first"
-                )
-            # Not to be held while answers wait.
-            del message, request, payload, gradient, room
-            yield from self._answers(parameter, pending, all_=is_between_steps)
+            for request, payload, _ in framing.parse_all(pb.ExchangeRequest, message):
+                was_short = call.is_short
+                if source is None or request.HasField("open"):
+                    if not is_between_steps:
+                        raise ArgumentError("`open` came in the middle of a step; end it first")
+                    source = self._source(request)
+                    is_small = source.parameter.where.size <= _SHORT_ELEMENT_COUNT
+                    call.is_short = is_small and self._shard.config.durability.is_process
+                if request.arena:
+                    if not is_between_steps:
+                        raise ArgumentError("`arena` came in the middle of a step; end it first")
+                    arena = self._arena(request.arena)
+                if not _has_gradient(request, payload):
+                    continue
+                gradient, (parameter, contributor) = request.gradient, source
+                if was_short and gradient.chunk.HasField("shared"):
+                    yield LONG  # however short the message
+                payload = payload_of(gradient.chunk, payload, arena)
+                self._shard.traffic.add(received=payload.size)
+                deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
+                yield from until(parameter.contribute, contributor, gradient, payload, deadline)
+                version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
+                room = None
+                if gradient.chunk.HasField("shared") and arena is not None:
+                    shared = gradient.chunk.shared
+                    room = Room(shared.offset, arena.view(shared.offset, shared.size))
+                pending.append(_Pending(gradient.chunk.chunk_index, version, deadline, room))
+                is_between_steps = gradient.end_of_step
+                if len(pending) > 2 * parameter.chunk_count:
+                    raise ArgumentError(
+                        f"{len(pending)} chunks were sent without end_of_step, of "
+                        f"{parameter.chunk_count}; read the answers first"
+                    )
+                del gradient, payload, room  # not to be held while answers wait
+                if is_between_steps:
+                    yield from self._answers(parameter, pending, all_=True)
+            del message, request
+            if source is not None:
+                yield from self._answers(source.parameter, pending, all_=False)
         if source is not None:
             yield from self._answers(source.parameter, pending, all_=True)
 
@@ -434,17 +443,22 @@ class ParameterServerService:
         all_: bool,
     ) -> Handling:
         """The weights that are due, in order: those that are ready, or all."""
+        batch = framing.Batch(pb.ExchangeResponse, BATCH_COUNT)
         while pending:
             index, version, deadline, room = pending[0]
-            if not all_ and not parameter.is_ready(index, version):
-                return
+            is_ready = parameter.is_ready(index, version)
+            if not is_ready and not all_:
+                break
+            if not is_ready:
+                yield from batch.rest()
             message = yield from until(parameter.weights_message, index, version, deadline)
             parameter.make_durable()  # it acknowledges a gradient
             pending.popleft()
             self._shard.traffic.add(sent=len(message))
             if room is not None:
                 message = _shared_answer(message, room)
-            yield message
+            yield from batch.add(message, waits=room is not None)
+        yield from batch.rest()
 
     def _deadline(self, call: Call, timeout_s: float) -> RequestDeadline:
         return deadline_of(self._shard, call, timeout_s)

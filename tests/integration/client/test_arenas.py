@@ -33,6 +33,7 @@ from harness.wire_client.worker import WireWorker, decode, error_detail, spec
 from shardwell.process.shared_memory import IS_SUPPORTED, OwnMemory
 from shardwell.rpc import arena
 from shardwell.rpc import arena_offers as arenas
+from shardwell.rpc.arena import BATCH_COUNT
 from shardwell.rpc.stream import ShardStream
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -648,6 +649,63 @@ def test_what_the_other_side_changes_is_noticed(offering) -> None:
     assert call.refusal(message).code == types_pb2.ERROR_CODE_CORRUPT_CHUNK
 
 
+def in_one(messages: list[Any]) -> Any:
+    return pb.ExchangeRequest(batch=[message.SerializeToString() for message in messages])
+
+
+def test_messages_in_one_are_as_by_themselves(offering) -> None:
+    call = Exchanging(offering)
+    messages = [call.message(step, np.arange(8.0), 64 * (step + 1)) for step in range(3)]
+    answers = call.answers([in_one(messages[:2]), messages[2]])
+    assert [answer.version for answer in answers] == [1, 2, 3]  # each has ended a step
+    found = decode(call.arena.bytes_of(answers[2].chunk.shared), types_pb2.CODEC_FP32, 0)
+    np.testing.assert_array_equal(found, -3 * np.arange(8.0))
+
+
+def test_a_bad_message_among_others_ends_the_stream_behind_those_before_it(offering) -> None:
+    call = Exchanging(offering)
+    good, bad = call.message(0, np.ones(8), 64), call.message(1, np.ones(8), 128)
+    bad.gradient.chunk.crc32c ^= 1
+    assert call.refusal(in_one([good, bad])).code == types_pb2.ERROR_CODE_CORRUPT_CHUNK
+    other = call.message(1, np.ones(8), 64)
+    other.open.CopyFrom(good.open)
+    other.arena = (found := offering()).answer.token
+    other.gradient.chunk.shared.CopyFrom(found.put(64, np.ones(8, "<f4").tobytes()))
+    (answer,) = call.answers([other])
+    assert answer.version == 2
+
+
+@pytest.mark.parametrize("what", ["nested", "with more", "too many"])
+def test_a_batch_that_is_none_is_refused(offering, what) -> None:
+    call = Exchanging(offering)
+    message = call.message(0, np.ones(8))
+    batch = in_one([message] * (65 if what == "too many" else 1))
+    if what == "nested":
+        batch = in_one([batch])
+    elif what == "with more":
+        batch.gradient.CopyFrom(message.gradient)
+    assert call.refusal(batch).code == types_pb2.ERROR_CODE_CORRUPT_CHUNK
+
+
+def test_large_steps_leave_in_fewer_messages(cluster, connect) -> None:
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    client, chunk_count = connect(running, "w0"), 10
+    size = chunk_count * CHUNK_BYTES // 2
+    net = client.parameter("net", size=size, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(size, np.float32))
+    sent: list[bytes] = []
+    real = ShardStream.submit
+
+    def counted(self: ShardStream, messages: Any) -> None:
+        real(self, (sent.append(message) or message for message in messages))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardStream, "submit", counted)
+        net.exchange(np.ones(size, np.float32))
+    assert len(sent) == -(-chunk_count // BATCH_COUNT)
+    assert sum(len(pb.ExchangeRequest.FromString(each).batch) or 1 for each in sent) == chunk_count
+
+
 # Faults that a caller does not see.
 
 
@@ -715,7 +773,7 @@ def test_time_that_offers_take_is_none_that_a_shard_waits(cluster, connect, monk
 
     monkeypatch.setattr(ShardStream, "arena", slow)
     with pytest.raises(shardwell.WorkersMissingError):
-        net.exchange(np.ones(ELEMENTS, np.float32), timeout_s=5.0)
+        net.exchange(np.ones(ELEMENTS, np.float32), timeout_s=8.0)
 
 
 def test_large_chunks_are_not_counted_on_the_loop(cluster, connect, monkeypatch) -> None:

@@ -56,6 +56,7 @@ headers = st.one_of(
     st.builds(pb.GetWeightsResponse, chunk=st.none() | chunks, version=uint64s),
     st.builds(pb.ExchangeResponse, chunk=st.none() | chunks, version=uint64s),
 )
+BATCHED = [pb.ExchangeRequest, pb.ExchangeResponse, pb.PutGradientRequest, pb.GetWeightsResponse]
 payloads = st.binary(max_size=300) | st.integers(0, 70_000).map(
     lambda n: bytes(range(256)) * (n // 256)
 )
@@ -293,3 +294,43 @@ def test_a_message_with_bytes_changed(header: Message, payload: bytes, data: st.
         else:
             message.insert(place, data.draw(st.sampled_from([0x7A, 0x72, 0x0A, 0xFF, 0])))
     check_same_as_protobuf(type(header), bytes(message))
+
+
+# Several messages in one.
+
+
+@pytest.mark.parametrize("header_type", BATCHED)
+@given(
+    waits=st.lists(st.booleans(), max_size=20),
+    count=st.integers(1, 5),
+)
+def test_messages_that_leave_as_one_are_read_one_by_one(
+    header_type: type[Message], waits: list[bool], count: int
+) -> None:
+    name = "version" if header_type in (pb.ExchangeResponse, pb.GetWeightsResponse) else "arena"
+    sent = [header_type(**{name: number + 1}).SerializeToString() for number in range(len(waits))]
+    batch = framing.Batch(header_type, count)
+    left = [each for m, w in zip(sent, waits, strict=True) for each in batch.add(m, waits=w)]
+    left += batch.rest()
+    assert not list(batch.rest())
+    found = [each for message in left for each in framing.parse_all(header_type, message)]
+    assert [header.SerializeToString() for header, _, _ in found] == sent
+    assert [size for _, _, size in found] == [len(message) for message in sent]
+    longest = max((len(list(framing.parse_all(header_type, each))) for each in left), default=0)
+    assert longest <= count
+    if waits and not any(waits):
+        assert left == sent
+
+
+def test_what_a_batch_may_not_be() -> None:
+    one = pb.ExchangeResponse(version=1).SerializeToString()
+    nested = pb.ExchangeResponse(batch=[one, one]).SerializeToString()
+    for batch, says in [
+        (pb.ExchangeResponse(batch=[one], version=1), "nothing besides"),
+        (pb.ExchangeResponse(batch=[one], payload=b"x"), "nothing besides"),
+        (pb.ExchangeResponse(batch=[one] * 65), "a batch of 65 messages"),
+        (pb.ExchangeResponse(batch=[one, nested]), "a batch in a batch"),
+        (pb.ExchangeResponse(batch=[b"\xff"]), "that are no"),
+    ]:
+        with pytest.raises(CorruptChunkError, match=says):
+            list(framing.parse_all(pb.ExchangeResponse, batch.SerializeToString()))
