@@ -169,14 +169,21 @@ def remove(namespace: str) -> None:
 
 
 def serve(
-    network: Network, index: int, count: int, chunk_kib: int, stack: contextlib.ExitStack
+    network: Network,
+    index: int,
+    count: int,
+    chunk_kib: int,
+    stack: contextlib.ExitStack,
+    *,
+    host: int | None = None,
 ) -> None:
-    """Starts a host's shard."""
+    """Starts a shard on the host of its index, or on another."""
+    host = index if host is None else host
     words = [sys.executable, "-m", "shardwell_server", "serve", "--shard-index", str(index)]
-    words += ["--shard-count", str(count), "--listen", f"{network.address(index)}:{PORT}"]
+    words += ["--shard-count", str(count), "--listen", f"{network.address(host)}:{PORT}"]
     words += ["--log-level", "error", "--chunk-size-bytes", str(chunk_kib * 1024), PARENT_FLAG]
     process = subprocess.Popen(
-        network.command(index, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        network.command(host, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     stack.callback(_end, process)
     assert process.stdout is not None

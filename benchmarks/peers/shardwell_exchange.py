@@ -11,11 +11,13 @@ from turns import Bench, Order, work, worker_parser
 class ExchangeBench(Bench):
     """See Bench."""
 
-    def __init__(self, rank: int, size: int, target: str, megabytes: int, codec: str) -> None:
+    def __init__(
+        self, rank: int, size: int, target: str, megabytes: int, codec: str, parameter: str
+    ) -> None:
         element_count = megabytes * 10**6 // 4
-        self._client = shardwell.connect(target, worker_id=f"w{rank}")
+        self._client = shardwell.connect(target, worker_id=f"{parameter}-w{rank}")
         self._model = self._client.parameter(
-            "model",
+            parameter,
             size=element_count,
             optimizer=shardwell.SGD(learning_rate=0.01),
             worker_count=size,
@@ -41,8 +43,11 @@ def main() -> None:
     parser.add_argument("--shards", required=True)
     parser.add_argument("--megabytes", type=int, required=True)
     parser.add_argument("--codec", required=True)
+    parser.add_argument("--parameter", default="model")
     args = parser.parse_args()
-    bench = ExchangeBench(args.rank, args.size, args.shards, args.megabytes, args.codec)
+    bench = ExchangeBench(
+        args.rank, args.size, args.shards, args.megabytes, args.codec, args.parameter
+    )
     work(args.socket, args.rank, bench)
 
 

@@ -68,6 +68,8 @@ class Parameter(Generic[ValuesT]):
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""
         self._shards = shards
         self._worker_id = worker_id
+        self._timeout_s = timeout_s
+        self._idle_streams = idle_streams
         self._traffic = traffic
         self._values = values_of(spec)
         self._rules = TensorRules(spec.optimizer, spec.layout)

@@ -12,11 +12,13 @@ from shardwell_server import signals, terminal
 from shardwell_server.processes import end_process
 
 _COMMANDS = {
+    "bench": ("bench", "bench"),
     "checkpoint": ("checkpoint", "checkpoint"),
     "cluster": ("cluster", "cluster"),
     "demo": ("demo", "demo"),
     "demo-worker": ("train_digits", "demo_worker"),
     "health": ("health", "health"),
+    "plan": ("plan", "plan"),
     "run": ("run", "run"),
     "serve": ("serve", "serve"),
     "status": ("status", "status"),

@@ -98,7 +98,7 @@ def shard_count_option(what: str) -> Decorator:
 
 @contextlib.contextmanager
 def connected(
-    command: str, target: str, timeout_s: float
+    command: str, target: str, timeout_s: float, worker_id: str | None = None
 ) -> Iterator[tuple[shardwell.Client, float]]:
     """A client, and what is left of `timeout_s` once it is connected.
 
@@ -106,6 +106,7 @@ def connected(
         command: What the worker is called, beside the process id.
         target: See `shardwell.connect`.
         timeout_s: For all of the command.
+        worker_id: Its name, if it contributes gradients: default names differ on one machine only.
 
     Raises:
         ShardwellError: see `shardwell.connect`.
@@ -113,7 +114,7 @@ def connected(
     began_s = time.monotonic()
     with shardwell.connect(
         target,
-        worker_id=f"{command}-{os.getpid()}",
+        worker_id=worker_id or f"{command}-{os.getpid()}",
         connect_timeout_s=min(timeout_s, _CONNECT_TIMEOUT_S),
     ) as client:
         yield client, max(timeout_s - (time.monotonic() - began_s), _REST_S_MIN)

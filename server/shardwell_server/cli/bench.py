@@ -1,0 +1,508 @@
+"""`shardwell bench`: a cluster as one worker sees it, and what a step there waits for.
+
+What is measured is a parameter of its own, asynchronous, so that nobody waits for anybody. It stays
+on the shards, which can't forget one, under a name that each run with as many elements uses again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+import numpy as np
+from rich.table import Table
+
+import shardwell
+from shardwell.numerics.codec import CODECS, Float32, Scratch
+from shardwell.parameter.parameter import Parameter
+from shardwell.parameter.probe import SliceProbe
+from shardwell.rpc.attendance import unique_worker_id
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.specs.names import parse_target
+from shardwell.specs.parameter import CodecName
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
+from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.options import connected, shards_option
+from shardwell_server.cli.quantities import Rate, bytes_told, digits, link_told, seconds_told
+from shardwell_server.cli.tables import table
+from shardwell_server.step_time import HEADER_FACTOR
+from shardwell_server.terminal import console
+
+MEGABYTES_MAX = 1024
+"""What the parameter may have: this process holds it twice, the shards together four times."""
+_CALL_COUNT = 50
+"""Round trips that are timed, a shard."""
+_WARM_UP_COUNT = 5
+"""Round trips that are not."""
+_ROUND_COUNT_MAX = 50
+"""Rounds of transfers, of which medians are taken; short ones need no more."""
+_CODEC_S = 0.1
+"""How long each conversion is repeated."""
+_CODECS: tuple[CodecName, CodecName] = ("fp16", "fp32")
+"""Two that differ in bytes: what bytes cost is told apart from what elements cost."""
+_VISIBLE = 1.25
+"""A link shows when twice the bytes take at least so many times as long."""
+
+
+@dataclass(kw_only=True)
+class ShardFigures:
+    """What was measured of one shard."""
+
+    shard_index: int
+    """Its place among the shards."""
+    address: str
+    """HOST:PORT."""
+    transport: str
+    """Where an exchange's payloads go: "memory", "gRPC", or "both"."""
+    round_trip_s: float
+    """Of a small call: the median."""
+    out_s: dict[str, float]
+    """By codec: a gradient of the shard's slice, counted; the median."""
+    in_s: dict[str, float]
+    """By codec: weights of the shard's slice."""
+    slice_size: int
+    """Elements of the slice."""
+
+    @property
+    def link_out_bytes_per_s(self) -> float | None:
+        """What the way there carries; None where processing hides it."""
+        return _link_rate(self.slice_size, self.out_s)
+
+    @property
+    def link_in_bytes_per_s(self) -> float | None:
+        """What the way back carries; None where processing hides it."""
+        return _link_rate(self.slice_size, self.in_s)
+
+
+@dataclass(kw_only=True)
+class StepFigures:
+    """Where the time of an exchange with all shards goes."""
+
+    exchange_s: float
+    """The median."""
+    link_s: float
+    """The bytes' time on the links; 0 where they do not show."""
+    codec_s: float
+    """This worker's conversions, on one thread."""
+    latency_s: float
+    """The longest round trip to a shard."""
+
+    @property
+    def shard_s(self) -> float:
+        """The rest: shards that check, sum and update, and what carries messages."""
+        return max(self.exchange_s - self.link_s - self.codec_s - self.latency_s, 0.0)
+
+    @property
+    def limit(self) -> str:
+        """What takes the most."""
+        parts = {
+            "link": self.link_s,
+            "codec": self.codec_s,
+            "latency": self.latency_s,
+            "shards": self.shard_s,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass
+class _Times:
+    """Of one direction of one shard, by codec."""
+
+    by_codec: dict[str, list[float]] = field(
+        default_factory=lambda: {codec: [] for codec in _CODECS}
+    )
+
+    def median(self) -> dict[str, float]:
+        return {codec: _settled(times) for codec, times in self.by_codec.items()}
+
+
+def _settled(times: list[float]) -> float:
+    """The median, without the first of several, which warms up."""
+    return statistics.median(times[1:] or times)
+
+
+@dataclass(frozen=True)
+class _Count:
+    """Bytes that a probe has moved."""
+
+    moved: int
+    shared: int
+
+    @staticmethod
+    def of(probe: SliceProbe) -> _Count:
+        traffic = probe.traffic
+        return _Count(traffic.sent_bytes + traffic.received_bytes, traffic.shared_bytes)
+
+
+@click.command()
+@shards_option
+@click.option(
+    "--megabytes",
+    type=click.IntRange(1, MEGABYTES_MAX),
+    default=32,
+    show_default=True,
+    help="Float32 of the parameter that is moved; over slow links, give less.",
+)
+@click.option(
+    "--seconds",
+    type=Duration(),
+    default=5.0,
+    show_default=True,
+    help="How long to move it; each kind of transfer at least once.",
+)
+@click.option(
+    "--link",
+    type=Rate(),
+    help="What this machine's link carries, as 1Gbit/s, to compare with; default: what is seen.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object; times in seconds.")
+@click.option(
+    "--timeout-s", type=Duration(), default=120.0, show_default=True, help="For all of it."
+)
+def bench(
+    *,
+    target: str,
+    megabytes: int,
+    seconds: float,
+    link: float | None,
+    as_json: bool,
+    timeout_s: float,
+) -> None:
+    """Measure a cluster from here: latency, throughput, codecs, and what limits a step.
+
+    Uses a parameter of its own, shardwell-bench-..., which stays on the shards for the next run.
+    Shards that train meanwhile do so more slowly, and slow this down.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    with connected("bench", target, timeout_s, worker_id=unique_worker_id()) as (client, _):
+        cluster_id = client.cluster_id
+        round_trips = [
+            _round_trip_s(index, address, deadline_s)
+            for index, address in enumerate(parse_target(target))
+        ]
+        work = _Transfers(client, megabytes, deadline_s)
+        transports = work.transports()
+        exchange_s, times = work.measure(seconds)
+        shards = [
+            ShardFigures(
+                shard_index=index,
+                address=address,
+                transport=transports[index],
+                round_trip_s=round_trips[index],
+                out_s=times[index][0].median(),
+                in_s=times[index][1].median(),
+                slice_size=work.slice_size(index),
+            )
+            for index, address in enumerate(parse_target(target))
+        ]
+    codecs = {name: _codec_rates(name) for name in CODECS}
+    step = _step(shards, exchange_s, codecs["fp16"], link)
+    if as_json:
+        print_json(cluster_id, megabytes, shards, codecs, step, work.names)
+        return
+    screen = console()
+    screen.print(
+        f"cluster {cluster_id}, seen from {socket.gethostname()}: {megabytes} MB of float32 in "
+        f"slices of {bytes_told(4 * shards[0].slice_size)}",
+        markup=False,
+    )
+    screen.print(_shard_table(shards))
+    screen.print(_codec_table(codecs))
+    for line in _conclusion(step, megabytes, shards, link):
+        screen.print(line, markup=False)
+    screen.print(f"Left on the shards for the next run: {', '.join(work.names)}.", markup=False)
+
+
+class _Transfers:
+    """What is moved, and how long it takes.
+
+    Args:
+        client: Connected.
+        megabytes: Float32 of each parameter; there is one a codec.
+        deadline_s: Of all calls, on the monotonic clock.
+    """
+
+    def __init__(self, client: shardwell.Client, megabytes: int, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        size = megabytes * 10**6 // 4
+        self._values = _values(size)
+        self._out = np.zeros(size, np.float32)
+        self._whole: dict[str, Parameter[Any]] = {}
+        self._probes: dict[str, list[SliceProbe]] = {}
+        for codec in _CODECS:
+            model = client.parameter(
+                f"shardwell-bench-{megabytes}MB-{codec}",
+                size=size,
+                optimizer=shardwell.Average(),
+                codec=codec,
+                mode="async",
+            )
+            model.init(self._out, timeout_s=self._rest_s())
+            self._whole[codec] = model
+            self._probes[codec] = [SliceProbe(model, i) for i in range(client.shard_count)]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return [model.name for model in self._whole.values()]
+
+    def slice_size(self, shard_index: int) -> int:
+        """Elements that a shard has of each parameter."""
+        return self._whole[_CODECS[0]].slices[shard_index].size
+
+    def transports(self) -> list[str]:
+        """How the payloads of an exchange with each shard go."""
+        whole, found = self._whole["fp16"], []
+        for probe in self._probes["fp16"]:
+            probe.next_step = whole.next_step
+            before = _Count.of(probe)
+            self._timed(probe.exchange, self._values, out=self._out)
+            after = _Count.of(probe)
+            share = (after.shared - before.shared) / (after.moved - before.moved)
+            found.append("gRPC" if share < 0.01 else "memory" if share > 0.9 else "both")
+        whole.next_step += 1
+        return found
+
+    def measure(self, seconds: float) -> tuple[float, list[tuple[_Times, _Times]]]:
+        """Seconds of an exchange with all shards, and of (out, in) of each shard by itself."""
+        times = [(_Times(), _Times()) for _ in self._probes["fp16"]]
+        exchanges: list[float] = []
+        until_s = time.monotonic() + seconds
+        while not exchanges or (len(exchanges) < _ROUND_COUNT_MAX and time.monotonic() < until_s):
+            for codec in _CODECS:
+                whole = self._whole[codec]
+                for (out, in_), probe in zip(times, self._probes[codec], strict=True):
+                    probe.next_step = whole.next_step
+                    out.by_codec[codec].append(self._timed(probe.put_gradient, self._values))
+                    in_.by_codec[codec].append(self._timed(probe.get_weights, out=self._out))
+                whole.next_step += 1
+            whole = self._whole["fp16"]
+            exchanges.append(self._timed(whole.exchange, self._values, out=self._out))
+        return _settled(exchanges), times
+
+    def _timed(self, verb: Callable[..., Any], *values: Any, **more: Any) -> float:
+        timeout_s = self._rest_s()
+        began_s = time.perf_counter()
+        verb(*values, timeout_s=timeout_s, **more)
+        return time.perf_counter() - began_s
+
+    def _rest_s(self) -> float:
+        return max(self._deadline_s - time.monotonic(), 0.05)
+
+
+def _values(size: int) -> Float32:
+    """What a gradient looks like: small numbers of either sign."""
+    return np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.01)
+
+
+def _round_trip_s(index: int, address: str, deadline_s: float) -> float:
+    """The median time of a call that says next to nothing."""
+    channel = ShardChannel(index, address)
+    question = pb.GetStatusRequest(identity_only=True)
+    times = []
+    try:
+        for number in range(_WARM_UP_COUNT + _CALL_COUNT):
+            timeout_s = max(deadline_s - time.monotonic(), 0.05)
+            began_s = time.perf_counter()
+            channel.call("GetStatus", question, pb.GetStatusResponse, timeout_s=timeout_s)
+            if number >= _WARM_UP_COUNT:
+                times.append(time.perf_counter() - began_s)
+    finally:
+        channel.close()
+    return statistics.median(times)
+
+
+def _codec_rates(name: str) -> tuple[float, float]:
+    """Bytes of float32 a second that one thread encodes and decodes, from and to memory."""
+    codec, scratch = CODECS[name], Scratch()
+    chunk_size = PAYLOAD_SIZE_MAX_BYTES // codec.item_size
+    values = _values(16 * chunk_size)
+    payload = np.empty(values.size * codec.item_size, np.uint8)
+    parts = [slice(start, start + chunk_size) for start in range(0, values.size, chunk_size)]
+
+    def encode(part: slice) -> None:
+        where = slice(part.start * codec.item_size, part.stop * codec.item_size)
+        codec.encode(values[part], payload[where], scratch)
+
+    def decode(part: slice) -> None:
+        where = slice(part.start * codec.item_size, part.stop * codec.item_size)
+        codec.decode(payload[where], 0, values[part])
+
+    return _rate(encode, parts, values.nbytes), _rate(decode, parts, values.nbytes)
+
+
+def _rate(convert: Callable[[slice], None], parts: Sequence[slice], byte_count: int) -> float:
+    times = []
+    for began_s in _repeated(_CODEC_S):
+        for part in parts:
+            convert(part)
+        times.append(time.perf_counter() - began_s)
+    return byte_count / statistics.median(times)
+
+
+def _repeated(seconds: float) -> Iterator[float]:
+    """The time, again and again: at least three times."""
+    until_s = time.perf_counter() + seconds
+    count = 0
+    while count < 3 or time.perf_counter() < until_s:
+        count += 1
+        yield time.perf_counter()
+
+
+def _link_rate(slice_size: int, seconds: dict[str, float]) -> float | None:
+    """Bytes a second that fit two transfers of as many elements and unlike many bytes.
+
+    time = elements x (what converting, checking and summing one takes) + bytes / rate; so the
+    difference in bytes over the difference in time. None: the time hardly depends on the bytes.
+    """
+    few_s, many_s = seconds["fp16"], seconds["fp32"]
+    if many_s < _VISIBLE * few_s:
+        return None
+    more_bytes = slice_size * (CODECS["fp32"].item_size - CODECS["fp16"].item_size)
+    return more_bytes * HEADER_FACTOR / (many_s - few_s)
+
+
+def _step(
+    shards: Sequence[ShardFigures],
+    exchange_s: float,
+    codec_rates: tuple[float, float],
+    link: float | None,
+) -> StepFigures:
+    sent = [shard for shard in shards if shard.transport != "memory"]
+    item_size = CODECS["fp16"].item_size * HEADER_FACTOR
+    link_s = 0.0
+    for rates in (
+        [shard.link_out_bytes_per_s for shard in sent],
+        [shard.link_in_bytes_per_s for shard in sent],
+    ):
+        byte_counts = [shard.slice_size * item_size for shard in sent]
+        if link is not None:
+            link_s = max(link_s, sum(byte_counts) / link)
+            continue
+        seen = [rate for rate in rates if rate is not None]
+        if not seen:
+            continue
+        own_s = [
+            count / rate for count, rate in zip(byte_counts, rates, strict=True) if rate is not None
+        ]
+        # This machine's link carries what goes to all shards, and at least what the best one takes.
+        link_s = max(link_s, *own_s, sum(byte_counts) / max(seen))
+    float32_bytes = sum(4 * shard.slice_size for shard in shards)
+    return StepFigures(
+        exchange_s=exchange_s,
+        link_s=min(link_s, exchange_s) if link is None else link_s,
+        codec_s=sum(float32_bytes / rate for rate in codec_rates),
+        latency_s=max(shard.round_trip_s for shard in shards),
+    )
+
+
+def print_json(
+    cluster_id: str,
+    megabytes: int,
+    shards: Sequence[ShardFigures],
+    codecs: dict[str, tuple[float, float]],
+    step: StepFigures,
+    left: Sequence[str],
+) -> None:
+    """All figures: seconds, bytes of float32 a second, bytes a second of a link with headers."""
+    links = ("link_out_bytes_per_s", "link_in_bytes_per_s")
+    click.echo(
+        json.dumps(
+            {
+                "cluster_id": cluster_id,
+                "megabytes": megabytes,
+                "shards": [
+                    dataclasses.asdict(shard) | {name: getattr(shard, name) for name in links}
+                    for shard in shards
+                ],
+                "codecs": {
+                    name: {"encode_bytes_per_s": encode, "decode_bytes_per_s": decode}
+                    for name, (encode, decode) in codecs.items()
+                },
+                "step": dataclasses.asdict(step) | {"shard_s": step.shard_s, "limit": step.limit},
+                "left_parameters": list(left),
+            }
+        )
+    )
+
+
+def _shard_table(shards: Sequence[ShardFigures]) -> Table:
+    shown = table(
+        "", ">shard", "address", "transport", ">round trip", ">out", ">in", ">link out", ">link in"
+    )
+    for shard in shards:
+        float32_bytes = 4 * shard.slice_size
+        shown.add_row(
+            str(shard.shard_index),
+            shard.address,
+            shard.transport,
+            seconds_told(shard.round_trip_s),
+            _gigabytes(float32_bytes / shard.out_s["fp16"]),
+            _gigabytes(float32_bytes / shard.in_s["fp16"]),
+            _link_cell(shard, shard.link_out_bytes_per_s),
+            _link_cell(shard, shard.link_in_bytes_per_s),
+        )
+    return shown
+
+
+def _link_cell(shard: ShardFigures, rate: float | None) -> str:
+    if shard.transport == "memory":
+        return "none"
+    return "not seen" if rate is None else link_told(rate)
+
+
+def _codec_table(codecs: dict[str, tuple[float, float]]) -> Table:
+    shown = table("", "codec, one thread here", *(f">{name}" for name in codecs))
+    for place, what in enumerate(("encode", "decode")):
+        shown.add_row(what, *(_gigabytes(rates[place]) for rates in codecs.values()))
+    return shown
+
+
+def _gigabytes(bytes_per_s: float) -> str:
+    return f"{digits(bytes_per_s / 1e9)} GB/s"
+
+
+_LIMITS = {
+    "link": "the link: a codec of fewer bytes, or more shards if theirs is the narrow one",
+    "codec": "converting on this machine",
+    "latency": "latency: exchange more at a time, or fewer parameters",
+    "shards": "the shards, and what carries messages to them",
+}
+
+
+def _conclusion(
+    step: StepFigures, megabytes: int, shards: Sequence[ShardFigures], link: float | None
+) -> Iterator[str]:
+    """What it comes to, line by line."""
+    rate = megabytes * 1e6 / step.exchange_s
+    yield (
+        f"exchange of {megabytes} MB as fp16 with all shards: {seconds_told(step.exchange_s)}, "
+        f"{_gigabytes(rate)}"
+    )
+    yield (
+        f"  of it link {seconds_told(step.link_s)}, codec {seconds_told(step.codec_s)}, latency "
+        f"{seconds_told(step.latency_s)}, shards and the rest {seconds_told(step.shard_s)}"
+    )
+    yield f"  limited by {_LIMITS[step.limit]}"
+    if step.link_s:
+        source = "given" if link is not None else "as seen"
+        yield (
+            f"  bound of the link, {source}: {seconds_told(step.link_s)}; "
+            f"{step.link_s / step.exchange_s:.0%} of it is reached"
+        )
+    rates = [shard.link_out_bytes_per_s for shard in shards if shard.transport != "memory"]
+    seen = max((rate for rate in rates if rate is not None), default=link)
+    words = f"shardwell plan {megabytes}MB --shard-count {len(shards)}"
+    if seen is not None:
+        words += f" --link {seen * 8 / 1e6:.0f}Mbit/s"
+    if step.limit != "link":  # else it says nothing of the machines
+        words += f" --host-rate {rate / 1e9:.2g}GB/s"
+    yield f"for other sizes and numbers of workers: {words} --workers N"

@@ -1,0 +1,235 @@
+"""`shardwell plan`: which layout suits a job, before any of it runs. Asks nobody; computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import click
+from rich.table import Table
+
+from shardwell.group.schedule.strategies import ARITY_MAX
+from shardwell.numerics.codec import CODECS
+from shardwell.specs.optimizers import SGD, Adagrad, AdamW, Average, Optimizer, RMSProp
+from shardwell_server import step_time
+from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.options import usage_errors
+from shardwell_server.cli.quantities import (
+    ModelSize,
+    Rate,
+    bytes_told,
+    link_told,
+    seconds_told,
+)
+from shardwell_server.cli.tables import table
+from shardwell_server.step_time import Job, StepTime
+from shardwell_server.terminal import console
+
+_OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": SGD(0.1),
+    "momentum": SGD(0.1, momentum=0.9),
+    "adagrad": Adagrad(0.1),
+    "rmsprop": RMSProp(0.1),
+    "adam": AdamW(0.1),
+    "average": Average(),
+}
+"""What a shard would keep state of; the rates have no effect here."""
+_LEGEND = (
+    "a link: what the fullest one carries in its fuller direction; exchange: from gradients to "
+    "weights; overlap: a step whose gradients leave during the backward pass; a shard: "
+    "its weights, sums and optimizer state; a worker: that state, where it keeps its own."
+)
+_WORTH = 1.1
+"""A layout that takes more machines, or gives up the server, is to be so many times as fast."""
+
+
+@click.command()
+@click.argument("size", type=ModelSize())
+@click.option("--workers", type=int, default=4, show_default=True, help="Machines with a worker.")
+@click.option("--shard-count", type=int, help="Shards; default: as many as workers.")
+@click.option(
+    "--link",
+    type=Rate(),
+    default=125e6,
+    show_default="1Gbit/s",
+    help="What each machine's link carries, in either direction.",
+)
+@click.option(
+    "--codec",
+    type=click.Choice(sorted(CODECS)),
+    default="fp16",
+    show_default=True,
+    help="How gradients and weights travel.",
+)
+@click.option(
+    "--compute-s",
+    type=Duration(0.0),
+    default=0.0,
+    show_default=True,
+    help="Forward and backward pass of a step.",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice(list(_OPTIMIZERS)),
+    default="adam",
+    show_default=True,
+    help="Whose state is to be kept (adam: AdamW as well).",
+)
+@click.option(
+    "--arity",
+    type=click.IntRange(1, ARITY_MAX),
+    default=2,
+    show_default=True,
+    help="Children of a rank in the tree.",
+)
+@click.option(
+    "--latency-s",
+    type=Duration(0.0),
+    default=step_time.LATENCY_S,
+    show_default=True,
+    help="A small message and back.",
+)
+@click.option(
+    "--host-rate",
+    type=Rate(),
+    default=step_time.HOST_BYTES_PER_S,
+    show_default="0.4GB/s",
+    help="Float32 that a worker and its shard exchange where no link is in the way; `shardwell "
+    "bench` measures it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object; times in seconds.")
+def plan(
+    *,
+    size: int,
+    workers: int,
+    shard_count: int | None,
+    link: float,
+    codec: str,
+    compute_s: float,
+    optimizer: str,
+    arity: int,
+    latency_s: float,
+    host_rate: float,
+    as_json: bool,
+) -> None:
+    """Predict the step time of a model of SIZE by layout, and recommend one.
+
+    SIZE is a number of elements (650, 100M, 7B) or bytes of float32 (64MB, 28GiB).
+    """
+    with usage_errors():
+        job = Job(
+            element_count=size,
+            worker_count=workers,
+            shard_count=workers if shard_count is None else shard_count,
+            link_bytes_per_s=link,
+            codec=codec,
+            compute_s=compute_s,
+            latency_s=latency_s,
+            host_bytes_per_s=host_rate,
+            optimizer=_OPTIMIZERS[optimizer],
+        )
+        layouts = step_time.layouts(job, arity)
+    chosen, reason = recommended(layouts)
+    least_s = step_time.least_link_s(job)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "layouts": [as_fields(one) for one in layouts],
+                    "recommended": chosen.layout,
+                    "reason": reason,
+                    "least_link_s": least_s,
+                }
+            )
+        )
+        return
+    screen = console()
+    screen.print(_words(job), markup=False)
+    screen.print(_layout_table(layouts, chosen))
+    screen.print(_LEGEND, markup=False)
+    screen.print(f"Take {chosen.layout}: {reason}.", markup=False)
+    if least_s > 0:
+        screen.print(_least(job, least_s), markup=False)
+
+
+def as_fields(one: StepTime) -> dict[str, object]:
+    """What `--json` prints of a layout."""
+    told = ("communication_s", "step_s", "overlapped_s", "limit")
+    return dataclasses.asdict(one) | {name: getattr(one, name) for name in told}
+
+
+def recommended(layouts: list[StepTime]) -> tuple[StepTime, str]:
+    """The layout to take, and why.
+
+    The fastest step, overlapped; but shards beside workers where nothing is a tenth faster, since
+    there a worker may die and the optimizer's state is split; and dedicated machines only if they
+    are worth it.
+    """
+    by_name = {one.layout: one for one in layouts}
+    server, dedicated = by_name["co-located"], by_name["dedicated"]
+    groups = [one for one in layouts if one not in (server, dedicated)]
+    group = min(groups, key=lambda one: one.overlapped_s)
+    if group.machine_count == 1:
+        return group, "a single worker has nobody to exchange with; nothing needs to run beside it"
+    best = group if group.overlapped_s * _WORTH < server.overlapped_s else server
+    gain = best.overlapped_s / dedicated.overlapped_s
+    if gain > _WORTH:
+        spare_count = dedicated.machine_count - best.machine_count
+        return dedicated, (
+            f"its step takes {seconds_told(dedicated.overlapped_s)} overlapped, {gain:.1f} times "
+            f"as fast as {best.layout}, for {spare_count} more machine{'s' * (spare_count > 1)}"
+        )
+    if best is group:
+        return group, (
+            f"its step takes {seconds_told(group.overlapped_s)} overlapped, "
+            f"{server.overlapped_s / group.overlapped_s:.1f} times as fast as co-located shards; "
+            "but all ranks are needed at each step"
+        )
+    if math.isclose(server.overlapped_s, group.overlapped_s, rel_tol=0.02):
+        compared = f"as fast as {group.layout}"
+    elif server.overlapped_s < group.overlapped_s:
+        compared = f"{group.overlapped_s / server.overlapped_s:.1f} times as fast as {group.layout}"
+    else:
+        compared = f"within a tenth of {group.layout}"
+    state = ", and the optimizer's state is split over the shards"
+    return server, (
+        f"{compared}, needs no machine more, and workers may come, go and die"
+        f"{state if group.worker_state_bytes else ''}"
+    )
+
+
+def _words(job: Job) -> str:
+    return (
+        f"{job.element_count:,} elements: {bytes_told(job.float32_bytes)} of float32, "
+        f"{bytes_told(job.encoded_bytes)} as {job.codec}; {job.worker_count} workers, "
+        f"{job.shard_count} shards, links of {link_told(job.link_bytes_per_s)}, computing "
+        f"{seconds_told(job.compute_s)} a step"
+    )
+
+
+def _layout_table(layouts: list[StepTime], chosen: StepTime) -> Table:
+    shown = table(
+        "", "layout", ">a link", ">exchange", ">step", ">overlap", "limit", ">a shard", ">a worker"
+    )
+    for one in layouts:
+        name = f"[bold green]{one.layout}[/bold green]" if one is chosen else one.layout
+        shown.add_row(
+            name,
+            bytes_told(one.link_bytes),
+            seconds_told(one.communication_s),
+            seconds_told(one.step_s),
+            seconds_told(one.overlapped_s),
+            one.limit,
+            bytes_told(one.shard_bytes) if one.shard_bytes else "-",
+            bytes_told(one.worker_state_bytes) if one.worker_state_bytes else "-",
+        )
+    return shown
+
+
+def _least(job: Job, least_s: float) -> str:
+    spare_count = min(job.shard_count, job.worker_count)
+    return (
+        f"On {job.worker_count} + {spare_count} machines these links need at least "
+        f"{seconds_told(least_s)} a step, wherever sums are taken (BytePS, OSDI 2020)."
+    )

@@ -1,0 +1,113 @@
+"""The types of flags that are a size or a rate with its unit: "7B", "64MB", "1Gbit/s"."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+ELEMENT_COUNT_MAX = 2**48
+"""Elements of a model: above it, something was mistyped."""
+_FLOAT32_BYTES = 4
+_COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_BYTES = {
+    "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+_RATES = {
+    "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8, "Tbit/s": 1e12 / 8,
+    "MB/s": 1e6, "GB/s": 1e9,
+}  # fmt: skip
+
+
+class ModelSize(click.ParamType[int]):
+    """Elements of a model: a number of them ("650", "100M", "7B"), or float32 bytes ("64MB")."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The elements; see click."""
+        if isinstance(value, int):
+            return value
+        number, unit = _split(value)
+        count = 0.0
+        if unit in _COUNTS:
+            count = number * _COUNTS[unit]
+        elif unit in _BYTES:
+            count = number * _BYTES[unit] / _FLOAT32_BYTES
+        if not 1 <= count <= ELEMENT_COUNT_MAX:
+            self.fail(
+                f"{value!r} is no size of a model: give elements, as 650, 100M or 7B, or bytes of "
+                "float32, as 64MB or 28GiB; at least one element, at most 280T",
+                param,
+                ctx,
+            )
+        return int(count)
+
+
+class Rate(click.ParamType[float]):
+    """Bytes a second, of a link ("1Gbit/s", which is 125 MB/s) or of work ("0.4GB/s")."""
+
+    name = "rate"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The bytes a second; see click."""
+        if isinstance(value, float):
+            return value
+        number, unit = _split(value)
+        if unit not in _RATES or number <= 0:
+            self.fail(
+                f"{value!r} is no rate: give a number with {', '.join(_RATES)}, as 1Gbit/s",
+                param,
+                ctx,
+            )
+        return number * _RATES[unit]
+
+
+def _split(value: str) -> tuple[float, str]:
+    """A number and its unit; (0, "?") where it is none."""
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z/]*)\s*", str(value))
+    return (float(found[1]), found[2]) if found else (0.0, "?")
+
+
+def in_units(amount: float, units: tuple[str, ...], step: float = 1e3) -> str:
+    """An amount in three digits and the unit in which it is at least 1, if one is."""
+    for unit in units[:-1]:
+        if amount < 0.9995 * step:
+            return f"{digits(amount)} {unit}"
+        amount /= step
+    return f"{digits(amount)} {units[-1]}"
+
+
+def digits(amount: float) -> str:
+    """Three digits, as people write them: 0.04, 3.14, 31.4, 314."""
+    if amount >= 99.95:
+        return f"{amount:,.0f}"
+    return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}"
+
+
+def bytes_told(count: float) -> str:
+    """A size as people say it: 3.20 MB."""
+    if count < 1e3:
+        return f"{count:.0f} B"
+    return in_units(count / 1e3, ("kB", "MB", "GB", "TB", "PB"))
+
+
+def seconds_told(seconds: float) -> str:
+    """A time as people say it: 3.20 ms."""
+    if seconds == 0.0:
+        return "0 s"
+    if seconds >= 0.9995:
+        for unit, length_s in (("s", 1), ("min", 60), ("h", 3600)):
+            if seconds < 999.5 * length_s:
+                return f"{digits(seconds / length_s)} {unit}"
+        return f"{digits(seconds / 86400)} d"
+    return in_units(seconds * 1e6, ("us", "ms"))
+
+
+def link_told(bytes_per_s: float) -> str:
+    """A link's rate as people say it: 1.00 Gbit/s."""
+    return in_units(bytes_per_s * 8 / 1e6, ("Mbit/s", "Gbit/s", "Tbit/s"))

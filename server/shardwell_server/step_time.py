@@ -1,0 +1,358 @@
+"""How long a step takes: what moves over which link, and what of it can be hidden. Pure arithmetic.
+
+Every machine has one link that carries `link_bytes_per_s` out and, at once, as much in. M is one
+worker's gradient as the codec writes it (as many bytes of weights come back), n the workers, s the
+shards. Bytes over the fullest direction of the fullest link:
+
+    co-located   shards beside workers:  max(M (1 - f) + (n - 1) f M, M if a worker has none),
+                 f = ceil(s / n) / s what of the model a machine holds;  2 (n - 1) / n M with s = n
+    dedicated    shards on s machines of their own:  max(1, n / s) M
+    ring         2 (n - 1) / n M     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+                 for clusters of workstations" (2009)
+    tree         (a child's sums, and the final values back) x children, and its own up and down:
+                 max(min(a, n - 1), 1 + min(a, max(n - 1 - a, 0))) M of arity a; see Tree
+    the least    of any placement on n + k machines, 0 <= k <= n:  2 n (n - 1) / (n^2 + k n - 2 k) M
+                 Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
+                 Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020, theorem 1. Co-located shards
+                 (k = 0) and as many dedicated ones as workers (k = n) reach it; between them it
+                 takes slices of unequal size, which a parameter here does not have.
+
+To these bytes TCP/IP adds `HEADER_FACTOR`. Chunks are pipelined, so that sending, summing and
+answering overlap, except the first row of chunks (`fill_s`); and a machine that converts, checks
+and sums more slowly than its link brings bytes is the bound itself (`work_s`):
+
+    communication = max(link_s + lag_s, work_s) + fill_s + latency_s
+
+A shard answers a chunk when the last worker's is there. Streams that share links advance unequally,
+so the answers begin late, and where gradients and weights should use a link's two directions at
+once they do so in part. If none of it overlapped, a step would take the gradients' time and then
+the weights', twice G = max(what a worker sends, what a shard takes in); so
+
+    lag = LAG (r - 1) / (r + 1) (2 G - the bytes above)
+
+for r workers that reach a shard over its link. (r - 1) / (r + 1) is the expected spread of r
+independent, evenly distributed progresses; LAG was fitted, once, to runs of benchmarks/plan.py.
+Co-located shards on all workers have 2 G equal to the bytes above, as their gradients and weights
+share each direction: no lag. `put_gradient` alone reaches the links' bound (1.02 to 1.12 of it at
+200 Mbit/s, where `exchange` takes 1.4 to 2.0): so it is the answers that are late.
+
+What is not in it: workers of unequal speed, links that others use, disks (`--durability step`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from shardwell.errors import ArgumentError
+from shardwell.group.schedule.strategies import Ring, Strategy, Tree
+from shardwell.numerics.codec import CODECS
+from shardwell.specs.optimizers import Average, Optimizer
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
+
+HEADER_FACTOR = 1514 / 1448
+"""Ethernet's, IP's and TCP's headers of a full packet, as rate limits count them; a bare cable adds
+another 24 bytes a packet (1.6 %). gRPC's own and a chunk's are 0.01 %."""
+LATENCY_S = 0.5e-3
+"""A small message and back within one rack, gRPC's and Python's share included."""
+LAG = 0.7
+"""How much of the spread of workers' streams delays answers: see the module. Measured."""
+HOST_BYTES_PER_S = 0.4e9
+"""See `Job.host_bytes_per_s`."""
+BACKWARD_SHARE = 2 / 3
+"""Of a step's computing: a backward pass takes twice as long as the forward pass."""
+COUNT_MAX = 100_000
+"""Workers or shards."""
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, and on what."""
+
+    element_count: int
+    """Elements of the model, from 1."""
+    worker_count: int
+    """Machines with a worker."""
+    shard_count: int
+    """Shards, whether on machines of their own or beside workers."""
+    link_bytes_per_s: float
+    """What a machine's link carries in each direction, headers included. Bytes a second."""
+    codec: str = "fp16"
+    """How values travel: fp32, fp16 or bf16. fp16 is the parameters' default."""
+    compute_s: float = 0.0
+    """Forward and backward pass of a step, in seconds. 0: communication alone."""
+    latency_s: float = LATENCY_S
+    """A small message and back, in seconds."""
+    host_bytes_per_s: float = HOST_BYTES_PER_S
+    """Bytes of float32 that a worker and a shard beside it push and pull a second with no link in
+    the way. The default is one core of a virtual machine (docs/performance.md: 0.26 to 0.46 GB/s);
+    `shardwell bench` measures yours."""
+    optimizer: Optimizer = field(default_factory=Average)
+    """Whose state the shards hold; in a ring or tree, each worker."""
+
+    def __post_init__(self) -> None:
+        _check("element_count", self.element_count, 1)
+        for name in ("worker_count", "shard_count"):
+            _check(name, getattr(self, name), 1, COUNT_MAX)
+        for name in ("link_bytes_per_s", "host_bytes_per_s"):
+            _check(name, getattr(self, name), 1e-3)
+        for name in ("compute_s", "latency_s"):
+            _check(name, getattr(self, name), 0)
+        if self.codec not in CODECS:
+            raise ArgumentError(f"codec must be one of {', '.join(CODECS)}; got {self.codec!r:.80}")
+
+    @property
+    def float32_bytes(self) -> int:
+        """Bytes of the model's weights."""
+        return _FLOAT32_BYTES * self.element_count
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of a gradient as it travels: M above."""
+        return CODECS[self.codec].item_size * self.element_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """One way of training a job, and how long a step of it takes. All times in seconds."""
+
+    layout: str
+    """What is compared: "co-located", "dedicated", "ring", "tree(arity=2)"."""
+    machine_count: int
+    """Machines, with their links."""
+    link_bytes: float
+    """Payload over the fullest direction of the fullest link."""
+    link_s: float
+    """How long that takes there, with headers."""
+    work_s: float
+    """How long the busiest machine converts, checks and sums."""
+    lag_s: float
+    """How long answers wait, on the whole, for the worker whose chunk is last."""
+    fill_s: float
+    """How long the first chunks take, which nothing overlaps."""
+    latency_s: float
+    """Small messages behind one another."""
+    compute_s: float
+    """Forward and backward pass."""
+    shard_bytes: int
+    """Memory of a shard: weights, sums and optimizer state of its slice; 0 without shards."""
+    worker_state_bytes: int
+    """Optimizer state that each worker holds itself; 0 with shards, which hold it."""
+
+    @property
+    def communication_s(self) -> float:
+        """From gradients that are there to weights that are there."""
+        return max(self.link_s + self.lag_s, self.work_s) + self.fill_s + self.latency_s
+
+    @property
+    def step_s(self) -> float:
+        """A step that first computes and then communicates."""
+        return self.compute_s + self.communication_s
+
+    @property
+    def overlapped_s(self) -> float:
+        """A step whose gradients leave during the backward pass.
+
+        The forward pass waits for all weights. What `begin_exchange`, `ServerOptimizer` and DDP
+        can hide at the most: it takes a core that computing leaves free.
+        """
+        backward_s = BACKWARD_SHARE * self.compute_s
+        return self.compute_s - backward_s + max(backward_s, self.communication_s)
+
+    @property
+    def limit(self) -> str:
+        """What a step would gain most from: "compute", "link", "cpu" or "latency"."""
+        causes = {
+            "compute": self.compute_s,
+            "latency": self.latency_s,
+            "cpu": self.work_s,
+            "link": self.link_s + self.lag_s + self.fill_s,
+        }
+        return max(causes, key=lambda name: causes[name])
+
+
+def co_located(job: Job) -> StepTime:
+    """Shards beside workers, dealt out evenly; more shards than workers share machines.
+
+    A worker and the shard beside it share memory, so that what is between them uses no link.
+    """
+    n, s = job.worker_count, job.shard_count
+    held = math.ceil(s / n) / s
+    with_shards = (1 - held) + (n - 1) * held
+    sent = 1 - held if s >= n else 1.0
+    return _server(
+        job,
+        "co-located",
+        n,
+        share=max(with_shards, sent),
+        one_way=max(sent, (n - 1) * held),
+        remote_count=n - 1,
+        work=(1 + n * held) / 2,
+    )
+
+
+def dedicated(job: Job) -> StepTime:
+    """Each shard on a machine of its own."""
+    n, s = job.worker_count, job.shard_count
+    share = max(1.0, n / s)
+    return _server(
+        job, "dedicated", n + s, share=share, one_way=share, remote_count=n, work=share / 2
+    )
+
+
+def ring(job: Job) -> StepTime:
+    """The workers' all-reduce in a ring; of small arrays in a tree, as `Ring` does."""
+    n = job.worker_count
+    chosen = Ring().suited_to(job.encoded_bytes, n)
+    if n > 1 and isinstance(chosen, Tree):
+        return _group(job, str(Ring()), tree_share(n, chosen.arity), 2 * _depth(n, chosen.arity))
+    return _group(job, str(Ring()), ring_share(n), 2 * (n - 1))
+
+
+def tree(job: Job, arity: int = 2) -> StepTime:
+    """The workers' all-reduce in a tree.
+
+    Raises:
+        ArgumentError: no tree has that arity.
+    """
+    strategy: Strategy = Tree(arity)
+    n = job.worker_count
+    return _group(job, str(strategy), tree_share(n, arity), 2 * _depth(n, arity))
+
+
+def layouts(job: Job, arity: int = 2) -> list[StepTime]:
+    """What can be compared: co-located, dedicated, ring, tree.
+
+    Raises:
+        ArgumentError: no tree has that arity.
+    """
+    return [co_located(job), dedicated(job), ring(job), tree(job, arity)]
+
+
+def least_link_s(job: Job) -> float:
+    """`least_share` on the job's links, with as many spare machines as there are shards."""
+    return _link_s(job, least_share(job.worker_count, job.shard_count) * job.encoded_bytes)
+
+
+def ring_share(worker_count: int) -> float:
+    """What each rank of a ring sends, of the array's bytes; as much comes in."""
+    return 2 * (worker_count - 1) / worker_count
+
+
+def tree_share(worker_count: int, arity: int) -> int:
+    """What the busiest rank of a tree sends, of the array's bytes; as much comes in.
+
+    The root sends final values to its children; a rank below it that has children of its own also
+    sends its sum up.
+    """
+    if worker_count == 1:
+        return 0
+    below_root = max(worker_count - 1 - arity, 0)
+    return max(min(arity, worker_count - 1), 1 + min(arity, below_root))
+
+
+def least_share(worker_count: int, spare_count: int) -> float:
+    """What the fullest link must carry, of a gradient's bytes, wherever sums are taken (BytePS).
+
+    Args:
+        worker_count: Machines with a worker: n.
+        spare_count: Machines without one: k. More than n are of no use: beyond that a worker's own
+            gradient is the bound.
+    """
+    n, k = worker_count, min(spare_count, worker_count)
+    return 0.0 if n == 1 else 2 * n * (n - 1) / (n * n + k * n - 2 * k)
+
+
+def shard_bytes(job: Job) -> int:
+    """Memory of the shard with the longest slice: float32 weights, gradient sums, optimizer state.
+
+    As `shardwell status` reports it; what the process itself takes (about 70 MB) and buffers of
+    messages come to it.
+    """
+    slice_size = math.ceil(job.element_count / job.shard_count)
+    return _FLOAT32_BYTES * slice_size * (2 + len(job.optimizer.slot_names))
+
+
+def _server(
+    job: Job,
+    layout: str,
+    machine_count: int,
+    *,
+    share: float,
+    one_way: float,
+    remote_count: int,
+    work: float,
+) -> StepTime:
+    """A parameter server's step.
+
+    Args:
+        job: What is trained.
+        layout: Its name.
+        machine_count: Machines.
+        share: Of M, what the fullest link carries.
+        one_way: Of M, what gradients alone take of the fullest link: G; weights take as much.
+        remote_count: Workers whose chunks come to a shard over its link.
+        work: Of the model's bytes, what the busiest machine works on, where a worker with a shard
+            beside it, as many shards as workers, has 1.
+    """
+    slice_bytes = job.encoded_bytes / job.shard_count
+    chunk_bytes = min(PAYLOAD_SIZE_MAX_BYTES, slice_bytes) * remote_count
+    spread = max(remote_count - 1, 0) / (remote_count + 1)
+    lag = LAG * spread * max(2 * one_way - share, 0.0)
+    return StepTime(
+        layout=layout,
+        machine_count=machine_count,
+        link_bytes=share * job.encoded_bytes,
+        link_s=_link_s(job, share * job.encoded_bytes),
+        work_s=work * job.float32_bytes / job.host_bytes_per_s,
+        lag_s=_link_s(job, lag * job.encoded_bytes),
+        fill_s=_link_s(job, chunk_bytes),
+        latency_s=job.latency_s,
+        compute_s=job.compute_s,
+        shard_bytes=shard_bytes(job),
+        worker_state_bytes=0,
+    )
+
+
+def _group(job: Job, layout: str, share: float, hop_count: int) -> StepTime:
+    """An all-reduce's step: `hop_count` messages behind one another, of a chunk each at first."""
+    n = job.worker_count
+    segment_bytes = job.encoded_bytes / (n if layout == str(Ring()) else 1)
+    chunk_bytes = min(PAYLOAD_SIZE_MAX_BYTES, segment_bytes)
+    pipelined = 0 if layout == str(Ring()) else hop_count  # a ring's ranks all begin at once
+    return StepTime(
+        layout=layout,
+        machine_count=n,
+        link_bytes=share * job.encoded_bytes,
+        link_s=_link_s(job, share * job.encoded_bytes),
+        work_s=share * job.float32_bytes / job.host_bytes_per_s / 2,
+        lag_s=0.0,
+        fill_s=_link_s(job, chunk_bytes * pipelined),
+        latency_s=hop_count * job.latency_s / 2,
+        compute_s=job.compute_s,
+        shard_bytes=0,
+        worker_state_bytes=_FLOAT32_BYTES * job.element_count * len(job.optimizer.slot_names),
+    )
+
+
+def _depth(worker_count: int, arity: int) -> int:
+    """Levels below the root of a complete tree."""
+    depth, reached, level = 0, 1, 1
+    while reached < worker_count:
+        level *= arity
+        reached += level
+        depth += 1
+    return depth
+
+
+def _link_s(job: Job, payload_bytes: float) -> float:
+    return payload_bytes * HEADER_FACTOR / job.link_bytes_per_s
+
+
+def _check(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """Refuses what is no number from `low` to `high`; without a bound, no finite one."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (good and math.isfinite(value) and low <= value <= high):
+        bound = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise ArgumentError(f"{name} must be {bound}; got {value!r:.80}")

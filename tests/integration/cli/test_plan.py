@@ -1,0 +1,72 @@
+"""`shardwell plan` as a child process; its memory of a shard beside what a real shard reports."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.programs.commands import run_command
+from shardwell_server import step_time
+
+
+def test_a_page_for_people() -> None:
+    code, output, log = run_command("plan", "7B", "--workers=8", "--link=25Gbit/s", "--compute-s=2")
+    assert (code, log) == (0, "")
+    for words in ("co-located", "dedicated", "ring", "tree(arity=2)", "Take ", "BytePS", "28.0 GB"):
+        assert words in output
+
+
+def test_json_has_what_the_table_has() -> None:
+    code, output, log = run_command("plan", "64MB", "--workers=2", "--codec=fp32", "--json")
+    assert (code, log) == (0, "")
+    told = json.loads(output)
+    layouts = {one["layout"]: one for one in told["layouts"]}
+    assert list(layouts) == ["co-located", "dedicated", "ring", "tree(arity=2)"]
+    assert told["recommended"] in layouts
+    assert layouts["ring"]["link_bytes"] == 64e6  # 2 (2 - 1) / 2 of 64 MB
+    assert layouts["ring"]["link_s"] == pytest.approx(64e6 * step_time.HEADER_FACTOR / 125e6)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "SIZE"),
+        (["much"], "7B"),
+        (["0"], "7B"),
+        (["7B", "--workers=0"], "worker_count"),
+        (["7B", "--shard-count=-1"], "shard_count"),
+        (["7B", "--link=0Gbit/s"], "1Gbit/s"),
+        (["7B", "--codec=int3"], "--codec"),
+        (["7B", "--compute-s=-1"], "--compute-s"),
+        (["7B", "--arity=0"], "--arity"),
+    ],
+)
+def test_what_can_t_be_planned(arguments, words) -> None:
+    code, output, log = run_command("plan", *arguments)
+    assert (code, output) == (2, "")
+    assert log.startswith("Usage: ")
+    assert words in log.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "optimizer", [shardwell.SGD(0.1), shardwell.SGD(0.1, momentum=0.9), shardwell.AdamW(0.1)]
+)
+def test_a_shard_holds_what_is_predicted(cluster, connect, optimizer) -> None:
+    """Within 5 %: the shard counts what it keeps of each chunk, too."""
+    size = 1_000_000
+    client = connect(cluster(2), "w0")
+    model = client.parameter("model", size=size, optimizer=optimizer, worker_count=2)
+    model.init(np.zeros(size, np.float32))
+    job = step_time.Job(
+        element_count=size,
+        worker_count=2,
+        shard_count=2,
+        link_bytes_per_s=1e8,
+        optimizer=optimizer,
+    )
+    for shard in client.status():
+        assert shard.stored_bytes == pytest.approx(step_time.shard_bytes(job), rel=0.05)

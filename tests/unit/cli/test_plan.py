@@ -1,0 +1,56 @@
+"""What `shardwell plan` recommends, and that its table fits 80 columns."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from shardwell.specs.optimizers import AdamW
+from shardwell_server import step_time
+from shardwell_server.cli.plan import _layout_table, recommended
+from shardwell_server.step_time import Job
+
+
+def _layouts(**changes: object) -> list[step_time.StepTime]:
+    given = {
+        "element_count": 16_000_000,
+        "worker_count": 4,
+        "shard_count": 4,
+        "link_bytes_per_s": 125e6,
+        "optimizer": AdamW(0.1),
+    }
+    return step_time.layouts(Job(**{**given, **changes}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "words"),
+    [
+        ({"worker_count": 2, "shard_count": 2}, "co-located", "needs no machine more"),
+        ({"worker_count": 1, "shard_count": 1}, "ring", "nobody to exchange with"),
+        ({"worker_count": 32, "shard_count": 1}, "ring", "all ranks are needed"),
+        ({"compute_s": 60.0}, "co-located", "as fast as"),
+        (
+            {"worker_count": 4, "shard_count": 8, "host_bytes_per_s": 1e6},
+            "dedicated",
+            "8 more machines",
+        ),
+    ],
+)
+def test_what_is_recommended(changes, layout, words) -> None:
+    chosen, reason = recommended(_layouts(**changes))
+    assert chosen.layout == layout, reason
+    assert words in reason
+
+
+@pytest.mark.parametrize("element_count", [1, 16_000_000, 7 * 10**9, 2**48])
+@pytest.mark.parametrize("compute_s", [0.0, 123.0])
+def test_layouts_fit_80_columns(element_count, compute_s) -> None:
+    layouts = _layouts(element_count=element_count, compute_s=compute_s)
+    screen = Console(width=80, file=io.StringIO(), record=True)
+    screen.print(_layout_table(layouts, layouts[0]))
+    lines = [line for line in screen.export_text().splitlines() if line.strip()]
+    assert len(lines) == 2 + len(layouts)  # none is folded
+    for line, one in zip(lines[2:], layouts, strict=True):
+        assert line.split()[0] == one.layout
