@@ -31,7 +31,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import connected, shards_option
-from shardwell_server.cli.quantities import Rate, bytes_told, digits, link_told, seconds_told
+from shardwell_server.cli.quantities import Rate, bytes_told, digits, seconds_told
 from shardwell_server.cli.tables import table
 from shardwell_server.step_time import HEADER_FACTOR
 from shardwell_server.terminal import console
@@ -215,6 +215,7 @@ def bench(
         markup=False,
     )
     screen.print(_shard_table(shards))
+    screen.print(_LEGEND, markup=False)
     screen.print(_codec_table(codecs))
     for line in _conclusion(step, megabytes, shards, link):
         screen.print(line, markup=False)
@@ -436,17 +437,17 @@ def print_json(
 
 def _shard_table(shards: Sequence[ShardFigures]) -> Table:
     shown = table(
-        "", ">shard", "address", "transport", ">round trip", ">out", ">in", ">link out", ">link in"
+        "", ">shard", "address", "via", ">round trip", ">out", ">in", ">link out", ">link in"
     )
     for shard in shards:
-        float32_bytes = 4 * shard.slice_size
+        float32_gigabytes = 4 * shard.slice_size / 1e9
         shown.add_row(
             str(shard.shard_index),
             shard.address,
             shard.transport,
             seconds_told(shard.round_trip_s),
-            _gigabytes(float32_bytes / shard.out_s["fp16"]),
-            _gigabytes(float32_bytes / shard.in_s["fp16"]),
+            digits(float32_gigabytes / shard.out_s["fp16"]),
+            digits(float32_gigabytes / shard.in_s["fp16"]),
             _link_cell(shard, shard.link_out_bytes_per_s),
             _link_cell(shard, shard.link_in_bytes_per_s),
         )
@@ -456,7 +457,7 @@ def _shard_table(shards: Sequence[ShardFigures]) -> Table:
 def _link_cell(shard: ShardFigures, rate: float | None) -> str:
     if shard.transport == "memory":
         return "none"
-    return "not seen" if rate is None else link_told(rate)
+    return "not seen" if rate is None else digits(rate * 8 / 1e9)
 
 
 def _codec_table(codecs: dict[str, tuple[float, float]]) -> Table:
@@ -470,6 +471,10 @@ def _gigabytes(bytes_per_s: float) -> str:
     return f"{digits(bytes_per_s / 1e9)} GB/s"
 
 
+_LEGEND = (
+    "out, in: GB/s of float32, a gradient and weights as fp16; link: Gbit/s, found from fp16 and "
+    "fp32, which differ in bytes alone (not seen: bytes hardly cost time)."
+)
 _LIMITS = {
     "link": "the link: a codec of fewer bytes, or more shards if theirs is the narrow one",
     "codec": "converting on this machine",
