@@ -204,6 +204,7 @@ def test_status_of_no_target(target) -> None:
         ("checkpoint", "save", "never"),
         ("checkpoint", "restore", "never"),
         ("table", "export", "users", "never.parquet"),
+        ("bench",),
         ("train-digits", "--worker-id=w0"),
     ],
     ids=" ".join,

@@ -33,6 +33,8 @@ COMMANDS = [
     ("checkpoint", "inspect", "made", "--verify"),
     ("table", "export", "users", "rows.safetensors"),
     ("health",),
+    ("bench", "--megabytes=1", "--seconds=0.01"),
+    ("plan", "64MB"),
     ("--help",),
     ("serve", "--help"),
     ("--version",),
