@@ -51,7 +51,9 @@ def test_one_link_carries_what_goes_to_all_shards() -> None:
     assert step.link_s == pytest.approx(needed_s)
     assert step.codec_s == pytest.approx(2 * 4 * SIZE / 8e9 * 2)
     assert step.latency_s == 0.002
-    assert step.shard_s == pytest.approx(needed_s - step.codec_s - 0.002)
+    assert step.fill_s == pytest.approx(needed_s * 2**20 / (2 * SIZE))  # chunks of 1 MiB
+    rest_s = needed_s - step.fill_s - step.codec_s - 0.002
+    assert step.shard_s == pytest.approx(rest_s)
     assert step.limit == "link"
 
 
