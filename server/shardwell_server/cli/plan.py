@@ -149,6 +149,12 @@ def plan(
     screen.print(_layout_table(layouts, chosen))
     screen.print(_LEGEND, markup=False)
     screen.print(f"Take {chosen.layout}: {reason}.", markup=False)
+    if chosen.limit == "cpu":
+        screen.print(
+            "Not links but processors are the limit: --host-rate "
+            f"{job.host_bytes_per_s / 1e9:g}GB/s of float32; `shardwell bench` measures yours.",
+            markup=False,
+        )
     if least_s > 0:
         screen.print(_least(job, least_s), markup=False)
 

@@ -17,6 +17,7 @@ def test_a_page_for_people() -> None:
     assert (code, log) == (0, "")
     for words in ("co-located", "dedicated", "ring", "tree(arity=2)", "Take ", "BytePS", "28.0 GB"):
         assert words in output
+    assert "--host-rate 0.4GB/s" in output  # links that fast are not the limit
 
 
 def test_json_has_what_the_table_has() -> None:
