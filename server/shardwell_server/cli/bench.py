@@ -20,7 +20,8 @@ import numpy as np
 from rich.table import Table
 
 import shardwell
-from shardwell.numerics.codec import CODECS, Float32, Scratch
+from shardwell.numerics.codec import CODECS, Float32
+from shardwell.numerics.scratch import Scratch
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.probe import SliceProbe
 from shardwell.rpc.attendance import unique_worker_id
