@@ -21,10 +21,7 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +30,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from peers.installed import Installed, add_flags
 from peers.turns import Crew, Step, worker_command
 from shardwell.numerics.codec import CODECS
 from shardwell_server import LocalCluster
@@ -61,33 +59,25 @@ class Row:
     """Whether it is also asked for 10 elements."""
 
 
-def has_module(python: str, module: str) -> bool:
-    """Whether an interpreter can import something."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run([python, "-c", f"import {module}"], capture_output=True, timeout=120)
-        return done.returncode == 0
-    return False
-
-
 def crews(
-    args: argparse.Namespace, count: int, rendezvous: str, stack: contextlib.ExitStack
+    args: argparse.Namespace,
+    installed: Installed,
+    count: int,
+    rendezvous: str,
+    stack: contextlib.ExitStack,
 ) -> list[Row]:
     """Starts the workers of all that can be measured with so many processes."""
     rows = []
-    if args.has_gloo:
-        command = worker_command("gloo.py", python=args.torch_python)
-        crew = stack.enter_context(Crew([command] * count, count, {"GLOO_SOCKET_IFNAME": "lo"}))
+    if "gloo" not in installed.missing:
+        crew = stack.enter_context(installed.gloo(count, "gloo.py"))
         rows.append(Row(name="gloo", label="gloo", crew=crew))
-    for name, label, flags in (
-        ("mpi", "Open MPI, shared memory", ()),
-        ("mpi_tcp", "Open MPI, TCP", TCP_FLAGS),
-    ):
-        if args.mpirun:
-            command = [args.mpirun, "--oversubscribe", "--bind-to", "none", *flags]
-            command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-            command += ["-n", str(count), *worker_command("open_mpi.py", python=args.mpi_python)]
-            crew = stack.enter_context(Crew([command], count))
-            rows.append(Row(name=name, label=label, crew=crew))
+    if "Open MPI" not in installed.missing:
+        for name, label, flags in (
+            ("mpi", "Open MPI, shared memory", ()),
+            ("mpi_tcp", "Open MPI, TCP", TCP_FLAGS),
+        ):
+            crew = installed.open_mpi(count, "open_mpi.py", mpirun_flags=flags)
+            rows.append(Row(name=name, label=label, crew=stack.enter_context(crew)))
     crew = stack.enter_context(Crew([worker_command("bare_ring.py")] * count, count))
     for codec in args.codecs:
         rows.append(
@@ -198,23 +188,6 @@ def show(console: Console, title: str, rows: list[Row], found: dict[str, Any]) -
     console.print(table)
 
 
-def skipped(args: argparse.Namespace) -> list[str]:
-    """Finds out which peers there are; why the others are left out."""
-    reasons = []
-    args.has_gloo = has_module(args.torch_python, "torch.distributed")
-    if not args.has_gloo:
-        reasons.append(f"gloo: {args.torch_python} has no torch; pass --torch-python PYTHON")
-    args.mpirun = shutil.which("mpirun")
-    if args.mpirun is None:
-        reasons.append("Open MPI: there is no mpirun on PATH")
-    elif not has_module(args.mpi_python, "numpy, mpi4py.MPI"):
-        args.mpirun = None
-        reasons.append(
-            f"Open MPI: {args.mpi_python} can't import numpy and mpi4py; pass --mpi-python PYTHON"
-        )
-    return reasons
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[4, 64, 256])
@@ -224,21 +197,21 @@ def main() -> None:
     codecs = ["fp16", "fp32"]
     parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=codecs)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--torch-python", default=sys.executable, help="an interpreter with torch")
-    parser.add_argument("--mpi-python", default=sys.executable, help="an interpreter with mpi4py")
+    add_flags(parser)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console = Console()
     console.print(
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     )
-    reasons = skipped(args)
+    installed = Installed(args)
+    reasons = [f"{peer}: {why}" for peer, why in installed.missing.items()]
     for reason in reasons:
         console.print(f"skipped: {reason}", soft_wrap=True)
     results = []
     for count in args.processes:
         with LocalCluster(1) as cluster, contextlib.ExitStack() as stack:
-            rows = crews(args, count, cluster.target, stack)
+            rows = crews(args, installed, count, cluster.target, stack)
             for megabytes in args.megabytes:
                 found = measure(rows, megabytes, count, args.steps)
                 title = f"{count} processes, {megabytes} MB of float32, {args.steps} steps"

@@ -5,9 +5,13 @@ Or as many bytes as they are asked for, where what comes back has another size t
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import queue
+import signal
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +26,8 @@ OPTIONS = (
 
 
 def serve(ports: Any, tuned: bool) -> None:
-    """Runs an echo server in this process until its standard input ends."""
+    """Runs an echo server in this process until the one that started it ends, or ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the benchmark
     if tuned:
         from shardwell import tune_malloc
 
@@ -45,7 +50,26 @@ def serve(ports: Any, tuned: bool) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     ports.put(port)
-    server.wait_for_termination()
+    multiprocessing.parent_process().join()
+    server.stop(None).wait()
+
+
+@contextlib.contextmanager
+def serving(
+    count: int, *, tuned: bool, server: Callable[[Any, bool], None] = serve
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The ports of so many servers, and their process ids; they end with the block."""
+    context = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        found: Any = context.Queue()
+        pids = []
+        for _ in range(count):
+            process = context.Process(target=server, args=(found, tuned), daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.terminate)
+            pids.append(process.pid)
+        yield [found.get(timeout=60) for _ in range(count)], pids
 
 
 class BareWorker:
@@ -104,4 +128,4 @@ def payload(size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    print("this is a part of benchmarks/step.py and benchmarks/rows.py")
+    print("this is a part of other benchmarks")

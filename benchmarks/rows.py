@@ -45,7 +45,7 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,9 +53,10 @@ from rich.console import Console
 
 import rows_report
 import table_file
-from allreduce import has_module
 from peers import redis_servers, row_systems
+from peers.installed import has_module
 from peers.row_systems import DOES, REDIS_PACKAGE, System
+from peers.turns import cpu_s
 
 WARM_UP_COUNT = 1
 ROWS_PER_STEP = 16384
@@ -78,11 +79,6 @@ Cells = dict[int, list[System]]
 """By rows of the table: what is measured with it."""
 Samples = dict[tuple[int, str, str], list[Sample]]
 """By rows of the table, name of the system, and what was done."""
-
-
-def cpu_s(pids: list[int]) -> float:
-    """Processor time that processes have had."""
-    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)  # clock_getcpuclockid(3)'s
 
 
 def fill(cells: Cells) -> None:
@@ -216,8 +212,8 @@ def python_counts(args: argparse.Namespace) -> list[dict[str, Any]]:
     return counts
 
 
-def parse() -> argparse.Namespace:
-    """The flags."""
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags: these, or the command's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     several: dict[str, tuple[tuple[Any, ...], tuple[Any, ...] | None]] = {
         "batches": ((256, 4096, 65536), None),
@@ -245,7 +241,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--torch-python", default=sys.executable, help="an interpreter with torch")
     parser.add_argument("--data-dir", type=Path, help="default: the directory for temporary files")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.steps < 2:
         parser.error("--steps must be at least 2: spreads are those of quartiles")
     args.rows.sort()

@@ -15,26 +15,28 @@ take turns step by step, so that the machine's moods hit all alike; ratios are o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import shardwell
-from bare_grpc import BareWorker, payload, serve
+from bare_grpc import serving
+from peers.turns import Crew, worker_command
 from shardwell.numerics.codec import CODECS
 from shardwell_server import LocalCluster
 
-LATENCY_STEPS = 300
+WARM_UP_COUNT = 2
+LATENCY_ROUNDS = 6
+LATENCY_CALLS = 50
+TINY_MESSAGE_BYTES = 100
+"""About what an exchange of 10 elements sends to a shard."""
 ROWS = {
     "bare": "bare gRPC, as installed",
     "bare_tuned": "bare gRPC, malloc tuned",
@@ -46,143 +48,72 @@ ROWS = {
 }
 
 
-class Bench:
-    """What one worker process can be asked to do, one step at a time."""
-
-    def __init__(self, index: int, ports: list[int], target: str, args: argparse.Namespace) -> None:
-        self._bare = BareWorker(ports)
-        self._args = args
-        item_size = CODECS[args.codec.removesuffix("+lz4")].item_size
-        per_shard = args.megabytes * 10**6 // 4 * item_size / args.shard_count
-        self._message_count = max(round(per_shard / (args.chunk_kib * 1024)), 1)
-        self._message = payload(round(per_shard / self._message_count))
-        self._client: shardwell.Client | None = None
-        if not target:
-            return
-        size = args.megabytes * 10**6 // 4
-        self._client = shardwell.connect(target, worker_id=f"w{index}")
-        self._model = self._client.parameter(
-            "model",
-            size=size,
-            optimizer=shardwell.SGD(learning_rate=0.01),
-            worker_count=args.workers,
-            codec=args.codec,
-        )
-        self._gradient = np.random.default_rng(index).standard_normal(size, np.float32) * 0.01
-        self._out = np.zeros(size, np.float32)
-        self._model.init(self._out)
-        if index == 0:
-            self._tiny = self._client.parameter(
-                "tiny", size=10, optimizer=shardwell.SGD(learning_rate=0.01), codec=args.codec
-            )
-            self._tiny.init(np.zeros(10, np.float32))
-
-    def bare(self) -> None:
-        """The floor."""
-        self._bare.step(self._message, self._message_count)
-
-    def exchange(self) -> None:
-        """Both at once."""
-        self._model.exchange(self._gradient, sample_count=32, out=self._out)
-
-    def put_get(self) -> None:
-        """One after the other."""
-        step = self._model.put_gradient(self._gradient, sample_count=32)
-        self._model.get_weights(out=self._out, min_version=step + 1)
-
-    def latency(self) -> dict[str, float]:
-        """Medians of a tiny step and of bare messages of its size, in turns."""
-        tiny, gradient, message = self._tiny, np.ones(10, np.float32), payload(100)
-        times: dict[str, list[float]] = {"tiny exchange": [], "tiny bare": []}
-        for _ in range(LATENCY_STEPS):
-            start = time.perf_counter()
-            tiny.exchange(gradient)
-            middle = time.perf_counter()
-            self._bare.ping(message)
-            times["tiny exchange"].append(middle - start)
-            times["tiny bare"].append(time.perf_counter() - middle)
-        return {name: statistics.median(values) for name, values in times.items()}
-
-    def close(self) -> None:
-        """Ends everything."""
-        self._bare.close()
-        if self._client is not None:
-            self._client.close()
-
-
-def work(
-    index: int, ports: list[int], target: str, args: argparse.Namespace, barrier: Any, pipe: Any
-) -> None:
-    """A worker process: does what the pipe says, all workers at the same moment."""
-    bench = Bench(index, ports, target, args)
-    pipe.send("ready")
-    while (order := pipe.recv()) != "stop":
-        if order == "latency":
-            pipe.send(bench.latency())
-            continue
-        barrier.wait()
-        start = time.perf_counter()
-        getattr(bench, order)()
-        barrier.wait()
-        pipe.send(time.perf_counter() - start)
-    bench.close()
-
-
-class Crew:
-    """The workers of one kind, and the echo servers that they use."""
-
-    def __init__(self, args: argparse.Namespace, target: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        ports: Any = context.Queue()
-        self._servers = [
-            context.Process(target=serve, args=(ports, bool(target)), daemon=True)
-            for _ in range(args.shard_count)
-        ]
-        for server in self._servers:
-            server.start()
-        addresses = [ports.get(timeout=60) for _ in self._servers]
-        barrier = context.Barrier(args.workers)
-        self._pipes, self._workers = [], []
-        for index in range(args.workers):
-            mine, theirs = context.Pipe()
-            worker = context.Process(
-                target=work, args=(index, addresses, target, args, barrier, theirs), daemon=True
-            )
-            worker.start()
-            self._pipes.append(mine)
-            self._workers.append(worker)
-        for pipe in self._pipes:
-            assert pipe.recv() == "ready"
-
-    def step(self, order: str) -> float:
-        """One step of all; seconds."""
-        for pipe in self._pipes:
-            pipe.send(order)
-        return max(pipe.recv() for pipe in self._pipes)
-
-    def latency(self) -> dict[str, float]:
-        """See Bench.latency; the other workers rest."""
-        self._pipes[0].send("latency")
-        result: dict[str, float] = self._pipes[0].recv()
-        return result
-
-    def close(self) -> None:
-        """Ends the processes."""
-        for pipe in self._pipes:
-            pipe.send("stop")
-        for worker in self._workers:
-            worker.join(10)
-        for process in (*self._servers, *self._workers):
-            process.terminate()
-            process.join()
-
-
 def resident_mb(pid: int, field: str) -> float:
     """VmRSS or VmHWM (peak) of a process, in MB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024 / 1e6
     raise ValueError(field)
+
+
+def start(
+    args: argparse.Namespace, stack: contextlib.ExitStack
+) -> tuple[dict[str, Crew], int, float]:
+    """Starts everything; all workers, and a shard's process id and its MB when it was empty."""
+    crews = {}
+    item_size = CODECS[args.codec.removesuffix("+lz4")].item_size
+    for name, tuned in (("bare", False), ("bare_tuned", True)):
+        ports, _ = stack.enter_context(serving(args.shard_count, tuned=tuned))
+        flags = [
+            "--ports",
+            *map(str, ports),
+            "--bytes",
+            str(args.megabytes * 10**6 // 4 * item_size),
+        ]
+        flags += ["--message-bytes", str(args.chunk_kib * 1024), *(["--tuned"] if tuned else [])]
+        command = worker_command("bare_exchange.py", *flags)
+        crews[name] = stack.enter_context(Crew([command] * args.workers, args.workers))
+    crews["tiny bare"] = stack.enter_context(Crew([command], 1))
+    directory = stack.enter_context(tempfile.TemporaryDirectory(dir=args.data_dir))
+    kinds: dict[str, dict[str, Any]] = {
+        "memory": {},
+        "network": {"same_host": "off"},
+        "mmap": {"data_dir": directory, "durability": args.durability},
+    }
+    shards = []
+    for name, options in kinds.items():
+        cluster = stack.enter_context(
+            LocalCluster(
+                args.shard_count, processes=True, chunk_size_bytes=args.chunk_kib * 1024, **options
+            )
+        )
+        pid = cluster.children[0].pid
+        shards.append((pid, resident_mb(pid, "VmRSS")))
+        flags = ["--shards", cluster.target, "--megabytes", str(args.megabytes)]
+        flags += ["--codec", args.codec]
+        command = worker_command("shardwell_exchange.py", *flags)
+        crews[name] = stack.enter_context(Crew([command] * args.workers, args.workers))
+        if name != "network":
+            command = worker_command(
+                "shardwell_exchange.py", *flags[:2], "--small", "10-elements", "--codec", args.codec
+            )
+            crews[f"tiny {name}"] = stack.enter_context(Crew([command], 1))
+    return crews, *shards[0]
+
+
+def latencies(crews: dict[str, Crew]) -> dict[str, float]:
+    """Median seconds of a tiny step of one worker, and of bare messages of its size."""
+    times: dict[str, list[float]] = {}
+    for number in range(LATENCY_ROUNDS + 1):
+        for name, crew, order in (
+            ("tiny exchange", "tiny memory", {"do": "10-elements"}),
+            ("tiny mmap", "tiny mmap", {"do": "10-elements"}),
+            ("tiny bare", "tiny bare", {"bytes": TINY_MESSAGE_BYTES}),
+        ):
+            step = crews[crew].step(calls=LATENCY_CALLS, **order)
+            if number:
+                times.setdefault(name, []).extend(step.told[0]["times"])
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:
@@ -198,49 +129,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     times: dict[str, list[float]] = {row: [] for row in ROWS}
-    chunk_size_bytes = args.chunk_kib * 1024
-    with (
-        tempfile.TemporaryDirectory(dir=args.data_dir) as data_dir,
-        LocalCluster(
-            args.shard_count, processes=True, chunk_size_bytes=chunk_size_bytes
-        ) as cluster,
-        LocalCluster(
-            args.shard_count, processes=True, chunk_size_bytes=chunk_size_bytes, same_host="off"
-        ) as apart,
-        LocalCluster(
-            args.shard_count,
-            data_dir,
-            processes=True,
-            chunk_size_bytes=chunk_size_bytes,
-            durability=args.durability,
-        ) as kept,
-    ):
-        pid = cluster.children[0].pid
-        empty_mb = resident_mb(pid, "VmRSS")
-        plain, tuned = Crew(args, ""), Crew(args, cluster.target)
-        network, mapped = Crew(args, apart.target), Crew(args, kept.target)
-        try:
-            for number in range(args.steps + 2):
-                for row, crew, order in (
-                    ("bare", plain, "bare"),
-                    ("bare_tuned", tuned, "bare"),
-                    ("exchange", tuned, "exchange"),
-                    ("exchange_network", network, "exchange"),
-                    ("put_get", tuned, "put_get"),
-                    ("exchange_mmap", mapped, "exchange"),
-                    ("put_get_mmap", mapped, "put_get"),
-                ):
-                    seconds = crew.step(order)
-                    if number >= 2:  # the first steps open streams and touch memory
-                        times[row].append(seconds)
-            latency, mapped_latency = tuned.latency(), mapped.latency()
-            latency["tiny mmap"] = mapped_latency["tiny exchange"]
-            peak_mb = resident_mb(pid, "VmHWM")
-        finally:
-            plain.close()
-            tuned.close()
-            network.close()
-            mapped.close()
+    with contextlib.ExitStack() as stack:
+        crews, pid, empty_mb = start(args, stack)
+        for number in range(args.steps + WARM_UP_COUNT):
+            for row, crew, order in (
+                ("bare", "bare", {}),
+                ("bare_tuned", "bare_tuned", {}),
+                ("exchange", "memory", {"do": "exchange"}),
+                ("exchange_network", "network", {"do": "exchange"}),
+                ("put_get", "memory", {"do": "put_get"}),
+                ("exchange_mmap", "mmap", {"do": "exchange"}),
+                ("put_get_mmap", "mmap", {"do": "put_get"}),
+            ):
+                seconds = crews[crew].step(**order).seconds
+                if number >= WARM_UP_COUNT:  # the first steps open streams and touch memory
+                    times[row].append(seconds)
+        peak_mb = resident_mb(pid, "VmHWM")
+        latency = latencies(crews)
     medians = {row: statistics.median(values) * 1e3 for row, values in times.items()}
     report(args, times, medians, latency, empty_mb, peak_mb)
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shardwell
-from bare_grpc import METHOD, OPTIONS, BareWorker, payload, serve
+from bare_grpc import METHOD, OPTIONS, BareWorker, payload, serve, serving
 
 BYTES_PER_PAIR = 16_000_000
 SIZES = (64 * 1024, 256 * 1024, 512 * 1024, 1024 * 1024, 2048 * 1024)
@@ -116,33 +116,27 @@ def work(
 def measure(server: str, worker: str, tuned: bool, size: int, steps: int) -> float:
     """Median milliseconds of a step."""
     context = multiprocessing.get_context("spawn")
-    ports: Any = context.Queue()
-    servers = [context.Process(target=SERVERS[server], args=(ports, tuned)) for _ in range(2)]
-    for process in servers:
-        process.start()
-    addresses = [ports.get(timeout=60) for _ in servers]
-    barrier, out = context.Barrier(2), context.Queue()
-    arguments = (worker, tuned, addresses, size, steps, barrier, out)
-    workers = [context.Process(target=work, args=arguments) for _ in range(2)]
-    for process in workers:
-        process.start()
-    times = [max(pair) for pair in zip(*(out.get(timeout=120) for _ in workers), strict=True)]
-    for process in (*workers, *servers):
-        process.terminate()
-        process.join()
+    with serving(2, tuned=tuned, server=SERVERS[server]) as (ports, _):
+        barrier, out = context.Barrier(2), context.Queue()
+        arguments = (worker, tuned, ports, size, steps, barrier, out)
+        workers = [context.Process(target=work, args=arguments, daemon=True) for _ in range(2)]
+        for process in workers:
+            process.start()
+        times = [max(pair) for pair in zip(*(out.get(timeout=120) for _ in workers), strict=True)]
+        for process in workers:
+            process.terminate()
+            process.join()
     return statistics.median(times) * 1e3
 
 
 def small_message(runs: int = 300) -> dict[str, float]:
     """Median milliseconds for 60 bytes and back."""
-    context = multiprocessing.get_context("spawn")
-    ports: Any = context.Queue()
-    server = context.Process(target=serve, args=(ports, True))
-    server.start()
-    port = ports.get(timeout=60)
-    worker, message = BareWorker([port]), payload(60)
     times: dict[str, list[float]] = {"open stream": [], "new stream": []}
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
+    with (
+        serving(1, tuned=True) as ((port,), _),
+        grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel,
+    ):
+        worker, message = BareWorker([port]), payload(60)
         call = channel.stream_stream(METHOD)
         for _ in range(runs):
             start = time.perf_counter()
@@ -151,9 +145,7 @@ def small_message(runs: int = 300) -> dict[str, float]:
             list(call(iter([message])))
             times["open stream"].append(middle - start)
             times["new stream"].append(time.perf_counter() - middle)
-    worker.close()
-    server.terminate()
-    server.join()
+        worker.close()
     return {name: statistics.median(values) * 1e3 for name, values in times.items()}
 
 

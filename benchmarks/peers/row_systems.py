@@ -6,15 +6,12 @@ import argparse
 import contextlib
 import itertools
 import json
-import multiprocessing
-import os
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from bare_grpc import serve
+from bare_grpc import serving
 from peers import redis_servers
 from peers.turns import Crew, worker_command
 from shardwell_server import LocalCluster
@@ -147,17 +144,8 @@ def torch_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list
 
 def bare_systems(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[System]:
     """Starts servers that answer with bytes, and workers."""
-    context = multiprocessing.get_context("spawn")
-    found: Any = context.Queue()
-    pids = []
-    for _ in range(args.shard_count):
-        server = context.Process(target=serve, args=(found, True), daemon=True)
-        server.start()
-        pids.append(server.pid)
-        stack.callback(server.join)
-        stack.callback(server.terminate)
-    ports = [str(found.get(timeout=60)) for _ in range(args.shard_count)]
-    crew = start(args, stack, "bare_rows.py", "--ports", *ports)
+    ports, pids = stack.enter_context(serving(args.shard_count, tuned=True))
+    crew = start(args, stack, "bare_rows.py", "--ports", *map(str, ports))
     return [
         System(
             name=f"bare_{codec}",
@@ -186,7 +174,5 @@ def start(
     count = count or args.workers
     flags = ("--dim", str(args.dim), "--working-set", str(args.working_set), *words)
     command = worker_command(file, *flags, python=python)
-    benchmarks = str(Path(__file__).parents[1])
-    path = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
-    environment = {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}  # torch's threads: sleep
+    environment = {"OMP_WAIT_POLICY": "passive"}  # torch's threads: sleep
     return stack.enter_context(Crew([command] * count, count, environment))
