@@ -160,17 +160,19 @@ class ReceiveChunksRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ..., arena: _Optional[int] = ...) -> None: ...
 
 class ReceiveChunksResponse(_message.Message):
-    __slots__ = ("call_index", "stage", "chunk", "last", "padding", "payload")
+    __slots__ = ("call_index", "stage", "chunk", "last", "batch", "padding", "payload")
     CALL_INDEX_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     call_index: int
     stage: Stage
     chunk: _types_pb2.Chunk
     last: bool
+    batch: _containers.RepeatedScalarFieldContainer[bytes]
     padding: bytes
     payload: bytes
-    def __init__(self, call_index: _Optional[int] = ..., stage: _Optional[_Union[Stage, str]] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., last: bool = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, call_index: _Optional[int] = ..., stage: _Optional[_Union[Stage, str]] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., last: bool = ..., batch: _Optional[_Iterable[bytes]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...

@@ -139,20 +139,42 @@ def parse_all(header_type: type[HeaderT], message: bytes) -> Iterator[tuple[Head
         CorruptChunkError: the bytes are no such message, or a batch with something besides.
     """
     header, payload = parse(header_type, message)
-    batch: Sequence[bytes] = header.batch  # type: ignore[attr-defined]
+    batch = _batch(header, payload)
     if not batch:
         yield header, payload, len(message)
-        return
-    if payload.size or len(header.ListFields()) > 1 or len(batch) > BATCH_COUNT_MAX:
+    for each in batch:
+        inner, payload = parse(header_type, each)
+        if _batch(inner, payload):
+            raise CorruptChunkError("a batch in a batch; send the message again")
+        yield inner, payload, len(each)
+
+
+def split(header_type: type[Message], message: bytes) -> Sequence[bytes]:
+    """A message, or each one that is in it, as they came.
+
+    Raises:
+        CorruptChunkError: the bytes are no such message, or a batch with something besides.
+    """
+    if len(message) > _SMALL_PAYLOAD_BYTES:  # it has a payload
+        return (message,)
+    return _batch(*parse(header_type, message)) or (message,)
+
+
+def _batch(header: Any, payload: Bytes) -> Sequence[bytes]:
+    batch: Sequence[bytes] = header.batch
+    if batch and (payload.size or len(header.ListFields()) > 1 or len(batch) > BATCH_COUNT_MAX):
         raise CorruptChunkError(
             f"a batch of {len(batch)} messages; expected at most {BATCH_COUNT_MAX}, and nothing "
             "besides; send the message again"
         )
-    for each in batch:
-        inner, payload = parse(header_type, each)
-        if inner.batch:  # type: ignore[attr-defined]
-            raise CorruptChunkError("a batch in a batch; send the message again")
-        yield inner, payload, len(each)
+    return batch
+
+
+def joined(header_type: Any, messages: Sequence[bytes]) -> bytes:
+    """One message that stands for some."""
+    if len(messages) == 1:
+        return messages[0]
+    return bytes(header_type(batch=messages).SerializeToString())
 
 
 class Batch:
@@ -179,11 +201,10 @@ class Batch:
 
     def rest(self) -> Iterator[bytes]:
         """What has waited."""
-        if len(self._held) > 1:
-            yield self._header_type(batch=self._held).SerializeToString()
-        else:
-            yield from self._held
-        self._held.clear()
+        if self._held:
+            message = joined(self._header_type, self._held)
+            self._held.clear()
+            yield message
 
 
 _EMPTY: Bytes = np.empty(0, np.uint8)

@@ -5,13 +5,19 @@ Method: the stream of chunks to one rank, read here by hand, and ended where a t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from shardwell.group.transport.peers import Outgoing
+from shardwell.process.shared_memory import HEAD_BYTES, IS_SUPPORTED, OwnMemory
+from shardwell.rpc.arena import BATCH_COUNT, inline_message
 from shardwell.traffic import Traffic
+from shardwell.v1 import peer_pb2 as pb
+from shardwell.wire import messages as framing
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 
 
 class Context:
@@ -67,6 +73,37 @@ def test_a_rank_that_has_all_may_go(
         outgoing.finish()
     context.end()
     assert failures == []
+
+
+@pytest.mark.skipif(not IS_SUPPORTED, reason="no memory can be sealed on this system")
+@pytest.mark.parametrize("taken_count", [1, 2])
+def test_chunks_that_wait_leave_as_one(
+    outgoing: Outgoing, failures: list[str], taken_count: int
+) -> None:
+    """And who goes without the last of them is lost, though it is no more in line."""
+    with contextlib.closing(OwnMemory()) as own:
+        own.reserve(HEAD_BYTES + 8 * PAYLOAD_SIZE_MAX_BYTES)
+        sent = []
+        for index in range(BATCH_COUNT + 1):
+            header = pb.ReceiveChunksResponse(call_index=index)
+            message = framing.OutgoingMessage(header, PAYLOAD_SIZE_MAX_BYTES)
+            message.payload[:] = index
+            outgoing.send(message.seal(), 1)
+            sent.append((index, bytes([index]) * PAYLOAD_SIZE_MAX_BYTES))
+        context: Any = Context()
+        stream = outgoing.serve(context, own.memory)
+        left = [next(stream) for _ in range(taken_count)]
+        assert own.memory is not None
+        found = []
+        for message in left:
+            for each in framing.split(pb.ReceiveChunksResponse, message):
+                whole, _ = inline_message(pb.ReceiveChunksResponse, each, own.memory)
+                header, payload = framing.parse(pb.ReceiveChunksResponse, whole)
+                found.append((header.call_index, payload.tobytes()))
+        assert found == sent[: len(found)]
+        assert len(found) == (BATCH_COUNT if taken_count == 1 else BATCH_COUNT + 1)
+        context.end()
+        assert len(failures) == (taken_count == 1)
 
 
 def test_what_is_cut_here_is_nobodys_failure(outgoing: Outgoing, failures: list[str]) -> None:

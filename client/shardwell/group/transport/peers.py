@@ -13,12 +13,13 @@ from google.protobuf.message import DecodeError
 from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, ShardwellError
 from shardwell.process.shared_memory import HEAD_BYTES, SharedMemory
 from shardwell.rpc import arena
-from shardwell.rpc.arena import Arenas, inline_message, shared_message
+from shardwell.rpc.arena import BATCH_COUNT, Arenas, inline_message, shared_message
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
 from shardwell.traffic import Traffic
 from shardwell.v1 import arena_pb2, group_pb2, peer_pb2
 from shardwell.v1 import peer_pb2 as pb
+from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 from shardwell.wire.messages import Room
 
@@ -141,20 +142,42 @@ class Outgoing:
         places = None if memory is None else _Places(memory)
         if not context.add_callback(self._ended):
             self._ended()
-        while (entry := self._messages.get()) is not None:
+        held: list[bytes] = []
+        while True:
+            try:
+                entry = self._messages.get_nowait()
+            except queue.Empty:
+                if held:
+                    yield self._leaving(held)
+                entry = self._messages.get()
+            if entry is None:
+                break
             message, element_count = entry
-            self._taken_count += 1
-            if self._waits_for_room:
-                with self._changed:
-                    self._changed.notify_all()
             size_bytes, shared_bytes = len(message), 0
             if places is not None:
                 message, shared_bytes = places.put(message)
             self._traffic.add_sent(size_bytes, element_count, shared_bytes)
-            yield message
+            if held and (not shared_bytes or len(held) == BATCH_COUNT):
+                yield self._leaving(held)
+            if shared_bytes:
+                held.append(message)
+            else:
+                yield self._leaving([message])
+        if held:
+            yield self._leaving(held)
         if not self._is_cut:
             yield _LAST
             self._has_ended.wait(LEAVE_TIMEOUT_S)
+
+    def _leaving(self, messages: list[bytes]) -> bytes:
+        """Messages as one, counted; the list is empty then."""
+        self._taken_count += len(messages)
+        if self._waits_for_room:
+            with self._changed:
+                self._changed.notify_all()
+        message = framing.joined(pb.ReceiveChunksResponse, messages)
+        messages.clear()
+        return message
 
     def finish(self) -> None:
         """Nothing more is sent; does not block."""
@@ -248,7 +271,8 @@ class Incoming:
                 if len(message) <= _LAST_SIZE_MAX_BYTES and _is_last(message):
                     self.cut()
                     return
-                self._take(*self._whole(message))
+                for each in framing.split(pb.ReceiveChunksResponse, message):
+                    self._take(*self._whole(each))
         except grpc.RpcError as error:
             why = str(error.details() or error.code().name)[:200]
         except ShardwellError as error:
