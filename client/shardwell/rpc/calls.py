@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -42,7 +43,8 @@ LATE_S = 0.25
 """How much later than its timeout a call is cancelled; before that it is to end by itself."""
 ABANDON_S = 3.0
 """How much later its caller goes on, though the call has not ended."""
-_LOOK_INTERVAL_S = 0.1
+_LOOK_INTERVAL_S_MAX = 60.0
+"""How long the thread that cancels sleeps at most while a call may become late."""
 SIGNAL_INTERVAL_S = 0.5
 """A caller's wait is cut into pieces of it: a signal that comes just before the wait begins, or
 that another thread receives, does not wake it; Python's handler then runs between two pieces."""
@@ -141,7 +143,7 @@ class Call(Cancellable, Generic[ResultT]):
         self.body = body
         self.deliver = deliver
         self.scope = scope
-        self.deadline_s = time.monotonic() + timeout_s
+        self.late_s = time.monotonic() + timeout_s + LATE_S
         """When it is cancelled, by time.monotonic()."""
         self.has_ended = False
         """Whether its outcome is on its way, or there."""
@@ -275,7 +277,10 @@ class _Threads:
         self._lock = threading.Lock()
         self._running: set[Call[Any]] = set()
         self._idle_count = 0
-        self._canceller_sleeps = True
+        self._look_s = math.inf
+        """When the thread that cancels looks for late calls, by time.monotonic(): no later than the
+        first becomes late. A call that ends does not change it, so calls of like timeouts, one
+        after another, wake that thread once a timeout, and not once each."""
 
     @property
     def running_count(self) -> int:
@@ -339,18 +344,22 @@ class _Threads:
                 return None
             self._running.add(call)
             is_last = self._idle_count == 0
+            is_first_late = call.late_s < self._look_s
+            self._look_s = min(call.late_s, self._look_s)
         if is_last:
             # Without a thread to be had, calls take turns.
             with contextlib.suppress(RuntimeError):
                 self._thread(self._work)
-        if self._canceller_sleeps:
-            self.to_cancel.put(lambda: None)
+        if is_first_late:
+            self.to_cancel.put(lambda: None)  # it looks when to look
         return call
 
     def _cancel(self) -> None:
         """Runs what cancels, when it is asked for or time is over."""
         while True:
-            wait_s = None if self._canceller_sleeps else _LOOK_INTERVAL_S
+            wait_s, look_s = None, self._look_s
+            if look_s != math.inf:
+                wait_s = min(max(look_s - time.monotonic(), 0.0), _LOOK_INTERVAL_S_MAX)
             try:
                 act = self.to_cancel.get(timeout=wait_s)
             except queue.Empty:
@@ -358,18 +367,18 @@ class _Threads:
             if act is None:
                 break
             _tried(act)
-            self._canceller_sleeps = False
-            with self._lock:
-                if not self._running:
-                    self._canceller_sleeps = True
             del act
         self.cancel()
         self.queued.put(None)
 
     def _cancel_late(self) -> None:
-        late_s = time.monotonic() - LATE_S
+        now_s = time.monotonic()
         with self._lock:
-            late = [c for c in self._running if c.deadline_s < late_s and not c.is_expired]
+            waiting = [call for call in self._running if not call.is_expired]
+            late = [call for call in waiting if call.late_s <= now_s]
+            self._look_s = min(
+                (call.late_s for call in waiting if call.late_s > now_s), default=math.inf
+            )
         for call in late:
             call.is_expired = True
             _tried(call.cancel)

@@ -6,9 +6,11 @@ Method: bodies that block on events, in place of gRPC; every wait has a deadline
 from __future__ import annotations
 
 import gc
+import queue
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -111,6 +113,46 @@ def test_a_late_call_is_cancelled_once_and_says_so(threads: CallThreads) -> None
     assert len(acts) == 1
     assert acts[0] is not threading.current_thread()
     assert current_call() is None
+
+
+def test_each_call_is_cancelled_at_its_own_time(threads: CallThreads) -> None:
+    """A shorter one that begins while a longer one runs, and one after the first was late."""
+    long_ended = threading.Event()
+    long = threads.start(lambda: long_ended.wait(PATIENCE_S), PATIENCE_S)
+
+    def body() -> bool:
+        ended = threading.Event()
+        with cancelled_by(ended.set):
+            return ended.wait(PATIENCE_S)
+
+    for _ in range(2):
+        watch = Stopwatch()
+        others = [threads.start(body, timeout_s) for timeout_s in (0.15, 0.05, 0.1)]
+        assert [other.result(PATIENCE_S) for other in others] == [True] * 3
+        assert watch.elapsed_s < PATIENCE_S / 2
+    assert not long.done()
+    long_ended.set()
+    assert long.result(PATIENCE_S)
+
+
+def test_calls_of_like_timeouts_wake_what_cancels_once(threads: CallThreads) -> None:
+    """Many clients that wait would else take the processor from those that work."""
+    waits: list[float | None] = []
+
+    class Counted(queue.SimpleQueue[Callable[[], None] | None]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            waits.append(timeout)
+            return super().get(block, timeout)
+
+    before, threads._threads.to_cancel = threads._threads.to_cancel, Counted()
+    before.put(lambda: None)  # the thread goes on with the other queue
+    for _ in range(3):
+        assert not threads.run(lambda: threading.Event().wait(0.25), PATIENCE_S)
+    eventually("it was told when to look", lambda: len(waits) >= 2)
+    first_s, *rest_s = waits
+    assert first_s is None
+    assert [wait_s for wait_s in rest_s if wait_s is None or wait_s < PATIENCE_S / 2] == []
+    assert len(rest_s) == 1
 
 
 def test_what_holds_after_the_end_is_cancelled_at_once(threads: CallThreads) -> None:
