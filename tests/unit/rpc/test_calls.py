@@ -146,6 +146,7 @@ def test_calls_of_like_timeouts_wake_what_cancels_once(threads: CallThreads) -> 
 
     before, threads._threads.to_cancel = threads._threads.to_cancel, Counted()
     before.put(lambda: None)  # the thread goes on with the other queue
+    eventually("it waits there", lambda: waits == [None])
     for _ in range(3):
         assert not threads.run(lambda: threading.Event().wait(0.25), PATIENCE_S)
     eventually("it was told when to look", lambda: len(waits) >= 2)
