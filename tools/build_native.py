@@ -1,15 +1,18 @@
 """Builds client/shardwell/numerics/native when the package is built: hatchling's hook.
 
 With the machine's C compiler, or with ziglang's where there is none. Where neither builds it, the
-package is as good without, and slower; that is said once. For another machine:
+package is as good without, and slower; that is said once (pip shows it with -v). For another
+machine:
 
     SHARDWELL_WHEEL_TARGET=aarch64-linux-gnu.2.17 pip wheel --no-deps .
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -62,7 +65,7 @@ def compiler(target: str = "") -> list[str]:
     if target:
         return [sys.executable, "-m", "ziglang", "cc", "-target", target]
     found = os.environ.get("CC") or shutil.which("cc")
-    return found.split() if found else [sys.executable, "-m", "ziglang", "cc"]
+    return shlex.split(found) if found else [sys.executable, "-m", "ziglang", "cc"]
 
 
 def build(root: Path, to: Path, *, target: str = "", flags: tuple[str, ...] = ()) -> None:
@@ -77,7 +80,7 @@ def build(root: Path, to: Path, *, target: str = "", flags: tuple[str, ...] = ()
     Raises:
         RuntimeError: it can't be built; says why.
     """
-    machine = (target.split("-")[0] if target else platform.machine()).lower()
+    machine = _machine(target)
     if machine not in VARIANTS:
         raise RuntimeError(f"there are no kernels for {machine}")
     command = [*compiler(target), *FLAGS, *flags]
@@ -93,9 +96,13 @@ def build(root: Path, to: Path, *, target: str = "", flags: tuple[str, ...] = ()
         made = Path(folder, LIBRARY_NAME)
         _run([*command, "-shared", *(f"{folder}/{name}" for name in parts), "-o", str(made)])
         # Whole, whoever loads it meanwhile; who has the one before goes on with that.
-        whole = to.with_suffix(f".{os.getpid()}")
+        whole = to.with_name(f"{to.name}.{os.getpid()}")
         shutil.copyfile(made, whole)
         whole.replace(to)
+
+
+def _machine(target: str) -> str:
+    return (target.split("-")[0] if target else platform.machine()).lower()
 
 
 def _run(command: list[str]) -> None:
@@ -116,7 +123,8 @@ class NativeCode(BuildHookInterface[Any]):
     def dependencies(self) -> list[str]:
         """What pip is to fetch for the build."""
         target = os.environ.get(TARGET_VARIABLE, "")
-        return ["ziglang>=0.13"] if self._is_wheel and "ziglang" in compiler(target) else []
+        wants = self._is_wheel and _machine(target) in VARIANTS and "ziglang" in compiler(target)
+        return ["ziglang>=0.13"] if wants else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Of a wheel: beside the sources where they are used as they lie, else in the wheel."""
@@ -133,10 +141,11 @@ class NativeCode(BuildHookInterface[Any]):
             library = Path(self._folder, LIBRARY_NAME)
         try:
             build(Path(self.root), library, target=target)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             if target:
                 raise
-            library.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that may not be written has its own
+                library.unlink(missing_ok=True)
             self.app.display_warning(
                 f"no native code was built, so that NumPy computes, a little slower: {error}"
             )

@@ -17,7 +17,10 @@ bits.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
+import struct
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -43,6 +46,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 _VALUES, _PAYLOAD, _TOTAL = range(3)
 """Places of the arrays of a run."""
 _INFINITY_BITS = 0x7F800000
+_LOOKS = (Operation(Code.LOOK_32, _PAYLOAD, _VALUES),)
 
 _GUESS_ELEMENT_COUNT = 64 * 1024
 """Elements that a scale is guessed from."""
@@ -76,12 +80,11 @@ class Codec:
     name: ClassVar[str]
     item_size: ClassVar[int]
     """Bytes per element."""
-    _bits: ClassVar[Any]
     _infinity: ClassVar[int]
     """Bits of infinity: the smallest magnitude that is not finite."""
     _read: ClassVar[Code]
     _write: ClassVar[Code]
-    _look: ClassVar[Code]
+    _looks: ClassVar[Operations]
 
     def encode(
         self,
@@ -138,14 +141,7 @@ class Codec:
 
     def reads(self, to: int, payload: int, factor: float) -> Operations:
         """What reads a payload, times `factor`, to a place: see elementwise.py."""
-        if factor == 0.0 or 2.0**-126 <= abs(factor) < 2.0**127:
-            return (Operation(self._read, to, payload, factor=factor),)
-        # What float32 can't hold is applied in two steps.
-        mantissa, exponent = math.frexp(factor)
-        return (
-            Operation(self._read, to, payload, factor=math.ldexp(1.0, exponent)),
-            *scale(to, mantissa),
-        )
+        return _reads(self._read, to, payload, factor or 0.0)
 
     def decode_add(
         self, payload: Bytes, factor: float, total: Float32, total_factor: float, out: Float32
@@ -185,13 +181,10 @@ class Codec:
 
     def peak(self, payload: Bytes, exponent: int) -> float:
         """Largest magnitude of the values once decoded; infinity if one is not finite."""
-        looks = (Operation(self._look, _VALUES, _PAYLOAD),)
-        bits = run(looks, Arrays(None, payload), 0, payload.size // self.item_size)
+        bits = run(self._looks, Arrays(None, payload), 0, payload.size // self.item_size)
         if bits >= self._infinity or not self._decodes_finite(bits, exponent):
             return math.inf
-        value = np.empty(1, np.float32)
-        self.decode(np.array([bits], self._bits).view(np.uint8), exponent, value)
-        return float(value[0])
+        return ctypes.c_float(math.ldexp(self._value_of(bits), exponent)).value
 
     def first_non_finite(self, payload: Bytes, exponent: int) -> int | None:
         """Index of the first value that is not finite once decoded; None if all are finite."""
@@ -223,7 +216,7 @@ class Codec:
         factor = math.ldexp(1.0, -exponent)
         writes: Operations = (Operation(self._write, _PAYLOAD, _VALUES, factor=factor),)
         if looks:
-            writes += (Operation(self._look, _VALUES, _PAYLOAD),)
+            writes += self._looks
         if limit == math.inf and is_plain(values):
             return run(writes, Arrays(values, payload), 0, values.size)
         largest = 0
@@ -245,6 +238,10 @@ class Codec:
     def _accepts(self, peak_bits: int) -> bool:
         return peak_bits < self._infinity
 
+    def _value_of(self, bits: int) -> float:
+        """What was written, unscaled."""
+        return _float_of(bits << (32 - 8 * self.item_size))
+
     def _decodes_finite(self, peak_bits: int, exponent: int) -> bool:
         return True
 
@@ -258,9 +255,9 @@ class Fp32(Codec):
 
     name = "fp32"
     item_size = 4
-    _bits = np.uint32
     _infinity = _INFINITY_BITS
-    _read, _write, _look = Code.READ_FP32, Code.WRITE_FP32, Code.LOOK_32
+    _read, _write = Code.READ_FP32, Code.WRITE_FP32
+    _looks = (Operation(Code.LOOK_32, _VALUES, _PAYLOAD),)
 
 
 class Fp16(Codec):
@@ -268,9 +265,9 @@ class Fp16(Codec):
 
     name = "fp16"
     item_size = 2
-    _bits = np.uint16
     _infinity = 0x7C00
-    _read, _write, _look = Code.READ_FP16, Code.WRITE_FP16, Code.LOOK_16
+    _read, _write = Code.READ_FP16, Code.WRITE_FP16
+    _looks = (Operation(Code.LOOK_16, _VALUES, _PAYLOAD),)
 
     @override
     def check_exponent(self, exponent: int) -> None:
@@ -290,14 +287,18 @@ class Fp16(Codec):
         exponent = math.frexp(peak)[1] - _FP16_TARGET
         return min(max(exponent, _FP16_EXPONENT_MIN), _FP16_EXPONENT_MAX)
 
+    @override
+    def _value_of(self, bits: int) -> float:
+        (value,) = struct.unpack("<e", bits.to_bytes(2, "little"))
+        return float(value)
+
     def _accepts(self, peak_bits: int) -> bool:
         return _FP16_ACCEPT_LOW <= peak_bits < self._infinity
 
     def _decodes_finite(self, peak_bits: int, exponent: int) -> bool:
         if exponent <= _FP16_EXPONENT_SAFE:
             return True
-        peak = float(np.uint16(peak_bits).view(np.float16))
-        return math.ldexp(peak, exponent) <= _FLOAT32_MAX
+        return math.ldexp(self._value_of(peak_bits), exponent) <= _FLOAT32_MAX
 
     def _largest(self) -> float:
         return _FP16_LARGEST
@@ -308,15 +309,25 @@ class Bf16(Codec):
 
     name = "bf16"
     item_size = 2
-    _bits = np.uint16
     _infinity = 0x7F80
-    _read, _write, _look = Code.READ_BF16, Code.WRITE_BF16, Code.LOOK_16
+    _read, _write = Code.READ_BF16, Code.WRITE_BF16
+    _looks = (Operation(Code.LOOK_16, _VALUES, _PAYLOAD),)
 
     def _largest(self) -> float:
         return _BF16_LARGEST
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Fp16(), Bf16())}
+
+
+@functools.lru_cache(maxsize=1024)
+def _reads(code: Code, to: int, payload: int, factor: float) -> Operations:
+    if factor == 0.0 or 2.0**-126 <= abs(factor) < 2.0**127:
+        return (Operation(code, to, payload, factor=factor),)
+    # What float32 can't hold is applied in two steps.
+    mantissa, exponent = math.frexp(factor)
+    unscaled = Operation(code, to, payload, factor=math.ldexp(1.0, exponent))
+    return (unscaled, *scale(to, mantissa))
 
 
 def _finite_peak(values: npt.NDArray[Any], scratch: Scratch, *, allow_non_finite: bool) -> float:
@@ -361,5 +372,10 @@ def as_plain(block: npt.NDArray[Any], into: npt.NDArray[np.float32]) -> npt.NDAr
 
 def peak_of(values: Float32) -> float:
     """The largest magnitude of (n,) contiguous float32, 0 of none; infinite or NaN if one is."""
-    bits = run((Operation(Code.LOOK_32, _PAYLOAD, _VALUES),), Arrays(values), 0, values.size)
-    return float(np.uint32(bits).view(np.float32))
+    bits = run(_LOOKS, Arrays(values), 0, values.size)
+    return _float_of(bits)
+
+
+def _float_of(bits: int) -> float:
+    (value,) = struct.unpack("<f", bits.to_bytes(4, "little"))
+    return float(value)

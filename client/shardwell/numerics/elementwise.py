@@ -9,6 +9,7 @@ on how an array is cut.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
 import struct
@@ -26,10 +27,11 @@ from shardwell.numerics.weighted_mean import divide
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Array: TypeAlias = npt.NDArray[Any]
 
-_PACKED_OPERATION = "4Bfd"
+_PACKED_OPERATION = struct.Struct("<4Bfd")
 _PACKED_ARRAYS = struct.Struct("<16Q")
 _PLACE_COUNT = 8
 _INFINITY_BITS = 0x7F800000
+_DTYPES = (np.dtype(np.float32).str, np.dtype(np.uint8).str)
 _HELD_ELEMENT_COUNT = 8 * 1024
 """Up to here a run is over before another thread could have taken over Python."""
 
@@ -62,7 +64,7 @@ class Code(enum.IntEnum):
     SCALE = 10
     """Is multiplied with `factor`."""
     ADD_SCALED = 11
-    """Grows by `factor` times `source`."""
+    """Grows by `factor` times `source`; by nothing where that is 0, whatever `source` is."""
     ADD_CONSTANT = 12
     """Grows by `factor`."""
     MULTIPLY = 13
@@ -75,6 +77,9 @@ class Code(enum.IntEnum):
     """Is divided by `divisor`; a quotient that rounding takes beyond float32 is its largest."""
     CLIP = 17
     """Is brought to [-factor, factor]; NaN stays."""
+
+
+_LOOKS = (Code.LOOK_32, Code.LOOK_16)
 
 
 class Operation(NamedTuple):
@@ -94,12 +99,19 @@ Operations: TypeAlias = tuple[Operation, ...]
 
 def scale(to: int, factor: float) -> Operations:
     """What multiplies a place with `factor`: nothing where that is 1."""
-    return () if factor == 1.0 else (Operation(Code.SCALE, to, factor=factor),)
+    return () if factor == 1.0 else (Operation(Code.SCALE, to, factor=factor or 0.0),)
 
 
 def add_scaled(to: int, source: int, factor: float = 1.0) -> Operations:
-    """What adds `factor` times `source` to a place: nothing where that is 0."""
-    return () if factor == 0.0 else (Operation(Code.ADD_SCALED, to, source, factor=factor),)
+    """What adds `factor` times `source` to a place: nothing where that is 0 as float32."""
+    if _float32(factor) == 0.0:
+        return ()
+    return (Operation(Code.ADD_SCALED, to, source, factor=factor),)
+
+
+def _float32(value: float) -> float:
+    """Rounded; infinite where it is beyond float32."""
+    return ctypes.c_float(value).value
 
 
 class Arrays:
@@ -125,7 +137,11 @@ class Arrays:
             addresses, sizes = [0] * _PLACE_COUNT, [0] * _PLACE_COUNT
             for place, array in enumerate(self._arrays):
                 if array is not None:
-                    assert array.flags.c_contiguous, "an array that is not contiguous"
+                    if array.dtype.str not in _DTYPES or not array.flags.c_contiguous:
+                        raise ValueError(
+                            f"place {place} has {array.dtype} with strides {array.strides}; "
+                            "expected contiguous float32, or bytes"
+                        )
                     addresses[place] = array.__array_interface__["data"][0]
                     sizes[place] = array.nbytes
             self._packed = _PACKED_ARRAYS.pack(*addresses, *sizes)
@@ -139,7 +155,7 @@ def run(operations: Operations, arrays: Arrays, start: int, stop: int) -> int:
         The largest magnitude that operations saw which look, as bits of what they look at; NaN is
         larger than infinity, and infinity than what is finite.
     """
-    if not operations:
+    if not operations or start == stop:
         return 0
     if native.LIBRARY is None:
         return _run_by_numpy(operations, arrays, start, stop)
@@ -150,18 +166,28 @@ def _run_natively(
     library: native.Library, operations: Operations, arrays: Arrays, start: int, stop: int
 ) -> int:
     call = library.run_held if stop - start <= _HELD_ELEMENT_COUNT else library.run
-    found = call(_packed(operations), len(operations), arrays.packed(), start, stop)
+    packed, written = _packed(operations)
+    for place in written:
+        array = arrays[place]
+        if array is not None and not array.flags.writeable:
+            raise ValueError(f"place {place} is read-only")
+    found = call(packed, len(operations), arrays.packed(), start, stop)
     if found < 0:
         raise ValueError(f"operations that do not fit their arrays: {operations}")
     return int(found)
 
 
 @functools.lru_cache(maxsize=1024)
-def _packed(operations: Operations) -> bytes:
-    fields: list[float] = []
-    for code, to, source, other, factor, divisor in operations:
-        fields += (code, to, source, other, float(np.float32(factor)), divisor)
-    return struct.pack("<" + _PACKED_OPERATION * len(operations), *fields)
+def _packed(operations: Operations) -> tuple[bytes, tuple[int, ...]]:
+    """As native code takes them; and the places that they write to."""
+    written = {each.to for each in operations if each.code not in _LOOKS}
+    return b"".join(map(_packed_one, operations)), tuple(written)
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed_one(operation: Operation) -> bytes:
+    code, to, source, other, factor, divisor = operation
+    return _PACKED_OPERATION.pack(code, to, source, other, _float32(factor), divisor)
 
 
 # Without native code.
@@ -255,9 +281,11 @@ def _write_bf16(each: Operation, block: _Block, payload: _Payload) -> None:
 
 
 def _add_scaled(each: Operation, block: _Block, payload: _Payload) -> None:
-    to = block(each.to)
+    to, factor = block(each.to), _float32(each.factor)
+    if factor == 0.0:
+        return
     # With a factor of its own for `to` numkong would round a block's last elements otherwise.
-    numkong.blend(block(each.source), to, alpha=float(np.float32(each.factor)), beta=1.0, out=to)
+    numkong.blend(block(each.source), to, alpha=factor, beta=1.0, out=to)
 
 
 def _add_constant(values: Array, constant: float) -> None:

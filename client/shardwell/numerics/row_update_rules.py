@@ -27,10 +27,10 @@ from shardwell.numerics.update_rules import (
     WEIGHTS,
     AnyAdam,
     Slots,
-    average_moments,
     clips_of,
     decay_add,
     follow_momentum,
+    moments_of,
     rule_of,
     square_into,
 )
@@ -174,8 +174,10 @@ def _row_wise_adagrad(spec: optimizers.RowWiseAdagrad) -> _RowStep:
 
 
 def _adam(spec: AnyAdam) -> _RowStep:
+    averages = moments_of(spec)
+
     def step(rows: _Rows, rate: float) -> None:
-        rows.run(average_moments(spec, rate))
+        rows.run(averages(rate))
         temporary = rows.temporary
         corrections = 1.0 / np.sqrt(1.0 - np.power(spec.beta2, rows.counts))
         rates = -rate / (1.0 - np.power(spec.beta1, rows.counts))

@@ -267,29 +267,36 @@ def _rms_prop(spec: optimizers.RMSProp) -> Step:
 
 
 def _adam(spec: AnyAdam) -> Step:
+    averages = moments_of(spec)
+    divides = (
+        Operation(Code.ADD_CONSTANT, TEMPORARY, factor=spec.epsilon),
+        Operation(Code.DIVIDE, TEMPORARY, FIRST_SLOT, TEMPORARY),
+    )
+
     def step(count: int, rate: float) -> Operations:
         correction = math.sqrt(1.0 - spec.beta2**count)
         return (
-            *average_moments(spec, rate),
-            *scale(TEMPORARY, 1.0 / correction),
-            Operation(Code.ADD_CONSTANT, TEMPORARY, factor=spec.epsilon),
-            Operation(Code.DIVIDE, TEMPORARY, FIRST_SLOT, TEMPORARY),
-            *add_scaled(WEIGHTS, TEMPORARY, -rate / (1.0 - spec.beta1**count)),
+            averages(rate)
+            + scale(TEMPORARY, 1.0 / correction)
+            + divides
+            + add_scaled(WEIGHTS, TEMPORARY, -rate / (1.0 - spec.beta1**count))
         )
 
     return step
 
 
-def average_moments(spec: AnyAdam, rate: float) -> Operations:
-    """What Adam does before it corrects bias; leaves the root of the second moment in TEMPORARY."""
-    if isinstance(spec, optimizers.AdamW):
-        decays = scale(WEIGHTS, 1.0 - rate * spec.weight_decay)
-    else:
-        decays = add_scaled(GRADIENT, WEIGHTS, spec.weight_decay)
-    return (
-        *decays,
+def moments_of(spec: AnyAdam) -> Callable[[float], Operations]:
+    """What Adam does before it corrects bias, by the learning rate.
+
+    It leaves the root of the second moment in TEMPORARY.
+    """
+    averages = (
         *decay_add(FIRST_SLOT, spec.beta1, GRADIENT, 1.0 - spec.beta1),
         square_into(TEMPORARY, GRADIENT),
         *decay_add(SECOND_SLOT, spec.beta2, TEMPORARY, 1.0 - spec.beta2),
         Operation(Code.SQUARE_ROOT, TEMPORARY, SECOND_SLOT),
     )
+    if isinstance(spec, optimizers.AdamW):
+        return lambda rate: scale(WEIGHTS, 1.0 - rate * spec.weight_decay) + averages
+    decayed = add_scaled(GRADIENT, WEIGHTS, spec.weight_decay) + averages
+    return lambda rate: decayed

@@ -26,7 +26,7 @@ from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
 from shardwell.placement.slices import Slice
-from shardwell.rpc.arena import BATCH_COUNT, Arena, Places, payload_of, wanted_bytes
+from shardwell.rpc.arena import Arena, Places, batch_count, payload_of, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
@@ -315,8 +315,8 @@ class Transfer:
         """Chunks [first, stop) of a gradient for one shard; runs on a thread of gRPC's."""
         scratch = thread_scratch()
         places = None if arena is None else Places(arena.memory)
-        batch = framing.Batch(header_type, BATCH_COUNT)
         last = len(part.chunks[:stop]) - 1
+        batch = framing.Batch(header_type, batch_count(last + 1 - first))
         for index in range(first, last + 1):
             where = part.chunks[index]
             header = header_type()

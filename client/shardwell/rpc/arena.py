@@ -45,7 +45,9 @@ CALL_BYTES_MIN = 4 << 20
 its calls."""
 BATCH_COUNT = 4
 """Messages that leave as one where all of their payloads are shared: a message costs as much as
-converting its chunk, and what waits for others stands still."""
+converting its chunk, and what waits for others stands still. At most; see `batch_count`."""
+_BATCHES = 4
+"""Messages at least, where there are as many chunks."""
 ANSWER_BYTES_MAX = 4096
 """Of a message over the Unix socket."""
 _DESCRIPTOR_BYTES_MAX = 1024
@@ -98,6 +100,14 @@ def wanted_bytes(payloads_bytes: Sequence[int]) -> int:
 def _arena_bytes(wanted_bytes: int) -> int:
     wanted = min(wanted_bytes + HEAD_BYTES, ARENA_BYTES_MAX)
     return -(-wanted // PAGE_BYTES) * PAGE_BYTES
+
+
+def batch_count(chunk_count: int) -> int:
+    """How many of so many chunks one message stands for.
+
+    Few enough that one side works on some while the other has others.
+    """
+    return min(max(chunk_count // _BATCHES, 1), BATCH_COUNT)
 
 
 def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | None) -> Bytes:

@@ -53,7 +53,7 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
     else:
         screen = console()
         screen.print(_shard_table(answers))
-        if _given(answers):
+        if any(status.arithmetic for _, status in _given(answers)):
             screen.print(_arithmetic(answers), markup=False, soft_wrap=True)
         if _given(answers):
             screen.print(_parameter_table(answers))

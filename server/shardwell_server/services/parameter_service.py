@@ -30,7 +30,7 @@ from shardwell.numerics.codec import CODECS, Bytes, Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.process.shared_memory import SharedMemory
-from shardwell.rpc.arena import BATCH_COUNT, Places, payload_of, shared_message
+from shardwell.rpc.arena import BATCH_COUNT, Places, batch_count, payload_of, shared_message
 from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
@@ -245,7 +245,7 @@ class ParameterServerService:
         deadline = self._deadline(call, request.wait_timeout_ms / 1000)
         arena = self._arena(request.arena)
         places = None if arena is None else Places(arena)
-        batch = framing.Batch(pb.GetWeightsResponse, BATCH_COUNT)
+        batch = framing.Batch(pb.GetWeightsResponse, batch_count(parameter.chunk_count))
         for index in range(parameter.chunk_count):
             if not parameter.is_ready(index, request.min_version):
                 yield from batch.rest()
@@ -308,6 +308,8 @@ class ParameterServerService:
             if message is None:
                 break
             for request, payload, _ in framing.parse_all(pb.ExchangeRequest, message):
+                if is_between_steps and source is not None:  # the one before it ended a step
+                    yield from self._answers(source.parameter, pending, all_=True)
                 was_short = call.is_short
                 if source is None or request.HasField("open"):
                     if not is_between_steps:
@@ -340,12 +342,10 @@ class ParameterServerService:
                         f"{len(pending)} chunks were sent without end_of_step, of "
                         f"{parameter.chunk_count}; read the answers first"
                     )
-                del gradient, payload, room  # not to be held while answers wait
-                if is_between_steps:
-                    yield from self._answers(parameter, pending, all_=True)
-            del message, request
+                del gradient, room
+            del message, request, payload  # not to be held while answers wait
             if source is not None:
-                yield from self._answers(source.parameter, pending, all_=False)
+                yield from self._answers(source.parameter, pending, all_=is_between_steps)
         if source is not None:
             yield from self._answers(source.parameter, pending, all_=True)
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from harness.wire_client.worker import WireWorker, decode, error_detail, spec
 from shardwell.process.shared_memory import IS_SUPPORTED, OwnMemory
 from shardwell.rpc import arena
 from shardwell.rpc import arena_offers as arenas
-from shardwell.rpc.arena import BATCH_COUNT
 from shardwell.rpc.stream import ShardStream
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -702,7 +702,7 @@ def test_large_steps_leave_in_fewer_messages(cluster, connect) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardStream, "submit", counted)
         net.exchange(np.ones(size, np.float32))
-    assert len(sent) == -(-chunk_count // BATCH_COUNT)
+    assert len(sent) == chunk_count // 2
     assert sum(len(pb.ExchangeRequest.FromString(each).batch) or 1 for each in sent) == chunk_count
 
 
@@ -838,3 +838,53 @@ def test_a_copy_is_checked_and_not_what_is_shared(tmp_path: Path) -> None:
     memory.view(64, 32)[:] = 9
     assert set(found.tolist()) == {7}
     assert not found.flags.writeable
+
+
+HOLDING = """
+import sys, threading
+import numpy as np, shardwell
+target, count = sys.argv[1], int(sys.argv[2])
+def one(index):
+    with shardwell.connect(target, worker_id=f"w{index}", same_host=False) as client:
+        net = client.parameter(
+            "net", size=2**19, optimizer=shardwell.SGD(0.1), worker_count=count + 1
+        )
+        net.init(np.zeros(2**19, np.float32))
+        net.exchange(np.ones(2**19, np.float32), timeout_s=60)
+for index in range(count):
+    threading.Thread(target=one, args=(index,), daemon=True).start()
+threading.Event().wait()
+"""
+
+
+def test_a_shard_keeps_no_payload_of_who_waits_for_others(cluster) -> None:
+    running, count = cluster(1, chunk_size_bytes=2**20), 6
+    with subprocess.Popen([sys.executable, "-c", HOLDING, running.target, str(count)]) as waiting:
+        try:
+            parameters = running.servers[0].shard.parameters
+            eventually(
+                "all have contributed",
+                lambda: (
+                    [len(each.describe(9).contributed_worker_ids) for each in parameters.all()]
+                    == [count]
+                ),
+            )
+
+            def payloads() -> list[str]:
+                kinds = (types.GeneratorType, types.CoroutineType)
+                running = [each for each in gc.get_objects() if type(each) in kinds]
+                frames = [
+                    each.gi_frame if isinstance(each, types.GeneratorType) else each.cr_frame
+                    for each in running
+                ]
+                return [
+                    f"{name} in {frame.f_code.co_qualname}"
+                    for frame in frames
+                    if frame is not None
+                    for name, value in frame.f_locals.items()
+                    if isinstance(value, bytes | np.ndarray) and len(value) > 900_000
+                ]
+
+            eventually("nothing is kept", lambda: payloads() == [])
+        finally:
+            waiting.kill()

@@ -28,7 +28,7 @@ from shardwell.numerics.update_rules import UpdateRule
 ROOT = Path(__file__).parents[3]
 HALF = (Code.READ_FP16, Code.READ_BF16, Code.LOOK_16)
 LENGTHS = [0, 1, 7, 8, 15, 16, 17, 2047, 2048, 2049, 3 * 2048 + 5]
-FACTORS = [1.0, -1.0, 0.3, 2.0**-120, 3e38]
+FACTORS = [1.0, -1.0, 0.3, 2.0**-120, 1e-46, 3e38, 1e39]
 
 
 def builder() -> ModuleType:
@@ -181,6 +181,12 @@ MISFITS: dict[str, tuple[Operations, tuple[int, ...], int, int]] = {
     "backwards": (ADDS, (400, 400), 9, 8),
     "a place of none": ((Operation(Code.SCALE, 8),), (400,), 0, 100),
     "a payload in a temporary": ((Operation(Code.WRITE_FP16, 3, 0),), (400,), 0, 100),
+    "more temporaries than there are": (
+        tuple(Operation(Code.COPY, place, 0) for place in (2, 3, 4, 5)),
+        (400, 400),
+        0,
+        100,
+    ),
     "too many": (ADDS * 33, (400, 400), 0, 100),
     "further than memory goes": (ADDS, (400, 400), 2**62, 2**62 + 1),
 }
@@ -195,6 +201,47 @@ def test_what_does_not_fit_is_refused_untouched(library: native.Library, name: s
     assert all((array == 1.0).all() for array in arrays)
 
 
+def test_what_may_not_be_written_is_not(library: native.Library) -> None:
+    values = np.ones(40, np.float32)
+    values.flags.writeable = False
+    scales = (Operation(Code.SCALE, 0, factor=2.0),)
+    with pytest.raises(ValueError, match="read-only"):
+        elementwise._run_natively(library, scales, Arrays(values), 0, 40)
+    looks = (Operation(Code.LOOK_32, 0, 0),)
+    assert elementwise._run_natively(library, looks, Arrays(values), 0, 40) == 0x3F800000
+
+
+@pytest.mark.parametrize("values", [np.ones(8), np.ones(16, np.float32)[::2], np.ones(8, ">f4")])
+def test_values_of_another_kind_are_refused(library: native.Library, values: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="expected contiguous float32"):
+        elementwise._run_natively(library, ADDS, Arrays(values, values), 0, 8)
+
+
+def test_nothing_at_a_place_that_is_not_aligned_is_nothing() -> None:
+    nothing = np.zeros(17, np.uint8)[1:][:0].view(np.float32)
+    assert elementwise.run((Operation(Code.LOOK_32, 0, 0),), Arrays(nothing), 0, 0) == 0
+
+
+def test_a_factor_that_float32_cannot_hold_adds_nothing() -> None:
+    assert elementwise.add_scaled(0, 1, 1e-46) == ()
+    assert elementwise.add_scaled(0, 1, -1e-46) == ()
+    assert elementwise.add_scaled(0, 1, 1e-45) != ()
+
+
+def test_threads_with_little_stack_can_run_it() -> None:
+    code = """
+import threading, numpy as np
+from shardwell.numerics.codec import CODECS
+from shardwell.numerics.scratch import Scratch
+threading.stack_size(64 * 1024)
+values, payload = np.ones(10_000, np.float32), np.empty(20_000, np.uint8)
+one = threading.Thread(target=lambda: CODECS["fp16"].encode(values, payload, Scratch()))
+one.start()
+one.join()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_an_operation_that_there_is_not_is_refused(library: native.Library) -> None:
     packed = bytes([len(Code), 0, 0, 0]) + bytes(12)
     assert library.run(packed, 1, Arrays(np.ones(4, np.float32)).packed(), 0, 4) == -1
@@ -203,7 +250,7 @@ def test_an_operation_that_there_is_not_is_refused(library: native.Library) -> N
 def test_a_place_that_is_not_aligned_is_refused(library: native.Library) -> None:
     values = np.zeros(41, np.uint8)[1:]
     assert values.ctypes.data % 4
-    scales = elementwise._packed((Operation(Code.SCALE, 0, factor=2.0),))
+    scales = elementwise._packed_one(Operation(Code.SCALE, 0, factor=2.0))
     assert library.run(scales, 1, Arrays(values).packed(), 0, 10) == -1
 
 
@@ -227,17 +274,15 @@ def test_a_library_of_another_version_is_not_used(
     assert native.load(path) == (None, "built for another version")
 
 
-@pytest.mark.parametrize("is_off", [True, False])
-def test_what_computes_is_told_and_can_be_chosen(is_off: bool) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != native.NATIVE_VARIABLE}
-    if is_off:
-        environment[native.NATIVE_VARIABLE] = "off"
+@pytest.mark.parametrize("setting", ["off", "0", ""])
+def test_what_computes_is_told_and_can_be_chosen(setting: str) -> None:
+    environment = {**os.environ, native.NATIVE_VARIABLE: setting}
     told = subprocess.run(
         [sys.executable, "-m", "shardwell_server", "--version"],
         env=environment, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    if is_off:
-        assert told.endswith(", NumPy (SHARDWELL_NATIVE=off)\n")
+    if setting:
+        assert told.endswith(f", NumPy (SHARDWELL_NATIVE={setting})\n")
     else:
         assert ", native code (" in told or ", NumPy (" in told
 
@@ -247,10 +292,23 @@ def test_a_failed_build_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CC", "false")
     with pytest.raises(RuntimeError, match="false"):
         build_native.build(ROOT, tmp_path / "kernels.so")
-    monkeypatch.setenv("CC", "/no/such/compiler")
+    monkeypatch.setenv("CC", "'/no/such folder/compiler' -O0")
     with pytest.raises(RuntimeError, match="No such file"):
         build_native.build(ROOT, tmp_path / "kernels.so")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_is_fetched_only_for_processors_that_it_is_of_use_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build_native = builder()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    hook = build_native.NativeCode(str(ROOT), {}, None, None, "", "wheel")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert hook.dependencies() == ["ziglang>=0.13"]
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert hook.dependencies() == []
 
 
 # Under sanitizers: this file as a program.
@@ -297,7 +355,7 @@ def _under_sanitizers(path: str, *, overruns: bool) -> None:
             told = [size + 64 * overruns for size in sizes]
             packed = elementwise._PACKED_ARRAYS.pack(*places, 0, 0, *told, 0, 0)
             stop = count + 8 * overruns
-            assert library.run(elementwise._packed(operations), 1, packed, 0, stop) >= 0
+            assert library.run(elementwise._packed(operations)[0], 1, packed, 0, stop) >= 0
             for place in places:
                 libc.free(place)
     print("done")

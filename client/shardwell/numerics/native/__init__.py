@@ -33,8 +33,9 @@ class Library(NamedTuple):
 
 def load(path: Path) -> tuple[Library | None, str]:
     """The library of a file, and why there is none."""
-    if os.environ.get(NATIVE_VARIABLE) == "off":
-        return None, f"{NATIVE_VARIABLE}=off"
+    setting = os.environ.get(NATIVE_VARIABLE, "")
+    if setting.lower() in ("off", "0", "no", "false"):
+        return None, f"{NATIVE_VARIABLE}={setting}"
     try:
         free, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         if free.shardwell_interface() != INTERFACE:

@@ -67,8 +67,10 @@ static const struct sizes SIZES[CODE_COUNT] = {
   [MEAN] = {4, 0, 0}, [CLIP] = {4, 0, 0},
 };
 
+enum { OPERATION_COUNT = 32, OWN_COUNT = 3 };
+
 struct arrays {
-  uint64_t address[ARRAY_COUNT]; /* 0: of no place; the run has a block of its own for it */
+  uint64_t address[ARRAY_COUNT]; /* 0: a temporary, of which there are OWN_COUNT at the most */
   uint64_t bytes[ARRAY_COUNT];
 };
 
@@ -80,11 +82,25 @@ static int is_fit(const struct arrays *arrays, uint8_t place, uint8_t size, uint
   return address % size == 0 && stop <= arrays->bytes[place] / size;
 }
 
-static void *place_of(const struct arrays *arrays, float own[][BLOCK], uint8_t place, uint8_t size,
-                      uint64_t start) {
+/* Where operations find a place's elements from `start` on. */
+struct places {
+  const struct arrays *arrays;
+  float *own[ARRAY_COUNT]; /* blocks of temporaries */
+};
+
+static void *place_of(const struct places *places, uint8_t place, uint8_t size, uint64_t start) {
   if (size == 0) return NULL;
-  if (arrays->address[place] == 0) return own[place];
-  return (void *)(uintptr_t)(arrays->address[place] + start * size);
+  uint64_t address = places->arrays->address[place];
+  return address == 0 ? (void *)places->own[place] : (void *)(uintptr_t)(address + start * size);
+}
+
+/* Gives a temporary its block; 0: there are no more. */
+static int takes_block(struct places *places, float blocks[][BLOCK], int *count, uint8_t place,
+                       uint8_t size) {
+  if (size == 0 || places->arrays->address[place] != 0 || places->own[place] != NULL) return 1;
+  if (*count == OWN_COUNT) return 0;
+  places->own[place] = blocks[(*count)++];
+  return 1;
 }
 
 /* Runs all operations on elements [start, stop) of all arrays.
@@ -93,11 +109,13 @@ static void *place_of(const struct arrays *arrays, float own[][BLOCK], uint8_t p
    fit, and nothing was touched. */
 PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, const void *packed_arrays,
                              uint64_t start, uint64_t stop) {
-  float own[ARRAY_COUNT][BLOCK];
-  struct operation operations[32];
+  float blocks[OWN_COUNT][BLOCK]; /* 24 KiB: threads may have little stack */
+  struct operation operations[OPERATION_COUNT];
   struct arrays arrays;
+  struct places places = {&arrays, {NULL}};
+  int block_count = 0;
   run_block *run = VARIANTS[chosen()];
-  if (run == NULL || operation_count > 32 || start > stop) return -1;
+  if (run == NULL || operation_count > OPERATION_COUNT || start > stop) return -1;
   memcpy(operations, packed, operation_count * sizeof operations[0]);
   memcpy(&arrays, packed_arrays, sizeof arrays);
   for (uint64_t i = 0; i < operation_count; i++) {
@@ -107,6 +125,10 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, const
     if (!is_fit(&arrays, each->to, sizes->to, stop) ||
         !is_fit(&arrays, each->from, sizes->from, stop) || !is_fit(&arrays, each->by, sizes->by, stop))
       return -1;
+    if (!takes_block(&places, blocks, &block_count, each->to, sizes->to) ||
+        !takes_block(&places, blocks, &block_count, each->from, sizes->from) ||
+        !takes_block(&places, blocks, &block_count, each->by, sizes->by))
+      return -1;
   }
   uint32_t largest = 0;
   for (uint64_t first = start; first < stop; first += BLOCK) {
@@ -114,9 +136,9 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, const
     for (uint64_t i = 0; i < operation_count; i++) {
       const struct operation *each = &operations[i];
       const struct sizes *sizes = &SIZES[each->code];
-      uint32_t found = run(each, place_of(&arrays, own, each->to, sizes->to, first),
-                           place_of(&arrays, own, each->from, sizes->from, first),
-                           place_of(&arrays, own, each->by, sizes->by, first), count);
+      uint32_t found = run(each, place_of(&places, each->to, sizes->to, first),
+                           place_of(&places, each->from, sizes->from, first),
+                           place_of(&places, each->by, sizes->by, first), count);
       largest = found > largest ? found : largest;
     }
   }

@@ -126,6 +126,7 @@ static uint32_t look_16(const uint16_t *from, size_t count) {
 }
 
 static void add_scaled(float *to, const float *from, float factor, size_t count) {
+  if (factor == 0.0f) return; /* whatever `from` is */
   for (size_t i = 0; i < count; i++) to[i] = to[i] + from[i] * factor;
 }
 
