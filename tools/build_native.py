@@ -97,8 +97,13 @@ def build(root: Path, to: Path, *, target: str = "", flags: tuple[str, ...] = ()
         _run([*command, "-shared", *(f"{folder}/{name}" for name in parts), "-o", str(made)])
         # Whole, whoever loads it meanwhile; who has the one before goes on with that.
         whole = to.with_name(f"{to.name}.{os.getpid()}")
-        shutil.copyfile(made, whole)
-        whole.replace(to)
+        try:
+            shutil.copyfile(made, whole)
+            whole.replace(to)
+        except OSError:
+            with contextlib.suppress(OSError):
+                whole.unlink(missing_ok=True)
+            raise
 
 
 def _machine(target: str) -> str:

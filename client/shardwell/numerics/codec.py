@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from shardwell.errors import ArgumentError
 from shardwell.numerics.elementwise import (
+    INFINITY_BITS,
     Arrays,
     Code,
     Operation,
@@ -45,7 +46,6 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _VALUES, _PAYLOAD, _TOTAL = range(3)
 """Places of the arrays of a run."""
-_INFINITY_BITS = 0x7F800000
 _LOOKS = (Operation(Code.LOOK_32, _PAYLOAD, _VALUES),)
 
 _GUESS_ELEMENT_COUNT = 64 * 1024
@@ -255,7 +255,7 @@ class Fp32(Codec):
 
     name = "fp32"
     item_size = 4
-    _infinity = _INFINITY_BITS
+    _infinity = INFINITY_BITS
     _read, _write = Code.READ_FP32, Code.WRITE_FP32
     _looks = (Operation(Code.LOOK_32, _VALUES, _PAYLOAD),)
 

@@ -24,14 +24,14 @@ from shardwell.numerics import native
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, thread_scratch
 from shardwell.numerics.weighted_mean import divide
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 Array: TypeAlias = npt.NDArray[Any]
 
 _PACKED_OPERATION = struct.Struct("<4Bfd")
 _PACKED_ARRAYS = struct.Struct("<16Q")
 _PLACE_COUNT = 8
-_INFINITY_BITS = 0x7F800000
 _DTYPES = (np.dtype(np.float32).str, np.dtype(np.uint8).str)
+INFINITY_BITS = 0x7F800000
+"""Of float32: the smallest magnitude that is not finite."""
 _HELD_ELEMENT_COUNT = 8 * 1024
 """Up to here a run is over before another thread could have taken over Python."""
 
@@ -275,7 +275,7 @@ def _write_bf16(each: Operation, block: _Block, payload: _Payload) -> None:
     written = payload(each.to, np.uint16)
     numkong.astype(values, "bfloat16", out=_as_bfloat16(written))
     bits = values.view(np.uint32)
-    if _magnitude(bits) > _INFINITY_BITS:  # numkong rounds NaN as numbers: to infinity, or zero
+    if _magnitude(bits) > INFINITY_BITS:  # numkong rounds NaN as numbers: to infinity, or zero
         is_nan = np.isnan(values)
         written[is_nan] = bits[is_nan] >> 16 | 0x40
 

@@ -421,6 +421,14 @@ class Transfer:
                     )
                     version = min(version, found)
             progress.row, progress.version = index + 1, version
+        for part, answers in zip(parts, read_ahead, strict=True):
+            if next(answers, None) is not None:
+                raise CorruptChunkError(
+                    f"shard {part.channel.shard_index} answered more chunks of "
+                    f"{self._spec.name!r} than it was asked for; call again",
+                    shard_index=part.channel.shard_index,
+                    parameter=self._spec.name,
+                )
         return int(progress.version)
 
     def _decode(

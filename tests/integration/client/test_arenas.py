@@ -37,6 +37,7 @@ from shardwell.rpc import arena_offers as arenas
 from shardwell.rpc.stream import ShardStream
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import messages as framing
 from shardwell_server import LocalCluster, server
 from shardwell_server.config import Limits
 from shardwell_server.services import parameter_service
@@ -704,6 +705,30 @@ def test_large_steps_leave_in_fewer_messages(cluster, connect) -> None:
         net.exchange(np.ones(size, np.float32))
     assert len(sent) == chunk_count // 2
     assert sum(len(pb.ExchangeRequest.FromString(each).batch) or 1 for each in sent) == chunk_count
+
+
+def test_a_stream_with_an_answer_too_many_is_not_used_again(cluster, connect, monkeypatch) -> None:
+    client = connect(cluster(1, chunk_size_bytes=CHUNK_BYTES), "w0")
+    size, opened = 10 * CHUNK_BYTES // 2, []
+    net = client.parameter("net", size=size, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(size, np.float32))
+    joined, begin = framing.joined, ShardStream.__init__
+
+    def one_more(header_type: Any, messages: Any) -> bytes:
+        if header_type is pb.ExchangeResponse:
+            last = pb.ExchangeResponse.FromString(messages[-1])
+            messages = [*messages] + [messages[-1]] * (last.chunk.chunk_index == 9)
+        return joined(header_type, messages)
+
+    def counted(self: ShardStream, *args: Any) -> None:
+        opened.append(self)
+        begin(self, *args)
+
+    monkeypatch.setattr(framing, "joined", one_more)
+    monkeypatch.setattr(ShardStream, "__init__", counted)
+    for step in range(3):
+        assert (net.exchange(np.ones(size, np.float32)) == -1.0 - step).all()
+    assert len(opened) == 3
 
 
 # Faults that a caller does not see.

@@ -275,7 +275,9 @@ def test_a_library_of_another_version_is_not_used(
 
 
 @pytest.mark.parametrize("setting", ["off", "0", ""])
-def test_what_computes_is_told_and_can_be_chosen(setting: str) -> None:
+def test_what_computes_is_told_and_can_be_chosen(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = {**os.environ, native.NATIVE_VARIABLE: setting}
     told = subprocess.run(
         [sys.executable, "-m", "shardwell_server", "--version"],
@@ -283,8 +285,21 @@ def test_what_computes_is_told_and_can_be_chosen(setting: str) -> None:
     ).stdout  # fmt: skip
     if setting:
         assert told.endswith(f", NumPy (SHARDWELL_NATIVE={setting})\n")
-    else:
-        assert ", native code (" in told or ", NumPy (" in told
+        return
+    monkeypatch.delenv(native.NATIVE_VARIABLE, raising=False)
+    found, missing = native.load(Path(native.__file__).parent / native.LIBRARY_NAME)
+    what = f"NumPy ({missing})" if found is None else f"native code ({found.variant})"
+    assert told.endswith(f", {what}\n")
+
+
+def test_the_packages_build_made_it_where_there_is_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler here")
+    monkeypatch.delenv(native.NATIVE_VARIABLE, raising=False)
+    found, missing = native.load(Path(native.__file__).parent / native.LIBRARY_NAME)
+    assert found is not None or missing == "a processor without AVX2"
 
 
 def test_a_failed_build_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
