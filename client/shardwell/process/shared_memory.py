@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import socket
 import stat
 import struct
 import sys
@@ -35,11 +34,10 @@ _LIBC = ctypes.CDLL(None)
 HEAD_BYTES = 64
 """At the start, for the two that share it to know each other by."""
 _NUMBER = struct.Struct("<Q")
-_CREDENTIALS = struct.Struct("3i")
 
 
 class SharedMemoryError(Exception):
-    """Memory or a peer that is not to be used; says why."""
+    """Memory that is not to be used; says why."""
 
 
 class SharedMemory:
@@ -136,20 +134,3 @@ def received_memory(file: int, size_bytes: int) -> SharedMemory:
         raise SharedMemoryError("the memory's size is not sealed")
     os.posix_fallocate(file, 0, size_bytes)  # a page that is not there could fail when touched
     return SharedMemory(file, size_bytes)
-
-
-def socket_path(address: str) -> str:
-    """What a Unix socket is bound to: "@name" is an abstract one."""
-    return "\0" + address[1:] if address.startswith("@") else address
-
-
-def check_same_user(connection: socket.socket) -> None:
-    """Refuses a peer of another user.
-
-    Raises:
-        SharedMemoryError: it is one.
-    """
-    given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user_id, _ = _CREDENTIALS.unpack(given)
-    if user_id != os.geteuid():
-        raise SharedMemoryError(f"the other end belongs to user {user_id}, not {os.geteuid()}")

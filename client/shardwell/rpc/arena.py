@@ -27,9 +27,8 @@ from shardwell.process.shared_memory import (
     OwnMemory,
     SharedMemory,
     SharedMemoryError,
-    check_same_user,
-    socket_path,
 )
+from shardwell.process.unix_sockets import connected
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
@@ -300,10 +299,7 @@ class Arenas:
 
 def _offered(address: str, offer: arena_pb2.ArenaOffer, own: OwnMemory, timeout_s: float) -> Arena:
     assert own.memory is not None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(timeout_s)
-        connection.connect(socket_path(address))
-        check_same_user(connection)
+    with connected(address, socket.SOCK_SEQPACKET, timeout_s) as connection:
         offer.size_bytes, offer.nonce = own.memory.size_bytes, secrets.randbits(64)
         own.memory.set_number(0, offer.nonce)
         socket.send_fds(connection, [offer.SerializeToString()], [own.file])

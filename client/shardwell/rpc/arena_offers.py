@@ -6,13 +6,11 @@ stream's, until that ends or takes another), gone. Its bytes count as long as it
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import select
 import socket
-import stat
 import threading
 import time
 import weakref
@@ -27,14 +25,12 @@ from shardwell.process.shared_memory import (
     IS_SUPPORTED,
     SharedMemory,
     SharedMemoryError,
-    check_same_user,
     received_memory,
-    socket_path,
 )
+from shardwell.process.unix_sockets import check_same_user, forget, listening
 from shardwell.rpc.arena import ANSWER_BYTES_MAX, ARENA_BYTES_MAX, PAGE_BYTES
 from shardwell.v1 import arena_pb2
 
-_BACKLOG = 64
 _PATIENCE_S = 1.0
 """For one client to send what it has connected for."""
 _OFFER_S = 10.0
@@ -84,18 +80,13 @@ class ArenaOffers:
         """
         if same_host == "off" or not IS_SUPPORTED:
             return
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        address = f"@{name}" if same_host == "auto" else os.path.join(same_host, f"{name}.sock")
         try:
-            address = f"@{name}" if same_host == "auto" else os.path.join(same_host, f"{name}.sock")
-            _forget_socket(address)
-            listener.bind(socket_path(address))
-            listener.listen(_BACKLOG)
-            listener.setblocking(False)
+            self._listener = listening(address, socket.SOCK_SEQPACKET)
             self._closing = os.eventfd(0, os.EFD_CLOEXEC)
-            self._listener = listener
             self._thread.start()
         except (OSError, RuntimeError) as error:  # no thread
-            self._release(listener)
+            self._release()
             self._log.warning("no memory is shared with clients: %s", error)
             return
         self.address = address
@@ -106,10 +97,8 @@ class ArenaOffers:
             return
         os.eventfd_write(self._closing, 1)
         self._thread.join()
-        self._release(self._listener)
-        if not self.address.startswith("@"):
-            with contextlib.suppress(OSError):
-                os.unlink(self.address)
+        self._release()
+        forget(self.address)
         with self._lock:
             self._offered.clear()
 
@@ -118,8 +107,9 @@ class ArenaOffers:
         with self._lock:
             return self._offered.pop(token, (0.0, None))[1]
 
-    def _release(self, listener: socket.socket) -> None:
-        listener.close()
+    def _release(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         self._listener = None
         if self._closing >= 0:
             os.close(self._closing)
@@ -224,21 +214,3 @@ class ArenaOffers:
     def _unmapped(self, size_bytes: int) -> None:
         with self._lock:
             self.mapped_bytes -= size_bytes
-
-
-def _forget_socket(address: str) -> None:
-    """Removes a socket that a killed process left.
-
-    Raises:
-        OSError: it can't be removed.
-    """
-    if address.startswith("@") or not os.path.lexists(address):
-        return
-    if not stat.S_ISSOCK(os.lstat(address).st_mode):
-        raise FileExistsError(f"{address} is no socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.setblocking(False)  # one that is taken may have a long queue
-        try:
-            connection.connect(address)
-        except ConnectionRefusedError:
-            os.unlink(address)
