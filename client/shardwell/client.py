@@ -29,6 +29,7 @@ from shardwell.rpc.attendance import unique_worker_id
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
 from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
 from shardwell.rpc.shard_status import ShardStatus, ask_status
 from shardwell.rpc.stream_pool import IdleStreams
 from shardwell.specs.checks import NotGiven
@@ -141,8 +142,8 @@ class Client(Closing):
         self._calls = CallScope(self._shards, timeout_s, "the client")
         self._parameters = _Opened[Parameter[Any]]()
         self._tables = _Opened[Table]()
-        self._idle_streams = IdleStreams(lambda channel: channel.exchange)
-        self._idle_row_streams = IdleStreams(lambda channel: channel.exchange_rows)
+        self._idle_streams = IdleStreams(EXCHANGE, self._shards.channels)
+        self._idle_row_streams = IdleStreams(EXCHANGE_ROWS, self._shards.channels)
 
     def __repr__(self) -> str:
         return f"Client({self.cluster_id!r}, {self.shard_count} shards, worker {self.worker_id!r})"

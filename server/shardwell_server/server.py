@@ -33,6 +33,7 @@ from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
 from shardwell_server.services.parameter_service import ParameterServerService
 from shardwell_server.services.sessions import SESSION_SERVICE_NAME, SessionService
 from shardwell_server.services.table_service import TableService
+from shardwell_server.services.unix_streams import UnixStreams
 from shardwell_server.services.work_threads import WorkThreads
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store.files.data_dir import DataDir
@@ -125,13 +126,12 @@ class ShardServer:
         tables = TableService(self.shard, self._calls)
         sessions = SessionService(self.shard, self._calls)
         meetings = GroupService(shard_index=config.shard_index)
+        with_streams = (service.handler(), tables.handler())
         self._server.add_generic_rpc_handlers(
-            (
-                service.handler(),
-                tables.handler(),
-                sessions.handler(),
-                meetings.handler(self._calls.unary),
-            )
+            (*with_streams, sessions.handler(), meetings.handler(self._calls.unary))
+        )
+        self._unix_streams = UnixStreams(
+            with_streams, limits.stream_count_max + _UNARY_CALL_COUNT_MAX
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -157,12 +157,16 @@ class ShardServer:
                 f"{error.strerror}; give a free port, or 0 for any, and an address of this machine",
                 shard_index=config.shard_index,
             ) from None
-        self._arenas.start(config.same_host, _socket_name(config, port))
+        name = _socket_name(config, port)
+        self._arenas.start(config.same_host, name)
+        self._unix_streams.listen(config.same_host, f"{name}-streams")
+        service.stream_address = self._unix_streams.address
         return f"{host}:{port}"
 
     def start(self) -> None:
         """Begins to answer; what an earlier process left is verified meanwhile."""
         self._loop.run(self._server.start())
+        self._loop.run(self._unix_streams.start())
         self._verifier.start()
         if self.config.durability.interval_s is not None:
             self._syncer.start()
@@ -212,7 +216,7 @@ class ShardServer:
     async def _stop(self, grace_s: float) -> None:
         """Returns when no call is left."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        stopped = asyncio.ensure_future(self._server.stop(grace_s))
+        stopped = asyncio.gather(self._server.stop(grace_s), self._unix_streams.stop(grace_s))
         self.shard.sessions.stop()
         self._streams.end_idle(LAST_READS_S)
         answering_s = max(grace_s - _LAST_ANSWERS_S, 0.0)

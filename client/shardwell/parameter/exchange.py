@@ -18,7 +18,6 @@ import grpc
 from shardwell.errors import (
     CorruptChunkError,
     NonFiniteError,
-    ShardUnavailableError,
     ShardwellError,
 )
 from shardwell.numerics.arguments import wait_milliseconds
@@ -29,7 +28,7 @@ from shardwell.placement.slices import Slice
 from shardwell.rpc.arena import Arena, Places, batch_count, payload_of, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
+from shardwell.rpc.shard_channel import ShardChannel, told_of, went_on_elsewhere
 from shardwell.rpc.stream_pool import StreamPool
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.traffic import Traffic
@@ -38,6 +37,10 @@ from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec, check_chunk
+
+_SHORT_ELEMENT_COUNT = 16_384
+"""Of a slice that is encoded in less time than a thread takes to be woken, and whose messages and
+answers, of up to 4 bytes an element, are less than what a socket holds."""
 
 _Answer: TypeAlias = tuple[pb.ExchangeResponse, Bytes, int]
 """Header, payload, and bytes of the message."""
@@ -244,15 +247,14 @@ class Transfer:
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
         parts = [part for part in self.parts if len(part.chunks) > progress.row]
+        channels = [part.channel for part in parts]
         with (
-            _told(parts),
+            told_of(channels),
             self._pool.borrowed(attempts.rest_s) as streams,
             _emptied() as arenas,
         ):
-            opened = []
-            for part in parts:
-                stream, opens = streams.stream(part.channel, (self._spec.name, self.tenure))
-                opened.append((stream, opens))
+            opened = streams.streams(channels, (self._spec.name, self.tenure), attempts.rest_s)
+            for part, (stream, _) in zip(parts, opened, strict=True):
                 room = self._room_bytes(part, progress.row, stop)
                 arenas.append(stream.arena(room, attempts.rest_s))
             wait_ms = wait_milliseconds(attempts.rest_s)
@@ -267,7 +269,8 @@ class Transfer:
                         first=progress.row,
                         stop=stop,
                         arena=arenas[number],
-                    )
+                    ),
+                    is_short=part.where.size <= _SHORT_ELEMENT_COUNT,
                 )
             return self._receive(
                 parts,
@@ -286,7 +289,8 @@ class Transfer:
         self, parts: Sequence[ShardSlice], attempts: Attempts
     ) -> Iterator[list[Arena | None]]:
         """An arena for each part, where there is one."""
-        with _told(parts), contextlib.ExitStack() as stack, _emptied() as arenas:
+        channels = [part.channel for part in parts]
+        with told_of(channels), contextlib.ExitStack() as stack, _emptied() as arenas:
             for part in parts:
                 room = self._room_bytes(part, 0, None)
                 lent = part.channel.arenas.lent(room, attempts.rest_s)
@@ -499,20 +503,6 @@ def _emptied() -> Iterator[list[Arena | None]]:
         yield arenas
     finally:
         arenas.clear()
-
-
-@contextlib.contextmanager
-def _told(parts: Sequence[ShardSlice]) -> Iterator[None]:
-    """Tells those who offer memory how the block ended."""
-    away = -1
-    try:
-        yield
-    except ShardUnavailableError as error:
-        away = -1 if error.shard_index is None else error.shard_index
-        raise
-    finally:
-        for part in parts:
-            part.channel.arenas.note_end(is_away=part.channel.shard_index == away)
 
 
 def _guarded(messages: Iterator[bytes], failures: list[BaseException]) -> Iterator[bytes]:

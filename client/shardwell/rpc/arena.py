@@ -13,7 +13,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from shardwell.process.shared_memory import (
     SharedMemoryError,
 )
 from shardwell.process.unix_sockets import connected
+from shardwell.rpc.neighbour import Neighbour
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
@@ -55,9 +55,6 @@ _KEPT_COUNT_MAX = 2
 """Memories kept for later calls on one server: as many as calls are made at once, mostly."""
 _OFFER_S = 2.0
 """How long a server may take to look at an offer."""
-_PAUSE_S = 60.0
-"""For so long nothing is offered to a server that refused, or that had no such memory then."""
-_AWAY_COUNT = 2
 PAGE_BYTES = 4096
 _ROOM_ALIGNMENT_BYTES = 64
 _LOG = logging.getLogger("shardwell")
@@ -212,13 +209,10 @@ class Arenas:
         *,
         is_wanted: bool = True,
     ) -> None:
-        self.address = address
-        """See Args; may be set once it is known."""
+        self.server = Neighbour(address, is_wanted=is_wanted and IS_SUPPORTED)
+        """Who takes offers."""
         self._what = what
         self._offer = offer
-        self._is_wanted = is_wanted and IS_SUPPORTED
-        self._next_try_s = 0.0
-        self._away_count = 0
         self._lock = threading.Lock()
         self._kept: list[OwnMemory] = []
         """Of calls that have ended well, for later ones."""
@@ -229,7 +223,7 @@ class Arenas:
 
         Blocks for 2 s, or `timeout_s`, at the most, and mostly for a millisecond a few megabytes.
         """
-        if not self._may_offer():
+        if not self.server.is_there:
             return None
         with contextlib.closing(OwnMemory()) as own:
             return self._offered(own, wanted_bytes, timeout_s)
@@ -240,7 +234,7 @@ class Arenas:
 
         For then the server has ended the call, too, and touches it no more.
         """
-        if wanted_bytes < max(CALL_BYTES_MIN, 1) or not self._may_offer():
+        if wanted_bytes < max(CALL_BYTES_MIN, 1) or not self.server.is_there:
             yield None
             return
         with self._lock:
@@ -259,19 +253,6 @@ class Arenas:
             arena = None  # the error, which may be kept, keeps this frame
             raise
 
-    def note_end(self, *, is_away: bool) -> None:
-        """A call has ended that may have used memory; `is_away`: for want of the server.
-
-        When that happens again, nothing is offered for a while: the server may be on another
-        machine, and its namesake here have taken the memory.
-        """
-        self._away_count = self._away_count + 1 if is_away else 0
-        if self._away_count >= _AWAY_COUNT:
-            self._pause()
-
-    def _pause(self) -> None:
-        self._next_try_s = time.monotonic() + _PAUSE_S
-
     def close(self) -> None:
         """Lets go of what is kept. Safe to repeat."""
         with self._lock:
@@ -279,16 +260,13 @@ class Arenas:
             while self._kept:
                 self._kept.pop().close()
 
-    def _may_offer(self) -> bool:
-        return self._is_wanted and bool(self.address) and time.monotonic() >= self._next_try_s
-
     def _offered(self, own: OwnMemory, wanted_bytes: int, timeout_s: float) -> Arena | None:
         try:
             own.reserve(_arena_bytes(wanted_bytes))
             timeout_s = max(min(timeout_s, _OFFER_S), 0.001)
-            return _offered(self.address, self._offer(), own, timeout_s)
+            return _offered(self.server.address, self._offer(), own, timeout_s)
         except (OSError, SharedMemoryError, DecodeError) as error:
-            self._pause()
+            self.server.pause()
             _LOG.debug(
                 "%s shares no memory with this process (%s); payloads go over the network",
                 self._what,

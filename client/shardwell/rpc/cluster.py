@@ -238,4 +238,5 @@ def _check(
             shard_index=channel.shard_index,
         )
     channel.identity.CopyFrom(status.shard)
-    channel.arenas.address = status.arena_address
+    channel.arenas.server.address = status.arena_address
+    channel.unix.address = status.stream_address

@@ -6,7 +6,10 @@ Every call ends in a result or a ShardwellError; whether it is made again is for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+import socket
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -21,19 +24,29 @@ from shardwell.errors import (
     StepOrderError,
 )
 from shardwell.process.descriptors import check_descriptors
+from shardwell.process.unix_sockets import connected
 from shardwell.rpc.arena import Arenas
 from shardwell.rpc.attendance import Attendance, new_session
 from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.error_codes import from_rpc_error
+from shardwell.rpc.neighbour import PAUSE_S, Neighbour
 from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
 from shardwell.rpc.session import Session
+from shardwell.rpc.unix_call import UnixCall, UnixCalls
 from shardwell.v1 import arena_pb2, session_pb2, table_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 
+_LOG = logging.getLogger("shardwell")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 _TABLE_SERVICE = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
 _SESSION_SERVICE = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
+EXCHANGE = f"/{_SERVICE}/Exchange"
+EXCHANGE_ROWS = f"/{_TABLE_SERVICE}/ExchangeRows"
+_CONNECT_S = 2.0
+"""How long a shard on this machine may take to let a stream in."""
+_RESTART_S = 1.0
+"""For so long streams of a shard that is not there go over gRPC."""
 _ABSENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -79,6 +92,9 @@ class ShardChannel:
             is_wanted=same_host,
         )
         """Memory to be shared with the shard, if it is on this machine."""
+        self.unix = Neighbour("", is_wanted=same_host)
+        """Where it takes streams of this machine."""
+        self._unix_calls: weakref.WeakSet[UnixCall] = weakref.WeakSet()
         self.session = session or new_session()
         """Of the client."""
         self.worker_id = ""
@@ -110,8 +126,10 @@ class ShardChannel:
             f"/{_SERVICE}/Snapshot",
             request_serializer=pb.SnapshotRequest.SerializeToString,
         )
-        self.exchange: Any = channel.stream_stream(f"/{_SERVICE}/Exchange")
-        self.exchange_rows: Any = channel.stream_stream(f"/{_TABLE_SERVICE}/ExchangeRows")
+        self.streams: dict[str, Any] = {
+            method: channel.stream_stream(method) for method in (EXCHANGE, EXCHANGE_ROWS)
+        }
+        """What opens a stream over gRPC, by its method."""
         self.scan_rows: Any = channel.unary_stream(
             f"/{_TABLE_SERVICE}/ScanRows",
             request_serializer=table_pb2.ScanRowsRequest.SerializeToString,
@@ -128,6 +146,31 @@ class ShardChannel:
             channel, f"/{_SESSION_SERVICE}/EndSession", session_pb2.EndSessionResponse
         )
         self._attendance = Attendance(self._attended, self.translate)
+
+    def unix_call(self, method: str, calls: UnixCalls, timeout_s: float) -> UnixCall:
+        """A stream to the shard, on this machine. Blocks up to `timeout_s`, and mostly not at all.
+
+        Raises:
+            OSError: it takes none now.
+        """
+        if self._closed:
+            raise ConnectionAbortedError("the client was closed")
+        timeout_s = max(min(timeout_s, _CONNECT_S), 0.001)
+        try:
+            connection = connected(self.unix.address, socket.SOCK_STREAM, timeout_s)
+        except OSError as error:
+            is_away = isinstance(error, ConnectionRefusedError)  # it is started again, say
+            self.unix.pause(_RESTART_S if is_away else PAUSE_S)
+            _LOG.debug("shard %d takes no streams here: %s", self.shard_index, error)
+            raise
+        call = UnixCall(connection, method, calls)
+        self._unix_calls.add(call)
+        return call
+
+    def note_end(self, *, is_away: bool) -> None:
+        """A call has ended that may have used this machine; `is_away`: for want of the shard."""
+        self.arenas.server.note_end(is_away=is_away)
+        self.unix.note_end(is_away=is_away)
 
     def attend(self) -> None:
         """Sees to it that the shard knows, or is about to know, that the client's session lives.
@@ -302,7 +345,23 @@ class ShardChannel:
         self._closed = True
         self._attendance.close()
         self._channel.close()
+        for call in list(self._unix_calls):
+            call.cancel()
         self.arenas.close()
+
+
+@contextlib.contextmanager
+def told_of(channels: Iterable[ShardChannel]) -> Iterator[None]:
+    """Tells shards that are on this machine, as far as is known, how the block ended."""
+    away = -1
+    try:
+        yield
+    except ShardUnavailableError as error:
+        away = -1 if error.shard_index is None else error.shard_index
+        raise
+    finally:
+        for channel in channels:
+            channel.note_end(is_away=channel.shard_index == away)
 
 
 def went_on_elsewhere(

@@ -16,6 +16,7 @@ import grpc
 from shardwell.rpc.arena import Arena
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.unix_call import UnixCall
 
 
 class ShardStream:
@@ -23,25 +24,41 @@ class ShardStream:
 
     Args:
         channel: The shard.
-        verb: The channel's verb that opens it: `channel.exchange`, say.
+        method: What it is a call of, as gRPC names it.
         call_group: The streams that it ends with.
+        unix_call: The call, on this machine; None: over gRPC.
     """
 
-    def __init__(self, channel: ShardChannel, verb: Any, call_group: CallGroup) -> None:
+    def __init__(
+        self,
+        channel: ShardChannel,
+        method: str,
+        call_group: CallGroup,
+        unix_call: UnixCall | None = None,
+    ) -> None:
         self.channel = channel
         self.failure: BaseException | None = None
         """What went wrong while messages were made, if anything."""
         # Holds at most one step's messages and the end: the caller waits for the answers.
         self._work: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
         self._arena: Arena | None = None
-        self._call = verb(self._messages())
+        self._unix_call = unix_call
+        self._call: Any = unix_call or channel.streams[method](self._messages())
         if not self._call.add_callback(self._end_messages):
             self._end_messages()
         call_group.add(channel, self._call)
 
-    def submit(self, messages: Iterator[bytes]) -> None:
-        """Sends messages; they are made on a thread of gRPC's, one by one as they leave."""
-        self._work.put(messages)
+    def submit(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:
+        """Sends messages; they are made one by one as they leave, on another thread.
+
+        Args:
+            messages: To be sent.
+            is_short: Whether they and their answers are few and small; this thread may send them.
+        """
+        if self._unix_call is None:
+            self._work.put(messages)
+        else:
+            self._unix_call.send(messages, self._failed, is_short=is_short)
 
     def arena(self, wanted_bytes: int, timeout_s: float) -> Arena | None:
         """Memory that the shard shares, for so many bytes of payloads; None: there is none.
@@ -61,6 +78,8 @@ class ShardStream:
         Raises:
             grpc.RpcError: the stream has failed.
         """
+        if self._unix_call is not None:
+            return self._unix_call.read()
         answer = next(self._call, None)
         if answer is None:
             raise StreamEndedError
@@ -68,7 +87,9 @@ class ShardStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether the stream is alive, as far as is known."""
+        """Whether the stream is alive, as far as is known; for who may read it."""
+        if self._unix_call is not None:
+            return self._unix_call.receive()
         return bool(self._call.is_active())
 
     def close(self) -> None:
@@ -81,9 +102,12 @@ class ShardStream:
             try:
                 yield from messages
             except Exception as error:
-                self.failure = error
+                self._failed(error)
                 self._call.cancel()
                 return
+
+    def _failed(self, error: Exception) -> None:
+        self.failure = error
 
     def _end_messages(self) -> None:
         self._arena = None  # whoever keeps the stream, or its error, keeps no memory with it

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from shardwell.errors import ClosedError, DeadlineError
@@ -18,6 +18,7 @@ from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.stream import ShardStream
+from shardwell.rpc.unix_call import UnixCalls
 
 STREAM_SET_COUNT_MAX = 8
 """Calls on one parameter or table that have streams at once; further ones wait."""
@@ -29,40 +30,76 @@ Each open stream counts in the shard's stream_count_max."""
 class StreamSet:
     """The streams of one call. For one thread at a time, except `close`.
 
+    Either all of them are over gRPC, or all on this machine: only who waits for all at once notices
+    that another one has ended.
+
     Args:
-        verb: A channel's verb that opens one.
+        method: What they are calls of, as gRPC names it.
+        channels: Every shard that there may be a stream to.
     """
 
-    def __init__(self, verb: Callable[[ShardChannel], Any]) -> None:
+    def __init__(self, method: str, channels: Sequence[ShardChannel]) -> None:
         self.call_group = CallGroup()
-        self._verb = verb
+        self._method = method
+        self._channels = channels
+        self._unix_calls = UnixCalls() if self._are_neighbours() else None
+        """Of all streams; None: they are over gRPC."""
         self._streams: dict[int, ShardStream] = {}
         self._opened: dict[int, Hashable] = {}
         """What each was used for last."""
         self._closed = False
 
-    def stream(self, channel: ShardChannel, subject: Hashable) -> tuple[ShardStream, bool]:
-        """The stream to a shard, and whether the next message must say what it is for.
+    def streams(
+        self, channels: Sequence[ShardChannel], subject: Hashable, timeout_s: float
+    ) -> list[tuple[ShardStream, bool]]:
+        """The stream to each shard, and whether the next message must say what it is for.
+
+        Blocks up to `timeout_s`, and mostly not at all. To be called once a call.
 
         Args:
-            channel: The shard.
+            channels: The shards.
             subject: Name of the parameter or table, and the tenure of the worker's seat there.
+            timeout_s: For shards on this machine.
 
         Raises:
             ClosedError: the set was closed.
         """
-        index = channel.shard_index
-        stream = self._streams.get(index)
-        if stream is None:
-            stream = self._streams[index] = ShardStream(
-                channel, self._verb(channel), self.call_group
-            )
-            if self._closed:  # looked at after the stream could be seen by `close`
-                stream.close()
-                raise ClosedError("the call was given up")
-        opens = self._opened.get(index) != subject
-        self._opened[index] = subject
-        return stream, opens
+        try:
+            for channel in channels:
+                self._open(channel, timeout_s)
+        except OSError:  # then none of them is used
+            self._unix_calls = None
+            self._end_streams()
+            self._opened.clear()
+            self._streams, self.call_group = {}, CallGroup()
+            for channel in channels:
+                self._open(channel, timeout_s)
+        found = []
+        for channel in channels:
+            index = channel.shard_index
+            found.append((self._streams[index], self._opened.get(index) != subject))
+            self._opened[index] = subject
+        return found
+
+    def _open(self, channel: ShardChannel, timeout_s: float) -> None:
+        if channel.shard_index in self._streams:
+            return
+        unix_call = None
+        if self._unix_calls is not None:
+            unix_call = channel.unix_call(self._method, self._unix_calls, timeout_s)
+        stream = ShardStream(channel, self._method, self.call_group, unix_call)
+        self._streams[channel.shard_index] = stream
+        if self._closed:  # looked at after the stream could be seen by `close`
+            stream.close()
+            raise ClosedError("the call was given up")
+
+    def _are_neighbours(self) -> bool:
+        return all(channel.unix.is_there for channel in self._channels)
+
+    @property
+    def is_as_wanted(self) -> bool:
+        """Whether a new set would be as this one, on this machine or over gRPC."""
+        return (self._unix_calls is not None) == self._are_neighbours()
 
     @property
     def is_open(self) -> bool:
@@ -77,6 +114,9 @@ class StreamSet:
     def close(self) -> None:
         """Ends all streams, and lets none be opened. From any thread; safe to repeat."""
         self._closed = True
+        self._end_streams()
+
+    def _end_streams(self) -> None:
         for stream in list(self._streams.values()):
             stream.close()
 
@@ -85,11 +125,13 @@ class IdleStreams:
     """The sets of a client that no call uses now. Any thread may use it.
 
     Args:
-        verb: A channel's verb that opens one.
+        method: What they are calls of, as gRPC names it.
+        channels: All shards.
     """
 
-    def __init__(self, verb: Callable[[ShardChannel], Any]) -> None:
-        self._verb = verb
+    def __init__(self, method: str, channels: Sequence[ShardChannel]) -> None:
+        self._method = method
+        self._channels = channels
         self._lock = threading.Lock()
         self._sets: list[StreamSet] = []
         self._is_closed = False
@@ -99,9 +141,9 @@ class IdleStreams:
         while True:
             with self._lock:
                 if not self._sets:
-                    return StreamSet(self._verb)
+                    return StreamSet(self._method, self._channels)
                 streams = self._sets.pop()
-            if streams.is_open:
+            if streams.is_open and streams.is_as_wanted:
                 return streams
             streams.close()
 

@@ -23,7 +23,7 @@ from shardwell.errors import (
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import Float32
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
+from shardwell.rpc.shard_channel import ShardChannel, told_of, went_on_elsewhere
 from shardwell.rpc.stream import ShardStream
 from shardwell.rpc.stream_pool import StreamPool, StreamSet
 from shardwell.specs.table import TableSpec
@@ -34,6 +34,11 @@ from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.rows import RowCodec
+
+_SHORT_BYTES_MAX = 64 * 1024
+"""Of rows and their ids, which are sent in less time than a thread takes to be woken."""
+_ID_BYTES = 8
+_VALUE_BYTES = 4
 
 
 class RowPut:
@@ -197,8 +202,9 @@ class RowTransfer:
         ]
         asked = [one for one in every if one.answer_count]
         if asked:
-            with self._pool.borrowed(attempts.rest_s) as streams:
-                self._run(asked, streams, put, fetch, wait_milliseconds(attempts.rest_s))
+            channels = [one.channel for one in asked]
+            with told_of(channels), self._pool.borrowed(attempts.rest_s) as streams:
+                self._run(asked, streams, put, fetch, attempts)
 
     def _run(
         self,
@@ -206,19 +212,20 @@ class RowTransfer:
         streams: StreamSet,
         put: RowPut | None,
         fetch: RowFetch | None,
-        wait_ms: int,
+        attempts: Attempts,
     ) -> None:
-        opened: list[ShardStream] = []
+        channels = [one.channel for one in asked]
         subject = (self._spec.name, self.tenure)
-        for one in asked:
-            stream, opens = streams.stream(one.channel, subject)
-            opened.append(stream)
+        opened = streams.streams(channels, subject, attempts.rest_s)
+        wait_ms = wait_milliseconds(attempts.rest_s)
+        for one, (stream, opens) in zip(asked, opened, strict=True):
             if put is not None and one.parts:
                 put.is_sent = True
-            stream.submit(self.messages(one, put, fetch, wait_ms, opens=opens))
+            messages = self.messages(one, put, fetch, wait_ms, opens=opens)
+            stream.submit(messages, is_short=self._is_short(one))
         # In turns, so that no shard's stream stands still while another's is read.
         for number in range(max(one.answer_count for one in asked)):
-            for one, stream in zip(asked, opened, strict=True):
+            for one, (stream, _) in zip(asked, opened, strict=True):
                 if number >= one.answer_count:
                     continue
                 message = self._read(one.channel, stream, streams, put)
@@ -229,6 +236,11 @@ class RowTransfer:
                 else:
                     assert fetch is not None
                     self.take_rows(one, message, fetch, one.questions[question])
+
+    def _is_short(self, one: Asked) -> bool:
+        """Whether what is asked and answered is less than a socket holds, and soon made."""
+        row_count = sum(stop - start for start, stop in [*one.parts, *one.questions])
+        return row_count * (_ID_BYTES + self._spec.dim * _VALUE_BYTES) <= _SHORT_BYTES_MAX
 
     def _read(
         self, channel: ShardChannel, stream: ShardStream, streams: StreamSet, put: RowPut | None

@@ -78,6 +78,8 @@ class ParameterServerService:
         self._calls = calls
         self._streams = streams
         self._arenas = arenas
+        self.stream_address = ""
+        """Where clients on this machine open streams; empty: nowhere but over gRPC."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """All methods, for grpc.aio.Server."""
@@ -400,6 +402,7 @@ class ParameterServerService:
             open_stream_count=self._streams.count,
             arena_address=self._arenas.address,
             arithmetic=native.describe(),
+            stream_address=self.stream_address,
         )
         size_bytes = 0
         for parameter in parameters:

@@ -412,7 +412,7 @@ def test_a_server_that_has_not_mapped_the_memory_is_not_believed(cluster, connec
 
         lying = in_background(lie)
         client = connect(running, "w0")
-        client._shards.channels[0].arenas.address = f"@{name}"
+        client._shards.channels[0].arenas.server.address = f"@{name}"
         net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
         net.init(np.zeros(ELEMENTS, np.float32))
         assert net.exchange(np.ones(ELEMENTS, np.float32))[0] == -1
@@ -430,7 +430,7 @@ def test_memory_that_a_namesake_elsewhere_has_taken(cluster, connect, tmp_path, 
         for name in ("near", "far")
     )
     client = connect(far, "w0", timeout_s=PATIENCE_S)
-    client._shards.channels[0].arenas.address = near.servers[0]._arenas.address
+    client._shards.channels[0].arenas.server.address = near.servers[0]._arenas.address
     net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(ELEMENTS, np.float32))
     for step in range(3):
@@ -525,7 +525,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         assert other.stdout is not None
         assert other.stdout.readline() == "ready\n"
         client = connect(running, "w0")
-        client._shards.channels[0].arenas.address = f"@{name}"
+        client._shards.channels[0].arenas.server.address = f"@{name}"
         net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
         net.init(np.zeros(ELEMENTS, np.float32))
         net.exchange(np.ones(ELEMENTS, np.float32))

@@ -1,0 +1,44 @@
+"""Whether a server is on this machine, as far as its address there says and calls have shown."""
+
+from __future__ import annotations
+
+import time
+
+PAUSE_S = 60.0
+"""For so long nothing is tried with a server that refused, or had gone then."""
+_AWAY_COUNT = 2
+
+
+class Neighbour:
+    """An address on this machine, and whether to use it now. Any thread may ask.
+
+    Args:
+        address: Where the server takes what it takes; empty: nowhere.
+        is_wanted: Whether it is to be used at all.
+    """
+
+    def __init__(self, address: str, *, is_wanted: bool) -> None:
+        self.address = address
+        """See Args; may be set once it is known."""
+        self._is_wanted = is_wanted
+        self._next_try_s = 0.0
+        self._away_count = 0
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is to be tried."""
+        return self._is_wanted and bool(self.address) and time.monotonic() >= self._next_try_s
+
+    def pause(self, duration_s: float = PAUSE_S) -> None:
+        """It refused: leave it alone for a while."""
+        self._next_try_s = time.monotonic() + duration_s
+
+    def note_end(self, *, is_away: bool) -> None:
+        """A call has ended that may have used it; `is_away`: for want of the server.
+
+        When that happens again, it is left alone for a while: the server may be on another machine,
+        and its namesake here.
+        """
+        self._away_count = self._away_count + 1 if is_away else 0
+        if self._away_count >= _AWAY_COUNT:
+            self.pause()

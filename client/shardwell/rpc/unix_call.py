@@ -1,0 +1,263 @@
+"""A call over a Unix socket, to a shard on this machine: see unix_stream.proto.
+
+It stands where gRPC's call would, with the same names. There is no thread behind it: who reads an
+answer waits for all calls of a set, so that each of them that ends is noticed at once, and sends
+what is short itself. What is long is sent by a thread, beside the reading.
+
+States: open -> ended, by the shard's last frame, by the end of the connection, or by `cancel`. An
+ended call has let go of its connection as far as the shard is concerned; the descriptor is closed
+with the object, as no other thread can wait for it then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shardwell.errors import CorruptChunkError
+from shardwell.process.owner import OwnerProcess
+from shardwell.rpc.error_codes import ERROR_DETAIL_KEY
+from shardwell.v1 import unix_stream_pb2
+from shardwell.wire.frames import FrameKind, FrameReader, head
+
+_READ_BYTES = 256 * 1024
+_JOINED_BYTES_MAX = 32 * 1024
+"""A message up to this size is copied behind its head, which costs less than naming both."""
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+class UnixCallError(grpc.RpcError):
+    """How a call ended, in gRPC's words."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, error: bytes = b"") -> None:
+        super().__init__(details)
+        self._code = code
+        self._details = details
+        self._error = error
+
+    def code(self) -> grpc.StatusCode:
+        """The status."""
+        return self._code
+
+    def details(self) -> str:
+        """Why, for people."""
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        """The shard's error, if it told one."""
+        return ((ERROR_DETAIL_KEY, self._error),) if self._error else ()
+
+
+class UnixCalls:
+    """The calls of one set, whose answers one thread at a time reads."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._calls: weakref.WeakValueDictionary[int, UnixCall] = weakref.WeakValueDictionary()
+
+    def add(self, file: int, call: UnixCall) -> None:
+        """Waits for this one, too."""
+        self._calls[file] = call
+        self._poll.register(file, select.POLLIN)
+
+    def wait(self) -> None:
+        """Blocks until something has come, or a call has ended, and takes what there is."""
+        for file, _ in self._poll.poll():
+            call = self._calls.get(file)
+            if call is None or not call.receive():
+                self._poll.unregister(file)
+
+
+class UnixCall:
+    """One call. `send` and `read` are for one thread at a time; any may cancel.
+
+    Args:
+        connection: To the shard; this call's from now on.
+        method: As gRPC names it.
+        calls: Those of its set.
+    """
+
+    def __init__(self, connection: socket.socket, method: str, calls: UnixCalls) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._close = weakref.finalize(self, connection.close)
+        self._owner = OwnerProcess("call")
+        self._frames = FrameReader()
+        self._answers: deque[bytes] = deque()
+        self._calls = calls
+        self._lock = threading.Lock()
+        self._ended: UnixCallError | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._writer: queue.SimpleQueue[_Writing | None] | None = None
+        opening = unix_stream_pb2.UnixStreamOpen(method=method).SerializeToString()
+        connection.send(head(FrameKind.OPEN, len(opening)) + opening)  # a new one has room for it
+        calls.add(connection.fileno(), self)
+
+    def send(
+        self, messages: Iterator[bytes], failed: Callable[[Exception], None], *, is_short: bool
+    ) -> None:
+        """Sends messages.
+
+        Args:
+            messages: Made one by one as they leave.
+            failed: Called when one can't be made; the call is cancelled then.
+            is_short: Whether all of them and their answers are less than a socket's buffer and are
+                made in less time than a thread needs to be woken; then this thread sends them.
+        """
+        writing = _Writing(self, messages, failed)
+        if is_short:
+            writing.run()
+            return
+        if self._writer is None:
+            self._writer = queue.SimpleQueue()
+            weakref.finalize(self, self._writer.put, None).atexit = False
+            threading.Thread(
+                target=_write, args=(self._writer,), name="shardwell-writer", daemon=True
+            ).start()
+        self._writer.put(writing)
+
+    def read(self) -> bytes:
+        """The next answer; blocks.
+
+        Raises:
+            grpc.RpcError: the call has ended.
+        """
+        while not self._answers:
+            if self._ended is not None:
+                raise self._ended
+            self._calls.wait()
+        return self._answers.popleft()
+
+    def receive(self) -> bool:
+        """Takes what has come, without waiting; False: nothing more will."""
+        try:
+            while self._ended is None:
+                piece = self._connection.recv(_READ_BYTES)
+                for kind, contents in self._frames.feed(piece):
+                    if kind == FrameKind.MESSAGE:
+                        self._answers.append(contents)
+                    else:
+                        self._end(_told(contents))
+                if not piece:
+                    self._end(UnixCallError(grpc.StatusCode.UNAVAILABLE, "it closed the stream"))
+                elif len(piece) < _READ_BYTES:
+                    break
+        except BlockingIOError:
+            pass
+        except (OSError, DecodeError, CorruptChunkError) as error:
+            self._end(UnixCallError(grpc.StatusCode.UNAVAILABLE, str(error)))
+        return self._ended is None
+
+    def write(self, message: bytes) -> bool:
+        """Sends one message; blocks as long as there is no room. False: nobody takes it now."""
+        start = head(FrameKind.MESSAGE, len(message))
+        parts = [memoryview(start), memoryview(message)]
+        if len(message) <= _JOINED_BYTES_MAX:
+            parts = [memoryview(start + message)]
+        room: select.poll | None = None
+        while parts:
+            try:
+                sent = self._connection.sendmsg(parts)
+            except BlockingIOError:
+                if room is None:
+                    room = select.poll()
+                    room.register(self._connection, select.POLLOUT)
+                if any(events & _GONE for _, events in room.poll()):
+                    return False
+                continue
+            except OSError:  # who reads is told why
+                return False
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][sent:]
+        return True
+
+    # As gRPC's calls.
+
+    def add_callback(self, act: Callable[[], None]) -> bool:
+        """Has `act` called when the call has ended; False: it has."""
+        with self._lock:
+            if self._ended is not None:
+                return False
+            self._callbacks.append(act)
+            return True
+
+    def is_active(self) -> bool:
+        """Whether it has not ended, as far as anybody has looked."""
+        return self._ended is None
+
+    def code(self) -> grpc.StatusCode | None:
+        """The status; None: it has not ended."""
+        return None if self._ended is None else self._ended.code()
+
+    def details(self) -> str:
+        """Why it ended."""
+        return "" if self._ended is None else self._ended.details()
+
+    def trailing_metadata(self) -> Any:
+        """The shard's error, if it told one."""
+        return () if self._ended is None else self._ended.trailing_metadata()
+
+    def cancel(self) -> None:
+        """Ends it at once. Safe to repeat, from any thread."""
+        self._end(UnixCallError(grpc.StatusCode.CANCELLED, "the call was given up"))
+
+    def _end(self, ended: UnixCallError) -> None:
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = ended
+            callbacks, self._callbacks = self._callbacks, []
+        if self._owner.is_here:  # else it is its parent's connection
+            with contextlib.suppress(OSError):  # it is broken
+                self._connection.shutdown(socket.SHUT_RDWR)
+        for act in callbacks:
+            act()
+
+
+class _Writing:
+    """Messages that are being sent."""
+
+    def __init__(
+        self, call: UnixCall, messages: Iterator[bytes], failed: Callable[[Exception], None]
+    ) -> None:
+        self._call = call
+        self._messages = messages
+        self._failed = failed
+
+    def run(self) -> None:
+        """Sends them all; returns early where nobody takes them."""
+        try:
+            for message in self._messages:
+                if not self._call.write(message):
+                    return
+        except Exception as error:
+            self._failed(error)
+            self._call.cancel()
+
+
+def _write(work: queue.SimpleQueue[_Writing | None]) -> None:
+    while (writing := work.get()) is not None:
+        writing.run()
+        del writing  # while it waits, it holds no call
+
+
+def _told(contents: bytes) -> UnixCallError:
+    """How the shard says that a call ended."""
+    end = unix_stream_pb2.UnixStreamEnd.FromString(contents)
+    code = _CODES.get(end.code, grpc.StatusCode.UNKNOWN)
+    if code is grpc.StatusCode.OK:
+        return UnixCallError(grpc.StatusCode.UNAVAILABLE, "it ended the stream")
+    return UnixCallError(code, end.details, end.error)

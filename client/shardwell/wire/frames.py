@@ -1,0 +1,64 @@
+"""Frames of a Unix stream: see unix_stream.proto."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator
+
+from shardwell.errors import CorruptChunkError
+from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
+
+_HEAD = struct.Struct("<II")
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame has."""
+
+    MESSAGE = 0
+    OPEN = 1
+    END = 2
+
+
+_KIND_COUNT = len(FrameKind)
+
+
+def head(kind: FrameKind, size_bytes: int) -> bytes:
+    """What goes before so many bytes of that kind."""
+    return _HEAD.pack(size_bytes, kind)
+
+
+class FrameReader:
+    """Cuts into frames what comes in pieces."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        """The beginning of a frame."""
+
+    def feed(self, piece: bytes) -> Iterator[tuple[int, bytes]]:
+        """Kind and contents of the frames that end in a piece; to be read to its end.
+
+        Raises:
+            CorruptChunkError: it is no frame; nothing that follows is one.
+        """
+        data: bytes | bytearray = piece
+        if self._rest:
+            self._rest += piece
+            data = self._rest
+        start, size = 0, len(data)
+        while size - start >= _HEAD.size:
+            length, kind = _HEAD.unpack_from(data, start)
+            if length > MESSAGE_SIZE_MAX_BYTES or kind >= _KIND_COUNT:
+                raise CorruptChunkError(
+                    f"a frame of {length} bytes and kind {kind}; expected at most "
+                    f"{MESSAGE_SIZE_MAX_BYTES} and a kind below {_KIND_COUNT}"
+                )
+            stop = start + _HEAD.size + length
+            if stop > size:
+                break
+            yield kind, bytes(data[start + _HEAD.size : stop])
+            start = stop
+        if data is self._rest:
+            del self._rest[:start]
+        elif start < size:
+            self._rest += memoryview(piece)[start:]

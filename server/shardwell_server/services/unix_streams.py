@@ -1,0 +1,272 @@
+"""Streams of clients on this machine, over a Unix socket: see unix_stream.proto.
+
+The handlers are gRPC's own, as made by `Calls`: to them a connection here is a context of gRPC's
+that reads, writes and ends. States of a connection: new, until it has said what it calls; called,
+as long as the handler runs; ended. Who closes it has cancelled the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shardwell.errors import CorruptChunkError, LimitError
+from shardwell.process.descriptors import check_descriptors
+from shardwell.process.unix_sockets import check_same_user, forget, listening
+from shardwell.rpc.error_codes import ERROR_DETAIL_KEY
+from shardwell.v1 import unix_stream_pb2
+from shardwell.wire.frames import FrameKind, FrameReader, head
+
+_LOG = logging.getLogger("shardwell_server")
+_OPEN_S = 10.0
+"""For a client to say what it calls."""
+_READ_AHEAD_BYTES = 256 * 1024
+"""Of messages that nobody has asked for yet; then nothing more is read."""
+_JOINED_BYTES_MAX = 32 * 1024
+"""An answer up to this size is copied behind its head, which costs less than writing twice."""
+_DESCRIPTOR_RESERVE = 64
+"""Descriptors that streams here, each of which has one, leave for the rest."""
+
+Serve: TypeAlias = Callable[[Any, Any], Awaitable[None]]
+"""What serves a stream of messages and answers, given gRPC's iterator, which it does not use, and
+context."""
+
+
+class _Details:
+    """What gRPC asks services with for a handler."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
+
+
+class UnixStreams:
+    """Listens, and serves who connects. For the loop's thread.
+
+    Args:
+        services: Whose streams may be opened here.
+        count_max: Connections at once; more are closed, and call over gRPC.
+    """
+
+    def __init__(self, services: Sequence[grpc.GenericRpcHandler], count_max: int) -> None:
+        self.address = ""
+        """Where it listens; empty: nowhere."""
+        self._services = services
+        self._count_max = count_max
+        self._listener: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+        self._open: set[_Connection] = set()
+
+    def listen(self, same_host: str, name: str) -> None:
+        """Takes its address, if it is wanted and can be; a log says where not.
+
+        Args:
+            same_host: "auto": an abstract socket; "off": none; else a directory.
+            name: Of the socket; nobody else's on this machine, or in that directory.
+        """
+        if same_host == "off" or not hasattr(socket, "SO_PEERCRED"):
+            return
+        address = f"@{name}" if same_host == "auto" else os.path.join(same_host, f"{name}.sock")
+        try:
+            self._listener = listening(address, socket.SOCK_STREAM)
+        except OSError as error:
+            _LOG.warning("clients on this machine call over the network: %s", error)
+            return
+        self.address = address
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        if self._listener is None:
+            return
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(
+            lambda: _Connection(self._serve_of, self._entered, self._open.discard),
+            sock=self._listener,
+        )
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets nobody in any more; returns when all calls have ended, at the latest by then."""
+        if self._server is not None:
+            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
+            forget(self.address)
+        tasks = [connection.task for connection in self._open if connection.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+        for connection in list(self._open):
+            connection.abandon()
+
+    def _serve_of(self, method: str) -> Serve | None:
+        """What serves a stream of that name; None: nothing."""
+        for service in self._services:
+            handler: Any = service.service(_Details(method))
+            if handler is not None:
+                return handler.stream_stream  # type: ignore[no-any-return]
+        return None
+
+    def _entered(self, connection: _Connection) -> None:
+        """Counts a connection.
+
+        Raises:
+            LimitError: there are too many, or no descriptors for it.
+        """
+        if len(self._open) >= self._count_max:
+            raise LimitError(f"{self._count_max} streams are open")
+        check_descriptors(_DESCRIPTOR_RESERVE, "a stream of a worker on this machine")
+        self._open.add(connection)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, and to its handler the context of its call."""
+
+    def __init__(
+        self,
+        serve_of: Callable[[str], Serve | None],
+        entered: Callable[[_Connection], None],
+        left: Callable[[_Connection], None],
+    ) -> None:
+        self.task: asyncio.Task[None] | None = None
+        """What runs the handler."""
+        self._serve_of = serve_of
+        self._entered = entered
+        self._left = left
+        self._transport: asyncio.Transport
+        self._frames = FrameReader()
+        self._messages: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._is_reading = True
+        self._reader: asyncio.Future[None] | None = None
+        """What waits for a message."""
+        self._room = asyncio.Event()
+        self._room.set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        try:
+            check_same_user(transport.get_extra_info("socket"))
+            self._entered(self)
+        except (OSError, LimitError) as error:
+            _LOG.debug("a stream of this machine is refused: %s", error)
+            transport.abort()
+            return
+        self._timer = asyncio.get_running_loop().call_later(_OPEN_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for kind, contents in self._frames.feed(data):
+                if self.task is None:
+                    self._begin(kind, contents)
+                elif kind != FrameKind.MESSAGE:
+                    raise CorruptChunkError(f"a frame of kind {kind} in a call")
+                else:
+                    self._messages.append(contents)
+                    self._waiting_bytes += len(contents)
+        except (CorruptChunkError, DecodeError) as error:
+            _LOG.debug("a stream of this machine is broken: %s", error)
+            self._transport.abort()
+            return
+        if self._messages and self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+        if self._waiting_bytes > _READ_AHEAD_BYTES and self._is_reading:
+            self._is_reading = False
+            self._transport.pause_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._left(self)
+        self._room.set()
+        if self.task is not None:
+            self.task.cancel()
+
+    def pause_writing(self) -> None:
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._room.set()
+
+    # What handlers call, as of gRPC's context.
+
+    async def read(self) -> bytes:
+        """The next message."""
+        while not self._messages:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        message = self._messages.popleft()
+        self._waiting_bytes -= len(message)
+        if not self._is_reading and self._waiting_bytes <= _READ_AHEAD_BYTES:
+            self._is_reading = True
+            self._transport.resume_reading()
+        return message
+
+    async def write(self, answer: bytes) -> None:
+        """Returns when there is room for another one."""
+        start = head(FrameKind.MESSAGE, len(answer))
+        if len(answer) <= _JOINED_BYTES_MAX:
+            self._transport.write(start + answer)
+        else:
+            self._transport.write(start)
+            self._transport.write(answer)
+        if not self._room.is_set():
+            await self._room.wait()
+
+    def time_remaining(self) -> float | None:
+        """Its caller closes it when its time is over."""
+        return None
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str = "",
+        trailing_metadata: Sequence[tuple[str, bytes]] = (),
+    ) -> None:
+        """Ends the call with a status."""
+        end = unix_stream_pb2.UnixStreamEnd(code=code.value[0], details=details)
+        for key, value in trailing_metadata:
+            if key == ERROR_DETAIL_KEY:
+                end.error = value
+        told = end.SerializeToString()
+        self._transport.write(head(FrameKind.END, len(told)) + told)
+
+    # Its life.
+
+    def abandon(self) -> None:
+        """Breaks it off."""
+        self._transport.abort()
+
+    def _begin(self, kind: int, contents: bytes) -> None:
+        """Takes the first frame."""
+        if kind != FrameKind.OPEN:
+            raise CorruptChunkError(f"a frame of kind {kind} before any call")
+        method = unix_stream_pb2.UnixStreamOpen.FromString(contents).method
+        if self._timer is not None:
+            self._timer.cancel()
+        self.task = asyncio.get_running_loop().create_task(self._serve(method))
+
+    async def _serve(self, method: str) -> None:
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                serve = self._serve_of(method)
+                if serve is None:
+                    await self.abort(grpc.StatusCode.UNIMPLEMENTED, "no such stream here")
+                else:
+                    await serve(None, self)
+        finally:
+            self._transport.close()
