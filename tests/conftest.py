@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 
 import shardwell
+from harness.faults.proxy import PROXY_ADDRESSES
 from harness.leaks import Resources, descriptor_count
 from harness.polling import PATIENCE_S, eventually
 from harness.programs import forkserver
@@ -125,6 +126,8 @@ def connect(cluster: StartCluster) -> Iterator[Connect]:
         def connect_worker(target: str | LocalCluster, worker_id: str, **options: Any) -> Any:
             options.setdefault("timeout_s", CALL_TIMEOUT_S)
             address = target if isinstance(target, str) else target.target
+            if not PROXY_ADDRESSES.isdisjoint(address.split(",")):
+                options.setdefault("same_host", False)
             return stack.enter_context(shardwell.connect(address, worker_id=worker_id, **options))
 
         yield connect_worker

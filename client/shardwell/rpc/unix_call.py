@@ -34,6 +34,9 @@ _READ_BYTES = 256 * 1024
 _JOINED_BYTES_MAX = 32 * 1024
 """A message up to this size is copied behind its head, which costs less than naming both."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+_ANSWER_COUNT_MAX = 8
+"""Answers, of a megabyte at most, that wait for their reader, and those that came with the last."""
+_ENDING = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -73,10 +76,17 @@ class UnixCalls:
 
     def wait(self) -> None:
         """Blocks until something has come, or a call has ended, and takes what there is."""
-        for file, _ in self._poll.poll():
+        for file, events in self._poll.poll():
             call = self._calls.get(file)
-            if call is None or not call.receive():
+            # Of one that is full, only its end wakes this thread; and is told behind what is left.
+            if call is None or not call.receive(all_=bool(events & _ENDING)):
                 self._poll.unregister(file)
+            elif call.is_full:
+                self._poll.modify(file, _ENDING)
+
+    def resume(self, file: int) -> None:
+        """Waits again for what comes of a call that was full."""
+        self._poll.modify(file, select.POLLIN)
 
 
 class UnixCall:
@@ -119,13 +129,13 @@ class UnixCall:
         if is_short:
             writing.run()
             return
-        if self._writer is None:
-            self._writer = queue.SimpleQueue()
-            weakref.finalize(self, self._writer.put, None).atexit = False
-            threading.Thread(
-                target=_write, args=(self._writer,), name="shardwell-writer", daemon=True
-            ).start()
-        self._writer.put(writing)
+        with self._lock:
+            if self._ended is not None:
+                return
+            if self._writer is None:
+                self._writer = _started_writer()
+                weakref.finalize(self, self._writer.put, None).atexit = False
+            self._writer.put(writing)
 
     def read(self) -> bytes:
         """The next answer; blocks.
@@ -137,12 +147,23 @@ class UnixCall:
             if self._ended is not None:
                 raise self._ended
             self._calls.wait()
+        if self.is_full and self._ended is None:
+            self._calls.resume(self._connection.fileno())
         return self._answers.popleft()
 
-    def receive(self) -> bool:
-        """Takes what has come, without waiting; False: nothing more will."""
+    @property
+    def is_full(self) -> bool:
+        """Whether no more answers are taken before one is read."""
+        return len(self._answers) >= _ANSWER_COUNT_MAX
+
+    def receive(self, *, all_: bool = False) -> bool:
+        """Takes what has come, without waiting; False: nothing more will.
+
+        Args:
+            all_: Also if it is full.
+        """
         try:
-            while self._ended is None:
+            while self._ended is None and (all_ or not self.is_full):
                 piece = self._connection.recv(_READ_BYTES)
                 for kind, contents in self._frames.feed(piece):
                     if kind == FrameKind.MESSAGE:
@@ -220,6 +241,8 @@ class UnixCall:
                 return
             self._ended = ended
             callbacks, self._callbacks = self._callbacks, []
+            if self._writer is not None:
+                self._writer.put(None)
         if self._owner.is_here:  # else it is its parent's connection
             with contextlib.suppress(OSError):  # it is broken
                 self._connection.shutdown(socket.SHUT_RDWR)
@@ -246,6 +269,13 @@ class _Writing:
         except Exception as error:
             self._failed(error)
             self._call.cancel()
+
+
+def _started_writer() -> queue.SimpleQueue[_Writing | None]:
+    """What a thread sends, one after another; None ends it."""
+    work: queue.SimpleQueue[_Writing | None] = queue.SimpleQueue()
+    threading.Thread(target=_write, args=(work,), name="shardwell-writer", daemon=True).start()
+    return work
 
 
 def _write(work: queue.SimpleQueue[_Writing | None]) -> None:

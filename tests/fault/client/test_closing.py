@@ -71,7 +71,7 @@ def test_a_call_that_waits_for_another_worker(cluster, connect, verb, shard_coun
 def test_a_call_on_a_wire_that_stands_still(cluster, verb) -> None:
     running = cluster(1)
     with Proxy(running.target) as proxy:
-        client = shardwell.connect(proxy.address, worker_id="w0", timeout_s=60)
+        client = shardwell.connect(proxy.address, worker_id="w0", timeout_s=60, same_host=False)
         model = client.parameter("m", size=SIZE, optimizer=SGD)
         model.init(np.zeros(SIZE, np.float32))
         proxy.stall()

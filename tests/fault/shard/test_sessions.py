@@ -155,7 +155,9 @@ def test_an_idle_client_attends_again_by_itself(cluster, connect, kind) -> None:
     with contextlib.ExitStack() as stack:
         proxies = [stack.enter_context(Proxy(address)) for address in running.addresses]
         target = ",".join(proxy.address for proxy in proxies)
-        client = stack.enter_context(shardwell.connect(target, worker_id="w0", timeout_s=20))
+        client = stack.enter_context(
+            shardwell.connect(target, worker_id="w0", timeout_s=20, same_host=False)
+        )
         owner = Subject(client, kind, "sync")
         owner.put(1)
         for _ in range(3):

@@ -10,6 +10,8 @@ from typing import Any
 
 import grpc
 
+from harness.faults.proxy import PROXY_ADDRESSES
+
 _THREAD_COUNT = 32
 
 
@@ -24,6 +26,7 @@ class FlippingProxy(grpc.GenericRpcHandler):
         self._channel = grpc.insecure_channel(target)
         self._server = grpc.server(ThreadPoolExecutor(_THREAD_COUNT), handlers=[self])
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        PROXY_ADDRESSES.add(self.address)
         self._lock = threading.Lock()
         self._change: Callable[[bytes], bytes] | None = None
         self._where = ("", "")

@@ -27,6 +27,10 @@ class Direction(enum.Enum):
     TO_CLIENT = enum.auto()
 
 
+PROXY_ADDRESSES: set[str] = set()
+"""Clients that connect to one of them are to send all they have to say through it."""
+
+
 class Proxy:
     """Listens on a free port of 127.0.0.1. A context manager that leaves no thread behind."""
 
@@ -36,6 +40,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         """What a client connects to."""
+        PROXY_ADDRESSES.add(self.address)
         self.connection_count = 0
         """Connections that were forwarded so far."""
         self.refused_count = 0

@@ -1,0 +1,427 @@
+"""Goal: streams over a Unix socket change how soon answers come, and nothing else; who connects
+there with anything but a call of this user does no harm.
+
+Method: the same steps with them and over gRPC, bit for bit; shards and clients that end, refuse or
+are cut off in the middle; a socket of its own that sends what is no call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.faults.standing_still import stopped
+from harness.polling import BRIEF_S, PATIENCE_S, eventually
+from harness.threads import in_background, together
+from shardwell.process import unix_sockets
+from shardwell.process.unix_sockets import socket_path
+from shardwell.rpc import unix_call
+from shardwell.rpc.shard_channel import EXCHANGE
+from shardwell.v1 import unix_stream_pb2
+from shardwell.wire.frames import FrameKind, FrameReader, head
+from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
+from shardwell_server import LocalCluster
+from shardwell_server.config import Limits
+from shardwell_server.services import unix_streams
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(socket, "SO_PEERCRED"), reason="peers can't be asked for here"
+)
+
+SGD = shardwell.SGD(learning_rate=1.0)
+
+
+def unix_calls(client: shardwell.Client) -> list[Any]:
+    """The client's streams on this machine."""
+    return [call for channel in client._shards.channels for call in channel._unix_calls]
+
+
+def stream_counts(running: LocalCluster) -> list[int]:
+    """Connections that each shard has."""
+    return [len(server._unix_streams._open) for server in running.servers]
+
+
+def opened(client: shardwell.Client, name: str = "net", size: int = 10, **options: Any) -> Any:
+    net = client.parameter(name, size=size, optimizer=SGD, **options)
+    net.init(np.zeros(size, np.float32))
+    return net
+
+
+def trained(running: LocalCluster, connect: Any, name: str, size: int, **options: Any) -> Any:
+    """What two workers have after four steps; `same_host`: whether over Unix sockets."""
+    same_host = options.pop("same_host", True)
+    clients = [connect(running, f"w{rank}", same_host=same_host) for rank in range(2)]
+
+    def work(rank: int) -> Any:
+        net = opened(clients[rank], name, size, worker_count=2, **options)
+        for step in range(4):
+            drawn = np.random.default_rng([rank, step])
+            weights = net.exchange(drawn.standard_normal(size, np.float32), sample_count=rank + 1)
+        return weights.copy()
+
+    one, other = together([lambda: work(0), lambda: work(1)])
+    np.testing.assert_array_equal(one, other)
+    assert all(bool(unix_calls(client)) == same_host for client in clients)
+    return one
+
+
+@pytest.mark.parametrize("codec", ["fp16", "fp32", "bf16+lz4"])
+@pytest.mark.parametrize(("size", "chunk_size_bytes"), [(10, 256), (3000, 256), (900_000, 2**20)])
+def test_results_are_those_of_grpc(cluster, connect, size, chunk_size_bytes, codec) -> None:
+    running = cluster(2, chunk_size_bytes=chunk_size_bytes)
+    expected = trained(running, connect, "grpc", size, codec=codec, same_host=False)
+    assert stream_counts(running) == [0, 0]
+    found = trained(running, connect, "unix", size, codec=codec)
+    np.testing.assert_array_equal(found, expected)
+    assert stream_counts(running) == [2, 2]
+
+
+@pytest.mark.parametrize(("row_count", "dim"), [(50, 3), (2000, 64)])
+def test_rows_are_those_of_grpc(cluster, connect, row_count, dim) -> None:
+    running, found = cluster(2, chunk_size_bytes=2**20), []
+    for same_host in (False, True):
+        client = connect(running, "w0", same_host=same_host)
+        table = client.table(f"t{same_host}", row_count=row_count, dim=dim, optimizer=SGD)
+        drawn = np.random.default_rng(5)
+        for _ in range(4):
+            ids = drawn.integers(0, row_count, row_count)
+            rows = table.exchange_rows(ids, drawn.standard_normal((row_count, dim), np.float32))
+        found.append(rows)
+        assert bool(unix_calls(client)) == same_host
+    np.testing.assert_array_equal(*found)
+
+
+def test_much_that_is_inline_both_ways_at_once(cluster, connect) -> None:
+    """More than sockets hold, while neither side has read what the other says."""
+    client = connect(cluster(2, chunk_size_bytes=2**18), "w0")
+    net = opened(client, size=4_000_000, codec="fp32+lz4")
+    values = np.random.default_rng(1).standard_normal(net.size, np.float32)
+    np.testing.assert_array_equal(net.exchange(values), -values)
+    assert unix_calls(client)
+    assert not client.traffic.shared_bytes
+
+
+def test_answers_that_nobody_reads_do_not_pile_up(cluster, connect, monkeypatch) -> None:
+    """A shard's stream stands still while another's is read."""
+    most: list[int] = []
+    real = unix_call.UnixCall.receive
+
+    def receive(self: Any, **options: Any) -> bool:
+        is_open = real(self, **options)
+        most.append(len(self._answers))
+        return is_open
+
+    monkeypatch.setattr(unix_call.UnixCall, "receive", receive)
+    running = cluster(2, chunk_size_bytes=2**16)
+    client, other = connect(running, "w0"), connect(running, "w1")
+    sizes = {"codec": "fp32+lz4", "size": 3_000_000, "worker_count": 2}
+    nets = [opened(each, **sizes) for each in (client, other)]
+    values = np.random.default_rng(1).standard_normal(3_000_000, np.float32)
+    together([lambda net=net: net.exchange(values) for net in nets])
+    assert max(most) < 16
+
+
+def test_off(cluster, connect) -> None:
+    running = cluster(1, same_host="off")
+    client = connect(running, "w0")
+    assert opened(client).exchange(np.ones(10, np.float32))[0] == -1
+    assert not unix_calls(client)
+    assert running.servers[0]._unix_streams.address == ""
+
+
+def test_a_directory(cluster, connect, tmp_path) -> None:
+    running = cluster(1, same_host=str(tmp_path), cluster_id="c")
+    assert (tmp_path / "shardwell-c-0-streams.sock").is_socket()
+    client = connect(running, "w0")
+    assert opened(client).exchange(np.ones(10, np.float32))[0] == -1
+    assert len(unix_calls(client)) == 1
+    running.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_nobody_can_listen(cluster, connect, tmp_path, caplog) -> None:
+    running = cluster(1, same_host=str(tmp_path / "missing"), cluster_id="c")
+    assert "call over the network" in caplog.text
+    client = connect(running, "w0")
+    assert opened(client).exchange(np.ones(10, np.float32))[0] == -1
+    assert not unix_calls(client)
+
+
+# Going to gRPC, and coming back.
+
+
+def test_one_shard_that_is_elsewhere_keeps_all_on_grpc(cluster, connect) -> None:
+    client = connect(cluster(3), "w0")
+    client._shards.channels[1].unix.address = ""
+    net = opened(client, size=600)
+    for step in range(3):
+        assert (net.exchange(np.ones(600, np.float32)) == -step - 1).all()
+    assert not unix_calls(client)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_shard_that_takes_no_stream_any_more(cluster, connect, index) -> None:
+    """In the middle of training: no step is lost, or waits for it."""
+    client = connect(cluster(3), "w0")
+    net = opened(client, size=600)
+    net.exchange(np.ones(600, np.float32))
+    before = unix_calls(client)
+    assert len(before) == 3
+    address = client._shards.channels[index].unix.address
+    client._shards.channels[index].unix.address = "@shardwell-nobody"
+    before[0].cancel()
+    net.exchange(np.ones(600, np.float32))
+    assert not any(call.is_active() for call in unix_calls(client))
+    client._shards.channels[index].unix.address = address
+
+    def is_back() -> bool:
+        net.exchange(np.ones(600, np.float32))
+        return sum(call.is_active() for call in unix_calls(client)) == 3
+
+    eventually("it is tried again", is_back)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "table"])
+def test_a_socket_that_only_breaks_calls(cluster, connect, monkeypatch, kind) -> None:
+    """Twice in a row; then it is left alone for a while."""
+    tried: list[str] = []
+
+    async def serve(self: Any, method: str) -> None:
+        tried.append(method)
+        self._transport.abort()
+
+    monkeypatch.setattr(unix_streams._Connection, "_serve", serve)
+    client = connect(cluster(1), "w0")
+    if kind == "parameter":
+        assert opened(client).exchange(np.ones(10, np.float32))[0] == -1
+    else:
+        table = client.table("t", row_count=9, dim=1, optimizer=SGD)
+        before = table.get_rows([1])
+        np.testing.assert_allclose(table.exchange_rows([1], np.ones((1, 1))), before - 1, 1e-2)
+    assert len(tried) == 2
+    assert not any(call.is_active() for call in unix_calls(client))
+
+
+def test_a_peer_of_another_user(cluster, connect, monkeypatch) -> None:
+    running = cluster(1)
+    client = connect(running, "w0")
+    net = opened(client)
+    real = unix_sockets.check_same_user
+    refused: list[str] = []
+
+    def check(connection: Any) -> None:
+        name = threading.current_thread().name
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: 12345)
+            try:
+                real(connection)
+            except PermissionError:
+                refused.append(name)
+                raise
+
+    for module in (unix_sockets, unix_streams):
+        monkeypatch.setattr(module, "check_same_user", check)
+        del refused[:]
+        client._shards.channels[0].unix.pause(0.0)
+        assert net.exchange(np.ones(10, np.float32)).size == 10
+        assert refused
+        assert not any(call.is_active() for call in unix_calls(client))
+        monkeypatch.setattr(module, "check_same_user", real)
+
+
+# Ends.
+
+
+def test_closing_a_client_closes_its_streams(cluster, connect) -> None:
+    running = cluster(2)
+    client = connect(running, "w0")
+    opened(client, size=600).exchange(np.ones(600, np.float32))
+    assert stream_counts(running) == [1, 1]
+    client.close()
+    eventually("they are gone", lambda: stream_counts(running) == [0, 0])
+
+
+def test_a_client_that_is_dropped_closes_its_streams(cluster) -> None:
+    running = cluster(1)
+    client = shardwell.connect(running.target, worker_id="w0")
+    net = opened(client, size=100_000, codec="fp32+lz4")
+    net.exchange(np.ones(100_000, np.float32))
+    assert stream_counts(running) == [1]
+    del client, net
+
+    def are_gone() -> bool:
+        gc.collect()
+        return stream_counts(running) == [0]
+
+    eventually("they are gone", are_gone)
+
+
+@pytest.mark.parametrize("size", [10, 500_000])
+def test_a_shard_that_ends_ends_the_wait_for_another(cluster, connect, size) -> None:
+    """Though it is the other's answer that is read first."""
+    running = cluster(2, processes=True, chunk_size_bytes=2**16)
+    client = connect(running, "w0", timeout_s=BRIEF_S)
+    net = opened(client, size=size, worker_count=2)
+    waiting = in_background(lambda: net.exchange(np.ones(size, np.float32)))
+    eventually("it waits", lambda: sum(call.is_active() for call in unix_calls(client)) == 2)
+    first = unix_calls(client)
+    running.children[1].kill()
+    eventually("both have ended", lambda: not any(call.is_active() for call in first))
+    assert isinstance(waiting.exception(PATIENCE_S), shardwell.ShardwellError)
+
+
+def test_a_shard_that_stands_still(cluster, connect) -> None:
+    running = cluster(1, processes=True)
+    client = connect(running, "w0")
+    net = opened(client)
+    net.exchange(np.ones(10, np.float32))
+    with stopped(running.children[0].pid), pytest.raises(shardwell.ShardwellError):
+        net.exchange(np.ones(10, np.float32), timeout_s=1.0)
+    assert net.exchange(np.ones(10, np.float32))[0] in (-2, -3)
+
+
+def test_a_stream_that_gave_way_is_opened_again(cluster, connect) -> None:
+    running = cluster(1, limits=Limits(stream_count_max=2))
+    nets = [opened(connect(running, f"w{rank}"), f"net{rank}") for rank in range(4)]
+    for step in range(3):
+        for net in nets:
+            assert net.exchange(np.ones(10, np.float32))[0] == -step - 1
+    eventually("no more are open", lambda: stream_counts(running)[0] <= 2)
+
+
+def test_more_connections_than_there_may_be(cluster, connect, monkeypatch) -> None:
+    """Whoever is not let in calls over gRPC."""
+    running = cluster(1)
+    running.servers[0]._unix_streams._count_max = 1
+    nets = [opened(connect(running, f"w{rank}"), f"net{rank}") for rank in range(3)]
+    for step in range(2):
+        for net in nets:
+            assert net.exchange(np.ones(10, np.float32))[0] == -step - 1
+    assert stream_counts(running) == [1]
+
+
+def test_a_child_that_ends_leaves_its_parent_s_streams(cluster, connect) -> None:
+    client = connect(cluster(1, processes=True), "w0")
+    net = opened(client)
+    net.exchange(np.ones(10, np.float32))
+    (call,) = unix_calls(client)
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            call.cancel()
+            client.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert net.exchange(np.ones(10, np.float32))[0] == -2
+    assert unix_calls(client) == [call]
+
+
+# What is no call.
+
+
+@pytest.fixture
+def dialled(cluster) -> Iterator[Any]:
+    """Connections to a shard's socket."""
+    running = cluster(1)
+    with contextlib.ExitStack() as stack:
+
+        def dial(*parts: bytes) -> socket.socket:
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            connection.settimeout(PATIENCE_S)
+            connection.connect(socket_path(running.servers[0]._unix_streams.address))
+            connection.sendall(b"".join(parts))
+            return connection
+
+        dial.running = running  # type: ignore[attr-defined]
+        yield dial
+
+
+def frame(kind: int, contents: bytes) -> bytes:
+    return struct.pack("<II", len(contents), kind) + contents
+
+
+def opening(method: str = EXCHANGE) -> bytes:
+    return frame(FrameKind.OPEN, unix_stream_pb2.UnixStreamOpen(method=method).SerializeToString())
+
+
+def said(connection: socket.socket) -> list[tuple[int, bytes]]:
+    """Frames, until the shard has closed the connection."""
+    reader, frames = FrameReader(), []
+    with contextlib.suppress(ConnectionResetError):
+        while piece := connection.recv(2**16):
+            frames += reader.feed(piece)
+    return frames
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        frame(FrameKind.MESSAGE, b"before any call"),
+        frame(FrameKind.END, b""),
+        frame(FrameKind.OPEN, b"\xff\xff\xff"),
+        opening() + opening(),
+        opening() + frame(FrameKind.END, b""),
+        opening() + head(FrameKind.MESSAGE, MESSAGE_SIZE_MAX_BYTES + 1),
+        opening() + frame(9, b""),
+    ],
+)
+def test_what_is_no_call_is_cut_off(dialled, connect, bad) -> None:
+    assert said(dialled(bad)) == []
+    assert opened(connect(dialled.running, "w0")).exchange(np.ones(10, np.float32))[0] == -1
+    eventually("it is gone", lambda: stream_counts(dialled.running) == [1])
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (opening("/shardwell.v1.ParameterServerService/GetStatus"), 12),
+        (opening("/nothing"), 12),
+        (opening() + frame(FrameKind.MESSAGE, b"\xff\xff"), 15),
+        (opening() + frame(FrameKind.MESSAGE, b""), 3),
+    ],
+)
+def test_calls_that_are_refused(dialled, sent, code) -> None:
+    ((kind, contents),) = said(dialled(sent))
+    assert kind == FrameKind.END
+    assert unix_stream_pb2.UnixStreamEnd.FromString(contents).code == code
+
+
+def test_who_says_nothing_is_cut_off(dialled, monkeypatch) -> None:
+    monkeypatch.setattr(unix_streams, "_OPEN_S", 0.2)
+    assert said(dialled()) == []
+    assert said(dialled(opening()[:9])) == []
+    eventually("they are gone", lambda: stream_counts(dialled.running) == [0])
+
+
+def test_random_bytes_do_no_harm(dialled, connect) -> None:
+    drawn = np.random.default_rng(7)
+    net = opened(connect(dialled.running, "w0"))
+    for number in range(60):
+        start = opening() if number % 2 else b""
+        middle = frame(0, drawn.bytes(int(drawn.integers(0, 200)))) if number % 4 > 1 else b""
+        dialled(start, middle, drawn.bytes(int(drawn.integers(0, 5000)))).close()
+    assert net.exchange(np.ones(10, np.float32))[0] == -1
+    eventually("they are gone", lambda: stream_counts(dialled.running) == [1])
+
+
+def test_a_client_that_reads_nothing_is_no_burden(dialled, connect) -> None:
+    """Its messages are not read on and on either."""
+    connection = dialled(opening())
+    connection.setblocking(False)
+    message, sent_bytes = frame(FrameKind.MESSAGE, bytes(100_000)), 0
+    with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+        while sent_bytes < 2**26:
+            sent_bytes += connection.send(message)
+    assert sent_bytes < 2**26
+    assert opened(connect(dialled.running, "w0")).exchange(np.ones(10, np.float32))[0] == -1
