@@ -106,6 +106,14 @@ def _what_was_dropped_is_closed() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def _same_host_where_it_is_tested(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if request.node.get_closest_marker("same_host"):
+        monkeypatch.delenv(arena.SAME_HOST_VARIABLE, raising=False)
+
+
 @pytest.fixture
 def cluster() -> Iterator[StartCluster]:
     """Starts clusters of real servers, in this process unless `processes=True`."""

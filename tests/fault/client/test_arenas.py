@@ -20,7 +20,10 @@ from harness.programs.commands import TRAINING_WORKER, Program, ServingShard
 from harness.threads import in_background
 from shardwell.process.shared_memory import IS_SUPPORTED
 
-pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="no memory can be sealed on this system")
+pytestmark = [
+    pytest.mark.same_host,
+    pytest.mark.skipif(not IS_SUPPORTED, reason="no memory can be sealed on this system"),
+]
 SIZE = 400_000
 """One chunk of 800 kB."""
 LAST_STEP = 2

@@ -42,7 +42,10 @@ from shardwell_server import LocalCluster, server
 from shardwell_server.config import Limits
 from shardwell_server.services import parameter_service
 
-pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="no memory can be sealed on this system")
+pytestmark = [
+    pytest.mark.same_host,
+    pytest.mark.skipif(not IS_SUPPORTED, reason="no memory can be sealed on this system"),
+]
 
 CHUNK_BYTES = 64 * 1024
 ELEMENTS = 500_000

@@ -34,9 +34,10 @@ from shardwell_server import LocalCluster
 from shardwell_server.config import Limits
 from shardwell_server.services import unix_streams
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(socket, "SO_PEERCRED"), reason="peers can't be asked for here"
-)
+pytestmark = [
+    pytest.mark.same_host,
+    pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="peers can't be asked for here"),
+]
 
 SGD = shardwell.SGD(learning_rate=1.0)
 

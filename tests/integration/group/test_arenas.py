@@ -24,7 +24,10 @@ from shardwell.process.shared_memory import IS_SUPPORTED, SharedMemory
 from shardwell.rpc import arena
 from shardwell.rpc.arena_offers import ArenaOffers
 
-pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="no memory can be sealed on this system")
+pytestmark = [
+    pytest.mark.same_host,
+    pytest.mark.skipif(not IS_SUPPORTED, reason="no memory can be sealed on this system"),
+]
 SIZE = 3_000_000
 """6 MB of fp16: a few chunks of 1 MiB for each rank."""
 
