@@ -7,6 +7,11 @@ with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as clien
 """
 
 import logging
+import os
+
+# Before gRPC is imported, which reads it then. Unset, one half of gRPC supports forks and the other
+# does not: of children that want nothing of it a tenth is aborted (docs/adr/0003-threads.md).
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from shardwell.checkpoint.export import TableExport
 from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # as in shardwell, before gRPC is imported
 
 if TYPE_CHECKING:
     from shardwell_server.accumulator import MmapGradientAccumulator

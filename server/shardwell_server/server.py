@@ -23,7 +23,7 @@ from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.group.rendezvous.service import GROUP_SERVICE_NAME, GroupService
 from shardwell.numerics.arguments import check_duration
 from shardwell.rpc.arena_offers import ArenaOffers
-from shardwell.rpc.options import listen_on, server_options
+from shardwell.rpc.options import check_fork, listen_on, server_options
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
 from shardwell_server.config import ShardConfig
@@ -70,11 +70,13 @@ class ShardServer:
         data_dir: Its files, which it goes on from; None: it keeps everything in memory.
 
     Raises:
+        ForkedError: see `check_fork`.
         StorageError: what the files hold can't be believed; names the file.
         ShardUnavailableError: the address can't be listened on.
     """
 
     def __init__(self, config: ShardConfig, data_dir: DataDir | None = None) -> None:
+        check_fork()
         self.config = config
         self._stopping: Future[None] | None = None
         self._is_closed = False

@@ -23,6 +23,11 @@ class OwnerProcess:
         self._process_id = os.getpid()
 
     @property
+    def process_id(self) -> int:
+        """Its process id."""
+        return self._process_id
+
+    @property
     def is_here(self) -> bool:
         """Whether this is that process."""
         return os.getpid() == self._process_id

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import functools
+import os
 import socket
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
+from shardwell.errors import ForkedError
+from shardwell.process.owner import OwnerProcess
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
 CHANNEL_OPTIONS = (
@@ -32,6 +36,7 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+_FORK_SUPPORT_VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
 KEEPALIVE_S = 30.0
 """After how long a server notices that a client vanished, unless it is told another time."""
 
@@ -54,6 +59,30 @@ def server_options(keepalive_s: float = KEEPALIVE_S) -> tuple[tuple[str, int], .
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
     )
+
+
+def check_fork() -> None:
+    """Before gRPC is used: refuses to where it would crash or hang.
+
+    Raises:
+        ForkedError: this process was forked from one that has used gRPC, without its support of
+            forks.
+    """
+    if os.environ.get(_FORK_SUPPORT_VARIABLE, "0").lower() in ("1", "true", "yes", "on"):
+        return
+    first = _first_user_of_grpc()
+    if not first.is_here:
+        raise ForkedError(
+            f"this process, {os.getpid()}, was forked from process {first.process_id}, which has "
+            "used gRPC, so that no connection can be made here; start it by another way, such as "
+            'multiprocessing.get_context("spawn"), or set '
+            f"{_FORK_SUPPORT_VARIABLE}=1 before process {first.process_id} starts"
+        )
+
+
+@functools.cache
+def _first_user_of_grpc() -> OwnerProcess:
+    return OwnerProcess("first connection")
 
 
 def listen_on(server: grpc.Server | grpc.aio.Server, address: str) -> int:

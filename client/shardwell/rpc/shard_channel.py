@@ -30,7 +30,7 @@ from shardwell.rpc.attendance import Attendance, new_session
 from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.neighbour import PAUSE_S, Neighbour
-from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
+from shardwell.rpc.options import CHANNEL_OPTIONS, check_fork, unary_stub
 from shardwell.rpc.session import Session
 from shardwell.rpc.unix_call import UnixCall, UnixCalls
 from shardwell.v1 import arena_pb2, session_pb2, table_pb2, types_pb2
@@ -103,6 +103,7 @@ class ShardChannel:
         """Whether the client may have taken a seat on the shard."""
         self._closed = False
         self._stubs: dict[str, Any] = {}
+        check_fork()
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         channel = self._channel
         self.put_gradient: Any = channel.stream_unary(

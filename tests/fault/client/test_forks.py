@@ -163,6 +163,43 @@ def test_a_client_of_the_child_s_own_works(cluster, tmp_path: Path) -> None:
     assert differing in ([], ["not connected"]), found
 
 
+def test_children_that_want_nothing_of_it_end_well(cluster, tmp_path: Path) -> None:
+    """One of ten was aborted by gRPC."""
+    program = tmp_path / "forks.py"
+    program.write_text(
+        "import os, sys, numpy as np, shardwell\n"
+        "client = shardwell.connect(sys.argv[1], worker_id='parent', timeout_s=30)\n"
+        "model = client.parameter('m', size=5, optimizer=shardwell.SGD(learning_rate=1.0))\n"
+        "model.init(np.zeros(5, np.float32))\n"
+        "for number in range(150):\n"
+        "    model.exchange(np.ones(5, np.float32))\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(pid, 0)[1] == 0\n"
+        "client.close()\n"
+        "print('all ended well', flush=True)\n"
+    )
+    target = cluster(2, processes=True).target
+    with Program("-W", "ignore", str(program), target) as running:
+        assert running.read_line(CHILD_TIMEOUT_S) == "all ended well"
+        assert running.end() == 0
+
+
+def test_connecting_in_a_child_is_refused(cluster, connect) -> None:
+    running = cluster(1)
+    connect(running, "w0")
+    calls: list[Callable[[], object]] = [
+        lambda: shardwell.connect(running.target, worker_id="w1"),
+        lambda: shardwell.join_group("g", rank=0, size=1, rendezvous=running.target),
+        lambda: LocalCluster(1),
+    ]
+    for name, message in in_a_fork(lambda: [what_came_of(call) for call in calls]):
+        assert name == "ForkedError"
+        assert f"forked from process {os.getpid()}" in message
+        assert "spawn" in message
+
+
 def test_a_group_is_its_parent_s_to_leave(cluster) -> None:
     running = cluster(1)
     with shardwell.join_group("g", rank=0, size=1, rendezvous=running.target) as group:

@@ -27,7 +27,7 @@ from shardwell.errors import (
 from shardwell.process.closeable import Closing
 from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.error_codes import from_rpc_error
-from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
+from shardwell.rpc.options import CHANNEL_OPTIONS, check_fork, unary_stub
 from shardwell.specs.names import format_ranks, parse_target
 from shardwell.v1 import group_pb2 as pb
 
@@ -90,6 +90,7 @@ class Rendezvous(Closing):
     def __init__(self, target: str) -> None:
         self.address = parse_target(target)[0]
         self._closed = threading.Event()
+        check_fork()
         self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
 
     def join(

@@ -15,7 +15,7 @@ from shardwell.process.shared_memory import HEAD_BYTES, SharedMemory
 from shardwell.rpc import arena
 from shardwell.rpc.arena import BATCH_COUNT, Arenas, inline_message, shared_message
 from shardwell.rpc.error_codes import from_rpc_error
-from shardwell.rpc.options import CHANNEL_OPTIONS, unary_stub
+from shardwell.rpc.options import CHANNEL_OPTIONS, check_fork, unary_stub
 from shardwell.traffic import Traffic
 from shardwell.v1 import arena_pb2, group_pb2, peer_pb2
 from shardwell.v1 import peer_pb2 as pb
@@ -51,6 +51,7 @@ class Peer:
             is_wanted=same_host,
         )
         """Memory to be shared with it, if it is on this machine."""
+        check_fork()
         self._channel = grpc.insecure_channel(member.address, options=CHANNEL_OPTIONS)
         self.agree: Any = self._channel.stream_stream(
             f"/{SERVICE_NAME}/Agree",

@@ -25,7 +25,7 @@ from shardwell.process.daemon_threads import DaemonThreads
 from shardwell.rpc.arena import ARENA_BYTES_MAX
 from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.rpc.handlers import Handlers, parsed
-from shardwell.rpc.options import listen_on, server_options
+from shardwell.rpc.options import check_fork, listen_on, server_options
 from shardwell.v1 import arena_pb2
 from shardwell.v1 import peer_pb2 as pb
 
@@ -138,6 +138,7 @@ class PeerServer:
         more: Handlers of other services at the same address.
 
     Raises:
+        ForkedError: see `check_fork`.
         ShardUnavailableError: the address can't be listened on.
     """
 
@@ -151,6 +152,7 @@ class PeerServer:
         same_host: str = "off",
         more: tuple[grpc.GenericRpcHandler, ...] = (),
     ) -> None:
+        check_fork()
         self._group = group
         self._member_id = member_id
         self._generation: Generation | None = None
