@@ -20,6 +20,7 @@ from shardwell.checkpoint.steps import inspect_checkpoint
 from shardwell.client import Client, connect
 from shardwell.errors import (
     ArgumentError,
+    AuthenticationError,
     ClosedError,
     CollectiveMismatchError,
     CorruptChunkError,
@@ -56,6 +57,7 @@ from shardwell.parameter.parameter import Parameter
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.allocator import tune_malloc
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
+from shardwell.rpc.tls import Tls
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
 from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions, TensorSpec
 from shardwell.specs.optimizers import (
@@ -92,6 +94,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "ArgumentError",
+    "AuthenticationError",
     "Average",
     "Centralized",
     "Checkpoint",
@@ -147,6 +150,7 @@ __all__ = [
     "TensorOptions",
     "TensorSpec",
     "ThreadedSync",
+    "Tls",
     "Traffic",
     "Tree",
     "Uniform",

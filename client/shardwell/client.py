@@ -32,6 +32,7 @@ from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
 from shardwell.rpc.shard_status import ShardStatus, ask_status
 from shardwell.rpc.stream_pool import IdleStreams
+from shardwell.rpc.tls import TlsArgument, TlsFiles, tls_files
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.initializers import Initializer, Uniform
 from shardwell.specs.layout import SIZE_MAX, TensorGroup, TensorLayout
@@ -69,6 +70,7 @@ def connect(
     connect_timeout_s: float = 30.0,
     keep_freed_memory: bool = True,
     same_host: bool = True,
+    tls: TlsArgument = None,
 ) -> Client:
     """Connects to all shards of a cluster, waiting for those that are still starting.
 
@@ -88,9 +90,13 @@ def connect(
         same_host: Share memory with shards that run on this machine, under the same user, for
             large gradients and weights; in about 0.6 of the time, with the same bits. Without
             effect elsewhere. $SHARDWELL_SAME_HOST=off turns it off as well.
+        tls: `shardwell.Tls(...)`: what this worker proves itself with, and believes of shards.
+            Default: the files that $SHARDWELL_TLS_CA, $SHARDWELL_TLS_CERT and $SHARDWELL_TLS_KEY
+            name, and no TLS where none is set. False: no TLS.
 
     Raises:
         ArgumentError: an argument can't be used.
+        AuthenticationError: TLS keeps the two sides apart; says why, and what to give.
         ShardUnavailableError: a shard did not answer in time; it is named.
         WrongShardError: an address leads to another shard or cluster than its place says.
     """
@@ -108,6 +114,7 @@ def connect(
         connect_timeout_s=check_timeout(connect_timeout_s, "connect_timeout_s"),
         keep_freed_memory=keep_freed_memory,
         same_host=same_host_setting(is_wanted=same_host) != "off",
+        tls=tls_files(tls),
     )
 
 
@@ -124,6 +131,7 @@ class Client(Closing):
         connect_timeout_s: float,
         keep_freed_memory: bool,
         same_host: bool,
+        tls: TlsFiles | None,
     ) -> None:
         self.worker_id = worker_id
         """This worker's name."""
@@ -138,6 +146,7 @@ class Client(Closing):
             cluster_id=cluster_id,
             timeout_s=connect_timeout_s,
             same_host=same_host,
+            tls=tls,
         )
         self._calls = CallScope(self._shards, timeout_s, "the client")
         self._parameters = _Opened[Parameter[Any]]()

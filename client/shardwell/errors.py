@@ -14,6 +14,7 @@
     ├── WorkerIdInUseError                another process contributes under this worker's id
     ├── CorruptChunkError                 a chunk whose CRC, length or place does not fit
     ├── WrongShardError                   an address leads to another shard or cluster
+    ├── AuthenticationError (ConnectionError)  TLS: the two sides do not believe each other
     ├── LimitError                        a named limit of a shard
     ├── StorageError                      files of a shard or a checkpoint: full disk, damaged
     ├── DeadlineError (TimeoutError)      no answer within the caller's deadline
@@ -155,6 +156,13 @@ class CorruptChunkError(ShardwellError):
 
 class WrongShardError(ShardwellError):
     """An address leads to a shard with another index, count or cluster id."""
+
+
+class AuthenticationError(ShardwellError, ConnectionError):
+    """The two sides of a connection do not believe each other.
+
+    One uses TLS and the other does not, or a certificate is not believed; the message says which.
+    """
 
 
 class LimitError(ShardwellError):

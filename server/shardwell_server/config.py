@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import TIMEOUT_S_MIN, check_duration, check_integer
+from shardwell.rpc.tls import Tls
 from shardwell.specs.names import check_name
 
 LOCAL_SHARD_COUNT_MAX = 64
@@ -147,6 +148,13 @@ class ShardConfig:
     """Whether payloads of clients on this machine go through memory that they share with the shard:
     "auto": where it can be had, by an abstract Unix socket; "off"; or a directory for the socket,
     which containers of the machine have in common. Always between processes of one user alone."""
+    tls: Tls | None = None
+    """What it proves itself with, and, with `ca`, whose clients it takes; None: no TLS, so that
+    whoever shares the network reads and changes what passes."""
+    connection_age_s: float = 3600.0
+    """After how long a connection over TLS is replaced by another one, from 1 to 86400 s, so that
+    certificates that were replaced have an end; calls that are under way then have half a minute
+    to end, and are made again by their client where they do not."""
     reflection: bool = False
     """Answer gRPC reflection, for tools such as grpcurl."""
     limits: Limits = field(default_factory=Limits)
@@ -173,3 +181,4 @@ class ShardConfig:
             raise ArgumentError(f"listen must be HOST:PORT; got {self.listen!r}")
         check_duration("session_lease_s", self.session_lease_s, 1, 86400)
         check_duration("grace_s", self.grace_s)
+        check_duration("connection_age_s", self.connection_age_s, 1, 86400)

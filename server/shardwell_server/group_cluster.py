@@ -20,6 +20,7 @@ from shardwell.errors import ShardUnavailableError
 from shardwell.group.group import Group
 from shardwell.group.join import listening_address
 from shardwell.process.owner import OwnerProcess
+from shardwell.rpc.tls import TlsArgument, tls_files
 from shardwell.specs.names import ADDRESS_LENGTH_MAX, format_ranks
 from shardwell_server import signals
 from shardwell_server.config import ShardConfig
@@ -47,6 +48,7 @@ class GroupCluster:
         chunk_size_bytes: See ShardConfig.
         grace_s: See ShardConfig.
         session_lease_s: See ShardConfig.
+        tls: See `shardwell.join_group`; of this rank's shard.
         log_level: Of this rank's shard, whose log goes to stderr.
 
     Raises:
@@ -64,6 +66,7 @@ class GroupCluster:
         chunk_size_bytes: int = 2**20,
         grace_s: float = 2.0,
         session_lease_s: float = 30.0,
+        tls: TlsArgument = None,
         log_level: str = "error",
     ) -> None:
         self._owner = OwnerProcess("cluster")
@@ -76,6 +79,7 @@ class GroupCluster:
         try:
             address = ""
             try:
+                files = tls_files(tls)
                 config = ShardConfig(
                     shard_index=group.rank,
                     shard_count=group.size,
@@ -84,6 +88,7 @@ class GroupCluster:
                     chunk_size_bytes=chunk_size_bytes,
                     grace_s=grace_s,
                     session_lease_s=session_lease_s,
+                    tls=None if files is None else files.tls,
                 )
                 with signals.held():
                     self._shard = ShardProcess(config, log_level=log_level)

@@ -22,6 +22,7 @@ from pathlib import Path
 from shardwell.errors import ArgumentError
 from shardwell.process.closeable import Closing
 from shardwell.process.owner import OwnerProcess
+from shardwell.rpc.tls import Tls
 from shardwell_server import signals
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability, Limits, ShardConfig
 from shardwell_server.server import ShardServer
@@ -44,6 +45,8 @@ class LocalCluster(Closing):
         grace_s: See ShardConfig.
         session_lease_s: See ShardConfig.
         same_host: See ShardConfig.
+        tls: See ShardConfig; its certificate must name 127.0.0.1.
+        connection_age_s: See ShardConfig.
         limits: See Limits; shards in this process only.
         log_level: Of shards in processes of their own, whose logs go to stderr.
 
@@ -65,6 +68,8 @@ class LocalCluster(Closing):
         grace_s: float = 2.0,
         session_lease_s: float = 30.0,
         same_host: str = "auto",
+        tls: Tls | None = None,
+        connection_age_s: float = 3600.0,
         limits: Limits | None = None,
         log_level: str = "error",
     ) -> None:
@@ -88,6 +93,8 @@ class LocalCluster(Closing):
                 grace_s=grace_s,
                 session_lease_s=session_lease_s,
                 same_host=same_host,
+                tls=tls,
+                connection_age_s=connection_age_s,
                 durability=Durability(durability),
                 limits=limits or Limits(),
             )

@@ -24,6 +24,7 @@ from shardwell.group.rendezvous.service import GROUP_SERVICE_NAME, GroupService
 from shardwell.numerics.arguments import check_duration
 from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.rpc.options import check_fork, listen_on, server_options
+from shardwell.rpc.tls import TlsFiles
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
 from shardwell_server.config import ShardConfig
@@ -71,6 +72,7 @@ class ShardServer:
 
     Raises:
         ForkedError: see `check_fork`.
+        ArgumentError: the files of `config.tls` can't be used.
         StorageError: what the files hold can't be believed; names the file.
         ShardUnavailableError: the address can't be listened on.
     """
@@ -105,6 +107,7 @@ class ShardServer:
     async def _listen(self) -> str:
         """Makes what lives on the loop; the address."""
         config, limits = self.config, self.config.limits
+        tls = None if config.tls is None else TlsFiles(config.tls)
         self._streams = OpenStreams(limits.stream_count_max)
         self._threads = WorkThreads(asyncio.get_running_loop(), _WORK_THREAD_COUNT)
         self._calls = Calls(
@@ -114,7 +117,9 @@ class ShardServer:
             answer_bytes_max=limits.answer_bytes_max,
         )
         self._server = grpc.aio.server(
-            options=server_options(config.session_lease_s),
+            options=server_options(
+                config.session_lease_s, config.connection_age_s if config.tls else None
+            ),
             maximum_concurrent_rpcs=(
                 limits.session_count_max + limits.stream_count_max + _UNARY_CALL_COUNT_MAX
             ),
@@ -150,7 +155,7 @@ class ShardServer:
             reflection.enable_server_reflection(names, self._server)
         host = config.listen.rpartition(":")[0]
         try:
-            port = listen_on(self._server, config.listen)
+            port = listen_on(self._server, config.listen, tls)
         except OSError as error:
             self._threads.close()
             await self._server.stop(None)

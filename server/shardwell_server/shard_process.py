@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from shardwell.errors import ShardUnavailableError
+from shardwell.rpc.tls import Tls
 from shardwell_server.config import ShardConfig
 from shardwell_server.processes import PARENT_FLAG, ChildProcess
 
@@ -41,11 +42,14 @@ class ShardProcess(ChildProcess):
             f"--chunk-size-bytes={config.chunk_size_bytes}",
             f"--grace-s={config.grace_s}",
             f"--session-lease-s={config.session_lease_s}",
+            f"--connection-age-s={config.connection_age_s}",
             f"--durability={config.durability.setting}",
             f"--same-host={config.same_host}",
             f"--log-level={log_level}",
             PARENT_FLAG,
         ]
+        if config.tls is not None:
+            arguments += _tls_arguments(config.tls)
         if data_dir is not None:
             arguments.append(f"--data-dir={data_dir}")
         super().__init__(arguments, environment=_plain_environment())
@@ -77,6 +81,11 @@ def not_started(shard_index: int, end: str) -> ShardUnavailableError:
     return ShardUnavailableError(
         f"shard {shard_index} did not start: {end}; its log is on stderr", shard_index=shard_index
     )
+
+
+def _tls_arguments(tls: Tls) -> list[str]:
+    files = {"cert": tls.cert, "key": tls.key, "client-ca": tls.ca}
+    return [f"--tls-{name}={os.fspath(path)}" for name, path in files.items() if path is not None]
 
 
 def _plain_environment() -> dict[str, str]:

@@ -25,6 +25,7 @@ PROMISED = {
     "Ring",
     "Strategy",
     "Tree",
+    "Tls",
     "tune_malloc",
     "DataParallelTrainer",
     "GradientSync",

@@ -32,6 +32,7 @@ from shardwell.group.schedule.collective import Arrival
 from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.transport.peers import LEAVE_TIMEOUT_S, Incoming, Outgoing, Peer
 from shardwell.process.shared_memory import SharedMemory
+from shardwell.rpc.tls import TlsFiles
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
@@ -57,6 +58,7 @@ class Generation:
         strategy: Strategy,
         traffic: Traffic,
         same_host: bool,
+        tls: TlsFiles | None,
     ) -> None:
         self.number = number
         self.rank = rank
@@ -64,6 +66,7 @@ class Generation:
         self._group = group
         self._traffic = traffic
         self._same_host = same_host
+        self._tls = tls
         self._peers: dict[int, Peer] = {}
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
@@ -256,7 +259,9 @@ class Generation:
     def _peer(self, rank: int) -> Peer:
         peer = self._peers.get(rank)
         if peer is None:
-            peer = self._peers[rank] = Peer(self.members[rank], same_host=self._same_host)
+            peer = self._peers[rank] = Peer(
+                self.members[rank], same_host=self._same_host, tls=self._tls
+            )
         return peer
 
     # What the engine needs of other ranks.

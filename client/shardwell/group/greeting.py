@@ -20,6 +20,7 @@ from shardwell.errors import (
 )
 from shardwell.group.transport.peers import Peer
 from shardwell.process.daemon_threads import DaemonThreads
+from shardwell.rpc.tls import TlsFiles
 from shardwell.v1 import group_pb2
 
 _THREAD_COUNT_MAX = 16
@@ -38,12 +39,19 @@ class Greeting:
         own_id: The member_id of the worker that greets.
         members: Of the generation, by rank; the worker itself among them.
         deadline_s: When to give up, by `time.monotonic`.
+        tls: What connections are made with; None: no TLS.
     """
 
     def __init__(
-        self, group: str, own_id: str, members: Sequence[group_pb2.Member], deadline_s: float
+        self,
+        group: str,
+        own_id: str,
+        members: Sequence[group_pb2.Member],
+        deadline_s: float,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._group = group
+        self._tls = tls
         self._deadline_s = deadline_s
         self._over = threading.Event()
         self._known = threading.Event()
@@ -92,7 +100,7 @@ class Greeting:
 
     def _reason(self, member: group_pb2.Member) -> str | None:
         """Why a member can't be reached; None if it was."""
-        peer = Peer(member)
+        peer = Peer(member, tls=self._tls)
         with self._lock:
             if not self._over.is_set():
                 self._peers.add(peer)

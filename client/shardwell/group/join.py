@@ -33,6 +33,7 @@ from shardwell.numerics.codec import CODECS
 from shardwell.process.allocator import tune_malloc
 from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.calls import CallThreads
+from shardwell.rpc.tls import TlsArgument, TlsFiles, tls_files
 from shardwell.specs.names import check_name, parse_target
 from shardwell.specs.parameter import WIRE_CODECS
 from shardwell.traffic import Traffic
@@ -60,6 +61,7 @@ def join_group(
     allow_non_finite: bool = False,
     keep_freed_memory: bool = True,
     same_host: bool = True,
+    tls: TlsArgument = None,
 ) -> Group:
     """Joins a group of workers, waiting until all its ranks are there and reach one another.
 
@@ -91,9 +93,14 @@ def join_group(
         same_host: Share memory with ranks that run on this machine, under the same user, for large
             arrays; the results are the same bits. $SHARDWELL_SAME_HOST may be "off", or a
             directory that containers of the machine have in common.
+        tls: `shardwell.Tls(ca=..., cert=..., key=...)`: what this worker proves itself with, and
+            believes of the others and of the meeting place; members listen and call, so all three
+            are needed. Default: the files that $SHARDWELL_TLS_CA, $SHARDWELL_TLS_CERT and
+            $SHARDWELL_TLS_KEY name, and no TLS where none is set. False: no TLS.
 
     Raises:
         ArgumentError: an argument, or what a launcher says, can't be used.
+        AuthenticationError: TLS keeps this worker and the meeting place apart; says why.
         WorkersMissingError: not all came in time; those that are missing are named, and so is who
             was refused, and why.
         GroupMismatchError: the group has another size, strategy, codec or allow_non_finite.
@@ -124,6 +131,11 @@ def join_group(
         allow_non_finite=bool(allow_non_finite),
     )
     traffic = Traffic()
+    files = tls_files(tls)
+    if files is not None and (files.tls.ca is None or files.tls.cert is None):
+        raise ArgumentError(
+            f"members of a group listen and call: tls needs ca, cert and key; got {files.tls!r}"
+        )
 
     threads = CallThreads("group")
 
@@ -136,6 +148,7 @@ def join_group(
             lease_s=lease_s,
             advertise=advertise,
             same_host=same_host_setting(is_wanted=same_host),
+            tls=files,
         )
         try:
             membership.join(join_timeout_s)
@@ -270,8 +283,10 @@ class _Membership:
         lease_s: float,
         advertise: str | None,
         same_host: str,
+        tls: TlsFiles | None,
     ) -> None:
         self._same_host = same_host
+        self._tls = tls
         self._spec = spec
         self._arguments = arguments
         self._strategy = strategy
@@ -288,6 +303,7 @@ class _Membership:
             member_id=member_id,
             size=arguments.size,
             same_host=same_host,
+            tls=tls,
             more=(GroupService().handler(),) if arguments.serves_rendezvous else (),
         )
         self._member = group_pb2.Member(
@@ -296,7 +312,7 @@ class _Membership:
             description=f"{socket.gethostname()}, process {os.getpid()}"[:200],
             arena_address=self._server.arenas.address,
         )
-        self._rendezvous = Rendezvous(arguments.rendezvous)
+        self._rendezvous = Rendezvous(arguments.rendezvous, tls)
 
     def join(self, timeout_s: float) -> None:
         """Comes to the first generation; blocks until it is ready."""
@@ -362,6 +378,7 @@ class _Membership:
             strategy=self._strategy,
             traffic=self._traffic,
             same_host=self._same_host != "off",
+            tls=self._tls,
         )
         self._server.begin(generation)
         self.generation = generation
@@ -408,4 +425,4 @@ class _Membership:
         return f"{host}:{port}"
 
     def _greet(self, members: Sequence[group_pb2.Member], deadline_s: float) -> Greeting:
-        return Greeting(self._spec.name, self._member.member_id, members, deadline_s)
+        return Greeting(self._spec.name, self._member.member_id, members, deadline_s, self._tls)

@@ -14,6 +14,7 @@ import grpc
 
 from shardwell.errors import (
     ClosedError,
+    CorruptChunkError,
     ShardUnavailableError,
     ShardwellError,
     WrongShardError,
@@ -23,6 +24,7 @@ from shardwell.rpc.attendance import new_session
 from shardwell.rpc.calls import CallThreads, current_call
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.tls import TlsFiles
 from shardwell.specs.names import parse_target
 from shardwell.v1 import parameter_server_pb2 as pb
 
@@ -45,15 +47,21 @@ class Shards:
         addresses: HOST:PORT of each shard, in order.
         threads: Threads of the client, which end with it.
         same_host: Whether memory is shared with shards of this machine.
+        tls: What connections are made with; None: no TLS.
     """
 
     def __init__(
-        self, addresses: list[str], threads: CallThreads, *, same_host: bool = True
+        self,
+        addresses: list[str],
+        threads: CallThreads,
+        *,
+        same_host: bool = True,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.session = new_session()
         """Of this client."""
         self.channels = [
-            ShardChannel(i, address, self.session, same_host=same_host)
+            ShardChannel(i, address, self.session, same_host=same_host, tls=tls)
             for i, address in enumerate(addresses)
         ]
         """One a shard, by index."""
@@ -135,6 +143,7 @@ def connect_shards(
     cluster_id: str | None,
     timeout_s: float,
     same_host: bool = True,
+    tls: TlsFiles | None = None,
 ) -> Shards:
     """Connects to all shards and checks who answers; then attends on each.
 
@@ -144,8 +153,10 @@ def connect_shards(
         cluster_id: What the cluster must be called; None takes what the shards agree on.
         timeout_s: How long shards that are not there yet are waited for, all together.
         same_host: Whether memory is shared with shards of this machine.
+        tls: What connections are made with; None: no TLS.
 
     Raises:
+        AuthenticationError: a shard is there, and TLS keeps the two sides apart.
         ShardUnavailableError: a shard did not answer in time; it is named.
         WrongShardError: an address leads to another shard, count or cluster.
         LimitError: this process has no descriptors left for it, or a shard has none.
@@ -156,7 +167,10 @@ def connect_shards(
     try:
         return threads.run(
             lambda: _connected(
-                Shards(addresses, threads, same_host=same_host), worker_id, cluster_id, timeout_s
+                Shards(addresses, threads, same_host=same_host, tls=tls),
+                worker_id,
+                cluster_id,
+                timeout_s,
             ),
             timeout_s,
         )
@@ -210,16 +224,23 @@ def _check(
     attempts: Attempts,
 ) -> None:
     """Asks a shard who it is; the first one's cluster id stands where none is expected."""
-    try:
-        status = attempts.run(
-            lambda: channel.call(
-                "GetStatus",
-                pb.GetStatusRequest(identity_only=True),
-                pb.GetStatusResponse,
-                timeout_s=attempts.rest_s,
-                wait_for_ready=True,
-            )
+
+    def ask(*, waits: bool) -> pb.GetStatusResponse:
+        return channel.call(
+            "GetStatus",
+            pb.GetStatusRequest(identity_only=True),
+            pb.GetStatusResponse,
+            timeout_s=attempts.rest_s,
+            wait_for_ready=waits,
         )
+
+    try:
+        try:
+            status = ask(waits=False)
+        except (ShardUnavailableError, CorruptChunkError):
+            # It may not be there yet; but where TLS keeps the two apart, no waiting mends it.
+            channel.check_trust(attempts.remaining_s)
+            status = attempts.run(lambda: ask(waits=True))
     except (TimeoutError, ShardUnavailableError):
         check_descriptors(1, f"a connection to {channel.address}")
         raise ShardUnavailableError(

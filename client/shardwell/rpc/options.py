@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from shardwell.errors import ForkedError
 from shardwell.process.owner import OwnerProcess
+from shardwell.rpc.tls import TlsFiles
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
 CHANNEL_OPTIONS = (
@@ -37,18 +38,34 @@ CHANNEL_OPTIONS = (
 )
 
 _FORK_SUPPORT_VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
+_HANDSHAKE_S = 10.0
+"""How long whoever connects may take until the two sides speak."""
+_CONNECTION_END_S = 30.0
+"""How long calls go on over a connection that has reached its age."""
 KEEPALIVE_S = 30.0
 """After how long a server notices that a client vanished, unless it is told another time."""
 
 
-def server_options(keepalive_s: float = KEEPALIVE_S) -> tuple[tuple[str, int], ...]:
+def server_options(
+    keepalive_s: float = KEEPALIVE_S, connection_age_s: float | None = None
+) -> tuple[tuple[str, int], ...]:
     """Options of a gRPC server.
 
     Args:
         keepalive_s: A client whose machine vanished is noticed within so long, and its calls end.
+        connection_age_s: After how long a connection takes no more calls, so that its client makes
+            another one; those that are under way have some time to end. None: never.
     """
     half_ms = int(keepalive_s * 500)
+    age: tuple[tuple[str, int], ...] = ()
+    if connection_age_s is not None:
+        age = (
+            ("grpc.max_connection_age_ms", int(connection_age_s * 1000)),
+            ("grpc.max_connection_age_grace_ms", int(_CONNECTION_END_S * 1000)),
+        )
     return (
+        *age,
+        ("grpc.server_handshake_timeout_ms", int(_HANDSHAKE_S * 1000)),
         ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
         ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
@@ -85,10 +102,18 @@ def _first_user_of_grpc() -> OwnerProcess:
     return OwnerProcess("first connection")
 
 
-def listen_on(server: grpc.Server | grpc.aio.Server, address: str) -> int:
+def listen_on(
+    server: grpc.Server | grpc.aio.Server, address: str, tls: TlsFiles | None = None
+) -> int:
     """The port on which the server will listen; the one that was taken, where 0 is asked for.
 
+    Args:
+        server: Not started yet.
+        address: HOST:PORT.
+        tls: What it proves itself with, and believes; None: no TLS.
+
     Raises:
+        ArgumentError: `tls` has no certificate.
         OSError: it can't be listened on. It is tried before gRPC does, which would tell of it in
             lines of its own on stderr.
     """
@@ -108,8 +133,11 @@ def listen_on(server: grpc.Server | grpc.aio.Server, address: str) -> int:
     else:
         if refused is not None:
             raise refused
+    credentials = None if tls is None else tls.server_credentials()
     try:
-        return int(server.add_insecure_port(address))
+        if credentials is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, credentials))
     except RuntimeError as error:
         raise OSError(errno.EADDRNOTAVAIL, str(error)) from None
 

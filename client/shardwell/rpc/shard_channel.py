@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from shardwell.errors import (
+    AuthenticationError,
     ClosedError,
     CorruptChunkError,
     LimitError,
@@ -28,10 +29,12 @@ from shardwell.process.unix_sockets import connected
 from shardwell.rpc.arena import Arenas
 from shardwell.rpc.attendance import Attendance, new_session
 from shardwell.rpc.calls import cancelled_by
+from shardwell.rpc.channel import Channel
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.neighbour import PAUSE_S, Neighbour
-from shardwell.rpc.options import CHANNEL_OPTIONS, check_fork, unary_stub
+from shardwell.rpc.options import unary_stub
 from shardwell.rpc.session import Session
+from shardwell.rpc.tls import TlsFiles, check_trust
 from shardwell.rpc.unix_call import UnixCall, UnixCalls
 from shardwell.v1 import arena_pb2, session_pb2, table_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -82,6 +85,7 @@ class ShardChannel:
         session: Session | None = None,
         *,
         same_host: bool = True,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.shard_index = shard_index
         self.address = address
@@ -102,10 +106,15 @@ class ShardChannel:
         self.has_seats = False
         """Whether the client may have taken a seat on the shard."""
         self._closed = False
+        self._tls = tls
+        self._channel = Channel(address, tls)
+        self._bind()
+        self._attendance = Attendance(self._attended, self.translate)
+
+    def _bind(self) -> None:
+        """Makes what calls the shard over the channel that is used now."""
+        channel = self._channel.current
         self._stubs: dict[str, Any] = {}
-        check_fork()
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        channel = self._channel
         self.put_gradient: Any = channel.stream_unary(
             f"/{_SERVICE}/PutGradient",
             response_deserializer=pb.PutGradientResponse.FromString,
@@ -146,7 +155,6 @@ class ShardChannel:
         self._end_session: Any = unary_stub(
             channel, f"/{_SESSION_SERVICE}/EndSession", session_pb2.EndSessionResponse
         )
-        self._attendance = Attendance(self._attended, self.translate)
 
     def unix_call(self, method: str, calls: UnixCalls, timeout_s: float) -> UnixCall:
         """A stream to the shard, on this machine. Blocks up to `timeout_s`, and mostly not at all.
@@ -236,7 +244,7 @@ class ShardChannel:
         name = f"/{service}/{method}"
         stub = self._stubs.get(name)
         if stub is None:
-            stub = self._stubs[name] = unary_stub(self._channel, name, response_type)
+            stub = self._stubs[name] = unary_stub(self._channel.current, name, response_type)
         if checksum.CRC_FIELD in request.DESCRIPTOR.fields_by_name:
             request.crc32c = checksum.of_message(request)
         return stub.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
@@ -292,7 +300,9 @@ class ShardChannel:
         Raises:
             ClosedError: the channel was closed, before or meanwhile.
         """
-        stub: Any = self._channel.unary_unary(
+        if self._channel.renew():
+            self._bind()
+        stub: Any = self._channel.current.unary_unary(
             f"/{_SERVICE}/GetStatus",
             request_serializer=pb.GetStatusRequest.SerializeToString,
         )
@@ -308,6 +318,18 @@ class ShardChannel:
             raise ClosedError("the client was closed; connect again")
         # Any other status is an answer, and says more when the call itself is made again.
         return error is None or call.code() not in _ABSENT
+
+    def check_trust(self, timeout_s: float) -> None:
+        """Looks why the shard can't be called, once a call has failed. Blocks up to `timeout_s`.
+
+        Raises:
+            AuthenticationError: it is there, and TLS keeps the two sides apart.
+        """
+        try:
+            check_trust(f"shard {self.shard_index}", self.address, self._tls, timeout_s)
+        except AuthenticationError as error:
+            error.shard_index = self.shard_index
+            raise
 
     @contextlib.contextmanager
     def translated(self, parameter: str | None = None, table: str | None = None) -> Iterator[None]:

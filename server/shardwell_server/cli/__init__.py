@@ -13,6 +13,7 @@ from shardwell_server.processes import end_process
 
 _COMMANDS = {
     "bench": ("bench", "bench"),
+    "certs": ("certs", "certs"),
     "checkpoint": ("checkpoint", "checkpoint"),
     "cluster": ("cluster", "cluster"),
     "demo": ("demo", "demo"),

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import signal
+import tempfile
 import time
 from pathlib import Path
 
 import click
 
+from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, Tls
 from shardwell_server import signals
+from shardwell_server.cli.certs import LOCAL_HOSTS
 from shardwell_server.cli.options import GivenPath, shard_count_option, usage_errors
 from shardwell_server.config import Durability
 from shardwell_server.local_cluster import LocalCluster
 from shardwell_server.shard_process import NOT_READY, START_TIMEOUT_S, not_started
 
 _LOOK_INTERVAL_S = 0.1
+_CERTIFICATE_DAYS = 365
+"""Each start makes new ones."""
 _DEATH_COUNT_MAX = 1000
 """Deaths of one shard after which something else must be wrong."""
 _FAILED_START_COUNT_MAX = 3
@@ -43,6 +49,13 @@ _CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal
     help="What acknowledged gradients survive: kill -9; loss of power; that, but the last SECONDS.",
 )
 @click.option(
+    "--tls",
+    "with_tls",
+    is_flag=True,
+    help="TLS on both sides, with certificates that are made for it, in DATA_DIR/certs if there is "
+    "a data directory.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="warning",
@@ -50,7 +63,14 @@ _CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal
     envvar="SHARDWELL_LOG_LEVEL",
     help="The least that the shards log.",
 )
-def cluster(*, shard_count: int, data_dir: Path | None, durability: str, log_level: str) -> None:
+def cluster(
+    *,
+    shard_count: int,
+    data_dir: Path | None,
+    durability: str,
+    with_tls: bool,
+    log_level: str,
+) -> None:
     """Run a whole cluster on this machine until Ctrl-C.
 
     Prints the line that workers need in their environment.
@@ -59,6 +79,10 @@ def cluster(*, shard_count: int, data_dir: Path | None, durability: str, log_lev
     with usage_errors():
         Durability(durability).check_files(data_dir is not None)
     with contextlib.ExitStack() as stack:
+        tls: Tls | None = None
+        variables = ""
+        if with_tls:
+            tls, variables = _own_certificates(stack, data_dir)
         with signals.breaking_off():
             running = stack.enter_context(
                 LocalCluster(
@@ -66,10 +90,11 @@ def cluster(*, shard_count: int, data_dir: Path | None, durability: str, log_lev
                     data_dir,
                     processes=True,
                     durability=durability,
+                    tls=tls,
                     log_level=log_level,
                 )
             )
-        click.echo(f"export SHARDWELL_SHARDS={running.target}")
+        click.echo(f"export SHARDWELL_SHARDS={running.target}{variables}")
         click.echo(
             f"# cluster {running.cluster_id}: {shard_count} shards are serving; Ctrl-C stops them",
             err=True,
@@ -79,6 +104,25 @@ def cluster(*, shard_count: int, data_dir: Path | None, durability: str, log_lev
             for shard in watched:
                 shard.look()
             time.sleep(_LOOK_INTERVAL_S)
+
+
+def _own_certificates(stack: contextlib.ExitStack, data_dir: Path | None) -> tuple[Tls, str]:
+    """What the shards have, and what follows in the line that workers need."""
+    from shardwell_server.certificates import make_certificates  # a tenth of a second
+
+    directory = (
+        Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwell-certs-")))
+        if data_dir is None
+        else data_dir / "certs"
+    )
+    files = make_certificates(directory, LOCAL_HOSTS, _CERTIFICATE_DAYS)
+    workers = {
+        CA_VARIABLE: files.ca,
+        CERT_VARIABLE: files.client,
+        KEY_VARIABLE: files.client_key,
+    }
+    variables = "".join(f" {name}={shlex.quote(str(path))}" for name, path in workers.items())
+    return Tls(ca=files.ca, cert=files.server, key=files.server_key), variables
 
 
 class _WatchedShard:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,11 +19,11 @@ from shardwell_server.cli.duration import Duration
 def health(*, address: str | None, timeout_s: float) -> None:
     """Ask a shard's grpc.health.v1 service; exit code 0 if it is SERVING, else 1.
 
-    Without HOST:PORT: $SHARDWELL_LISTEN.
+    Without HOST:PORT: $SHARDWELL_LISTEN. With $SHARDWELL_TLS_CA, over TLS.
     """
     if not address:
         raise click.UsageError("no address was given: add HOST:PORT, or set $SHARDWELL_LISTEN")
-    with grpc.insecure_channel(address) as channel:
+    with _channel(address) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout_s
@@ -34,9 +36,24 @@ def health(*, address: str | None, timeout_s: float) -> None:
                 raise click.UsageError(f"a shard's address is HOST:PORT; got {address!r}") from None
             raise click.ClickException(
                 f"{address} does not answer: {error.code().name}; check that the shard runs and "
-                "can be reached from here"
+                "can be reached from here, and whether one of the two sides alone uses TLS"
             ) from None
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     click.echo(f"{address} is {name}")
     if response.status != health_pb2.HealthCheckResponse.SERVING:
         raise click.exceptions.Exit(1)
+
+
+def _channel(address: str) -> grpc.Channel:
+    if not (os.environ.get("SHARDWELL_TLS_CA") or os.environ.get("SHARDWELL_TLS_CERT")):
+        return grpc.insecure_channel(address)
+    # Not above: see below.
+    from shardwell.rpc.channel import Channel
+    from shardwell.rpc.tls import tls_files
+    from shardwell_server.cli.options import usage_errors
+
+    host, colon, port = address.rpartition(":")
+    if host in ("0.0.0.0", "[::]"):  # which no certificate names
+        address = f"localhost{colon}{port}"
+    with usage_errors():
+        return Channel(address, tls_files(None)).current

@@ -18,6 +18,8 @@ from shardwell.errors import ShardwellError
 from shardwell.group.launch.environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
 from shardwell.group.launch.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
 from shardwell.group.rendezvous.service import GroupService
+from shardwell.rpc.options import listen_on
+from shardwell.rpc.tls import Tls, tls_files
 from shardwell.specs.names import check_name, parse_target
 from shardwell_server import signals
 from shardwell_server.cli.duration import Duration
@@ -114,7 +116,12 @@ def run(
 
             with signals.breaking_off():
                 cluster = stack.enter_context(
-                    LocalCluster(worker_count, processes=True, log_level="warning")
+                    LocalCluster(
+                        worker_count,
+                        processes=True,
+                        tls=Tls.from_environment(),
+                        log_level="warning",
+                    )
                 )
             shards = cluster.children
             shared[TARGET_VARIABLE] = cluster.target
@@ -134,7 +141,7 @@ def _served_rendezvous() -> Iterator[str]:
         futures.ThreadPoolExecutor(_RENDEZVOUS_THREAD_COUNT, "shardwell-rendezvous")
     )
     server.add_generic_rpc_handlers([GroupService().handler()])
-    port = server.add_insecure_port(f"{_LOCALHOST}:0")
+    port = listen_on(server, f"{_LOCALHOST}:0", tls_files(None))
     server.start()
     try:
         yield f"{_LOCALHOST}:{port}"

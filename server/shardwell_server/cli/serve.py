@@ -11,7 +11,9 @@ from typing import Any
 
 import click
 
+from shardwell.errors import ArgumentError
 from shardwell.process.allocator import tune_malloc
+from shardwell.rpc.tls import Tls, TlsFiles
 from shardwell_server import signals
 from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import GivenPath, usage_errors
@@ -162,6 +164,29 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Share memory with clients of this machine; DIRECTORY: one that containers share.",
 )
 @click.option(
+    "--tls-cert",
+    type=GivenPath(),
+    envvar="SHARDWELL_TLS_CERT",
+    help="The shard's certificate, PEM, made by `shardwell certs`, say; with it all speak TLS.",
+)
+@click.option(
+    "--tls-key", type=GivenPath(), envvar="SHARDWELL_TLS_KEY", help="The certificate's key, PEM."
+)
+@click.option(
+    "--tls-client-ca",
+    type=GivenPath(),
+    envvar=["SHARDWELL_TLS_CLIENT_CA", "SHARDWELL_TLS_CA"],
+    help="Whose clients are let in, PEM. Without: clients need no certificate.",
+)
+@click.option(
+    "--connection-age-s",
+    type=Duration(1.0, 86400.0),
+    default=3600.0,
+    show_default=True,
+    envvar="SHARDWELL_CONNECTION_AGE_S",
+    help="Seconds after which a connection over TLS is replaced, and old certificates with it.",
+)
+@click.option(
     "--reflection/--no-reflection",
     default=False,
     envvar="SHARDWELL_REFLECTION",
@@ -185,6 +210,10 @@ def serve(
     grace_s: float,
     session_lease_s: float,
     same_host: str,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    connection_age_s: float,
     reflection: bool,
     **limits: Any,
 ) -> None:
@@ -204,6 +233,8 @@ def serve(
             grace_s=grace_s,
             session_lease_s=session_lease_s,
             same_host=same_host,
+            tls=_tls(tls_cert, tls_key, tls_client_ca),
+            connection_age_s=connection_age_s,
             reflection=reflection,
             durability=Durability(durability),
             limits=Limits(**limits),
@@ -228,3 +259,14 @@ def serve(
         server = stack.enter_context(ShardServer(config, claimed))
         click.echo(f"{SERVING_LINE}{server.address}")
         signals.wait()
+
+
+def _tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> Tls | None:
+    """What the flags say, if its files can be used."""
+    if cert is None and key is None:
+        if client_ca is None:
+            return None
+        raise ArgumentError("--tls-client-ca needs --tls-cert and --tls-key: no TLS without them")
+    tls = Tls(ca=client_ca, cert=cert, key=key)
+    TlsFiles(tls)
+    return tls

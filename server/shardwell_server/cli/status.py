@@ -14,11 +14,12 @@ from rich.table import Table
 from shardwell.errors import DeadlineError, ShardUnavailableError, ShardwellError
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus, ask_status
+from shardwell.rpc.tls import tls_files
 from shardwell.specs.initializers import Initializer
 from shardwell.specs.names import parse_target
 from shardwell.specs.optimizers import Average, Optimizer
 from shardwell_server.cli.duration import Duration
-from shardwell_server.cli.options import shards_option
+from shardwell_server.cli.options import shards_option, usage_errors
 from shardwell_server.cli.tables import table
 from shardwell_server.terminal import console
 
@@ -38,8 +39,10 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
     Exit code 1 if a shard does not answer, or is not the one that its place in the list says.
     """
     answers: list[_Answer] = []
+    with usage_errors():
+        files = tls_files(None)
     for index, address in enumerate(parse_target(target)):
-        channel = ShardChannel(index, address)
+        channel = ShardChannel(index, address, tls=files)
         try:
             answers.append((address, ask_status(channel, timeout_s)))
         except ShardwellError as error:

@@ -29,7 +29,7 @@ PAGES = [
     "README.md",
     *(f"docs/{name}.md" for name in (
         "pytorch", "jax", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
-        "guarantees", "errors", "performance", "wire", "architecture",
+        "guarantees", "errors", "performance", "wire", "architecture", "security",
     )),
 ]  # fmt: skip
 END_TIMEOUT_S = 120.0
@@ -56,7 +56,7 @@ PRINTED = {
     "docs/groups.md 2": rf"\d\.\d+(e-\d+)? {ONES}",
     "docs/tables.md 1": r"\[     7 123456\]",
     "shardwell checkpoint inspect ckpt/step-1000 --verify": r"(?s).*numpy.*",
-    "shardwell status": r"(?s).*0 of 2 .* serving .*1 of 2 .* serving .*",
+    "shardwell status": r"(?s).*0 of (2 .* serving .*1 of 2|1) .* serving .*",
 }
 """What a line prints, or a block by its page and number."""
 
@@ -115,10 +115,12 @@ class Reader:
             return
         words = shlex.split(step.text)
         match words:
-            case ["export", setting]:
-                name, _, _ = setting.partition("=")
-                assert name == "SHARDWELL_SHARDS"
-                self._environment[name] = ",".join(self._addresses)
+            case ["export", *settings]:
+                for setting in settings:
+                    name, _, value = setting.partition("=")
+                    if name == "SHARDWELL_SHARDS":
+                        value, self._addresses = ",".join(self._addresses), []
+                    self._environment[name] = value
             case ["shardwell", "cluster", *_]:
                 cluster = self._started(words)
                 setting = cluster.read_line().removeprefix("export ")

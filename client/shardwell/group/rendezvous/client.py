@@ -26,8 +26,10 @@ from shardwell.errors import (
 )
 from shardwell.process.closeable import Closing
 from shardwell.rpc.calls import cancelled_by, current_call
+from shardwell.rpc.channel import Channel
 from shardwell.rpc.error_codes import from_rpc_error
-from shardwell.rpc.options import CHANNEL_OPTIONS, check_fork, unary_stub
+from shardwell.rpc.options import unary_stub
+from shardwell.rpc.tls import TlsFiles, check_trust
 from shardwell.specs.names import format_ranks, parse_target
 from shardwell.v1 import group_pb2 as pb
 
@@ -82,16 +84,17 @@ class Rendezvous(Closing):
 
     Args:
         target: HOST:PORT; of a cluster's target, the first address counts: groups meet at shard 0.
+        tls: What the connection is made with; None: no TLS.
 
     Raises:
         ArgumentError: it is no address.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, tls: TlsFiles | None = None) -> None:
         self.address = parse_target(target)[0]
         self._closed = threading.Event()
-        check_fork()
-        self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self._tls = tls
+        self._channel = Channel(self.address, tls)
 
     def join(
         self,
@@ -127,6 +130,7 @@ class Rendezvous(Closing):
 
         Raises:
             WorkersMissingError: the timeout has passed; names the missing ranks.
+            AuthenticationError: the rendezvous is there, and TLS keeps the two sides apart.
             ShardUnavailableError: the rendezvous did not answer at all.
             GroupMismatchError: another size, strategy, codec or allow_non_finite than those have
                 who hold the name, and live.
@@ -206,15 +210,23 @@ class Rendezvous(Closing):
         while (remaining_s := waiting.remaining_s) > 0:
             answer_s = min(remaining_s, _ANSWER_S_MAX)
             try:
-                call = self._begin("JoinGroup", request, pb.JoinGroupResponse, answer_s)
+                call = self._begin(
+                    "JoinGroup",
+                    request,
+                    pb.JoinGroupResponse,
+                    answer_s,
+                    waits=waiting.is_tried,  # what no waiting mends is found out at once
+                )
                 with cancelled_by(call.cancel):
                     response: pb.JoinGroupResponse = self._finish(call)
             except ShardUnavailableError as error:
                 waiting.failed(error)
+                check_trust("the rendezvous", self.address, self._tls, waiting.remaining_s)
             except DeadlineError as error:
                 if type(error) is not DeadlineError:
                     raise
                 waiting.failed(error)
+                check_trust("the rendezvous", self.address, self._tls, waiting.remaining_s)
             except WorkerUnreachableError as error:
                 if not request.previous_generation:
                     raise
@@ -252,11 +264,18 @@ class Rendezvous(Closing):
         raise waiting.given_up()
 
     def _begin(
-        self, method: str, request: Any, response_type: type[Message], timeout_s: float
+        self,
+        method: str,
+        request: Any,
+        response_type: type[Message],
+        timeout_s: float,
+        *,
+        waits: bool = True,
     ) -> Any:
-        stub = unary_stub(self._channel, f"/{_SERVICE}/{method}", response_type)
+        self._channel.renew()
+        stub = unary_stub(self._channel.current, f"/{_SERVICE}/{method}", response_type)
         try:
-            return stub.future(request, timeout=timeout_s, wait_for_ready=True)
+            return stub.future(request, timeout=timeout_s, wait_for_ready=waits)
         except ValueError as error:  # what gRPC raises for a closed channel
             if not self._closed.is_set():
                 raise
@@ -315,6 +334,11 @@ class _Waiting:
     def remaining_s(self) -> float:
         """Until the deadline."""
         return self._began_s + self._timeout_s - time.monotonic()
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether it was asked before."""
+        return self._last is not None or self._error is not None
 
     @property
     def is_heard(self) -> bool:

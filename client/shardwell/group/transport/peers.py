@@ -14,8 +14,10 @@ from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, 
 from shardwell.process.shared_memory import HEAD_BYTES, SharedMemory
 from shardwell.rpc import arena
 from shardwell.rpc.arena import BATCH_COUNT, Arenas, inline_message, shared_message
+from shardwell.rpc.channel import Channel
 from shardwell.rpc.error_codes import from_rpc_error
-from shardwell.rpc.options import CHANNEL_OPTIONS, check_fork, unary_stub
+from shardwell.rpc.options import unary_stub
+from shardwell.rpc.tls import TlsFiles
 from shardwell.traffic import Traffic
 from shardwell.v1 import arena_pb2, group_pb2, peer_pb2
 from shardwell.v1 import peer_pb2 as pb
@@ -42,7 +44,13 @@ _LAST_SIZE_MAX_BYTES = 64
 class Peer:
     """The connection to one other member. Any thread may call it."""
 
-    def __init__(self, member: group_pb2.Member, *, same_host: bool = False) -> None:
+    def __init__(
+        self,
+        member: group_pb2.Member,
+        *,
+        same_host: bool = False,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self.member = member
         self.arenas = Arenas(
             f"the worker at {member.address}",
@@ -51,8 +59,8 @@ class Peer:
             is_wanted=same_host,
         )
         """Memory to be shared with it, if it is on this machine."""
-        check_fork()
-        self._channel = grpc.insecure_channel(member.address, options=CHANNEL_OPTIONS)
+        self._connection = Channel(member.address, tls)
+        self._channel = self._connection.current
         self.agree: Any = self._channel.stream_stream(
             f"/{SERVICE_NAME}/Agree",
             request_serializer=pb.AgreeRequest.SerializeToString,
@@ -86,7 +94,7 @@ class Peer:
 
     def close(self) -> None:
         """Ends the connection and every call on it."""
-        self._channel.close()
+        self._connection.close()
         self.arenas.close()
 
 

@@ -26,6 +26,7 @@ from shardwell.rpc.arena import ARENA_BYTES_MAX
 from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.rpc.handlers import Handlers, parsed
 from shardwell.rpc.options import check_fork, listen_on, server_options
+from shardwell.rpc.tls import TlsFiles
 from shardwell.v1 import arena_pb2
 from shardwell.v1 import peer_pb2 as pb
 
@@ -135,6 +136,7 @@ class PeerServer:
         member_id: Of this member.
         size: Members that may have streams here.
         same_host: See `ArenaOffers.start`.
+        tls: What it proves itself with, and believes; None: no TLS.
         more: Handlers of other services at the same address.
 
     Raises:
@@ -150,6 +152,7 @@ class PeerServer:
         member_id: str,
         size: int,
         same_host: str = "off",
+        tls: TlsFiles | None = None,
         more: tuple[grpc.GenericRpcHandler, ...] = (),
     ) -> None:
         check_fork()
@@ -173,7 +176,7 @@ class PeerServer:
         self._server.add_generic_rpc_handlers((self._handler(), *more))
         host = listen.rpartition(":")[0]
         try:
-            port = listen_on(self._server, listen)
+            port = listen_on(self._server, listen, tls)
         except OSError as error:
             self._threads.shutdown()
             raise ShardUnavailableError(

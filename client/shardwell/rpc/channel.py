@@ -1,0 +1,67 @@
+"""A gRPC channel to one address, made anew where its certificates have changed."""
+
+from __future__ import annotations
+
+import threading
+
+import grpc
+
+from shardwell.rpc.options import CHANNEL_OPTIONS, check_fork
+from shardwell.rpc.tls import Contents, TlsFiles
+
+
+class Channel:
+    """The connection to one server. Any thread may use it.
+
+    A channel of gRPC's keeps the certificates that it was made with. Calls that are under way on
+    one that was replaced go on there, and it ends with the last of them.
+
+    Args:
+        address: HOST:PORT.
+        tls: What it proves itself with, and believes; None: no TLS.
+
+    Raises:
+        ForkedError: see `check_fork`.
+    """
+
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
+        self._address = address
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._closed = False
+        self._contents: Contents | None = None if tls is None else tls.contents()
+        self.current = self._opened()
+        """gRPC's."""
+        self._previous: grpc.Channel | None = None
+
+    def renew(self) -> bool:
+        """Makes another one if the certificates have changed; whether it has."""
+        if self._tls is None:
+            return False
+        contents = self._tls.contents()
+        with self._lock:
+            if self._closed or contents is self._contents:
+                return False
+            self._contents = contents
+            self._previous, self.current = self.current, self._opened()
+            return True
+
+    def close(self) -> None:
+        """Ends it, and every call on it. Safe to repeat."""
+        with self._lock:
+            self._closed = True
+            self.current.close()
+            if self._previous is not None:
+                self._previous.close()
+
+    def _opened(self) -> grpc.Channel:
+        check_fork()
+        if self._tls is None or self._contents is None:
+            return grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        name = self._tls.tls.server_name
+        options = (("grpc.ssl_target_name_override", name),) if name else ()
+        return grpc.secure_channel(
+            self._address,
+            self._tls.channel_credentials(self._contents),
+            options=(*CHANNEL_OPTIONS, *options),
+        )

@@ -1,0 +1,318 @@
+"""TLS: who the two ends of a connection are, proved by certificates in files.
+
+Files may be replaced at any time. A server looks at them when a connection comes, a client when it
+makes one after a failure. What can't be used, a certificate whose key is still the old one, say, is
+left alone, and the last that could be used stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import threading
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import grpc
+
+from shardwell.errors import ArgumentError, AuthenticationError
+from shardwell.rpc.calls import cancelled_by, current_call
+
+_LOG = logging.getLogger("shardwell")
+_LOOK_S = 1.0
+"""How long a server may take for each of three things that show what is wrong."""
+_LOOK_S_MIN = 0.01
+CA_VARIABLE = "SHARDWELL_TLS_CA"
+CERT_VARIABLE = "SHARDWELL_TLS_CERT"
+KEY_VARIABLE = "SHARDWELL_TLS_KEY"
+SERVER_NAME_VARIABLE = "SHARDWELL_TLS_SERVER_NAME"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """What one side of its connections proves itself with, and believes of the other side.
+
+    All files are PEM, and may be replaced while they are in use: see docs/security.md.
+
+    Args:
+        ca: Certificates of the authorities that vouch for the other side. None: for a client, those
+            that gRPC brings, as browsers do; a server takes clients without a certificate.
+        cert: This side's certificate, and those between it and its authority. A server and a
+            member of a group need one, a client where the server asks for it.
+        key: The private key of `cert`, without a password.
+        server_name: The name that a server's certificate must have, if not the host of its address:
+            where workers reach shards by addresses that no certificate names.
+
+    Raises:
+        ArgumentError: one of cert and key is missing.
+    """
+
+    ca: str | os.PathLike[str] | None = None
+    cert: str | os.PathLike[str] | None = None
+    key: str | os.PathLike[str] | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ArgumentError(
+                "a certificate and its key come together; got "
+                f"cert={_shown(self.cert)} and key={_shown(self.key)}"
+            )
+
+    @staticmethod
+    def from_environment() -> Tls | None:
+        """$SHARDWELL_TLS_CA, _CERT, _KEY and _SERVER_NAME; None: none of the files is named."""
+        ca, cert, key, name = (
+            os.environ.get(variable) or None
+            for variable in (CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SERVER_NAME_VARIABLE)
+        )
+        return Tls(ca=ca, cert=cert, key=key, server_name=name) if ca or cert or key else None
+
+
+TlsArgument: TypeAlias = Tls | Literal[False] | None
+"""As callers give it; None: what the environment says; False: no TLS, whatever it says."""
+
+
+class Contents(NamedTuple):
+    """What the files had when they were read and fitted together."""
+
+    ca: bytes | None
+    cert: bytes | None
+    key: bytes | None
+
+
+class TlsFiles:
+    """The files of a `Tls`, read again when they change. Any thread may use it.
+
+    Raises:
+        ArgumentError: a file can't be read, is no PEM, or the key is not the certificate's.
+    """
+
+    def __init__(self, tls: Tls) -> None:
+        self.tls = tls
+        self._lock = threading.Lock()
+        self._stamps = _stamps(tls)
+        self._contents = _read(tls)
+
+    def contents(self) -> Contents:
+        """What is to be used now: the same object as long as nothing has changed."""
+        stamps = _stamps(self.tls)
+        with self._lock:
+            if stamps != self._stamps:
+                try:
+                    contents = _read(self.tls)
+                except ArgumentError as error:
+                    _LOG.warning("%s; what was there before is used", error.message)
+                    self._stamps = stamps
+                else:
+                    if _stamps(self.tls) == stamps:  # else it is read once more, by the next
+                        self._stamps, self._contents = stamps, contents
+            return self._contents
+
+    def channel_credentials(self, contents: Contents) -> grpc.ChannelCredentials:
+        """What a client's connections are made with."""
+        return grpc.ssl_channel_credentials(contents.ca, contents.key, contents.cert)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """What a server's connections are made with: the files' contents when each of them comes.
+
+        Raises:
+            ArgumentError: there is no certificate.
+        """
+        if self.tls.cert is None:
+            raise ArgumentError("whoever listens needs a certificate and its key: give both")
+        used = [self._contents]
+
+        def changed() -> Any:  # None, too, whatever gRPC's types say
+            contents = self.contents()
+            if contents is used[0]:
+                return None
+            used[0] = contents
+            return _server_configuration(contents)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _server_configuration(used[0]), changed, self.tls.ca is not None
+        )
+
+
+def tls_files(tls: TlsArgument) -> TlsFiles | None:
+    """The files that an argument means; None: no TLS.
+
+    Raises:
+        ArgumentError: see `Tls` and `TlsFiles`.
+    """
+    if tls is False:
+        return None
+    given = Tls.from_environment() if tls is None else tls
+    if given is None:
+        return None
+    if not isinstance(given, Tls):
+        raise ArgumentError(f"tls must be shardwell.Tls(...), False or None; got {given!r:.80}")
+    return TlsFiles(given)
+
+
+def check_trust(who: str, address: str, files: TlsFiles | None, timeout_s: float) -> None:
+    """Looks why a connection to a server can't be made, once one has failed. Blocks a few seconds.
+
+    Nothing is looked at where this thread's call was cancelled.
+
+    gRPC tells of most of it only that the socket was closed.
+
+    Args:
+        who: The server, for the error.
+        address: HOST:PORT.
+        files: This side's; None: it uses no TLS.
+        timeout_s: Bound of all that; without time, nothing is looked at.
+
+    Raises:
+        AuthenticationError: a server is there, and the two sides will not come together.
+    """
+    call = current_call()
+    look_s = min(_LOOK_S, timeout_s / 3)
+    if look_s < _LOOK_S_MIN or (call is not None and call.cancelled.is_set()):
+        return
+    reason = _distrust(address, files, look_s)
+    if reason is not None:
+        raise AuthenticationError(f"{who} at {address} {reason}")
+
+
+def _distrust(address: str, files: TlsFiles | None, look_s: float) -> str | None:
+    """What keeps the two sides apart, as read behind the server's name; None: nothing is seen."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    tls = None if files is None else files.tls
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    try:
+        if tls is None:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        else:
+            if tls.ca is None:
+                context.load_default_certs()
+            else:
+                context.load_verify_locations(tls.ca)
+            if tls.cert is not None and tls.key is not None:
+                context.load_cert_chain(tls.cert, tls.key, _no_password)
+        name = (tls and tls.server_name) or host
+        with (
+            socket.create_connection((host, int(port)), look_s) as plain,
+            plain.dup() as same,
+            cancelled_by(partial(_shut, same)),
+            context.wrap_socket(plain, server_hostname=name) as secure,
+        ):
+            if tls is None:
+                return (
+                    "speaks TLS, and this side does not: give tls=shardwell.Tls(ca=...), or set "
+                    f"${CA_VARIABLE}"
+                )
+            # A server that believes this side says so at once, and one that does not goes.
+            with contextlib.suppress(ConnectionResetError):
+                if secure.recv(1):
+                    return None
+            return _refused(tls, "it says no more than that")
+    except ssl.SSLCertVerificationError as error:
+        assert tls is not None
+        return (
+            f"has a certificate that is not believed: {error.verify_message}; expected one for "
+            f"{name!r} that {_shown(tls.ca) if tls.ca else 'a public authority'} vouches for"
+        )
+    except ssl.SSLError as error:
+        return _told_by_alert(tls, error.reason or "")
+    except OSError:
+        return None
+    return None
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends a connection that another thread waits for."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _told_by_alert(tls: Tls | None, reason: str) -> str | None:
+    """The same, where TLS itself says it."""
+    if tls is None:
+        return None
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
+        return "does not speak TLS, and this side does: start it with TLS, or give tls=False"
+    return _refused(tls, reason.lower().replace("_", " ")) if "ALERT" in reason else None
+
+
+def _refused(tls: Tls, reason: str) -> str:
+    """The same, where the server does not believe this side."""
+    if tls.cert is None:
+        return (
+            "asks for a certificate: give tls=shardwell.Tls(cert=..., key=...), or set "
+            f"${CERT_VARIABLE} and ${KEY_VARIABLE}"
+        )
+    return (
+        f"refuses the certificate {_shown(tls.cert)} ({reason}): is it of an authority that the "
+        "server believes, and good today?"
+    )
+
+
+def _server_configuration(contents: Contents) -> grpc.ServerCertificateConfiguration:
+    assert contents.key is not None
+    assert contents.cert is not None
+    return grpc.ssl_server_certificate_configuration([(contents.key, contents.cert)], contents.ca)
+
+
+def _stamps(tls: Tls) -> tuple[tuple[int, int, int] | None, ...]:
+    """What changes with the files."""
+    stamps: list[tuple[int, int, int] | None] = []
+    for path in (tls.ca, tls.cert, tls.key):
+        try:
+            found = None if path is None else os.stat(path)
+        except OSError:
+            found = None
+        stamps.append(found and (found.st_mtime_ns, found.st_ino, found.st_size))
+    return tuple(stamps)
+
+
+def _read(tls: Tls) -> Contents:
+    """The files, if they fit together.
+
+    Raises:
+        ArgumentError: they do not, or one can't be read; it is named.
+    """
+    ca, cert, key = (_bytes_of(path) for path in (tls.ca, tls.cert, tls.key))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if tls.ca is not None:
+        try:
+            context.load_verify_locations(tls.ca)
+        except (OSError, ValueError) as error:
+            raise ArgumentError(
+                f"{_shown(tls.ca)} has no certificate of an authority in PEM form ({error})"
+            ) from None
+    if tls.cert is not None and tls.key is not None:
+        try:
+            context.load_cert_chain(tls.cert, tls.key, _no_password)
+        except (OSError, ValueError) as error:
+            raise ArgumentError(
+                f"{_shown(tls.cert)} and {_shown(tls.key)} are no certificate and its key, without "
+                f"a password, in PEM form ({error})"
+            ) from None
+    return Contents(ca, cert, key)
+
+
+def _bytes_of(path: str | os.PathLike[str] | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ArgumentError(f"{_shown(path)} can't be read: {error.strerror}") from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
+
+
+def _shown(path: str | os.PathLike[str] | None) -> str:
+    return "None" if path is None else os.fspath(path)

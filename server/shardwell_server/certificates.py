@@ -1,0 +1,214 @@
+"""Certificates for a cluster of one's own: an authority, shards' and workers' certificates.
+
+Who has a CA already needs none of this. Keys are of the curve P-256. A server's certificate is good
+for both ends of a connection, as members of a group are both; a client's for its own alone, so that
+no worker can stand for a shard.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from shardwell.errors import ArgumentError, StorageError
+
+_CA_DAYS = 3650
+_BEFORE = datetime.timedelta(hours=1)
+"""Clocks of machines differ."""
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
+
+
+class Certificates(NamedTuple):
+    """The files of a directory."""
+
+    ca: Path
+    ca_key: Path
+    """Whoever has it makes certificates that everybody believes."""
+    server: Path
+    server_key: Path
+    client: Path
+    client_key: Path
+
+    @staticmethod
+    def of(directory: Path) -> Certificates:
+        """Their names there."""
+        return Certificates(
+            *(
+                directory / f"{name}.{kind}"
+                for name in ("ca", "server", "client")
+                for kind in ("pem", "key")
+            )
+        )
+
+
+def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> Certificates:
+    """Makes certificates, and an authority where the directory has none; replaces those there.
+
+    Args:
+        directory: Made where there is none.
+        hosts: Names and addresses of shards and members of groups; empty: those of the certificate
+            that is replaced.
+        days: How long they are good.
+
+    Raises:
+        ArgumentError: a host is none; or none is given, and there is no certificate to be replaced.
+        StorageError: files can't be read or written, or are none of these.
+    """
+    files = Certificates.of(directory)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if files.ca_key.exists():
+            ca, ca_key = _authority(files)
+        else:
+            ca, ca_key = _made_authority(files)
+        names = [_name(host) for host in hosts] or _names_of(files.server)
+        _issue(files.server, files.server_key, "server", names, days, ca, ca_key)
+        _issue(files.client, files.client_key, "client", (), days, ca, ca_key)
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or directory} can't be used: {error.strerror}"
+        ) from error
+    return files
+
+
+def _authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    try:
+        ca = x509.load_pem_x509_certificate(files.ca.read_bytes())
+        key = serialization.load_pem_private_key(files.ca_key.read_bytes(), None)
+    except (ValueError, TypeError) as error:
+        raise StorageError(
+            f"{files.ca} and {files.ca_key} are no authority that was made here: {error}"
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or ca.public_key() != key.public_key():
+        raise StorageError(f"{files.ca_key} is not the key of {files.ca}")
+    return ca, key
+
+
+def _made_authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Shardwell cluster authority")])
+    public = key.public_key()
+    ca = (
+        _builder(name, name, public, _CA_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    _write(files.ca_key, _key_pem(key), mode=0o600)
+    _write(files.ca, ca.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    return ca, key
+
+
+def _issue(
+    path: Path,
+    key_path: Path,
+    name: str,
+    names: Sequence[x509.GeneralName],
+    days: int,
+    ca: x509.Certificate,
+    ca_key: ec.EllipticCurvePrivateKey,
+) -> None:
+    """Writes a certificate and its key; a server's where it has names."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    if names:
+        purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"shardwell-{name}")])
+    builder = (
+        _builder(subject, ca.subject, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
+        )
+    )
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    certificate = builder.sign(ca_key, hashes.SHA256())
+    _write(key_path, _key_pem(key), mode=0o600)
+    _write(path, certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)  # noqa: TID251 (a certificate has the time)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BEFORE)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        if not _HOST.fullmatch(host):
+            raise ArgumentError(
+                f"a host is a name or an IP address, without a port; got {host!r:.80}"
+            ) from None
+        return x509.DNSName(host)
+
+
+def _names_of(path: Path) -> list[x509.GeneralName]:
+    """Those of the certificate that is there."""
+    if not path.exists():
+        raise ArgumentError("no hosts were given, and no certificate is there that has some")
+    try:
+        found = x509.load_pem_x509_certificate(path.read_bytes())
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise StorageError(f"{path} is no certificate of a server: {error}") from None
+    return list(names.value)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def _write(path: Path, contents: bytes, *, mode: int) -> None:
+    """Replaces a file whole; nobody sees a part of it, or a key that others may read."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(file, "wb") as opened:
+            opened.write(contents)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
