@@ -88,7 +88,7 @@ def connect(
         keep_freed_memory: Tune glibc's allocator in this process, so that it keeps up to 64 MiB of
             freed memory; a third faster. See shardwell.process.allocator.
         same_host: Share memory with shards that run on this machine, under the same user, for
-            large gradients and weights; in about 0.6 of the time, with the same bits. Without
+            large gradients and weights; in about 0.4 of the time, with the same bits. Without
             effect elsewhere. $SHARDWELL_SAME_HOST=off turns it off as well.
         tls: `shardwell.Tls(...)`: what this worker proves itself with, and believes of shards.
             Default: the files that $SHARDWELL_TLS_CA, $SHARDWELL_TLS_CERT and $SHARDWELL_TLS_KEY

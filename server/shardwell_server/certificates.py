@@ -67,10 +67,8 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> Certi
     files = Certificates.of(directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if files.ca_key.exists():
-            ca, ca_key = _authority(files)
-        else:
-            ca, ca_key = _made_authority(files)
+        # Without ca.pem nobody can believe what a key there would sign.
+        ca, ca_key = _authority(files) if files.ca.exists() else _made_authority(files)
         names = [_name(host) for host in hosts] or _names_of(files.server)
         _issue(files.server, files.server_key, "server", names, days, ca, ca_key)
         _issue(files.client, files.client_key, "client", (), days, ca, ca_key)
@@ -82,6 +80,11 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> Certi
 
 
 def _authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    if not files.ca_key.exists():
+        raise StorageError(
+            f"{files.ca} is there, and its key is not: certificates are made where {files.ca_key} "
+            "is, and copied"
+        )
     try:
         ca = x509.load_pem_x509_certificate(files.ca.read_bytes())
         key = serialization.load_pem_private_key(files.ca_key.read_bytes(), None)
@@ -208,6 +211,8 @@ def _write(path: Path, contents: bytes, *, mode: int) -> None:
     try:
         with os.fdopen(file, "wb") as opened:
             opened.write(contents)
+            opened.flush()
+            os.fsync(opened.fileno())
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)

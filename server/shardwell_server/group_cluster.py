@@ -20,7 +20,6 @@ from shardwell.errors import ShardUnavailableError
 from shardwell.group.group import Group
 from shardwell.group.join import listening_address
 from shardwell.process.owner import OwnerProcess
-from shardwell.rpc.tls import TlsArgument, tls_files
 from shardwell.specs.names import ADDRESS_LENGTH_MAX, format_ranks
 from shardwell_server import signals
 from shardwell_server.config import ShardConfig
@@ -36,6 +35,8 @@ _ANY_HOST = ("0.0.0.0", "[::]")
 class GroupCluster:
     """One shard a rank: shard i is a child process of rank i's, and keeps its slices in memory.
 
+    Shards speak TLS where the group does, with the same certificates.
+
     All ranks make it, and leave it, at the same point of their programs, as they call the group.
     Left without an error it waits for all ranks, so that no shard ends while others need it. A
     worker that dies takes its shard with it, and so its part of the weights: start the job again,
@@ -48,7 +49,6 @@ class GroupCluster:
         chunk_size_bytes: See ShardConfig.
         grace_s: See ShardConfig.
         session_lease_s: See ShardConfig.
-        tls: See `shardwell.join_group`; of this rank's shard.
         log_level: Of this rank's shard, whose log goes to stderr.
 
     Raises:
@@ -66,7 +66,6 @@ class GroupCluster:
         chunk_size_bytes: int = 2**20,
         grace_s: float = 2.0,
         session_lease_s: float = 30.0,
-        tls: TlsArgument = None,
         log_level: str = "error",
     ) -> None:
         self._owner = OwnerProcess("cluster")
@@ -79,7 +78,6 @@ class GroupCluster:
         try:
             address = ""
             try:
-                files = tls_files(tls)
                 config = ShardConfig(
                     shard_index=group.rank,
                     shard_count=group.size,
@@ -88,7 +86,7 @@ class GroupCluster:
                     chunk_size_bytes=chunk_size_bytes,
                     grace_s=grace_s,
                     session_lease_s=session_lease_s,
-                    tls=None if files is None else files.tls,
+                    tls=group.tls,
                 )
                 with signals.held():
                     self._shard = ShardProcess(config, log_level=log_level)

@@ -25,6 +25,7 @@ from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import ReductionName
 from shardwell.placement.slices import slice_of
 from shardwell.rpc.calls import CallThreads, cancelled_by
+from shardwell.rpc.tls import Tls
 from shardwell.traffic import Traffic
 
 _NOTHING: Float32 = np.empty(0, np.float32)
@@ -70,7 +71,10 @@ class Group:
         timeout_s: float,
         allow_non_finite: bool,
         traffic: Traffic,
+        tls: Tls | None,
     ) -> None:
+        self.tls = tls
+        """What this worker proves itself with, and believes; None: no TLS."""
         self.name = name
         """Name of the group."""
         self.strategy = strategy

@@ -162,6 +162,7 @@ def join_group(
                 timeout_s=timeout_s,
                 allow_non_finite=allow_non_finite,
                 traffic=traffic,
+                tls=None if files is None else files.tls,
             )
         except BaseException:
             membership.close()

@@ -76,6 +76,15 @@ class Attendance:
         if refusal is not None:
             raise refusal
 
+    def begin_anew(self) -> None:
+        """Makes the call over the channel that is used now; ends the one that is open."""
+        with self._lock:
+            call = self._call
+            if self._closed or call is None:
+                return
+            self._begin()
+        call.cancel()
+
     def close(self) -> None:
         """Ends the call, and makes none from now on. Safe to repeat."""
         with self._lock:

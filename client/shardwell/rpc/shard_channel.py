@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -48,6 +49,8 @@ EXCHANGE = f"/{_SERVICE}/Exchange"
 EXCHANGE_ROWS = f"/{_TABLE_SERVICE}/ExchangeRows"
 _CONNECT_S = 2.0
 """How long a shard on this machine may take to let a stream in."""
+_CERTIFICATES_S = 1.0
+"""How often a client that waits for a shard looks whether its certificates have changed."""
 _RESTART_S = 1.0
 """For so long streams of a shard that is not there go over gRPC."""
 _ABSENT = (
@@ -300,8 +303,21 @@ class ShardChannel:
         Raises:
             ClosedError: the channel was closed, before or meanwhile.
         """
-        if self._channel.renew():
-            self._bind()
+        until_s = time.monotonic() + timeout_s
+        while True:
+            if self._channel.renew():
+                self._bind()
+                self._attendance.begin_anew()
+            rest_s = max(until_s - time.monotonic(), 0.0)
+            # Without certificates there is nothing to look at meanwhile.
+            part_s = rest_s if self._tls is None else min(rest_s, _CERTIFICATES_S)
+            code = self._asked(part_s)
+            if code is not grpc.StatusCode.DEADLINE_EXCEEDED or part_s == rest_s:
+                # Any other status is an answer, and says more when the call itself is made again.
+                return code not in _ABSENT
+
+    def _asked(self, timeout_s: float) -> grpc.StatusCode:
+        """How it ended to ask the shard who it is."""
         stub: Any = self._channel.current.unary_unary(
             f"/{_SERVICE}/GetStatus",
             request_serializer=pb.GetStatusRequest.SerializeToString,
@@ -316,8 +332,7 @@ class ShardChannel:
             error = cancelled
         if self._closed:
             raise ClosedError("the client was closed; connect again")
-        # Any other status is an answer, and says more when the call itself is made again.
-        return error is None or call.code() not in _ABSENT
+        return grpc.StatusCode.OK if error is None else call.code()
 
     def check_trust(self, timeout_s: float) -> None:
         """Looks why the shard can't be called, once a call has failed. Blocks up to `timeout_s`.

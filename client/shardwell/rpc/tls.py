@@ -13,10 +13,10 @@ import os
 import socket
 import ssl
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import grpc
 
@@ -31,6 +31,7 @@ CA_VARIABLE = "SHARDWELL_TLS_CA"
 CERT_VARIABLE = "SHARDWELL_TLS_CERT"
 KEY_VARIABLE = "SHARDWELL_TLS_KEY"
 SERVER_NAME_VARIABLE = "SHARDWELL_TLS_SERVER_NAME"
+VARIABLES = (CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SERVER_NAME_VARIABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,9 @@ class Tls:
     server_name: str | None = None
 
     def __post_init__(self) -> None:
+        for name, path in (("ca", self.ca), ("cert", self.cert), ("key", self.key)):
+            if path is not None and not (isinstance(path, str | os.PathLike) and os.fspath(path)):
+                raise ArgumentError(f"tls: {name} must be the path of a file; got {path!r:.80}")
         if (self.cert is None) != (self.key is None):
             raise ArgumentError(
                 "a certificate and its key come together; got "
@@ -67,10 +71,7 @@ class Tls:
     @staticmethod
     def from_environment() -> Tls | None:
         """$SHARDWELL_TLS_CA, _CERT, _KEY and _SERVER_NAME; None: none of the files is named."""
-        ca, cert, key, name = (
-            os.environ.get(variable) or None
-            for variable in (CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SERVER_NAME_VARIABLE)
-        )
+        ca, cert, key, name = (os.environ.get(variable) or None for variable in VARIABLES)
         return Tls(ca=ca, cert=cert, key=key, server_name=name) if ca or cert or key else None
 
 
@@ -78,12 +79,13 @@ TlsArgument: TypeAlias = Tls | Literal[False] | None
 """As callers give it; None: what the environment says; False: no TLS, whatever it says."""
 
 
-class Contents(NamedTuple):
+@dataclass(frozen=True)
+class Contents:
     """What the files had when they were read and fitted together."""
 
     ca: bytes | None
     cert: bytes | None
-    key: bytes | None
+    key: bytes | None = field(repr=False)
 
 
 class TlsFiles:
@@ -125,7 +127,10 @@ class TlsFiles:
             ArgumentError: there is no certificate.
         """
         if self.tls.cert is None:
-            raise ArgumentError("whoever listens needs a certificate and its key: give both")
+            raise ArgumentError(
+                "whoever listens needs a certificate and its key: give both, or set "
+                f"${CERT_VARIABLE} and ${KEY_VARIABLE}"
+            )
         used = [self._contents]
 
         def changed() -> Any:  # None, too, whatever gRPC's types say
@@ -173,12 +178,15 @@ def check_trust(who: str, address: str, files: TlsFiles | None, timeout_s: float
         AuthenticationError: a server is there, and the two sides will not come together.
     """
     call = current_call()
-    look_s = min(_LOOK_S, timeout_s / 3)
-    if look_s < _LOOK_S_MIN or (call is not None and call.cancelled.is_set()):
-        return
-    reason = _distrust(address, files, look_s)
-    if reason is not None:
-        raise AuthenticationError(f"{who} at {address} {reason}")
+    look_s = min(_LOOK_S, timeout_s / 6)
+    reason: str | None = None
+    for _ in range(2):  # a server that just goes away looks like one that refuses, once
+        if look_s < _LOOK_S_MIN or (call is not None and call.cancelled.is_set()):
+            return
+        reason = _distrust(address, files, look_s)
+        if reason is None:
+            return
+    raise AuthenticationError(f"{who} at {address} {reason}")
 
 
 def _distrust(address: str, files: TlsFiles | None, look_s: float) -> str | None:
@@ -269,7 +277,7 @@ def _stamps(tls: Tls) -> tuple[tuple[int, int, int] | None, ...]:
     for path in (tls.ca, tls.cert, tls.key):
         try:
             found = None if path is None else os.stat(path)
-        except OSError:
+        except (OSError, ValueError):  # of which the reader tells
             found = None
         stamps.append(found and (found.st_mtime_ns, found.st_ino, found.st_size))
     return tuple(stamps)
@@ -308,6 +316,8 @@ def _bytes_of(path: str | os.PathLike[str] | None) -> bytes | None:
         return Path(path).read_bytes()
     except OSError as error:
         raise ArgumentError(f"{_shown(path)} can't be read: {error.strerror}") from None
+    except ValueError as error:  # a path that no file has
+        raise ArgumentError(f"{_shown(path)!r} can't be read: {error}") from None
 
 
 def _no_password() -> str:

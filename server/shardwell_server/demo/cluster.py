@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 from shardwell.errors import ShardwellError
+from shardwell.rpc.tls import VARIABLES
 from shardwell_server.demo.errors import DemoError
 from shardwell_server.local_cluster import LocalCluster
 from shardwell_server.processes import describe_exit
 
 GRACE_S = 0.5
 """What the demo's shards give open calls when they stop: nobody is left who made any."""
+
+
+@contextlib.contextmanager
+def without_tls() -> Iterator[None]:
+    """What is started in the block uses none: what the environment says is of another cluster."""
+    kept = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
 
 
 @contextlib.contextmanager

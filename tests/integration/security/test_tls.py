@@ -7,17 +7,21 @@ that may meet; certificates that are replaced under training; strangers that sto
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import socket
 import ssl
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from cryptography import x509
 
 import shardwell
 from harness.certificates import authority, of_client, of_server
@@ -26,7 +30,10 @@ from harness.programs.ports import free_port
 from harness.threads import in_background, together
 from shardwell import Tls
 from shardwell.rpc import options
-from shardwell.rpc.tls import TlsFiles, check_trust
+from shardwell.rpc.channel import Channel
+from shardwell.rpc.options import unary_stub
+from shardwell.rpc.tls import TlsFiles
+from shardwell.v1 import peer_pb2
 from shardwell_server import GroupCluster, ShardConfig, ShardServer
 from shardwell_server.certificates import Certificates, make_certificates
 
@@ -72,11 +79,24 @@ def test_shards_of_this_machine_share_memory_all_the_same(cluster, connect) -> N
     assert client.traffic.shared_bytes
 
 
-def side(name: str) -> Tls | None:
+@functools.cache
+def expired(files: Certificates) -> Certificates:
+    """By the same authority, and good for no more than the hour before."""
+    directory = Path(tempfile.mkdtemp(dir=files.ca.parent))
+    for path in (files.ca, files.ca_key):
+        shutil.copy(path, directory)
+    return make_certificates(directory, ["127.0.0.1"], 0)
+
+
+def side(name: str, *, is_client: bool = False) -> Tls | None:
     """One side of a connection, by its name in the tests' parameters."""
     ours, theirs = authority(), authority("theirs")
     elsewhere = authority("elsewhere", ("shard.example.org",))
+    past = expired(ours)
     return {
+        "expired": Tls(ca=ours.ca, cert=past.client, key=past.client_key)
+        if is_client
+        else Tls(cert=past.server, key=past.server_key),
         "plain": None,
         "tls": Tls(cert=ours.server, key=ours.server_key),
         "mutual": of_server(ours),
@@ -111,11 +131,13 @@ def side(name: str) -> Tls | None:
         ("elsewhere", "ca elsewhere", "Hostname mismatch|IP address mismatch"),
         ("elsewhere", "ca and name", None),
         ("client's certificate", "ca", "unsuitable certificate purpose"),
+        ("expired", "ca", "certificate has expired"),
+        ("mutual", "expired", r"refuses the certificate /.*client.pem"),
     ],
 )
 def test_two_sides(cluster, connect, server, client, refusal) -> None:
     running = cluster(1, tls=side(server))
-    tls: Any = side(client) or False
+    tls: Any = side(client, is_client=True) or False
     if refusal is None:
         assert len(connect(running, "w0", tls=tls).status()) == 1
         return
@@ -159,6 +181,7 @@ def test_the_environment(cluster, monkeypatch) -> None:
     ("files", "what"),
     [
         ({"ca": "missing"}, "missing can't be read: No such file"),
+        ({"ca": "a\0b"}, "can't be read: embedded null"),
         ({"ca": "empty"}, "empty has no certificate of an authority"),
         ({"ca": "ours.key"}, "ours.key has no certificate of an authority"),
         ({"cert": "ours.pem"}, "come together"),
@@ -178,7 +201,17 @@ def test_files_that_are_of_no_use(tmp_path, files, what) -> None:
         shutil.copy(path, tmp_path / name)
     (tmp_path / "locked.key").write_bytes(_locked(ours.server_key))
     with pytest.raises(shardwell.ArgumentError, match=what):
-        shardwell.connect("127.0.0.1:1", tls=Tls(**{k: tmp_path / v for k, v in files.items()}))
+        shardwell.connect(
+            "127.0.0.1:1", tls=Tls(**{k: f"{tmp_path}/{v}" for k, v in files.items()})
+        )
+
+
+@pytest.mark.parametrize("path", ["", 5, b"ca.pem", True])
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(shardwell.ArgumentError, match="tls: ca must be the path of a file"):
+        Tls(ca=path)
+    with pytest.raises(shardwell.ArgumentError, match="tls must be"):
+        shardwell.connect("127.0.0.1:1", tls=path)
 
 
 def _locked(key: Path) -> bytes:
@@ -209,6 +242,14 @@ def serial(address: str, files: Certificates) -> str:
         return str(found["serialNumber"])
 
 
+def connections_to(addresses: list[str]) -> set[str]:
+    """What this process is connected by to them: its own ends, as the kernel names them."""
+    ports = {f"{int(address.rpartition(':')[2]):04X}" for address in addresses}
+    tables = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "01" and row[2].rpartition(":")[2] in ports}
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Certificates:
     """Certificates that a test may replace."""
@@ -222,9 +263,11 @@ def renewed(files: Certificates) -> None:
 @pytest.mark.parametrize(
     "seconds", [6, pytest.param(60, marks=pytest.mark.exhaustive)], ids=["a moment", "a minute"]
 )
-def test_replaced_every_second_under_training(cluster, connect, own, seconds) -> None:
-    """No step fails, none is counted twice, and old connections end."""
-    running = cluster(2, tls=of_server(own), connection_age_s=1.0, processes=True)
+def test_replaced_every_second_under_training(cluster, connect, own, seconds, monkeypatch) -> None:
+    """No step fails, none is counted twice, and connections end, streams in the middle of a step
+    with them."""
+    monkeypatch.setattr(options, "_CONNECTION_END_S", 0.5)
+    running = cluster(2, tls=of_server(own), connection_age_s=1.0)
     clients = [
         connect(running, f"w{rank}", tls=of_client(own), same_host=False) for rank in range(2)
     ]
@@ -235,7 +278,8 @@ def test_replaced_every_second_under_training(cluster, connect, own, seconds) ->
     nets[0].init(np.zeros(300, np.float32))
     until_s = time.monotonic() + seconds
     serials = {serial(running.addresses[0], own)}
-
+    first = connections_to(running.addresses)
+    assert len(first) == 4
     step_count = [0, 0]
 
     def work(rank: int) -> None:
@@ -254,6 +298,7 @@ def test_replaced_every_second_under_training(cluster, connect, own, seconds) ->
         each.result(PATIENCE_S)
     assert step_count[0] == step_count[1] > 10
     assert len(serials) > seconds / 2
+    assert not first & connections_to(running.addresses)
 
 
 def test_what_does_not_fit_is_not_taken(cluster, connect, own, caplog) -> None:
@@ -285,27 +330,54 @@ def test_a_client_takes_new_ones_where_it_connects_again(cluster, connect, own, 
     running.children[0].wait(PATIENCE_S)
     shutil.rmtree(own.ca.parent)
     make_certificates(own.ca.parent, ["127.0.0.1"], 7)
+    attendance = client._shards.channels[0]._attendance
+    count = attendance._count
+    eventually("it attends again by itself", lambda: attendance._count > count)  # in vain
     running.start_again(0)
     assert (net.exchange(np.ones(300, np.float32)) == -2).all()
+
+
+def test_a_client_that_waits_takes_what_comes_meanwhile(cluster, connect, own, tmp_path) -> None:
+    running = cluster(1, data_dir=tmp_path / "data", tls=of_server(own), processes=True)
+    theirs = make_certificates(tmp_path / "of the client", ["127.0.0.1"], 7)
+    for path, mine in zip(own, theirs, strict=True):
+        shutil.copy(path, mine)
+    client = connect(running, "w0", tls=of_client(theirs), same_host=False)
+    net = client.parameter("net", size=300, optimizer=SGD)
+    net.init(np.zeros(300, np.float32))
+    net.exchange(np.ones(300, np.float32))
+    running.children[0].kill()
+    running.children[0].wait(PATIENCE_S)
+    shutil.rmtree(own.ca.parent)
+    make_certificates(own.ca.parent, ["127.0.0.1"], 7)
+    running.start_again(0)
+    waiting = in_background(lambda: net.exchange(np.ones(300, np.float32)).copy())
+    eventually("it waits", lambda: client._shards.channels[0]._attendance._call is not None)
+    assert not waiting.done()
+    for path, mine in zip(own, theirs, strict=True):
+        shutil.copy(path, mine)
+    assert (waiting.result(PATIENCE_S) == -2).all()
 
 
 # Strangers.
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
-@pytest.mark.parametrize("flags", [[], ["-tls1_1"], ["-cert", "theirs"]])
-def test_openssl_as_a_stranger(cluster, connect, flags) -> None:
-    running, theirs = cluster(1, tls=of_server(authority())), authority("theirs")
-    certificate = ["-cert", str(theirs.client), "-key", str(theirs.client_key)]
+@pytest.mark.parametrize("who", ["ours", "nobody", "theirs", "of old"])
+def test_openssl_as_a_stranger(cluster, connect, monkeypatch, who) -> None:
+    """Not a byte is said to it, but to who may come in."""
+    monkeypatch.setattr(options, "_HANDSHAKE_S", 1.0)  # it says nothing in HTTP/2
+    running = cluster(1, tls=of_server(authority()))
     command = ["openssl", "s_client", "-connect", running.target, "-alpn", "h2", "-quiet"]
+    if who != "nobody":
+        files = authority("theirs") if who == "theirs" else authority()
+        command += ["-cert", str(files.client), "-key", str(files.client_key)]
+    if who == "of old":
+        command += ["-tls1_1", "-cipher", "DEFAULT@SECLEVEL=0"]
     ended = subprocess.run(
-        [*command, *(certificate if "-cert" in flags else flags)],
-        input=b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        capture_output=True,
-        timeout=PATIENCE_S,
-        check=False,
+        command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S, check=False
     )
-    assert not ended.stdout
+    assert bool(ended.stdout) == (who == "ours")
     assert len(connect(running, "w0", tls=of_client(authority())).status()) == 1
 
 
@@ -387,6 +459,16 @@ def test_who_is_no_member(cluster) -> None:
         joined(0, target, Tls(ca=ours.ca))
 
 
+def greeted(address: str, tls: TlsFiles | None) -> str:
+    """What comes of asking who is there, by gRPC alone."""
+    channel = Channel(address, tls)
+    greet = unary_stub(channel.current, "/shardwell.v1.PeerService/Greet", peer_pb2.GreetResponse)
+    with pytest.raises(grpc.RpcError) as caught:
+        greet(peer_pb2.GreetRequest(group="g", member_id="nobody"), timeout=PATIENCE_S)
+    channel.close()
+    return str(caught.value.details())
+
+
 def test_a_member_s_port_is_closed_to_strangers(cluster) -> None:
     files, theirs = authority(), authority("theirs")
     target = cluster(1, tls=of_server(files)).target
@@ -397,9 +479,9 @@ def test_a_member_s_port_is_closed_to_strangers(cluster) -> None:
             addresses[:] = group.addresses
             group.barrier()
             for address in addresses:
+                assert "another worker answers here" in greeted(address, TlsFiles(of_client(files)))
                 for tls in (None, TlsFiles(of_client(theirs))):
-                    with pytest.raises(shardwell.AuthenticationError):
-                        check_trust("a member", address, tls, PATIENCE_S)
+                    assert "failed to connect" in greeted(address, tls)
             group.barrier()
 
     together([lambda: work(0), lambda: work(1)])
@@ -413,7 +495,7 @@ def test_shards_beside_the_ranks(cluster) -> None:
         tls = of_server(files)
         with (
             joined(rank, target, tls) as group,
-            GroupCluster(group, tls=tls) as shards,
+            GroupCluster(group) as shards,
             shardwell.connect(shards.target, worker_id=f"w{rank}", tls=tls) as client,
         ):
             net = client.parameter("net", size=100, optimizer=SGD, worker_count=2)
@@ -431,17 +513,52 @@ def test_keys_are_their_owner_s_alone(own) -> None:
 
 
 def test_nothing_secret_is_shown(own) -> None:
-    shown = repr(of_server(own)) + repr(TlsFiles(of_server(own)))
-    assert "PRIVATE" not in shown
+    contents = TlsFiles(of_server(own)).contents()
+    assert b"PRIVATE" in (contents.key or b"")
+    assert "CERTIFICATE" in repr(contents)
+    assert "PRIVATE" not in repr(contents)
 
 
 def test_certificates_are_replaced_whole(own) -> None:
-    """Under readers, who see one or the other."""
-    tls = of_server(own)
-    eventually("it is read again", lambda: (renewed(own), TlsFiles(tls).contents())[1].cert)
+    """Under a reader, who sees one or the other."""
+    over, found = threading.Event(), set[bytes]()
+
+    def read() -> None:
+        while not over.is_set():
+            contents = own.server.read_bytes()
+            x509.load_pem_x509_certificate(contents)
+            found.add(contents)
+
+    reading = in_background(read)
+
+    def is_seen() -> bool:
+        renewed(own)
+        return len(found) > 5
+
+    try:
+        eventually("it is read again and again", is_seen)
+    finally:
+        over.set()
+    reading.result(PATIENCE_S)
     assert not [path for path in own.ca.parent.iterdir() if path.suffix == ".part"]
+
+
+def test_what_is_no_authority_makes_nothing(own) -> None:
+    before = {path.name: path.read_bytes() for path in own.ca.parent.iterdir()}
     with pytest.raises(shardwell.ArgumentError, match="a host is a name or an IP address"):
         make_certificates(own.ca.parent, ["127.0.0.1:7070"], 7)
+    own.ca_key.unlink()  # as on a machine that its certificates were copied to
+    with pytest.raises(shardwell.StorageError, match="its key is not: certificates are made where"):
+        renewed(own)
     shutil.copy(authority("theirs").ca_key, own.ca_key)
     with pytest.raises(shardwell.StorageError, match="is not the key of"):
         renewed(own)
+    own.ca_key.write_bytes(before["ca.key"])
+    assert {path.name: path.read_bytes() for path in own.ca.parent.iterdir()} == before
+
+
+def test_an_authority_that_was_half_made(own) -> None:
+    """Killed before ca.pem was there."""
+    own.ca.unlink()
+    renewed(own)
+    TlsFiles(of_server(own))

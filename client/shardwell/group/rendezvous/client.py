@@ -219,14 +219,12 @@ class Rendezvous(Closing):
                 )
                 with cancelled_by(call.cancel):
                     response: pb.JoinGroupResponse = self._finish(call)
-            except ShardUnavailableError as error:
-                waiting.failed(error)
-                check_trust("the rendezvous", self.address, self._tls, waiting.remaining_s)
-            except DeadlineError as error:
-                if type(error) is not DeadlineError:
+            except (ShardUnavailableError, DeadlineError) as error:
+                if isinstance(error, WorkersMissingError):
                     raise
                 waiting.failed(error)
-                check_trust("the rendezvous", self.address, self._tls, waiting.remaining_s)
+                if not request.previous_generation:  # else the two sides have met before
+                    check_trust("the rendezvous", self.address, self._tls, waiting.remaining_s)
             except WorkerUnreachableError as error:
                 if not request.previous_generation:
                     raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shardwell.errors import ArgumentError
 from shardwell.specs.parameter import CodecName, ModeName
 from shardwell_server import signals
-from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named
+from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named, without_tls
 from shardwell_server.demo.digits.display import Display
 from shardwell_server.demo.digits.evaluator import Evaluator
 from shardwell_server.demo.digits.samples import (
@@ -128,6 +128,8 @@ def run_demo(config: DemoConfig, display: Display) -> Result:
     with contextlib.ExitStack() as stack:
         signals.check()
         cluster, target = None, config.target
+        if target is None:
+            stack.enter_context(without_tls())
         if config.started_shard_count:
             display.say(f"starting {count(config.started_shard_count, 'shard')}")
             with signals.breaking_off():
