@@ -194,6 +194,7 @@ class ShardChannel:
             self._attendance.ensure()
 
     def _attended(self) -> Any:
+        self._renew()  # also of a client that does nothing the connections end
         request = session_pb2.AttendRequest(
             shard=self.identity,
             worker_id=self.worker_id,
@@ -305,8 +306,7 @@ class ShardChannel:
         """
         until_s = time.monotonic() + timeout_s
         while True:
-            if self._channel.renew():
-                self._bind()
+            if self._renew():
                 self._attendance.begin_anew()
             rest_s = max(until_s - time.monotonic(), 0.0)
             # Without certificates there is nothing to look at meanwhile.
@@ -315,6 +315,13 @@ class ShardChannel:
             if code is not grpc.StatusCode.DEADLINE_EXCEEDED or part_s == rest_s:
                 # Any other status is an answer, and says more when the call itself is made again.
                 return code not in _ABSENT
+
+    def _renew(self) -> bool:
+        """Goes on over another channel, if certificates have changed; whether they have."""
+        if not self._channel.renew():
+            return False
+        self._bind()
+        return True
 
     def _asked(self, timeout_s: float) -> grpc.StatusCode:
         """How it ended to ask the shard who it is."""

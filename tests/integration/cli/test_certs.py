@@ -153,3 +153,11 @@ def test_what_is_no_host(tmp_path: Path, host: str) -> None:
     code, _, log = run_command("certs", str(tmp_path / "certs"), f"--host={host}")
     assert code == 2
     assert "a host is a name or an IP address" in " ".join(log.split())
+
+
+@pytest.mark.parametrize("sync", ["server", "ring"])
+def test_the_demo_s_cluster_is_none_that_the_variables_are_of(made, sync: str) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn brings the digits")
+    _, _, of_workers = made
+    _, output, log = run_command("demo", f"--sync={sync}", "--steps=40", environment=of_workers)
+    assert "held-out accuracy" in output, log

@@ -359,6 +359,20 @@ def test_a_client_that_waits_takes_what_comes_meanwhile(cluster, connect, own, t
     assert (waiting.result(PATIENCE_S) == -2).all()
 
 
+def test_a_client_that_does_nothing_takes_new_ones_when_its_connection_ends(
+    cluster, connect, own, monkeypatch
+) -> None:
+    monkeypatch.setattr(options, "_CONNECTION_END_S", 0.5)
+    running = cluster(1, tls=of_server(own), connection_age_s=1.0)
+    client = connect(running, "w0", tls=of_client(own))
+    (channel,) = client._shards.channels
+    before = channel._channel._contents.cert
+    renewed(own)
+    eventually("it has the new one", lambda: channel._channel._contents.cert != before)
+    assert channel._channel._contents.cert == own.client.read_bytes()
+    assert len(client.status()) == 1
+
+
 # Strangers.
 
 
