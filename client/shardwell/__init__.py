@@ -19,6 +19,7 @@ from shardwell.checkpoint.model_export import export_checkpoint
 from shardwell.checkpoint.steps import inspect_checkpoint
 from shardwell.client import Client, connect
 from shardwell.errors import (
+    AccessDeniedError,
     ArgumentError,
     AuthenticationError,
     ClosedError,
@@ -90,6 +91,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FTRL",
     "SGD",
+    "AccessDeniedError",
     "Adagrad",
     "Adam",
     "AdamW",

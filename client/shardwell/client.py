@@ -28,11 +28,12 @@ from shardwell.rpc.asking import ask_all
 from shardwell.rpc.attendance import unique_worker_id
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
+from shardwell.rpc.credentials import Credentials, TokenFileArgument
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
 from shardwell.rpc.shard_status import ShardStatus, ask_status
 from shardwell.rpc.stream_pool import IdleStreams
-from shardwell.rpc.tls import TlsArgument, TlsFiles, tls_files
+from shardwell.rpc.tls import TlsArgument
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.initializers import Initializer, Uniform
 from shardwell.specs.layout import SIZE_MAX, TensorGroup, TensorLayout
@@ -71,6 +72,7 @@ def connect(
     keep_freed_memory: bool = True,
     same_host: bool = True,
     tls: TlsArgument = None,
+    token_file: TokenFileArgument = None,
 ) -> Client:
     """Connects to all shards of a cluster, waiting for those that are still starting.
 
@@ -93,10 +95,15 @@ def connect(
         tls: `shardwell.Tls(...)`: what this worker proves itself with, and believes of shards.
             Default: the files that $SHARDWELL_TLS_CA, $SHARDWELL_TLS_CERT and $SHARDWELL_TLS_KEY
             name, and no TLS where none is set. False: no TLS.
+        token_file: Path of a file that has this worker's token, for shards that let nobody in
+            without one; `shardwell token create` writes it. Read again when it changes. Default:
+            $SHARDWELL_TOKEN_FILE, and no token where that is not set. False: none. A token is sent
+            over TLS, or to this machine.
 
     Raises:
         ArgumentError: an argument can't be used.
-        AuthenticationError: TLS keeps the two sides apart; says why, and what to give.
+        AuthenticationError: TLS keeps the two sides apart, or the shards do not believe the token;
+            says why, and what to give.
         ShardUnavailableError: a shard did not answer in time; it is named.
         WrongShardError: an address leads to another shard or cluster than its place says.
     """
@@ -114,7 +121,7 @@ def connect(
         connect_timeout_s=check_timeout(connect_timeout_s, "connect_timeout_s"),
         keep_freed_memory=keep_freed_memory,
         same_host=same_host_setting(is_wanted=same_host) != "off",
-        tls=tls_files(tls),
+        credentials=Credentials.of(tls, token_file),
     )
 
 
@@ -131,7 +138,7 @@ class Client(Closing):
         connect_timeout_s: float,
         keep_freed_memory: bool,
         same_host: bool,
-        tls: TlsFiles | None,
+        credentials: Credentials,
     ) -> None:
         self.worker_id = worker_id
         """This worker's name."""
@@ -146,7 +153,7 @@ class Client(Closing):
             cluster_id=cluster_id,
             timeout_s=connect_timeout_s,
             same_host=same_host,
-            tls=tls,
+            credentials=credentials,
         )
         self._calls = CallScope(self._shards, timeout_s, "the client")
         self._parameters = _Opened[Parameter[Any]]()

@@ -14,7 +14,8 @@
     ├── WorkerIdInUseError                another process contributes under this worker's id
     ├── CorruptChunkError                 a chunk whose CRC, length or place does not fit
     ├── WrongShardError                   an address leads to another shard or cluster
-    ├── AuthenticationError (ConnectionError)  TLS: the two sides do not believe each other
+    ├── AuthenticationError (ConnectionError)  TLS or a token: one side does not believe the other
+    ├── AccessDeniedError (PermissionError)    the token has no right to that
     ├── LimitError                        a named limit of a shard
     ├── StorageError                      files of a shard or a checkpoint: full disk, damaged
     ├── DeadlineError (TimeoutError)      no answer within the caller's deadline
@@ -161,8 +162,14 @@ class WrongShardError(ShardwellError):
 class AuthenticationError(ShardwellError, ConnectionError):
     """The two sides of a connection do not believe each other.
 
-    One uses TLS and the other does not, or a certificate is not believed; the message says which.
+    One uses TLS and the other does not, a certificate is not believed, or the shard takes no call
+    without a token, or not with this one; the message says which. `retryable` where the token was
+    good before: a call has waited for another one in its file, until its deadline.
     """
+
+
+class AccessDeniedError(ShardwellError, PermissionError):
+    """The shard knows whose token it is, and that has no right to what was asked for."""
 
 
 class LimitError(ShardwellError):

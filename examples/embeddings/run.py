@@ -30,7 +30,12 @@ from embeddings.worker import (
 from shardwell.errors import ArgumentError
 from shardwell.specs.parameter import CodecName
 from shardwell_server import signals
-from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named, without_tls
+from shardwell_server.demo.cluster import (
+    GRACE_S,
+    check_shards,
+    ended_shards_named,
+    without_credentials,
+)
 from shardwell_server.demo.progress import Observer, TrainingState, count
 from shardwell_server.demo.workers import WorkerPool
 from shardwell_server.local_cluster import LocalCluster
@@ -181,7 +186,7 @@ def _train_together(
         display.begin(count(config.worker_count, "worker"))
         cluster, target = None, config.target
         if target is None:
-            stack.enter_context(without_tls())
+            stack.enter_context(without_credentials())
             display.say(f"starting {count(config.shard_count, 'shard')}")
             with signals.breaking_off():
                 cluster = stack.enter_context(

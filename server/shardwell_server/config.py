@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import TIMEOUT_S_MIN, check_duration, check_integer
+from shardwell.rpc.credentials import INSECURE_VARIABLE, is_loopback
 from shardwell.rpc.tls import Tls
 from shardwell.specs.names import check_name
 
@@ -155,6 +157,20 @@ class ShardConfig:
     """After how long a connection over TLS is replaced by another one, from 1 to 86400 s, so that
     certificates that were replaced have an end; calls that are under way then have half a minute
     to end, and are made again by their client where they do not."""
+    tokens: Path | None = None
+    """File of tokens, of which each call must bring one, and what each may do; read again when it
+    changes. None: with `jwt_keys` neither, calls need no token, and all may do everything."""
+    jwt_keys: Path | None = None
+    """File of keys, a JSON Web Key Set, whose JWTs are taken as tokens, too; read again when it
+    changes."""
+    same_token: Path | None = None
+    """File of one token with which calls may do everything: that of the workers beside which the
+    shard runs."""
+    insecure: bool = False
+    """Listen where other machines reach it without TLS or without tokens: whoever does may do
+    everything, then, or read and change what passes."""
+    audit_log: Path | None = None
+    """File of the audit log: who opened, made, restored or removed what, and who was refused."""
     reflection: bool = False
     """Answer gRPC reflection, for tools such as grpcurl."""
     limits: Limits = field(default_factory=Limits)
@@ -179,6 +195,37 @@ class ShardConfig:
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isdecimal() and int(port) < 2**16):
             raise ArgumentError(f"listen must be HOST:PORT; got {self.listen!r}")
+        self._check_closed()
         check_duration("session_lease_s", self.session_lease_s, 1, 86400)
         check_duration("grace_s", self.grace_s)
         check_duration("connection_age_s", self.connection_age_s, 1, 86400)
+
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether each call must bring one."""
+        return any(each is not None for each in (self.tokens, self.jwt_keys, self.same_token))
+
+    def _check_closed(self) -> None:
+        """Refuses to be open to whoever reaches it, unless that is wanted."""
+        if self.insecure or is_loopback(self.listen) or (self.tls and self.asks_for_tokens):
+            return
+        lacks = " and no ".join(
+            what
+            for what, is_there in (
+                ("TLS (--tls-cert, --tls-key)", self.tls is not None),
+                ("tokens (--tokens)", self.asks_for_tokens),
+            )
+            if not is_there
+        )
+        host = self.listen.rpartition(":")[0].strip("[]")
+        name = "HOST" if host in ("0.0.0.0", "::") else host
+        raise ArgumentError(
+            f"{self.listen} can be reached from other machines, and there is no {lacks}. In three "
+            f"commands:\n"
+            f"  shardwell certs certs --host {name}\n"
+            f"  shardwell token create workers --right create --tokens certs/tokens.json\n"
+            f"  shardwell serve ... --tls-cert certs/server.pem --tls-key certs/server.key "
+            f"--tls-client-ca certs/ca.pem --tokens certs/tokens.json\n"
+            f"Or --insecure (${INSECURE_VARIABLE}=1), where nobody else is on that network; or "
+            "listen on 127.0.0.1"
+        )

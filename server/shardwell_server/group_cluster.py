@@ -11,6 +11,7 @@ with (
 from __future__ import annotations
 
 import uuid
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -35,7 +36,8 @@ _ANY_HOST = ("0.0.0.0", "[::]")
 class GroupCluster:
     """One shard a rank: shard i is a child process of rank i's, and keeps its slices in memory.
 
-    Shards speak TLS where the group does, with the same certificates.
+    Shards speak TLS where the group does, with the same certificates, and let in whoever has the
+    same token as the group's workers.
 
     All ranks make it, and leave it, at the same point of their programs, as they call the group.
     Left without an error it waits for all ranks, so that no shard ends while others need it. A
@@ -87,6 +89,8 @@ class GroupCluster:
                     grace_s=grace_s,
                     session_lease_s=session_lease_s,
                     tls=group.tls,
+                    same_token=None if group.token_file is None else Path(group.token_file),
+                    insecure=True,  # as far as the group is: it was asked for when that was joined
                 )
                 with signals.held():
                     self._shard = ShardProcess(config, log_level=log_level)

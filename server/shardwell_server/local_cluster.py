@@ -47,6 +47,9 @@ class LocalCluster(Closing):
         same_host: See ShardConfig.
         tls: See ShardConfig; its certificate must name 127.0.0.1.
         connection_age_s: See ShardConfig.
+        tokens: See ShardConfig.
+        jwt_keys: See ShardConfig.
+        same_token: See ShardConfig.
         limits: See Limits; shards in this process only.
         log_level: Of shards in processes of their own, whose logs go to stderr.
 
@@ -70,6 +73,9 @@ class LocalCluster(Closing):
         same_host: str = "auto",
         tls: Tls | None = None,
         connection_age_s: float = 3600.0,
+        tokens: str | os.PathLike[str] | None = None,
+        jwt_keys: str | os.PathLike[str] | None = None,
+        same_token: str | os.PathLike[str] | None = None,
         limits: Limits | None = None,
         log_level: str = "error",
     ) -> None:
@@ -95,6 +101,9 @@ class LocalCluster(Closing):
                 same_host=same_host,
                 tls=tls,
                 connection_age_s=connection_age_s,
+                tokens=None if tokens is None else Path(tokens),
+                jwt_keys=None if jwt_keys is None else Path(jwt_keys),
+                same_token=None if same_token is None else Path(same_token),
                 durability=Durability(durability),
                 limits=limits or Limits(),
             )

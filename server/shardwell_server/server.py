@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shardwell.errors import ShardUnavailableError, ShardwellError
+from shardwell.group.rendezvous.registry import Owner
 from shardwell.group.rendezvous.service import GROUP_SERVICE_NAME, GroupService
 from shardwell.numerics.arguments import check_duration
 from shardwell.rpc.arena_offers import ArenaOffers
@@ -27,8 +28,11 @@ from shardwell.rpc.options import check_fork, listen_on, server_options
 from shardwell.rpc.tls import TlsFiles
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
+from shardwell_server.access.access import Access
+from shardwell_server.access.audit import AuditLog, no_audit
+from shardwell_server.access.rights import Right
 from shardwell_server.config import ShardConfig
-from shardwell_server.services.calls import Calls
+from shardwell_server.services.calls import Call, Calls
 from shardwell_server.services.event_loop import EventLoop
 from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
 from shardwell_server.services.parameter_service import ParameterServerService
@@ -49,6 +53,8 @@ _UNARY_CALL_COUNT_MAX = 1024
 start together is served, and a flood is refused."""
 _FILE_LOOK_INTERVAL_S = 0.5
 """How long what is acknowledged may go into files that were removed."""
+_TOKEN_LOOK_INTERVAL_S = 0.5
+"""How long after its end, or its revocation, a token may still be used."""
 _IMAGE_LOOK_INTERVAL_S = 0.5
 _IMAGE_RETRY_INTERVAL_S = 10.0
 """After an image could not be written: mostly a full disk."""
@@ -72,7 +78,7 @@ class ShardServer:
 
     Raises:
         ForkedError: see `check_fork`.
-        ArgumentError: the files of `config.tls` can't be used.
+        ArgumentError: files of certificates, tokens or keys can't be used, or the audit log.
         StorageError: what the files hold can't be believed; names the file.
         ShardUnavailableError: the address can't be listened on.
     """
@@ -84,6 +90,8 @@ class ShardServer:
         self._is_closed = False
         self._is_stuck = False
         self._has_files = data_dir is not None
+        self._audit: AuditLog | None = None
+        self._token_looker: Future[None] | None = None
         config.durability.check_files(data_dir is not None)
         store = (
             MmapStore(data_dir.path, durability=config.durability) if data_dir else MemoryStore()
@@ -98,9 +106,13 @@ class ShardServer:
         self._looker = threading.Thread(target=self._look_at_files, name="shardwell-look")
         self._loop = EventLoop()
         try:
+            if config.audit_log is not None:
+                self._audit = AuditLog(config.audit_log, shard_index=config.shard_index)
             self.address = self._loop.run(self._listen())
         except BaseException:
             self._loop.close()
+            if self._audit is not None:
+                self._audit.close()
             raise
         """HOST:PORT that it listens on; the port is the one that was taken when 0 was asked for."""
 
@@ -108,11 +120,15 @@ class ShardServer:
         """Makes what lives on the loop; the address."""
         config, limits = self.config, self.config.limits
         tls = None if config.tls is None else TlsFiles(config.tls)
+        self._access = Access.of(config)
         self._streams = OpenStreams(limits.stream_count_max)
         self._threads = WorkThreads(asyncio.get_running_loop(), _WORK_THREAD_COUNT)
         self._calls = Calls(
             self._threads,
             self._streams,
+            access=self._access,
+            usages=self.shard.usages,
+            note=no_audit if self._audit is None else self._audit.note,
             shard_index=config.shard_index,
             answer_bytes_max=limits.answer_bytes_max,
         )
@@ -132,7 +148,7 @@ class ShardServer:
         service = ParameterServerService(self.shard, self._calls, self._streams, self._arenas)
         tables = TableService(self.shard, self._calls)
         sessions = SessionService(self.shard, self._calls)
-        meetings = GroupService(shard_index=config.shard_index)
+        meetings = GroupService(shard_index=config.shard_index, admit=_admit)
         with_streams = (service.handler(), tables.handler())
         self._server.add_generic_rpc_handlers(
             (*with_streams, sessions.handler(), meetings.handler(self._calls.unary))
@@ -174,6 +190,8 @@ class ShardServer:
         """Begins to answer; what an earlier process left is verified meanwhile."""
         self._loop.run(self._server.start())
         self._loop.run(self._unix_streams.start())
+        if self._access.asks:
+            self._token_looker = self._loop.begin(self._look_at_tokens())
         self._verifier.start()
         if self.config.durability.interval_s is not None:
             self._syncer.start()
@@ -207,6 +225,8 @@ class ShardServer:
         except TimeoutError:
             self._is_stuck = True
             _LOG.error("gRPC does not end its calls, and is left to itself")
+        if self._token_looker is not None:
+            self._token_looker.cancel()
         self.shard.stop()
         self._arenas.close()
         for thread in (self._verifier, self._syncer, self._imager, self._looker):
@@ -217,6 +237,8 @@ class ShardServer:
             self._threads.close()
             if not self._is_stuck:
                 self._loop.close()
+            if self._audit is not None:
+                self._audit.close()
         self.shard.close()
         _LOG.info("shard has stopped", extra={"shard_index": self.config.shard_index})
 
@@ -286,6 +308,13 @@ class ShardServer:
             return False
         return True
 
+    async def _look_at_tokens(self) -> None:
+        """Ends calls whose token has ended, or was revoked."""
+        while True:
+            await asyncio.sleep(_TOKEN_LOOK_INTERVAL_S)
+            await self._threads.run(self._access.refresh)
+            self._calls.end_those_without_token()
+
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE_NAME, TABLE_SERVICE_NAME):
             await self._health.set(name, status)
@@ -301,6 +330,12 @@ class ShardServer:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _admit(call: Call, group: str) -> Owner:
+    """Who asks for a place in a group, if they may have one."""
+    call.check(Right.CONTRIBUTE, "group", group)
+    return Owner(call.principal.name, call.principal.quota.members)
 
 
 def _socket_name(config: ShardConfig, port: int) -> str:

@@ -50,6 +50,12 @@ class ShardProcess(ChildProcess):
         ]
         if config.tls is not None:
             arguments += _tls_arguments(config.tls)
+        for name in ("tokens", "jwt_keys", "same_token", "audit_log"):
+            path = getattr(config, name)
+            if path is not None:
+                arguments.append(f"--{name.replace('_', '-')}={path}")
+        if config.insecure:
+            arguments.append("--insecure")
         if data_dir is not None:
             arguments.append(f"--data-dir={data_dir}")
         super().__init__(arguments, environment=_plain_environment())

@@ -59,7 +59,7 @@ def test_other_chunk_sizes_are_refused(size: int) -> None:
     "listen", ["127.0.0.1:0", "0.0.0.0:7070", "[::1]:65535", "shard-0.shards:1", "localhost:80"]
 )
 def test_addresses(listen: str) -> None:
-    assert config(listen=listen).listen == listen
+    assert config(listen=listen, insecure=True).listen == listen
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,12 @@ class Group:
         allow_non_finite: bool,
         traffic: Traffic,
         tls: Tls | None,
+        token_file: str | None,
     ) -> None:
         self.tls = tls
         """What this worker proves itself with, and believes; None: no TLS."""
+        self.token_file = token_file
+        """Path of the file with this worker's token; None: it has none."""
         self.name = name
         """Name of the group."""
         self.strategy = strategy

@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import grpc
+
 from shardwell.errors import (
     ArgumentError,
     ShardUnavailableError,
@@ -25,7 +27,7 @@ from shardwell.group.group import Group
 from shardwell.group.launch.environment import GROUP_VARIABLE, LaunchEnvironment
 from shardwell.group.rendezvous.client import Formed, Rendezvous
 from shardwell.group.rendezvous.lease import LeaseKeeper
-from shardwell.group.rendezvous.service import GroupService
+from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
 from shardwell.group.schedule.strategies import Ring, Strategy
 from shardwell.group.transport.server import PeerServer
 from shardwell.numerics.arguments import check_duration, check_integer, check_timeout
@@ -33,7 +35,15 @@ from shardwell.numerics.codec import CODECS
 from shardwell.process.allocator import tune_malloc
 from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.calls import CallThreads
-from shardwell.rpc.tls import TlsArgument, TlsFiles, tls_files
+from shardwell.rpc.credentials import (
+    INSECURE_VARIABLE,
+    Credentials,
+    SameToken,
+    TokenFileArgument,
+    insecure_setting,
+    is_loopback,
+)
+from shardwell.rpc.tls import TlsArgument
 from shardwell.specs.names import check_name, parse_target
 from shardwell.specs.parameter import WIRE_CODECS
 from shardwell.traffic import Traffic
@@ -62,6 +72,8 @@ def join_group(
     keep_freed_memory: bool = True,
     same_host: bool = True,
     tls: TlsArgument = None,
+    token_file: TokenFileArgument = None,
+    insecure: bool | None = None,
 ) -> Group:
     """Joins a group of workers, waiting until all its ranks are there and reach one another.
 
@@ -97,10 +109,19 @@ def join_group(
             believes of the others and of the meeting place; members listen and call, so all three
             are needed. Default: the files that $SHARDWELL_TLS_CA, $SHARDWELL_TLS_CERT and
             $SHARDWELL_TLS_KEY name, and no TLS where none is set. False: no TLS.
+        token_file: Path of a file with this worker's token, for a meeting place that lets nobody in
+            without one; see `shardwell.connect`. A worker that serves the meeting place itself
+            lets in whoever brings the same token as its own. Default: $SHARDWELL_TOKEN_FILE.
+        insecure: Listen without TLS where other machines reach this one, so that whoever shares
+            the network may read and change what the group sums. Default: whether
+            $SHARDWELL_INSECURE is 1; else that is refused.
 
     Raises:
-        ArgumentError: an argument, or what a launcher says, can't be used.
-        AuthenticationError: TLS keeps this worker and the meeting place apart; says why.
+        ArgumentError: an argument, or what a launcher says, can't be used; or this worker would
+            listen to other machines without TLS.
+        AuthenticationError: TLS keeps this worker and the meeting place apart, or that does not
+            believe the token; says why.
+        AccessDeniedError: the token has no right to join the group.
         WorkersMissingError: not all came in time; those that are missing are named, and so is who
             was refused, and why.
         GroupMismatchError: the group has another size, strategy, codec or allow_non_finite.
@@ -131,7 +152,15 @@ def join_group(
         allow_non_finite=bool(allow_non_finite),
     )
     traffic = Traffic()
-    files = tls_files(tls)
+    credentials = Credentials.of(tls, token_file)
+    files = credentials.tls
+    if files is None and not (is_loopback(arguments.listen) or insecure_setting(insecure)):
+        raise ArgumentError(
+            f"this worker would listen on {arguments.listen} without TLS, so that whoever reaches "
+            "it may read and change what the group sums: give tls=shardwell.Tls(ca=, cert=, key=), "
+            f"which `shardwell certs` makes; or insecure=True, or set ${INSECURE_VARIABLE}=1, if "
+            "nobody else is on that network"
+        )
     if files is not None and (files.tls.ca is None or files.tls.cert is None):
         raise ArgumentError(
             f"members of a group listen and call: tls needs ca, cert and key; got {files.tls!r}"
@@ -148,7 +177,7 @@ def join_group(
             lease_s=lease_s,
             advertise=advertise,
             same_host=same_host_setting(is_wanted=same_host),
-            tls=files,
+            credentials=credentials,
         )
         try:
             membership.join(join_timeout_s)
@@ -163,6 +192,7 @@ def join_group(
                 allow_non_finite=allow_non_finite,
                 traffic=traffic,
                 tls=None if files is None else files.tls,
+                token_file=None if credentials.token is None else credentials.token.path,
             )
         except BaseException:
             membership.close()
@@ -271,6 +301,13 @@ def _host_towards(meeting: str) -> str:
     return f"[{found}]" if ":" in found else found
 
 
+def _meeting_place(credentials: Credentials) -> grpc.GenericRpcHandler:
+    """What a worker serves where the others meet."""
+    token = credentials.token
+    admit = admit_anybody if token is None else admit_same(SameToken(token))
+    return GroupService(admit=admit).handler()
+
+
 class _Membership:
     """A worker's server, its connection to the meeting place, and its lease."""
 
@@ -284,10 +321,10 @@ class _Membership:
         lease_s: float,
         advertise: str | None,
         same_host: str,
-        tls: TlsFiles | None,
+        credentials: Credentials,
     ) -> None:
         self._same_host = same_host
-        self._tls = tls
+        self._tls = credentials.tls
         self._spec = spec
         self._arguments = arguments
         self._strategy = strategy
@@ -304,8 +341,8 @@ class _Membership:
             member_id=member_id,
             size=arguments.size,
             same_host=same_host,
-            tls=tls,
-            more=(GroupService().handler(),) if arguments.serves_rendezvous else (),
+            tls=credentials.tls,
+            more=(_meeting_place(credentials),) if arguments.serves_rendezvous else (),
         )
         self._member = group_pb2.Member(
             member_id=member_id,
@@ -313,7 +350,7 @@ class _Membership:
             description=f"{socket.gethostname()}, process {os.getpid()}"[:200],
             arena_address=self._server.arenas.address,
         )
-        self._rendezvous = Rendezvous(arguments.rendezvous, tls)
+        self._rendezvous = Rendezvous(arguments.rendezvous, credentials)
 
     def join(self, timeout_s: float) -> None:
         """Comes to the first generation; blocks until it is ready."""

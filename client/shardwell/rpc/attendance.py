@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shardwell.errors import ShardUnavailableError, ShardwellError
+from shardwell.errors import AuthenticationError, ShardUnavailableError, ShardwellError
 from shardwell.process.owner import OwnerProcess
 from shardwell.rpc.session import Session
 
@@ -129,7 +129,8 @@ class Attendance:
     def _refused(self, call: Any) -> ShardwellError | None:
         """Why a call that has ended is not to be made again by itself; None: it is."""
         error = self._translate(call)
-        return None if isinstance(error, ShardUnavailableError) else error
+        is_for_now = isinstance(error, ShardUnavailableError | AuthenticationError)
+        return None if is_for_now else error
 
 
 # gRPC and timers keep what they are to call. That must not keep a client that nobody uses, nor a

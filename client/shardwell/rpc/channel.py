@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import grpc
 
+from shardwell.rpc.credentials import NO_CREDENTIALS, AuthorizedChannel, Credentials
 from shardwell.rpc.options import CHANNEL_OPTIONS, check_fork
-from shardwell.rpc.tls import Contents, TlsFiles
+from shardwell.rpc.tls import Contents
 
 
 class Channel:
@@ -18,21 +20,22 @@ class Channel:
 
     Args:
         address: HOST:PORT.
-        tls: What it proves itself with, and believes; None: no TLS.
+        credentials: What it proves itself with, and believes.
 
     Raises:
         ForkedError: see `check_fork`.
     """
 
-    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
+    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._address = address
-        self._tls = tls
+        self._tls = tls = credentials.tls
+        self._token = credentials.token
         self._lock = threading.Lock()
         self._closed = False
         self._contents: Contents | None = None if tls is None else tls.contents()
-        self.current = self._opened()
-        """gRPC's."""
-        self._previous: grpc.Channel | None = None
+        self.current: Any = self._opened()
+        """gRPC's, or as that."""
+        self._previous: Any = None
 
     def renew(self) -> bool:
         """Makes another one if the certificates have changed; whether it has."""
@@ -54,7 +57,11 @@ class Channel:
             if self._previous is not None:
                 self._previous.close()
 
-    def _opened(self) -> grpc.Channel:
+    def _opened(self) -> Any:
+        channel = self._connected()
+        return channel if self._token is None else AuthorizedChannel(channel, self._token)
+
+    def _connected(self) -> grpc.Channel:
         check_fork()
         if self._tls is None or self._contents is None:
             return grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)

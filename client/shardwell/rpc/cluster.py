@@ -22,9 +22,9 @@ from shardwell.errors import (
 from shardwell.process.descriptors import check_descriptors
 from shardwell.rpc.attendance import new_session
 from shardwell.rpc.calls import CallThreads, current_call
+from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.tls import TlsFiles
 from shardwell.specs.names import parse_target
 from shardwell.v1 import parameter_server_pb2 as pb
 
@@ -47,7 +47,7 @@ class Shards:
         addresses: HOST:PORT of each shard, in order.
         threads: Threads of the client, which end with it.
         same_host: Whether memory is shared with shards of this machine.
-        tls: What connections are made with; None: no TLS.
+        credentials: What connections are made with.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Shards:
         threads: CallThreads,
         *,
         same_host: bool = True,
-        tls: TlsFiles | None = None,
+        credentials: Credentials,
     ) -> None:
         self.session = new_session()
         """Of this client."""
         self.channels = [
-            ShardChannel(i, address, self.session, same_host=same_host, tls=tls)
+            ShardChannel(i, address, self.session, same_host=same_host, credentials=credentials)
             for i, address in enumerate(addresses)
         ]
         """One a shard, by index."""
@@ -143,7 +143,7 @@ def connect_shards(
     cluster_id: str | None,
     timeout_s: float,
     same_host: bool = True,
-    tls: TlsFiles | None = None,
+    credentials: Credentials,
 ) -> Shards:
     """Connects to all shards and checks who answers; then attends on each.
 
@@ -153,21 +153,24 @@ def connect_shards(
         cluster_id: What the cluster must be called; None takes what the shards agree on.
         timeout_s: How long shards that are not there yet are waited for, all together.
         same_host: Whether memory is shared with shards of this machine.
-        tls: What connections are made with; None: no TLS.
+        credentials: What connections are made with.
 
     Raises:
-        AuthenticationError: a shard is there, and TLS keeps the two sides apart.
+        ArgumentError: no such addresses can be, or a token would go there in the clear.
+        AuthenticationError: a shard is there, and TLS keeps the two sides apart, or it does not
+            believe the token.
         ShardUnavailableError: a shard did not answer in time; it is named.
         WrongShardError: an address leads to another shard, count or cluster.
         LimitError: this process has no descriptors left for it, or a shard has none.
     """
     addresses = parse_target(target)
+    credentials.check_private(addresses)
     check_descriptors(len(addresses) + _DESCRIPTOR_COUNT, f"a connection to {target:.200}")
     threads = CallThreads("client")
     try:
         return threads.run(
             lambda: _connected(
-                Shards(addresses, threads, same_host=same_host, tls=tls),
+                Shards(addresses, threads, same_host=same_host, credentials=credentials),
                 worker_id,
                 cluster_id,
                 timeout_s,

@@ -82,6 +82,16 @@ _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.St
         types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
         grpc.StatusCode.FAILED_PRECONDITION,
     ),
+    (
+        errors.AuthenticationError,
+        types_pb2.ERROR_CODE_UNAUTHENTICATED,
+        grpc.StatusCode.UNAUTHENTICATED,
+    ),
+    (
+        errors.AccessDeniedError,
+        types_pb2.ERROR_CODE_PERMISSION_DENIED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    ),
     (errors.InternalError, types_pb2.ERROR_CODE_INTERNAL, grpc.StatusCode.INTERNAL),
 ]
 _BY_CODE = {code: kind for kind, code, _ in _CATALOGUE}

@@ -15,7 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from shardwell.errors import CorruptChunkError, DeadlineError, ShardUnavailableError
+from shardwell.errors import (
+    AuthenticationError,
+    CorruptChunkError,
+    DeadlineError,
+    ShardUnavailableError,
+    ShardwellError,
+)
 
 PAUSE_S_FIRST = 0.05
 """The bound of the first pause; a shard that dropped one stream is there at once."""
@@ -91,6 +97,8 @@ class Attempts:
         Raises:
             ShardUnavailableError: a shard went away and did not come back before the deadline.
             DeadlineError: it is there, and did not answer.
+            AuthenticationError: it does not believe this client's token; where it did before, it
+                was asked until the deadline, as another token may come.
             CorruptChunkError: chunks were damaged, again and again.
             ClosedError: the client was closed meanwhile.
             ShardwellError: whatever else an attempt raises, at once.
@@ -100,6 +108,10 @@ class Attempts:
             try:
                 return attempt()
             except ShardUnavailableError as error:
+                lost: ShardwellError = error
+            except AuthenticationError as error:
+                if not error.retryable:
+                    raise
                 lost = error
             except CorruptChunkError:
                 self._corrupt_count += 1
@@ -121,7 +133,7 @@ class Attempts:
         """
         self._surroundings.pause(max(min(duration_s, self.remaining_s), 0.0))
 
-    def _await(self, lost: ShardUnavailableError) -> None:
+    def _await(self, lost: ShardwellError) -> None:
         """Returns when the shard answers again."""
         if self._surroundings.now_s() - self._attempt_began_s > PAUSE_S_MAX:
             self._pause_bound_s = PAUSE_S_FIRST  # it was there for a while: this is another failure
@@ -142,7 +154,7 @@ class Attempts:
         self._pause_bound_s = min(2 * bound_s, PAUSE_S_MAX)
         return self._surroundings.jitter() * bound_s
 
-    def _told(self, error: ShardUnavailableError | DeadlineError) -> Exception:
+    def _told(self, error: ShardwellError) -> Exception:
         """The same error, with how long was waited for what."""
         message = error.message
         if error.shard_index is not None:
@@ -150,8 +162,9 @@ class Attempts:
             if where not in message:
                 message = f"{where}: {message}"
         waited_s = self._surroundings.now_s() - self._began_s
-        advice = "" if "timeout_s" in message else "; raise timeout_s to wait longer"
-        return type(error)(
+        is_said = "timeout_s" in message or isinstance(error, AuthenticationError)
+        advice = "" if is_said else "; raise timeout_s to wait longer"
+        told = type(error)(
             f"waited {waited_s:.3g} s: {message}{advice}",
             shard_index=error.shard_index,
             worker_id=error.worker_id,
@@ -159,3 +172,5 @@ class Attempts:
             table=error.table,
             rank=error.rank,
         )
+        told.retryable = error.retryable
+        return told

@@ -17,6 +17,7 @@ import grpc
 from google.protobuf.message import Message
 
 from shardwell.errors import (
+    AccessDeniedError,
     AuthenticationError,
     ClosedError,
     CorruptChunkError,
@@ -31,11 +32,12 @@ from shardwell.rpc.arena import Arenas
 from shardwell.rpc.attendance import Attendance, new_session
 from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.channel import Channel
+from shardwell.rpc.credentials import NO_CREDENTIALS, Credentials
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.neighbour import PAUSE_S, Neighbour
 from shardwell.rpc.options import unary_stub
 from shardwell.rpc.session import Session
-from shardwell.rpc.tls import TlsFiles, check_trust
+from shardwell.rpc.tls import check_trust
 from shardwell.rpc.unix_call import UnixCall, UnixCalls
 from shardwell.v1 import arena_pb2, session_pb2, table_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -88,7 +90,7 @@ class ShardChannel:
         session: Session | None = None,
         *,
         same_host: bool = True,
-        tls: TlsFiles | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self.shard_index = shard_index
         self.address = address
@@ -109,8 +111,13 @@ class ShardChannel:
         self.has_seats = False
         """Whether the client may have taken a seat on the shard."""
         self._closed = False
-        self._tls = tls
-        self._channel = Channel(address, tls)
+        self._attended_with = ""
+        """What the call brought by which it attends."""
+        self._said = ""
+        """Why the token is not believed any more, as it was logged last."""
+        self._tls = credentials.tls
+        self._token = credentials.token
+        self._channel = Channel(address, credentials)
         self._bind()
         self._attendance = Attendance(self._attended, self.translate)
 
@@ -175,7 +182,7 @@ class ShardChannel:
             self.unix.pause(_RESTART_S if is_away else PAUSE_S)
             _LOG.debug("shard %d takes no streams here: %s", self.shard_index, error)
             raise
-        call = UnixCall(connection, method, calls)
+        call = UnixCall(connection, method, calls, self._authorization())
         self._unix_calls.add(call)
         return call
 
@@ -190,11 +197,14 @@ class ShardChannel:
         Raises:
             LimitError: too many clients are connected.
         """
+        if self.worker_id and self._attended_with != self._authorization():
+            self._attendance.begin_anew()  # its session is that of the token by which it attends
         if self.worker_id:
             self._attendance.ensure()
 
     def _attended(self) -> Any:
         self._renew()  # also of a client that does nothing the connections end
+        self._attended_with = self._authorization()
         request = session_pb2.AttendRequest(
             shard=self.identity,
             worker_id=self.worker_id,
@@ -203,6 +213,10 @@ class ShardChannel:
             pid=self.session.pid,
         )
         return self._attend(request, wait_for_ready=True)
+
+    def _authorization(self) -> str:
+        """What calls bring now; empty: nothing."""
+        return "" if self._token is None else self._token.authorization()
 
     def end_session(self, timeout_s: float) -> Any:
         """Tells the shard that the session has ended in order: a call that is under way."""
@@ -377,13 +391,33 @@ class ShardChannel:
                 check_descriptors(1, f"a connection to {self.address}")
             except LimitError as lacking:
                 return lacking
-        return from_rpc_error(
+        found = from_rpc_error(
             error,
             shard_index=self.shard_index,
             address=self.address,
             parameter=parameter,
             table=table,
         )
+        if isinstance(found, AuthenticationError | AccessDeniedError):
+            return self._refused(found)
+        return found
+
+    def _refused(self, error: ShardwellError) -> ShardwellError:
+        """The same error, with what only this side knows."""
+        whose = "" if self._token is None else f" (of {self._token.path})"
+        told = type(error)(
+            f"shard {self.shard_index} at {self.address}: {error.message}{whose}",
+            shard_index=self.shard_index,
+            parameter=error.parameter,
+            table=error.table,
+        )
+        # Whom it let in before has had a token that was good: another one may come in its file.
+        is_known = bool(self.identity.cluster_id) and self._token is not None
+        told.retryable = isinstance(told, AuthenticationError) and is_known
+        if told.retryable and told.message != self._said:
+            self._said = told.message
+            _LOG.warning("%s; calls wait for another one there, until their deadline", told.message)
+        return told
 
     def close(self) -> None:
         """Ends the connection and every call on it."""

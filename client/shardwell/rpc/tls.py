@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import ssl
-import threading
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 import grpc
 
 from shardwell.errors import ArgumentError, AuthenticationError
+from shardwell.process.changing_files import ChangingFiles
 from shardwell.rpc.calls import cancelled_by, current_call
 
 _LOG = logging.getLogger("shardwell")
@@ -97,24 +97,12 @@ class TlsFiles:
 
     def __init__(self, tls: Tls) -> None:
         self.tls = tls
-        self._lock = threading.Lock()
-        self._stamps = _stamps(tls)
-        self._contents = _read(tls)
+        paths = [path for path in (tls.ca, tls.cert, tls.key) if path is not None]
+        self._files = ChangingFiles(paths, partial(_read, tls), _LOG)
 
     def contents(self) -> Contents:
         """What is to be used now: the same object as long as nothing has changed."""
-        stamps = _stamps(self.tls)
-        with self._lock:
-            if stamps != self._stamps:
-                try:
-                    contents = _read(self.tls)
-                except ArgumentError as error:
-                    _LOG.warning("%s; what was there before is used", error.message)
-                    self._stamps = stamps
-                else:
-                    if _stamps(self.tls) == stamps:  # else it is read once more, by the next
-                        self._stamps, self._contents = stamps, contents
-            return self._contents
+        return self._files.now()
 
     def channel_credentials(self, contents: Contents) -> grpc.ChannelCredentials:
         """What a client's connections are made with."""
@@ -131,7 +119,7 @@ class TlsFiles:
                 "whoever listens needs a certificate and its key: give both, or set "
                 f"${CERT_VARIABLE} and ${KEY_VARIABLE}"
             )
-        used = [self._contents]
+        used = [self._files.last]
 
         def changed() -> Any:  # None, too, whatever gRPC's types say
             contents = self.contents()
@@ -269,18 +257,6 @@ def _server_configuration(contents: Contents) -> grpc.ServerCertificateConfigura
     assert contents.key is not None
     assert contents.cert is not None
     return grpc.ssl_server_certificate_configuration([(contents.key, contents.cert)], contents.ca)
-
-
-def _stamps(tls: Tls) -> tuple[tuple[int, int, int] | None, ...]:
-    """What changes with the files."""
-    stamps: list[tuple[int, int, int] | None] = []
-    for path in (tls.ca, tls.cert, tls.key):
-        try:
-            found = None if path is None else os.stat(path)
-        except (OSError, ValueError):  # of which the reader tells
-            found = None
-        stamps.append(found and (found.st_mtime_ns, found.st_ino, found.st_size))
-    return tuple(stamps)
 
 
 def _read(tls: Tls) -> Contents:

@@ -96,9 +96,16 @@ class UnixCall:
         connection: To the shard; this call's from now on.
         method: As gRPC names it.
         calls: Those of its set.
+        authorization: What it brings beside that; empty: nothing.
     """
 
-    def __init__(self, connection: socket.socket, method: str, calls: UnixCalls) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        method: str,
+        calls: UnixCalls,
+        authorization: str = "",
+    ) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._close = weakref.finalize(self, connection.close)
@@ -110,7 +117,8 @@ class UnixCall:
         self._ended: UnixCallError | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._writer: queue.SimpleQueue[_Writing | None] | None = None
-        opening = unix_stream_pb2.UnixStreamOpen(method=method).SerializeToString()
+        first = unix_stream_pb2.UnixStreamOpen(method=method, authorization=authorization)
+        opening = first.SerializeToString()
         connection.send(head(FrameKind.OPEN, len(opening)) + opening)  # a new one has room for it
         calls.add(connection.fileno(), self)
 

@@ -53,6 +53,8 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_DIVERGED: _ClassVar[ErrorCode]
     ERROR_CODE_WORKER_ID_IN_USE: _ClassVar[ErrorCode]
     ERROR_CODE_SESSION_UNKNOWN: _ClassVar[ErrorCode]
+    ERROR_CODE_UNAUTHENTICATED: _ClassVar[ErrorCode]
+    ERROR_CODE_PERMISSION_DENIED: _ClassVar[ErrorCode]
 CODEC_UNSPECIFIED: Codec
 CODEC_FP32: Codec
 CODEC_FP16: Codec
@@ -88,6 +90,8 @@ ERROR_CODE_UNKNOWN_TABLE: ErrorCode
 ERROR_CODE_DIVERGED: ErrorCode
 ERROR_CODE_WORKER_ID_IN_USE: ErrorCode
 ERROR_CODE_SESSION_UNKNOWN: ErrorCode
+ERROR_CODE_UNAUTHENTICATED: ErrorCode
+ERROR_CODE_PERMISSION_DENIED: ErrorCode
 
 class ShardIdentity(_message.Message):
     __slots__ = ("cluster_id", "shard_index", "shard_count")

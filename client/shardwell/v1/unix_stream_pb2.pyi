@@ -5,10 +5,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class UnixStreamOpen(_message.Message):
-    __slots__ = ("method",)
+    __slots__ = ("method", "authorization")
     METHOD_FIELD_NUMBER: _ClassVar[int]
+    AUTHORIZATION_FIELD_NUMBER: _ClassVar[int]
     method: str
-    def __init__(self, method: _Optional[str] = ...) -> None: ...
+    authorization: str
+    def __init__(self, method: _Optional[str] = ..., authorization: _Optional[str] = ...) -> None: ...
 
 class UnixStreamEnd(_message.Message):
     __slots__ = ("code", "details", "error")

@@ -24,6 +24,7 @@ _COMMANDS = {
     "serve": ("serve", "serve"),
     "status": ("status", "status"),
     "table": ("table", "table"),
+    "token": ("token", "token"),
     "train-digits": ("train_digits", "train_digits"),
 }
 """Name, and the module here and attribute where its code is."""

@@ -25,8 +25,8 @@ from shardwell.numerics.scratch import Scratch
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.probe import SliceProbe
 from shardwell.rpc.attendance import unique_worker_id
+from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.tls import tls_files
 from shardwell.specs.names import parse_target
 from shardwell.specs.parameter import CodecName
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -315,7 +315,7 @@ def _values(size: int) -> Float32:
 
 def _round_trip_s(index: int, address: str, deadline_s: float) -> float:
     """The median time of a call that says next to nothing."""
-    channel = ShardChannel(index, address, tls=tls_files(None))
+    channel = ShardChannel(index, address, credentials=Credentials.of())
     question = pb.GetStatusRequest(identity_only=True)
     times = []
     try:

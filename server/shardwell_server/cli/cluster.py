@@ -14,6 +14,7 @@ import click
 
 from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, Tls
 from shardwell_server import signals
+from shardwell_server.access.access import Access
 from shardwell_server.cli.certs import LOCAL_HOSTS
 from shardwell_server.cli.options import GivenPath, shard_count_option, usage_errors
 from shardwell_server.config import Durability
@@ -56,6 +57,12 @@ _CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal
     "a data directory.",
 )
 @click.option(
+    "--tokens",
+    type=GivenPath(),
+    envvar="SHARDWELL_TOKENS",
+    help="File of tokens, made by `shardwell token`: each call needs one with a right to it.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="warning",
@@ -69,6 +76,7 @@ def cluster(
     data_dir: Path | None,
     durability: str,
     with_tls: bool,
+    tokens: Path | None,
     log_level: str,
 ) -> None:
     """Run a whole cluster on this machine until Ctrl-C.
@@ -78,6 +86,7 @@ def cluster(
     signals.hold()
     with usage_errors():
         Durability(durability).check_files(data_dir is not None)
+        Access(tokens=tokens)
     with contextlib.ExitStack() as stack:
         tls: Tls | None = None
         variables = ""
@@ -91,6 +100,7 @@ def cluster(
                     processes=True,
                     durability=durability,
                     tls=tls,
+                    tokens=tokens,
                     log_level=log_level,
                 )
             )

@@ -49,11 +49,12 @@ def _channel(address: str) -> grpc.Channel:
         return grpc.insecure_channel(address)
     # Not above: see below.
     from shardwell.rpc.channel import Channel
-    from shardwell.rpc.tls import tls_files
+    from shardwell.rpc.credentials import Credentials
     from shardwell_server.cli.options import usage_errors
 
     host, colon, port = address.rpartition(":")
     if host in ("0.0.0.0", "[::]"):  # which no certificate names
         address = f"localhost{colon}{port}"
     with usage_errors():
-        return Channel(address, tls_files(None)).current
+        channel: grpc.Channel = Channel(address, Credentials.of(token=False)).current
+    return channel

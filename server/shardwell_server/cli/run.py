@@ -17,12 +17,14 @@ from shardwell.client import TARGET_VARIABLE
 from shardwell.errors import ShardwellError
 from shardwell.group.launch.environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
 from shardwell.group.launch.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
-from shardwell.group.rendezvous.service import GroupService
+from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
+from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE, Credentials, SameToken
 from shardwell.rpc.options import listen_on
-from shardwell.rpc.tls import Tls, tls_files
+from shardwell.rpc.tls import Tls
 from shardwell.specs.names import check_name, parse_target
 from shardwell_server import signals
 from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.options import usage_errors
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
 from shardwell_server.launch.announced import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE
 from shardwell_server.launch.run import LocalRun
@@ -120,6 +122,7 @@ def run(
                         worker_count,
                         processes=True,
                         tls=Tls.from_environment(),
+                        same_token=os.environ.get(TOKEN_FILE_VARIABLE) or None,
                         log_level="warning",
                     )
                 )
@@ -140,8 +143,12 @@ def _served_rendezvous() -> Iterator[str]:
     server = grpc.server(
         futures.ThreadPoolExecutor(_RENDEZVOUS_THREAD_COUNT, "shardwell-rendezvous")
     )
-    server.add_generic_rpc_handlers([GroupService().handler()])
-    port = listen_on(server, f"{_LOCALHOST}:0", tls_files(None))
+    with usage_errors():
+        credentials = Credentials.of()
+    token = credentials.token
+    admit = admit_anybody if token is None else admit_same(SameToken(token))
+    server.add_generic_rpc_handlers([GroupService(admit=admit).handler()])
+    port = listen_on(server, f"{_LOCALHOST}:0", credentials.tls)
     server.start()
     try:
         yield f"{_LOCALHOST}:{port}"

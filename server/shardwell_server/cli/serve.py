@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import click
 
 from shardwell.errors import ArgumentError
 from shardwell.process.allocator import tune_malloc
+from shardwell.rpc.credentials import INSECURE_VARIABLE
 from shardwell.rpc.tls import Tls, TlsFiles
 from shardwell_server import signals
+from shardwell_server.access.access import Access
 from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import GivenPath, usage_errors
 from shardwell_server.config import Durability, Limits, ShardConfig
@@ -30,6 +33,8 @@ from shardwell_server.store.files.data_dir import DataDir
 
 _ARENA_COUNT_MAX = 2
 """Messages come and go on many threads; with few heaps their buffers are used again."""
+_UMASK = 0o077
+"""What a shard writes is its user's alone."""
 _LIMITS = {
     "parameter_count_max": "Parameters on this shard.",
     "table_count_max": "Tables on this shard.",
@@ -187,6 +192,31 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Seconds after which a connection over TLS is replaced, and old certificates with it.",
 )
 @click.option(
+    "--tokens",
+    type=GivenPath(),
+    envvar="SHARDWELL_TOKENS",
+    help="File of tokens, made by `shardwell token`: each call needs one with a right to it.",
+)
+@click.option(
+    "--jwt-keys",
+    type=GivenPath(),
+    envvar="SHARDWELL_JWT_KEYS",
+    help="File of keys, a JSON Web Key Set: whose JWTs are taken as tokens.",
+)
+@click.option("--same-token", type=GivenPath(), hidden=True)
+@click.option(
+    "--insecure",
+    is_flag=True,
+    envvar=INSECURE_VARIABLE,
+    help="Let other machines in without TLS or tokens; else that is refused.",
+)
+@click.option(
+    "--audit-log",
+    type=GivenPath(),
+    envvar="SHARDWELL_AUDIT_LOG",
+    help="File for who opened, made, restored or removed what, and who was refused; JSON lines.",
+)
+@click.option(
     "--reflection/--no-reflection",
     default=False,
     envvar="SHARDWELL_REFLECTION",
@@ -214,6 +244,11 @@ def serve(
     tls_key: Path | None,
     tls_client_ca: Path | None,
     connection_age_s: float,
+    tokens: Path | None,
+    jwt_keys: Path | None,
+    same_token: Path | None,
+    insecure: bool,
+    audit_log: Path | None,
     reflection: bool,
     **limits: Any,
 ) -> None:
@@ -235,11 +270,18 @@ def serve(
             same_host=same_host,
             tls=_tls(tls_cert, tls_key, tls_client_ca),
             connection_age_s=connection_age_s,
+            tokens=tokens,
+            jwt_keys=jwt_keys,
+            same_token=same_token,
+            insecure=insecure,
+            audit_log=audit_log,
             reflection=reflection,
             durability=Durability(durability),
             limits=Limits(**limits),
         )
         config.durability.check_files(data_dir is not None)
+        Access.of(config)
+    os.umask(_UMASK)
     tune_malloc(arena_count_max=_ARENA_COUNT_MAX)
     raise_file_limit()
     end_when_a_thread_dies()

@@ -12,9 +12,9 @@ import click
 from rich.table import Table
 
 from shardwell.errors import DeadlineError, ShardUnavailableError, ShardwellError
+from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus, ask_status
-from shardwell.rpc.tls import tls_files
 from shardwell.specs.initializers import Initializer
 from shardwell.specs.names import parse_target
 from shardwell.specs.optimizers import Average, Optimizer
@@ -40,9 +40,10 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
     """
     answers: list[_Answer] = []
     with usage_errors():
-        files = tls_files(None)
+        credentials = Credentials.of()
+        credentials.check_private(parse_target(target))
     for index, address in enumerate(parse_target(target)):
-        channel = ShardChannel(index, address, tls=files)
+        channel = ShardChannel(index, address, credentials=credentials)
         try:
             answers.append((address, ask_status(channel, timeout_s)))
         except ShardwellError as error:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from shardwell.errors import ShardwellError
+from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
 from shardwell.rpc.tls import VARIABLES
 from shardwell_server.demo.errors import DemoError
 from shardwell_server.local_cluster import LocalCluster
@@ -17,9 +18,10 @@ GRACE_S = 0.5
 
 
 @contextlib.contextmanager
-def without_tls() -> Iterator[None]:
-    """What is started in the block uses none: what the environment says is of another cluster."""
-    kept = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
+def without_credentials() -> Iterator[None]:
+    """What is started in the block has none: what the environment says is of another cluster."""
+    names = (*VARIABLES, TOKEN_FILE_VARIABLE)
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:

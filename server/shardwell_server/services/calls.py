@@ -31,12 +31,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
-from shardwell.errors import LimitError, ShardwellError
+from shardwell.errors import AccessDeniedError, AuthenticationError, LimitError, ShardwellError
+from shardwell.rpc.credentials import authorization_of
 from shardwell.rpc.error_codes import to_status
 from shardwell.rpc.handlers import parsed, status_of
+from shardwell_server.access.access import Access
+from shardwell_server.access.audit import Note, no_audit
+from shardwell_server.access.rights import ANYBODY, Right
 from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.services.work_threads import WorkThreads
 from shardwell_server.shard.deadline import NotYet
+from shardwell_server.shard.quotas import CALL_BYTES, Usage, Usages
 
 _LOG = logging.getLogger("shardwell_server")
 _BATCH_BYTES = 256 * 1024
@@ -47,6 +52,8 @@ SHORT_BYTES_MAX = 16 * 1024
 """See `Call.is_short`."""
 _ROOM_WAIT_S = 10.0
 """How long a call waits for others' answers to be read, before it is refused."""
+_GRANTED_COUNT_MAX = 4096
+"""Rights that a call is known to have; others are looked at each time."""
 
 
 class Read(enum.Enum):
@@ -74,11 +81,28 @@ Handling: TypeAlias = Generator["bytes | NotYet | Read | Held | Long", "bytes | 
 
 
 class Call:
-    """A call, for its handler."""
+    """A call, for its handler.
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    Args:
+        context: gRPC's.
+        method: Name of the RPC.
+        note: Takes lines of the audit log.
+    """
+
+    def __init__(
+        self, context: grpc.aio.ServicerContext[Any, Any], method: str, note: Note = no_audit
+    ) -> None:
         self.context = context
         """gRPC's."""
+        self.method = method
+        """Name of the RPC."""
+        self.principal = ANYBODY
+        """Who makes it."""
+        self.usage: Usage | None = None
+        """What the token of that uses; None: nobody's token."""
+        self._note = note
+        self._granted: set[tuple[Right, str, str]] = set()
+        self._moved_bytes = 0
         self.changed = asyncio.Event()
         """Set when what was too early may be there."""
         self.is_short = False
@@ -91,6 +115,49 @@ class Call:
         deadline_s = context.time_remaining()
         self._deadline_s = None if deadline_s is None else time.monotonic() + deadline_s
         self._is_over = False
+
+    def check(self, right: Right, kind: str, name: str) -> None:
+        """Refuses what whoever makes the call may not do; looked at once a call and name.
+
+        Args:
+            right: What for.
+            kind: "parameter", "table" or "group".
+            name: Of that.
+
+        Raises:
+            AccessDeniedError: no such right.
+        """
+        asked = (right, kind, name)
+        if asked in self._granted:
+            return
+        self.principal.check(right, kind, name)
+        if len(self._granted) < _GRANTED_COUNT_MAX:
+            self._granted.add(asked)
+        self.note("opened", kind=kind, name=name, right=right.word)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Adds a line to the audit log, with who makes the call."""
+        if self._note is no_audit:
+            return
+        shown: Any = self.context.auth_context()
+        certificate = shown.get("x509_common_name")
+        self._note(
+            event,
+            token=self.principal.name,
+            certificate=certificate[0].decode(errors="replace") if certificate else None,
+            remote=self.context.peer(),
+            method=self.method,
+            **fields,
+        )
+
+    def add_bytes(self, size_bytes: int) -> None:
+        """Counts payload that it brought, or is answered."""
+        self._moved_bytes += size_bytes
+
+    def moved_bytes(self) -> int:
+        """What was counted since this was asked last."""
+        moved_bytes, self._moved_bytes = self._moved_bytes, 0
+        return moved_bytes
 
     @property
     def remaining_s(self) -> float | None:
@@ -131,6 +198,11 @@ class _Step(NamedTuple):
     response: Any = None
     has_ended: bool = False
     error: Exception | None = None
+
+
+def _method_of(handler: Callable[..., Any]) -> str:
+    """The RPC's name, by that of its handler."""
+    return "".join(word.capitalize() for word in handler.__name__.split("_"))
 
 
 def _go_on(handling: Handling, message: bytes | None) -> _Step:
@@ -210,6 +282,9 @@ class Calls:
     Args:
         threads: Where handlers run.
         streams: Counts calls that are streams.
+        access: Who is let in.
+        usages: What the owners of tokens use.
+        note: Takes lines of the audit log.
         shard_index: Which shard answers, for the errors.
         answer_bytes_max: Bytes of answers that wait to be written, except one a thread.
     """
@@ -219,11 +294,17 @@ class Calls:
         threads: WorkThreads,
         streams: OpenStreams,
         *,
+        access: Access,
+        usages: Usages,
+        note: Note = no_audit,
         shard_index: int,
         answer_bytes_max: int,
     ) -> None:
         self._threads = threads
         self._streams = streams
+        self._access = access
+        self._usages = usages
+        self._note = note
         self._shard_index = shard_index
         self._room = _AnswerRoom(answer_bytes_max)
         self._open: set[Call] = set()
@@ -232,6 +313,14 @@ class Calls:
         """Has all calls look again that wait for other workers: the shard stops, say."""
         for call in self._open:
             call.changed.set()
+
+    def end_those_without_token(self) -> None:
+        """Ends calls whose token has ended meanwhile, or changed: their client has another one."""
+        for call in list(self._open):
+            try:
+                self._access.check_still(call.principal)
+            except AuthenticationError as error:
+                call.end(error)
 
     # What gRPC takes.
 
@@ -242,7 +331,7 @@ class Calls:
         begin = parsed(handler, request_type)
 
         async def serve(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            return await self._served(context, lambda call: begin(request, call))
+            return await self._served(context, handler, lambda call: begin(request, call))
 
         return grpc.unary_unary_rpc_method_handler(
             serve, response_serializer=lambda response: response.SerializeToString()
@@ -255,7 +344,7 @@ class Calls:
         begin = parsed(handler, request_type)
 
         async def serve(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._served(context, lambda call: begin(request, call))
+            await self._served(context, handler, lambda call: begin(request, call))
 
         return grpc.unary_stream_rpc_method_handler(serve)
 
@@ -266,7 +355,7 @@ class Calls:
         begin = parsed(handler, request_type)
 
         async def serve(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._served(context, lambda call: begin(request, call), is_stream=True)
+            await self._served(context, handler, lambda call: begin(request, call), is_stream=True)
 
         return grpc.unary_stream_rpc_method_handler(serve)
 
@@ -274,7 +363,7 @@ class Calls:
         """A stream of messages, one response."""
 
         async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            return await self._served(context, handler, is_stream=True)
+            return await self._served(context, handler, handler, is_stream=True)
 
         return grpc.stream_unary_rpc_method_handler(
             serve, response_serializer=lambda response: response.SerializeToString()
@@ -284,7 +373,7 @@ class Calls:
         """A stream of messages, a stream of answers."""
 
         async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._served(context, handler, is_stream=True)
+            await self._served(context, handler, handler, is_stream=True)
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
@@ -293,14 +382,18 @@ class Calls:
     async def _served(
         self,
         context: grpc.aio.ServicerContext[Any, Any],
+        handler: Callable[..., Any],
         begin: Callable[[Call], Any],
         *,
         is_stream: bool = False,
     ) -> Any:
         """The response; or the call has ended with the status that stands for its error."""
-        call = Call(context)
+        call = Call(context, _method_of(handler), self._note)
         self._open.add(call)
         try:
+            if self._access.asks:
+                self._identify(call)
+                await self._paced(call)
             if is_stream:
                 await self._streams.enter(call)
             return await self._run(call, begin, is_stream=is_stream)
@@ -314,6 +407,29 @@ class Calls:
             call.note_end()
             self._open.discard(call)
             self._streams.leave(call)
+
+    def _identify(self, call: Call) -> None:
+        """Finds out who makes a call.
+
+        Raises:
+            AuthenticationError: nobody who is let in.
+        """
+        metadata: Any = call.context.invocation_metadata()
+        call.principal = principal = self._access.principal(authorization_of(metadata))
+        if principal.name:
+            call.usage = self._usages.of(principal.name, principal.quota)
+
+    async def _paced(self, call: Call) -> None:
+        """Counts what has passed, and returns when no more of it has than the quota allows.
+
+        Raises:
+            LimitError: see `Usage.delay_s`.
+        """
+        if call.usage is None or call.usage.quota.bytes_per_s is None:
+            return
+        delay_s = call.usage.delay_s(max(call.moved_bytes(), CALL_BYTES))
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
 
     async def _run(self, call: Call, begin: Callable[[Call], Any], *, is_stream: bool) -> Any:
         # Of a stream that only makes the generator.
@@ -338,7 +454,10 @@ class Calls:
                         partial(_go_on, handling, message),
                         partial(self._abandon, handling),
                     )
+                has_moved = message is not None or bool(step.answers)
                 runs, message, needs = False, None, step.needs
+                if is_stream and has_moved:
+                    await self._paced(call)
                 while step.answers:
                     await self._room.write(call.context, step.answers.popleft())
                 if step.error is not None:
@@ -403,6 +522,11 @@ class Calls:
             status = to_status(error)
         else:
             status = status_of(error, _LOG, shard_index=self._shard_index, place="shard")
+        if isinstance(error, AuthenticationError | AccessDeniedError):
+            event = "ended" if error is call.ending else "refused"
+            kind = "parameter" if error.parameter else "table" if error.table else None
+            name = error.parameter or error.table
+            call.note(event, kind=kind, name=name, reason=error.message)
         error.__traceback__ = None  # it has messages at hand, and gRPC keeps the error
         with _gone_is_cancelled():
             await call.context.abort(status.code, status.details, status.trailing_metadata)

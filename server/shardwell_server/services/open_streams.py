@@ -13,6 +13,7 @@ import time
 from typing import Protocol
 
 from shardwell.errors import LimitError, ShardUnavailableError, ShardwellError
+from shardwell_server.shard.quotas import Usage
 
 LAST_READS_S = 0.25
 """What a client is given to read the last answers, before a stream without work is ended."""
@@ -26,6 +27,9 @@ _LOOK_S = 0.01
 
 class Endable(Protocol):
     """A stream."""
+
+    usage: Usage | None
+    """What the token that it was opened with uses; None: nobody's token."""
 
     def end(self, error: ShardwellError) -> None:
         """Ends it with that error, when what it does has ended."""
@@ -52,20 +56,25 @@ class OpenStreams:
     async def enter(self, stream: Endable) -> None:
         """Counts a stream until it leaves; waits for a moment where another is about to give way.
 
+        Where it is the quota of the stream's token that is used up, another of that token's.
+
         Raises:
-            LimitError: there are as many as the limit allows, and none of them is idle.
+            LimitError: there are as many as the limit or quota allows, and none of them is idle.
         """
         until_s = time.monotonic() + _ENTER_S_MAX
-        while len(self._open) >= self._stream_count_max:
-            idlest, since_s = next(iter(self._idle.items()), (None, 0.0))
+        while refusal := self._refusal(stream):
+            # A stream for which there is no room otherwise makes room only among its own.
+            of = None if len(self._open) >= self._stream_count_max else stream.usage
+            idlest, since_s = next(
+                ((each, s) for each, s in self._idle.items() if of in (None, each.usage)),
+                (None, 0.0),
+            )
             now_s = time.monotonic()
             # Several that gave way at once may have made room for as many that are not idle yet.
-            may_be_idle = now_s - max(self._new.values(), default=-math.inf) < LAST_READS_S
+            new_s = (s for each, s in self._new.items() if of in (None, each.usage))
+            may_be_idle = now_s - max(new_s, default=-math.inf) < LAST_READS_S
             if (idlest is None and not may_be_idle) or self._stopping or now_s >= until_s:
-                raise LimitError(
-                    f"limit stream_count_max={self._stream_count_max}: as many streams are at "
-                    "work; raise it on the shards, or use fewer workers"
-                )
+                raise LimitError(refusal)
             if idlest is None:
                 await asyncio.sleep(_LOOK_S)
                 continue
@@ -76,10 +85,30 @@ class OpenStreams:
             self.leave(idlest)
             idlest.end(ShardUnavailableError("the stream was idle and gave way; open another"))
         self._open.add(stream)
+        if stream.usage is not None:
+            stream.usage.add("streams", 1)
         self._new[stream] = time.monotonic()
+
+    def _refusal(self, stream: Endable) -> str:
+        """Why there is no room for a stream now; empty: there is."""
+        if len(self._open) >= self._stream_count_max:
+            return (
+                f"limit stream_count_max={self._stream_count_max}: as many streams are at "
+                "work; raise it on the shards, or use fewer workers"
+            )
+        usage = stream.usage
+        most = None if usage is None else usage.quota.streams
+        if usage is not None and most is not None and usage.count("streams") >= most:
+            return (
+                f"token {usage.name!r} is at its limit streams={most}: as many are at work; raise "
+                "it where the token is made, or use fewer workers"
+            )
+        return ""
 
     def leave(self, stream: Endable) -> None:
         """Does not count it any more. Safe to repeat."""
+        if stream in self._open and stream.usage is not None:
+            stream.usage.add("streams", -1)
         self._open.discard(stream)
         self._new.pop(stream, None)
         self._idle.pop(stream, None)

@@ -41,6 +41,7 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
 from shardwell.wire.messages import Room
+from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import LONG, Call, Calls, Handling, Read
 from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.open_streams import OpenStreams
@@ -109,7 +110,9 @@ class ParameterServerService:
         named = request.worker_id or request.take_seat
         worker_id = check_name("worker_id", request.worker_id) if named else ""
         spec = ParameterSpec.from_proto(request.spec)
-        if request.must_exist and not self._shard.parameters.has(spec.name):
+        exists = self._shard.parameters.has(spec.name)
+        call.check(right_to_open(exists, takes_seat=request.take_seat), "parameter", spec.name)
+        if request.must_exist and not exists:
             raise self._shard.lost_memory("parameter", spec.name)
         if request.take_seat:
             self._shard.parameters.get(spec.name)  # whoever takes a seat has opened it before
@@ -117,17 +120,18 @@ class ParameterServerService:
         if request.take_seat:
             seat_for = Contributor[Seat](
                 worker_id,
-                self._shard.sessions.check(request.session, worker_id),
+                self._shard.sessions.check(request.session, worker_id, call.principal.name),
                 request.tenure,
                 asks=True,
                 begins_anew=request.begins_anew,
             )
-        parameter, created = self._shard.parameters.open(spec)
+        parameter, created = self._shard.parameters.open(spec, call.principal.name)
         response = parameter.join(
             worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
         )
         response.created = created
         if created:
+            call.note("created", kind="parameter", name=spec.name)
             _LOG.info("parameter created", extra={"parameter": spec.name, "size": spec.size})
         return response
 
@@ -136,6 +140,7 @@ class ParameterServerService:
         if request.shard.shard_index != 0:
             raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
         worker_id = check_name("worker_id", request.worker_id)
+        call.check(Right.CONTRIBUTE, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
         deadline = self._deadline(call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
         return (yield from until(parameter.claim_init, worker_id, deadline, request.above_epoch))
@@ -143,13 +148,16 @@ class ParameterServerService:
     def init_weights(self, call: Call) -> Handling:
         """Takes the whole slice, array by array and range by range."""
         parameter, opening, array_index, expected = None, pb.InitWeightsRequest(), 0, 0
+        right = Right.CONTRIBUTE
         array_count = 1
         context, has_ranges = 0, False
         message = yield Read.NEXT_STEP
         while message is not None:
             request, payload = framing.parse(pb.InitWeightsRequest, message)
             if parameter is None:
-                parameter, opening = self._opened(request), request
+                restores = request.version or request.load_id or request.array_count > 1
+                right = Right.CREATE if restores else Right.CONTRIBUTE
+                parameter, opening = self._opened(request, call, right), request
                 expected, array_count = parameter.where.offset, max(opening.array_count, 1)
                 context = checksum.first_weights_context(opening)
             if not request.HasField("chunk"):
@@ -182,7 +190,7 @@ class ParameterServerService:
                     index = where.offset + int(np.argmin(finite))
                     raise non_finite(parameter.spec, index, "first weights")
             parameter.set_first_weights(opening.epoch, where, values, array_index=array_index)
-            self._shard.traffic.add(received=payload.size)
+            self._count(call, received=payload.size)
             expected = where.stop
             message = yield Read.NEXT
         if parameter is None:
@@ -207,10 +215,13 @@ class ParameterServerService:
             load_id=opening.load_id,
             with_slots=array_count == parameter.array_count,
         )
+        event = "restored" if right is Right.CREATE else "initialized"
+        call.note(event, kind="parameter", name=parameter.spec.name, version=version)
         return pb.InitWeightsResponse(version=version)
 
     def confirm_init(self, request: pb.ConfirmInitRequest, call: Call) -> pb.ConfirmInitResponse:
         self._shard.check_identity(request.shard)
+        call.check(Right.CONTRIBUTE, "parameter", request.parameter)
         version = self._shard.parameters.get(request.parameter).confirm_init(request.epoch)
         return pb.ConfirmInitResponse(version=version)
 
@@ -222,11 +233,11 @@ class ParameterServerService:
         while message is not None:
             for request, payload, _ in framing.parse_all(pb.PutGradientRequest, message):
                 if source is None:
-                    source, arena = self._source(request), self._arena(request.arena)
+                    source, arena = self._source(request, call), self._arena(request.arena)
                 if not _has_gradient(request, payload):
                     continue
                 payload = payload_of(request.gradient.chunk, payload, arena)
-                self._shard.traffic.add(received=payload.size)
+                self._count(call, received=payload.size)
                 gradient, (parameter, contributor) = request.gradient, source
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
                 is_new = yield from until(
@@ -243,6 +254,7 @@ class ParameterServerService:
 
     def get_weights(self, request: pb.GetWeightsRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
+        call.check(Right.READ, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
         deadline = self._deadline(call, request.wait_timeout_ms / 1000)
         arena = self._arena(request.arena)
@@ -255,7 +267,7 @@ class ParameterServerService:
                 parameter.weights_message, index, request.min_version, deadline
             )
             parameter.make_durable()  # nobody goes on from what could still be lost
-            self._shard.traffic.add(sent=len(message))
+            self._count(call, sent=len(message))
             shared_bytes = 0
             if places is not None:
                 message, shared_bytes = shared_message(pb.GetWeightsResponse, message, places.room)
@@ -268,6 +280,7 @@ class ParameterServerService:
         Holds one chunk's arrays at a time.
         """
         self._shard.check_identity(request.shard)
+        call.check(Right.READ, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
         deadline = self._deadline(call, request.wait_timeout_ms / 1000)
         context = checksum.snapshot_context(parameter.spec.name)
@@ -293,7 +306,7 @@ class ParameterServerService:
                     start = checksum.snapshot(context, header)
                     try:
                         for message in _ranges(codec, header, where, index, array, start):
-                            self._shard.traffic.add(sent=len(message))
+                            self._count(call, sent=len(message))
                             yield message
                     except NonFiniteValueError as error:
                         raise diverged(
@@ -311,12 +324,12 @@ class ParameterServerService:
                 break
             for request, payload, _ in framing.parse_all(pb.ExchangeRequest, message):
                 if is_between_steps and source is not None:  # the one before it ended a step
-                    yield from self._answers(source.parameter, pending, all_=True)
+                    yield from self._answers(call, source.parameter, pending, all_=True)
                 was_short = call.is_short
                 if source is None or request.HasField("open"):
                     if not is_between_steps:
                         raise ArgumentError("`open` came in the middle of a step; end it first")
-                    source = self._source(request)
+                    source = self._source(request, call)
                     is_small = source.parameter.where.size <= _SHORT_ELEMENT_COUNT
                     call.is_short = is_small and self._shard.config.durability.is_process
                 if request.arena:
@@ -329,7 +342,7 @@ class ParameterServerService:
                 if was_short and gradient.chunk.HasField("shared"):
                     yield LONG  # however short the message
                 payload = payload_of(gradient.chunk, payload, arena)
-                self._shard.traffic.add(received=payload.size)
+                self._count(call, received=payload.size)
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
                 yield from until(parameter.contribute, contributor, gradient, payload, deadline)
                 version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
@@ -347,12 +360,13 @@ class ParameterServerService:
                 del gradient, room
             del message, request, payload  # not to be held while answers wait
             if source is not None:
-                yield from self._answers(source.parameter, pending, all_=is_between_steps)
+                yield from self._answers(call, source.parameter, pending, all_=is_between_steps)
         if source is not None:
-            yield from self._answers(source.parameter, pending, all_=True)
+            yield from self._answers(call, source.parameter, pending, all_=True)
 
     def close_step(self, request: pb.CloseStepRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
+        call.check(Right.CONTRIBUTE, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
         steps, step = parameter.clipped_steps, request.step
         squared_norm = None
@@ -371,6 +385,7 @@ class ParameterServerService:
         self, request: pb.SetLearningRateRequest, call: Call
     ) -> pb.SetLearningRateResponse:
         self._shard.check_identity(request.shard)
+        call.check(Right.CONTRIBUTE, "parameter", request.parameter)
         rate = check_learning_rate("learning_rate", request.learning_rate)
         from_step = request.from_step if request.HasField("from_step") else None
         self._shard.parameters.get(request.parameter).change_learning_rate(from_step, rate)
@@ -386,7 +401,10 @@ class ParameterServerService:
             admit_newcomer()
         parameters = [] if request.identity_only else shard.parameters.all()
         if request.parameter:
+            call.check(Right.READ, "parameter", request.parameter)
             parameters = [p for p in parameters if p.spec.name == request.parameter]
+        else:
+            parameters = [p for p in parameters if call.principal.best(p.spec.name)]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(parameters), 1), 1)
         response = pb.GetStatusResponse(
             shard=types_pb2.ShardIdentity(
@@ -425,21 +443,28 @@ class ParameterServerService:
             )
         return memory
 
-    def _opened(self, request: Any) -> ParameterSlice:
+    def _count(self, call: Call, *, received: int = 0, sent: int = 0) -> None:
+        """Counts payload."""
+        self._shard.traffic.add(received=received, sent=sent)
+        call.add_bytes(received + sent)
+
+    def _opened(self, request: Any, call: Call, right: Right) -> ParameterSlice:
         """The parameter that a stream's first message names."""
         if not request.HasField("open"):
             raise ArgumentError("a stream's first message must have `open`; it is missing")
         self._shard.check_identity(request.open.shard)
         check_name("worker_id", request.open.worker_id)
+        call.check(right, "parameter", request.open.parameter)
         return self._shard.parameters.get(request.open.parameter)
 
-    def _source(self, request: Any) -> _GradientSource:
-        parameter, worker_id = self._opened(request), request.open.worker_id
-        session = self._shard.sessions.check(request.open.session, worker_id)
+    def _source(self, request: Any, call: Call) -> _GradientSource:
+        parameter, worker_id = self._opened(request, call, Right.CONTRIBUTE), request.open.worker_id
+        session = self._shard.sessions.check(request.open.session, worker_id, call.principal.name)
         return _GradientSource(parameter, Contributor(worker_id, session, request.open.tenure))
 
     def _answers(
         self,
+        call: Call,
         parameter: ParameterSlice,
         pending: deque[_Pending],
         *,
@@ -457,7 +482,7 @@ class ParameterServerService:
             message = yield from until(parameter.weights_message, index, version, deadline)
             parameter.make_durable()  # it acknowledges a gradient
             pending.popleft()
-            self._shard.traffic.add(sent=len(message))
+            self._count(call, sent=len(message))
             if room is not None:
                 message = _shared_answer(message, room)
             yield from batch.add(message, waits=room is not None)
@@ -465,6 +490,13 @@ class ParameterServerService:
 
     def _deadline(self, call: Call, timeout_s: float) -> RequestDeadline:
         return deadline_of(self._shard, call, timeout_s)
+
+
+def right_to_open(exists: bool, *, takes_seat: bool) -> Right:
+    """What whoever opens a parameter or table needs."""
+    if takes_seat:
+        return Right.CONTRIBUTE
+    return Right.READ if exists else Right.CREATE
 
 
 def _has_gradient(request: Any, payload: Bytes) -> bool:

@@ -49,7 +49,7 @@ class SessionService:
             )
         session, sessions = Session(request.session, host, request.pid), self._shard.sessions
         ended = ShardUnavailableError("the shard does not attend this session any more")
-        token = sessions.attend(worker_id, session, partial(call.end, ended))
+        token = sessions.attend(worker_id, session, partial(call.end, ended), call.usage)
         try:
             yield HELD
         finally:
@@ -57,5 +57,5 @@ class SessionService:
 
     def end_session(self, request: pb.EndSessionRequest, call: Call) -> pb.EndSessionResponse:
         self._shard.check_identity(request.shard)
-        self._shard.end_session(request.session)
+        self._shard.end_session(request.session, call.principal.name)
         return pb.EndSessionResponse()

@@ -21,9 +21,10 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 from shardwell.wire.rows import RowCodec
+from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Read
 from shardwell_server.services.deadlines import deadline_of, wanted
-from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX
+from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX, right_to_open
 from shardwell_server.shard.deadline import RequestDeadline, until
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.shard import Shard
@@ -67,25 +68,28 @@ class TableService:
         named = request.worker_id or request.take_seat
         worker_id = check_name("worker_id", request.worker_id) if named else ""
         spec = TableSpec.from_proto(request.spec)
+        exists = self._shard.tables.has(spec.name)
+        call.check(right_to_open(exists, takes_seat=request.take_seat), "table", spec.name)
         if request.take_seat:
             self._shard.tables.get(spec.name)  # whoever takes a seat has opened it before
-        if request.must_exist and not self._shard.tables.has(spec.name):
+        if request.must_exist and not exists:
             raise self._shard.lost_memory("table", spec.name)
         seat_for = None
         if request.take_seat:
             seat_for = Contributor[Seat](
                 worker_id,
-                self._shard.sessions.check(request.session, worker_id),
+                self._shard.sessions.check(request.session, worker_id, call.principal.name),
                 request.tenure,
                 asks=True,
                 begins_anew=request.begins_anew,
             )
-        table, created = self._shard.tables.open(spec)
+        table, created = self._shard.tables.open(spec, call.principal.name)
         response = table.join(
             worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
         )
         response.created = created
         if created:
+            call.note("created", kind="table", name=spec.name)
             _LOG.info("table created", extra={"table": spec.name, "dim": spec.dim})
         return response
 
@@ -97,14 +101,15 @@ class TableService:
             if exchange is None or request.HasField("open"):
                 if exchange is not None and not exchange.is_between_steps:
                     raise ArgumentError("`open` came in the middle of a step; end it first")
-                exchange = self._opened(request)
-            self._shard.traffic.add(received=payload.size)
+                exchange = self._opened(request, call)
+            self._count(call, received=payload.size)
             yield from exchange.answers(request, payload, self._waiting(request, call))
             del message, request, payload  # not to be held while there is no other
             message = yield Read.NEXT_STEP if exchange.is_between_steps else Read.NEXT
 
     def scan_rows(self, request: pb.ScanRowsRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
+        call.check(Right.READ, "table", request.table)
         table = self._shard.tables.get(request.table)
         if request.content not in _CONTENTS:
             raise ArgumentError(
@@ -117,7 +122,7 @@ class TableService:
                 request.version,
                 deadline_of(self._shard, call, request.wait_timeout_ms / 1000),
                 wanted(self._shard, call),
-                lambda size: self._shard.traffic.add(sent=size),
+                lambda size: self._count(call, sent=size),
             )
             return
         table.loading.check_committed()
@@ -133,7 +138,7 @@ class TableService:
             start = checksum.rows_scan(scanned, header)
             message = codec.encode(header, header.rows, ids, values, start=start)
             table.make_durable()  # nobody goes on from what could still be lost
-            self._shard.traffic.add(sent=len(message))
+            self._count(call, sent=len(message))
             yield message
 
     def load_rows(self, call: Call) -> Handling:
@@ -141,11 +146,12 @@ class TableService:
         message = yield Read.NEXT_STEP
         while message is not None:
             request, payload = framing.parse(pb.LoadRowsRequest, message)
-            self._shard.traffic.add(received=payload.size)
+            self._count(call, received=payload.size)
             if loading is None:
                 if not request.HasField("open"):
                     raise ArgumentError("a stream's first message must have `open`; it is missing")
                 self._shard.check_identity(request.open.shard)
+                call.check(Right.CREATE, "table", request.open.table)
                 loading = _Load(self._shard.tables.get(request.open.table), request)
             elif request.HasField("open"):
                 raise ArgumentError("only the first message of a stream has `open`")
@@ -156,12 +162,15 @@ class TableService:
         if loading is None:
             raise ArgumentError("the stream has no message")
         loading.end()
+        call.note("restored", kind="table", name=loading.name, rows=loading.row_count)
         _LOG.info("rows loaded", extra={"rows": loading.row_count})
         return pb.LoadRowsResponse(row_count=loading.row_count)
 
     def evict_rows(self, request: pb.EvictRowsRequest, call: Call) -> pb.EvictRowsResponse:
         self._shard.check_identity(request.shard)
+        call.check(Right.ADMIN, "table", request.table)
         count = self._shard.tables.get(request.table).evict(request.older_than_step)
+        call.note("evicted", kind="table", name=request.table, rows=count)
         _LOG.info(
             "rows evicted",
             extra={
@@ -176,6 +185,7 @@ class TableService:
         self, request: pb.SetTableLearningRateRequest, call: Call
     ) -> pb.SetTableLearningRateResponse:
         self._shard.check_identity(request.shard)
+        call.check(Right.CONTRIBUTE, "table", request.table)
         table = self._shard.tables.get(request.table)
         rate = check_learning_rate("learning_rate", request.learning_rate, table.spec.optimizer)
         from_step = request.from_step if request.HasField("from_step") else None
@@ -187,8 +197,9 @@ class TableService:
         self, request: pb.GetTableStatusRequest, call: Call
     ) -> pb.GetTableStatusResponse:
         self._shard.check_identity(request.shard)
-        tables = self._shard.tables.all()
+        tables = [t for t in self._shard.tables.all() if call.principal.best(t.spec.name)]
         if request.table:
+            call.check(Right.READ, "table", request.table)
             tables = [self._shard.tables.get(request.table)]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(tables), 1), 1)
         return pb.GetTableStatusResponse(
@@ -197,15 +208,21 @@ class TableService:
 
     # What they share.
 
-    def _opened(self, request: pb.ExchangeRowsRequest) -> _RowExchange:
+    def _count(self, call: Call, *, received: int = 0, sent: int = 0) -> None:
+        """Counts payload."""
+        self._shard.traffic.add(received=received, sent=sent)
+        call.add_bytes(received + sent)
+
+    def _opened(self, request: pb.ExchangeRowsRequest, call: Call) -> _RowExchange:
         """The table and worker that a stream's first message names."""
         if not request.HasField("open"):
             raise ArgumentError("a stream's first message must have `open`; it is missing")
         self._shard.check_identity(request.open.shard)
         check_name("worker_id", request.open.worker_id)
+        call.check(Right.READ, "table", request.open.table)
         table = self._shard.tables.get(request.open.table)
         table.register.check_incarnation(request.open.incarnation)
-        return _RowExchange(self._shard, table, request.open)
+        return _RowExchange(self._shard, table, request.open, call)
 
     def _waiting(self, request: pb.ExchangeRowsRequest, call: Call) -> RequestDeadline:
         asked = request.gradient if request.HasField("gradient") else request.fetch
@@ -215,7 +232,8 @@ class TableService:
 class _RowExchange:
     """One worker's stream: its messages, in order, to the table and back."""
 
-    def __init__(self, shard: Shard, table: TableSlice, opening: pb.TableOpen) -> None:
+    def __init__(self, shard: Shard, table: TableSlice, opening: pb.TableOpen, call: Call) -> None:
+        self._call = call
         self._shard = shard
         self._table = table
         self._opening = opening
@@ -249,6 +267,7 @@ class _RowExchange:
         else:
             return
         self._shard.traffic.add(sent=len(message))
+        self._call.add_bytes(len(message))
         yield message
 
     def _take(
@@ -259,8 +278,11 @@ class _RowExchange:
             counted = self._counted = pb.RowsCounted(step=gradient.step)
         self.is_between_steps = False
         if self._contributor is None:  # whoever only fetches needs no session
-            opening = self._opening
-            session = self._shard.sessions.check(opening.session, opening.worker_id)
+            opening, call = self._opening, self._call
+            call.check(Right.CONTRIBUTE, "table", opening.table)
+            session = self._shard.sessions.check(
+                opening.session, opening.worker_id, call.principal.name
+            )
             self._contributor = Contributor(opening.worker_id, session, opening.tenure)
         if (
             yield from until(self._table.contribute, self._contributor, gradient, payload, deadline)
@@ -323,6 +345,8 @@ class _Load:
     """One stream's rows on their way into a table."""
 
     def __init__(self, table: TableSlice, opening: pb.LoadRowsRequest) -> None:
+        self.name = table.spec.name
+        """Of the table."""
         self._table = table
         self._codec = RowStateCodec(table.spec)
         self._opening = opening

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from shardwell.errors import CorruptChunkError, LimitError
 from shardwell.process.descriptors import check_descriptors
 from shardwell.process.unix_sockets import check_same_user, forget, listening
+from shardwell.rpc.credentials import AUTHORIZATION_KEY
 from shardwell.rpc.error_codes import ERROR_DETAIL_KEY
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
@@ -141,6 +142,7 @@ class _Connection(asyncio.Protocol):
         self._entered = entered
         self._left = left
         self._transport: asyncio.Transport
+        self._authorization = ""
         self._frames = FrameReader()
         self._messages: deque[bytes] = deque()
         self._waiting_bytes = 0
@@ -227,6 +229,18 @@ class _Connection(asyncio.Protocol):
         if not self._room.is_set():
             await self._room.wait()
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """What the call brings."""
+        return ((AUTHORIZATION_KEY, self._authorization),) if self._authorization else ()
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """It has no certificate."""
+        return {}
+
+    def peer(self) -> str:
+        """Where it is made."""
+        return "unix:"
+
     def time_remaining(self) -> float | None:
         """Its caller closes it when its time is over."""
         return None
@@ -255,10 +269,11 @@ class _Connection(asyncio.Protocol):
         """Takes the first frame."""
         if kind != FrameKind.OPEN:
             raise CorruptChunkError(f"a frame of kind {kind} before any call")
-        method = unix_stream_pb2.UnixStreamOpen.FromString(contents).method
+        opening = unix_stream_pb2.UnixStreamOpen.FromString(contents)
+        self._authorization = opening.authorization
         if self._timer is not None:
             self._timer.cancel()
-        self.task = asyncio.get_running_loop().create_task(self._serve(method))
+        self.task = asyncio.get_running_loop().create_task(self._serve(opening.method))
 
     async def _serve(self, method: str) -> None:
         try:

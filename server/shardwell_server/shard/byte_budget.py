@@ -6,6 +6,10 @@ What counts is said at `Limits.stored_bytes_max`.
 from __future__ import annotations
 
 import threading
+from typing import Any
+
+from shardwell.errors import LimitError
+from shardwell_server.shard.quotas import Usage
 
 
 class ByteBudget:
@@ -21,15 +25,50 @@ class ByteBudget:
         """Bytes in use."""
         return self._count
 
-    def take(self, size_bytes: int) -> bool:
-        """Counts so many more; False if that is beyond the limit, and nothing changed."""
+    def take(self, size_bytes: int, what: str, advice: str, **where: Any) -> None:
+        """Counts so many more.
+
+        Args:
+            size_bytes: How many.
+            what: What for, for the message: "parameter 'm' needs {} bytes here".
+            advice: What to do where there are none.
+            where: As errors carry it.
+
+        Raises:
+            LimitError: that is beyond the limit, and nothing changed.
+        """
         with self._lock:
             if self._count + size_bytes > self.limit_bytes:
-                return False
+                raise LimitError(
+                    f"limit stored_bytes_max={self.limit_bytes}: {what.format(size_bytes)} beside "
+                    f"the {self._count} in use; {advice}",
+                    **where,
+                )
             self._count += size_bytes
-            return True
 
     def add(self, size_bytes: int) -> None:
         """Counts what is there, whatever the limit is; a negative number gives back."""
         with self._lock:
             self._count += size_bytes
+
+
+class OwnedBytes:
+    """The part of a budget that the owner of a token uses, who has a bound of his own."""
+
+    def __init__(self, all_: ByteBudget, usage: Usage) -> None:
+        self._all = all_
+        self._usage = usage
+
+    def take(self, size_bytes: int, what: str, advice: str, **where: Any) -> None:
+        """As `ByteBudget.take`, of both."""
+        self._usage.take("stored_bytes", size_bytes, **where)
+        try:
+            self._all.take(size_bytes, what, advice, **where)
+        except BaseException:
+            self._usage.add("stored_bytes", -size_bytes)
+            raise
+
+    def add(self, size_bytes: int) -> None:
+        """As `ByteBudget.add`, of both."""
+        self._usage.add("stored_bytes", size_bytes)
+        self._all.add(size_bytes)

@@ -34,9 +34,10 @@ from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2, types_pb2
 from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
-from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
 from shardwell_server.shard.members import Liveness
 from shardwell_server.shard.parameter.slice import ParameterSlice
+from shardwell_server.shard.quotas import Counted, Usages
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store import Layout, ParameterStorage, Store, TableLayout, TableStorage
 from shardwell_server.store.contract import Begin
@@ -65,11 +66,14 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         lock: Guards the store.
         stored_bytes: Of the shard.
         sessions: Which are alive.
+        usages: What the owners of tokens use.
         spool_dir: See Shard.
     """
 
     _kind: ClassVar[str]
     """"parameter" or "table"."""
+    _counted: ClassVar[Counted]
+    """How a quota names them."""
 
     def __init__(
         self,
@@ -78,8 +82,10 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         lock: threading.Lock,
         stored_bytes: ByteBudget,
         sessions: Liveness,
+        usages: Usages,
         spool_dir: Path | None = None,
     ) -> None:
+        self._usages = usages
         self._config = config
         self._store = store
         self._lock = lock
@@ -88,8 +94,12 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         self._spool_dir = spool_dir
         self._by_name: dict[str, OwnedT] = {}
 
-    def open(self, spec: SpecT) -> tuple[OwnedT, bool]:
+    def open(self, spec: SpecT, owner: str = "") -> tuple[OwnedT, bool]:
         """The one of that name, made now if it is new; and whether it was.
+
+        Args:
+            spec: What is declared.
+            owner: Name of the token by which it is made; empty: of none.
 
         Raises:
             SpecMismatchError: it exists with another spec.
@@ -99,7 +109,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         with self._lock:
             known = self._by_name.get(spec.name)
             if known is None:
-                return self._make(spec), True
+                return self._make(spec, owner), True
         differences = known.spec.differences(spec)
         if differences:
             raise SpecMismatchError(
@@ -145,44 +155,52 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                     "the version that wrote it",
                     **self._where(name),
                 ) from None
-            expected = self._layout_of(spec, layout)
+            owner = str(layout.description.get("owner", ""))
+            expected = self._layout_of(spec, owner, layout)
             if layout != expected:
                 raise StorageError(
                     f"{self._kind} {name!r}: its files hold {layout}; this shard needs {expected}; "
                     "run the version that wrote it",
                     **self._where(name),
                 )
-            self._stored_bytes.add(self._size_beforehand(layout) + self._size_of(storage))
-            self._by_name[name] = self._made(spec, layout, storage)
+            stored = self._bytes_of(owner)
+            stored.add(self._size_beforehand(layout) + self._size_of(storage))
+            self._usages.of(owner).add(self._counted, 1)
+            self._by_name[name] = self._made(spec, layout, storage, stored)
 
-    def _make(self, spec: SpecT) -> OwnedT:
+    def _make(self, spec: SpecT, owner: str) -> OwnedT:
         if len(self._by_name) >= self._count_max:
             raise LimitError(
                 f"limit {self._kind}_count_max={self._count_max} is reached; {self._kind} "
                 f"{spec.name!r} does not fit",
                 **self._where(spec.name),
             )
-        layout = self._layout_of(spec)
+        layout, stored = self._layout_of(spec, owner), self._bytes_of(owner)
 
         def begin(storage: StorageT) -> None:
-            with self._taken(spec.name, self._size_of(storage), " for its undo file"):
-                self._by_name[spec.name] = self._made(spec, layout, storage)
+            with self._taken(stored, spec.name, self._size_of(storage), " for its undo file"):
+                self._by_name[spec.name] = self._made(spec, layout, storage, stored)
 
-        with self._taken(spec.name, self._size_beforehand(layout)):
-            self._create(layout, begin)  # both are made, or neither is
+        usage = self._usages.of(owner)
+        usage.take(self._counted, **self._where(spec.name))
+        try:
+            with self._taken(stored, spec.name, self._size_beforehand(layout)):
+                self._create(layout, begin)  # both are made, or neither is
+        except BaseException:
+            usage.add(self._counted, -1)
+            raise
         return self._by_name[spec.name]
 
+    def _bytes_of(self, owner: str) -> OwnedBytes:
+        return OwnedBytes(self._stored_bytes, self._usages.of(owner))
+
     @contextlib.contextmanager
-    def _taken(self, name: str, size_bytes: int, why: str = "") -> Iterator[None]:
+    def _taken(
+        self, stored: OwnedBytes, name: str, size_bytes: int, why: str = ""
+    ) -> Iterator[None]:
         """Counts bytes as stored, unless the block fails."""
-        stored = self._stored_bytes
-        if not stored.take(size_bytes):
-            raise LimitError(
-                f"limit stored_bytes_max={stored.limit_bytes}: {self._kind} {name!r} needs "
-                f"{size_bytes} bytes here{why} beside the {stored.count} in use; add shards, or "
-                "raise it",
-                **self._where(name),
-            )
+        needs = f"{self._kind} {name!r} needs {{}} bytes here{why}"
+        stored.take(size_bytes, needs, "add shards, or raise it", **self._where(name))
         try:
             yield
         except BaseException:
@@ -193,12 +211,13 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """The parameter or table as errors carry it."""
         return {self._kind: name}
 
-    def _description(self, spec: Message) -> dict[str, Any]:
+    def _description(self, spec: Message, owner: str) -> dict[str, Any]:
         """What is needed to make it again."""
         return {
             "spec": MessageToDict(spec),
             "shard_index": self._config.shard_index,
             "shard_count": self._config.shard_count,
+            **({"owner": owner} if owner else {}),
         }
 
     @property
@@ -219,7 +238,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """
 
     @abstractmethod
-    def _layout_of(self, spec: SpecT, kept: LayoutT | None = None) -> LayoutT:
+    def _layout_of(self, spec: SpecT, owner: str, kept: LayoutT | None = None) -> LayoutT:
         """How one is stored that is made now; with the sizes of one that is kept, if it has them.
 
         Limits may have changed since that was made.
@@ -238,21 +257,21 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """Makes the storage, which `begin` takes over."""
 
     @abstractmethod
-    def _made(self, spec: SpecT, layout: LayoutT, storage: StorageT) -> OwnedT:
+    def _made(self, spec: SpecT, layout: LayoutT, storage: StorageT, stored: OwnedBytes) -> OwnedT:
         """The shard's part of it."""
 
 
 class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlice]):
     """The parameters of a shard."""
 
-    _kind = "parameter"
+    _kind, _counted = "parameter", "parameters"
 
     @property
     def _count_max(self) -> int:
         return self._config.limits.parameter_count_max
 
-    def open(self, spec: ParameterSpec) -> tuple[ParameterSlice, bool]:
-        found = super().open(spec)
+    def open(self, spec: ParameterSpec, owner: str = "") -> tuple[ParameterSlice, bool]:
+        found = super().open(spec, owner)
         found[0].make_image()  # of what needs no first weights, before anybody hears of it
         return found
 
@@ -266,7 +285,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
     def _spec_of(self, description: dict[str, Any]) -> ParameterSpec:
         return ParameterSpec.from_proto(ParseDict(description, types_pb2.ParameterSpec()))
 
-    def _layout_of(self, spec: ParameterSpec, kept: Layout | None = None) -> Layout:
+    def _layout_of(self, spec: ParameterSpec, owner: str, kept: Layout | None = None) -> Layout:
         config = self._config
         per_chunk = config.chunk_size_bytes // CODECS[spec.codec_name].item_size
         return Layout(
@@ -275,7 +294,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
             chunk_element_count=per_chunk if kept is None else kept.chunk_element_count,
             with_sum=spec.worker_count > 1,
             initial_slots=UpdateRule(spec.optimizer).initial_slots,
-            description=self._description(spec.to_proto()),
+            description=self._description(spec.to_proto(), owner),
         )
 
     def _size_beforehand(self, layout: Layout) -> int:
@@ -288,7 +307,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         return self._store.create(layout, begin)
 
     def _made(
-        self, spec: ParameterSpec, layout: Layout, storage: ParameterStorage
+        self, spec: ParameterSpec, layout: Layout, storage: ParameterStorage, stored: OwnedBytes
     ) -> ParameterSlice:
         config = self._config
         return ParameterSlice(
@@ -306,7 +325,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
 class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
     """The tables of a shard."""
 
-    _kind = "table"
+    _kind, _counted = "table", "tables"
 
     @property
     def _count_max(self) -> int:
@@ -322,7 +341,9 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
     def _spec_of(self, description: dict[str, Any]) -> TableSpec:
         return TableSpec.from_proto(ParseDict(description, table_pb2.TableSpec()))
 
-    def _layout_of(self, spec: TableSpec, kept: TableLayout | None = None) -> TableLayout:
+    def _layout_of(
+        self, spec: TableSpec, owner: str, kept: TableLayout | None = None
+    ) -> TableLayout:
         limits = self._config.limits
         layout = TableLayout(
             name=spec.name,
@@ -331,7 +352,7 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
             row_capacity=1,
             rows_per_change_max=rows_per_message_max(spec),
             with_sum=spec.worker_count > 1,
-            description=self._description(spec.to_proto()),
+            description=self._description(spec.to_proto(), owner),
         )
         capacity = min(limits.table_row_count_max, limits.stored_bytes_max // layout.row_size_bytes)
         batch = layout.rows_per_change_max
@@ -354,7 +375,9 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
     def _create(self, layout: TableLayout, begin: Begin[TableStorage]) -> object:
         return self._store.create_table(layout, begin)
 
-    def _made(self, spec: TableSpec, layout: TableLayout, storage: TableStorage) -> TableSlice:
+    def _made(
+        self, spec: TableSpec, layout: TableLayout, storage: TableStorage, stored: OwnedBytes
+    ) -> TableSlice:
         return TableSlice(
             spec,
             layout,
@@ -362,7 +385,7 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
             self._placement(spec),
             shard_index=self._config.shard_index,
             limits=self._config.limits,
-            stored_bytes=self._stored_bytes,
+            stored_bytes=stored,
             sessions=self._sessions,
             spool_dir=self._spool_dir,
         )

@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable
 
 from shardwell.errors import (
+    AccessDeniedError,
     ArgumentError,
     LimitError,
     SessionUnknownError,
     ShardUnavailableError,
 )
 from shardwell.rpc.session import Session
+from shardwell_server.shard.quotas import Usage
 
 RETURN_S_MAX = 5.0
 """A client tries to reach a shard that is away twice a second."""
@@ -28,10 +30,17 @@ RETURN_S_MAX = 5.0
 class _Attending:
     """A session that attends, and the calls by which it does."""
 
-    def __init__(self, worker_id: str, session: Session) -> None:
+    def __init__(self, worker_id: str, session: Session, usage: Usage | None) -> None:
+        self.usage = usage
+        """What the token uses by which it attends; None: nobody's."""
         self.worker_id = worker_id
         self.session = session
         self.ends: dict[object, Callable[[], object]] = {}
+
+    @property
+    def owner(self) -> str:
+        """Name of the token; empty: of none."""
+        return "" if self.usage is None else self.usage.name
 
 
 class Sessions:
@@ -69,17 +78,24 @@ class Sessions:
         """Sessions that attend."""
         return len(self._attending)
 
-    def attend(self, worker_id: str, session: Session, end: Callable[[], object]) -> object:
+    def attend(
+        self,
+        worker_id: str,
+        session: Session,
+        end: Callable[[], object],
+        usage: Usage | None = None,
+    ) -> object:
         """Notes that a call of the session is open; returns what `leave` takes when it is not.
 
         Args:
             worker_id: Under which the session contributes.
             session: Which.
             end: Ends the call, when the shard stops.
+            usage: What the token uses by which it attends; None: nobody's.
 
         Raises:
             ArgumentError: a session of that number has another worker_id.
-            LimitError: too many sessions attend.
+            LimitError: too many sessions attend, of all or of the token.
             ShardUnavailableError: the shard stops.
         """
         token = object()
@@ -93,13 +109,21 @@ class Sessions:
                         f"limit session_count_max={self._count_max}: as many clients are "
                         "connected; close some, or raise it on the shards"
                     )
-                found = self._attending[session.number] = _Attending(worker_id, session)
+                if usage is not None:
+                    usage.take("members", worker_id=worker_id)
+                found = self._attending[session.number] = _Attending(worker_id, session, usage)
                 self._left_s.pop(session.number, None)
             elif found.worker_id != worker_id:
                 raise ArgumentError(
                     f"session {session.number:#x} is that of worker {found.worker_id!r}; got "
                     f"{worker_id!r}; draw a number for each connection"
                 )
+            elif found.usage is not usage:  # whoever knows its number has another token now
+                if usage is not None:
+                    usage.take("members", worker_id=worker_id)
+                if found.usage is not None:
+                    found.usage.add("members", -1)
+                found.usage = usage
             found.ends[token] = end
         return token
 
@@ -113,13 +137,25 @@ class Sessions:
             if not found.ends:
                 self._forget(session.number)
 
-    def end(self, number: int) -> None:
-        """Notes that a session has ended, whatever calls of it are open. Safe to repeat."""
+    def end(self, number: int, owner: str = "") -> None:
+        """Notes that a session has ended, whatever calls of it are open. Safe to repeat.
+
+        Raises:
+            AccessDeniedError: it attends by another token than the owner's.
+        """
         with self._lock:
+            found = self._attending.get(number)
+            if found is not None and found.owner != owner:
+                raise AccessDeniedError(
+                    f"session {number:#x} attends by another token than {owner!r}",
+                    worker_id=found.worker_id,
+                )
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        self._attending.pop(number, None)
+        found = self._attending.pop(number, None)
+        if found is not None and found.usage is not None:
+            found.usage.add("members", -1)
         self._left_s.pop(number, None)
         self._left_s[number] = self._now_s()
         if len(self._left_s) > self._count_max:
@@ -140,18 +176,24 @@ class Sessions:
             left_s = self._left_s.get(number, self._others_left_s)
             return left_s + self._lease_s - self._now_s()
 
-    def check(self, number: int, worker_id: str) -> Session:
+    def check(self, number: int, worker_id: str, owner: str = "") -> Session:
         """The session of that number, which must attend to contribute as a worker.
 
+        Args:
+            number: Of the session.
+            worker_id: Under which it contributes.
+            owner: Name of the caller's token; empty: it has none.
+
         Raises:
-            SessionUnknownError: it does not.
+            SessionUnknownError: it does not, or by another token.
             ArgumentError: it is that of another worker_id.
         """
         with self._lock:
             found = self._attending.get(number)
-        if found is None:
+        if found is None or found.owner != owner:
+            of = f" by token {owner!r}" if owner else ""
             raise SessionUnknownError(
-                f"worker {worker_id!r}: the shard knows no session {number:#x} that attends; "
+                f"worker {worker_id!r}: the shard knows no session {number:#x} that attends{of}; "
                 "attend, then make the call again",
                 worker_id=worker_id,
             )

@@ -17,6 +17,7 @@ from shardwell.errors import (
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.quotas import Usages
 from shardwell_server.shard.registry import Parameters, Tables
 from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
 from shardwell_server.store import Store
@@ -66,6 +67,8 @@ class Shard:
         self.started_s = time.monotonic()
         self._store = store
         self._stored_bytes = ByteBudget(config.limits.stored_bytes_max)
+        self.usages = Usages()
+        """What the owners of tokens use of it."""
         self._stopping = threading.Event()
         self.sessions = Sessions(
             count_max=config.limits.session_count_max,
@@ -75,11 +78,13 @@ class Shard:
         """Clients that are connected."""
         lock = threading.Lock()
         self.parameters = Parameters(
-            config, store, lock, self._stored_bytes, self.sessions, spool_dir
+            config, store, lock, self._stored_bytes, self.sessions, self.usages, spool_dir
         )
         """Those of this shard."""
         self.parameters.recover(store.recover())
-        self.tables = Tables(config, store, lock, self._stored_bytes, self.sessions, spool_dir)
+        self.tables = Tables(
+            config, store, lock, self._stored_bytes, self.sessions, self.usages, spool_dir
+        )
         """The same."""
         self.tables.recover(store.recover_tables())
         store.recovered()
@@ -159,13 +164,18 @@ class Shard:
         makers = [*(each.make_image for each in parameters), *(each.make_image for each in tables)]
         _do_all([functools.partial(make, self.is_stopping) for make in makers])
 
-    def end_session(self, number: int) -> None:
+    def end_session(self, number: int, owner: str = "") -> None:
         """Notes that a session, by its number, has ended in order: its seats are free.
 
+        Args:
+            number: Of the session.
+            owner: Name of the caller's token.
+
         Raises:
+            AccessDeniedError: it is that of another token.
             StorageError: it can't be noted for one, the others notwithstanding.
         """
-        self.sessions.end(number)
+        self.sessions.end(number, owner)
         parameters, tables = self.parameters.all(), self.tables.all()
         enders = [
             *(each.end_session for each in parameters),

@@ -35,7 +35,7 @@ def _flags(command: click.Command, path: str) -> Iterator[tuple[str, click.Param
             assert inner is not None
             yield from _flags(inner, f"{path} {name}")
     for parameter in command.params:
-        if any(flag.endswith("-s") for flag in parameter.opts):
+        if any(flag.endswith("-s") and "-per-s" not in flag for flag in parameter.opts):
             yield f"{path} {parameter.opts[0]}", parameter
 
 

@@ -95,7 +95,12 @@ def test_a_taken_port_is_one_line() -> None:
 @pytest.mark.parametrize("listen", ["192.0.2.1:0", "no-such-host.invalid:0"])
 def test_an_address_of_nobody_here_is_one_line(listen) -> None:
     code, _, log = run_command(
-        "serve", "--shard-index=0", "--shard-count=1", f"--listen={listen}", "--log-level=error"
+        "serve",
+        "--shard-index=0",
+        "--shard-count=1",
+        f"--listen={listen}",
+        "--log-level=error",
+        "--insecure",
     )
     assert code == 1
     (line,) = log.splitlines()
@@ -104,7 +109,8 @@ def test_an_address_of_nobody_here_is_one_line(listen) -> None:
 
 @pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "[::1]", "[::]"])
 def test_every_kind_of_address_can_be_listened_on(host) -> None:
-    with ShardServer(ShardConfig(shard_index=0, shard_count=1, listen=f"{host}:0")) as server:
+    config = ShardConfig(shard_index=0, shard_count=1, listen=f"{host}:0", insecure=True)
+    with ShardServer(config) as server:
         port = server.address.rpartition(":")[2]
         target = f"[::1]:{port}" if host.startswith("[") else f"127.0.0.1:{port}"
         with shardwell.connect(target, worker_id="w0") as client:

@@ -188,6 +188,7 @@ def _started(path: Path, *arguments: str, host: str = "127.0.0.1") -> Callable[[
         "WORLD_SIZE": "2",
         "SHARDWELL_GROUP": "job",
         "MASTER_ADDR": host,
+        "SHARDWELL_INSECURE": "1",  # by its name this machine is reached from others, too
         "SHARDWELL_RENDEZVOUS_PORT": str(free_port()),
     }
     return lambda rank: Program(str(path), *arguments, environment={**shared, "RANK": str(rank)})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import queue
 import shutil
 import socket
 import ssl
@@ -15,6 +16,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from harness.threads import in_background, together
 from shardwell import Tls
 from shardwell.rpc import options
 from shardwell.rpc.channel import Channel
+from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.options import unary_stub
 from shardwell.rpc.tls import TlsFiles
 from shardwell.v1 import peer_pb2
@@ -281,14 +284,25 @@ def test_replaced_every_second_under_training(cluster, connect, own, seconds, mo
     first = connections_to(running.addresses)
     assert len(first) == 4
     step_count = [0, 0]
+    begun: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def work(rank: int) -> None:
-        while time.monotonic() < until_s or step_count[rank] < max(step_count):
+    def lead() -> Iterator[None]:
+        while time.monotonic() < until_s:
+            begun.put(True)
+            yield
+        begun.put(False)
+
+    def follow() -> Iterator[None]:
+        while begun.get(timeout=PATIENCE_S):
+            yield
+
+    def work(rank: int, steps: Iterator[None]) -> None:
+        for _ in steps:
             weights = nets[rank].exchange(np.ones(300, np.float32))
             step_count[rank] += 1
             assert (weights == -step_count[rank]).all()
 
-    both = [in_background(lambda rank=rank: work(rank)) for rank in range(2)]
+    both = [in_background(lambda: work(0, lead())), in_background(lambda: work(1, follow()))]
     over = threading.Event()
     while time.monotonic() < until_s:
         over.wait(1.0)
@@ -475,7 +489,7 @@ def test_who_is_no_member(cluster) -> None:
 
 def greeted(address: str, tls: TlsFiles | None) -> str:
     """What comes of asking who is there, by gRPC alone."""
-    channel = Channel(address, tls)
+    channel = Channel(address, Credentials(tls))
     greet = unary_stub(channel.current, "/shardwell.v1.PeerService/Greet", peer_pb2.GreetResponse)
     with pytest.raises(grpc.RpcError) as caught:
         greet(peer_pb2.GreetRequest(group="g", member_id="nobody"), timeout=PATIENCE_S)

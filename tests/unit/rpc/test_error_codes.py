@@ -40,6 +40,8 @@ WIRE: dict[str, tuple[type[errors.ShardwellError], grpc.StatusCode]] = {
     "WORKER_LOST": (errors.WorkerLostError, Code.FAILED_PRECONDITION),
     "WORKER_UNREACHABLE": (errors.WorkerUnreachableError, Code.UNAVAILABLE),
     "COLLECTIVE_MISMATCH": (errors.CollectiveMismatchError, Code.FAILED_PRECONDITION),
+    "UNAUTHENTICATED": (errors.AuthenticationError, Code.UNAUTHENTICATED),
+    "PERMISSION_DENIED": (errors.AccessDeniedError, Code.PERMISSION_DENIED),
     "INTERNAL": (errors.InternalError, Code.INTERNAL),
 }
 EXTRA: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ import pytest
 
 from shardwell.errors import LimitError, ShardwellError
 from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
+from shardwell_server.shard.quotas import Quota, Usage
 
 LIMIT = 4
 
@@ -19,15 +20,18 @@ LIMIT = 4
 class Stream:
     """One that is told to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, usage: Usage | None = None) -> None:
+        self.usage = usage
         self.error: ShardwellError | None = None
 
     def end(self, error: ShardwellError) -> None:
         self.error = error
 
 
-async def _comes(streams: OpenStreams, *, idle_after_s: float | None) -> Stream:
-    stream = Stream()
+async def _comes(
+    streams: OpenStreams, *, idle_after_s: float | None, usage: Usage | None = None
+) -> Stream:
+    stream = Stream(usage)
     await streams.enter(stream)
     if idle_after_s is not None:
         await asyncio.sleep(idle_after_s)
@@ -68,5 +72,42 @@ def test_those_that_never_say_that_they_wait_keep_others_out() -> None:
         with pytest.raises(LimitError):
             await _comes(streams, idle_after_s=None)
         assert [stream.error for stream in found] == [None] * LIMIT
+
+    asyncio.run(come())
+
+
+def limited(count: int) -> Usage:
+    usage = Usage("ci")
+    usage.quota = Quota(streams=count)
+    return usage
+
+
+def test_a_token_s_quota_is_made_room_in_by_its_own_streams_alone() -> None:
+    async def come() -> None:
+        streams, usage = OpenStreams(LIMIT), limited(2)
+        others = await _comes(streams, idle_after_s=0.0)
+        own = [await _comes(streams, idle_after_s=0.0, usage=usage) for _ in range(3)]
+        assert [stream.error is None for stream in own] == [False, True, True]
+        assert others.error is None
+        assert usage.count("streams") == 2
+        for stream in own[1:]:
+            streams.note_busy(stream)
+        with pytest.raises(LimitError, match="token 'ci' is at its limit streams=2: as many are"):
+            await _comes(streams, idle_after_s=None, usage=usage)
+        streams.leave(own[1])
+        streams.leave(own[1])
+        await _comes(streams, idle_after_s=None, usage=usage)
+        assert usage.count("streams") == 2
+
+    asyncio.run(come())
+
+
+def test_a_quota_beside_the_limit_of_all() -> None:
+    async def come() -> None:
+        streams, usage = OpenStreams(LIMIT), limited(LIMIT)
+        others = [await _comes(streams, idle_after_s=0.0) for _ in range(LIMIT)]
+        await _comes(streams, idle_after_s=None, usage=usage)
+        assert others[0].error is not None
+        assert streams.count == LIMIT
 
     asyncio.run(come())

@@ -20,6 +20,7 @@ from shardwell.errors import LimitError, SpecMismatchError, StorageError, Unknow
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.quotas import Usages
 from shardwell_server.shard.registry import Tables
 from shardwell_server.store import Store, TableLayout, TableStorage
 from shardwell_server.store.memory.store import MemoryStore
@@ -42,7 +43,7 @@ def tables_of(
 ) -> Tables:
     limit = stored or ByteBudget(config.limits.stored_bytes_max)
     kept = store or MemoryStore()
-    tables = Tables(config, kept, threading.Lock(), limit, sessions=AllAlive())
+    tables = Tables(config, kept, threading.Lock(), limit, AllAlive(), Usages())
     tables.recover(kept.recover_tables())
     return tables
 

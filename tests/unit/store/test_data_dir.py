@@ -51,7 +51,7 @@ def test_its_own_shard_comes_back(tmp_path: Path) -> None:
         with DataDir(tmp_path, MINE):
             pass
     other_settings = ShardConfig(
-        shard_index=1, shard_count=3, cluster_id="mine", chunk_size_bytes=64, listen="0.0.0.0:1"
+        shard_index=1, shard_count=3, cluster_id="mine", chunk_size_bytes=64, listen="127.0.0.2:1"
     )
     DataDir(tmp_path, other_settings).close()
 

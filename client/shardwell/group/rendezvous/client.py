@@ -27,9 +27,10 @@ from shardwell.errors import (
 from shardwell.process.closeable import Closing
 from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.channel import Channel
+from shardwell.rpc.credentials import NO_CREDENTIALS, Credentials
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.options import unary_stub
-from shardwell.rpc.tls import TlsFiles, check_trust
+from shardwell.rpc.tls import check_trust
 from shardwell.specs.names import format_ranks, parse_target
 from shardwell.v1 import group_pb2 as pb
 
@@ -84,17 +85,18 @@ class Rendezvous(Closing):
 
     Args:
         target: HOST:PORT; of a cluster's target, the first address counts: groups meet at shard 0.
-        tls: What the connection is made with; None: no TLS.
+        credentials: What the connection is made with.
 
     Raises:
-        ArgumentError: it is no address.
+        ArgumentError: it is no address, or a token would go there in the clear.
     """
 
-    def __init__(self, target: str, tls: TlsFiles | None = None) -> None:
+    def __init__(self, target: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         self.address = parse_target(target)[0]
+        credentials.check_private([self.address])
         self._closed = threading.Event()
-        self._tls = tls
-        self._channel = Channel(self.address, tls)
+        self._tls = credentials.tls
+        self._channel = Channel(self.address, credentials)
 
     def join(
         self,
@@ -130,7 +132,9 @@ class Rendezvous(Closing):
 
         Raises:
             WorkersMissingError: the timeout has passed; names the missing ranks.
-            AuthenticationError: the rendezvous is there, and TLS keeps the two sides apart.
+            AuthenticationError: the rendezvous is there, and TLS keeps the two sides apart, or it
+                does not believe the token.
+            AccessDeniedError: the token may not join the group.
             ShardUnavailableError: the rendezvous did not answer at all.
             GroupMismatchError: another size, strategy, codec or allow_non_finite than those have
                 who hold the name, and live.

@@ -7,6 +7,7 @@ shard 0 of a cluster, or by a worker (see group_service).
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from shardwell.errors import LimitError
 from shardwell.group.rendezvous.members import GenerationNumbers
@@ -22,6 +23,18 @@ from shardwell.v1 import group_pb2 as pb
 _SWEEP_INTERVAL_S = 1.0
 
 
+class Owner(NamedTuple):
+    """Whose token a worker brings."""
+
+    name: str = ""
+    """Empty: nobody's."""
+    member_count_max: int | None = None
+    """How many with that token may be in groups that meet here; None: as many as there are."""
+
+
+NOBODY = Owner()
+
+
 class Meetings:
     """All groups that are met for or live.
 
@@ -35,6 +48,8 @@ class Meetings:
         self._limits = limits or MeetingLimits()
         self._numbers = GenerationNumbers(incarnation)
         self._gatherings: dict[str, Gathering] = {}
+        self._owners: dict[str, str] = {}
+        """Names of the owners of those that are there, and of some that are gone, by member id."""
         self._sweep_due_s = -math.inf
 
     @property
@@ -42,7 +57,9 @@ class Meetings:
         """Groups that are held."""
         return len(self._gatherings)
 
-    def join(self, request: pb.JoinGroupRequest, now_s: float) -> pb.JoinGroupResponse:
+    def join(
+        self, request: pb.JoinGroupRequest, now_s: float, owner: Owner = NOBODY
+    ) -> pb.JoinGroupResponse:
         """What a worker is answered that wants to join; holds a new group from then on.
 
         Raises:
@@ -57,7 +74,9 @@ class Meetings:
         gathering = self._gathering(request.spec, now_s)
         try:
             if not gathering.seating.knows(request.member.member_id):
-                self._check_room(request.spec.name)
+                self._check_room(request.spec.name, owner)
+                if owner.member_count_max is not None:
+                    self._owners[request.member.member_id] = owner.name
             return gathering.join(request, now_s)
         finally:
             self._forget_if_over(request.spec.name)
@@ -109,13 +128,21 @@ class Meetings:
             for name in [n for n, one in self._gatherings.items() if one.is_silent(now_s)]:
                 del self._gatherings[name]
 
-    def _check_room(self, name: str) -> None:
+    def _check_room(self, name: str, owner: Owner) -> None:
         count = sum(len(one.seating.applicants) for one in self._gatherings.values())
         if count >= self._limits.applicant_count_max:
             raise LimitError(
                 f"applicant_count_max={self._limits.applicant_count_max} workers wait here "
                 f"already; there is no room for another of group {name!r}; try again later"
             )
+        if owner.member_count_max is not None:
+            there = {one for each in self._gatherings.values() for one in each.seating.member_ids()}
+            self._owners = {one: name for one, name in self._owners.items() if one in there}
+            if list(self._owners.values()).count(owner.name) >= owner.member_count_max:
+                raise LimitError(
+                    f"token {owner.name!r} is at its limit members={owner.member_count_max}: as "
+                    f"many are in groups that meet here; there is no room in {name!r}"
+                )
 
     def _forget_if_over(self, name: str) -> None:
         gathering = self._gatherings.get(name)

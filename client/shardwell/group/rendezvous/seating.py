@@ -53,6 +53,11 @@ class Seating:
             generation is not None and generation.seat_of(member_id) is not None
         )
 
+    def member_ids(self) -> set[str]:
+        """Of all that wait, or are members and live."""
+        members = {seat.member.member_id for seat in self.living() if seat.member is not None}
+        return members | self.applicants.keys()
+
     def placed(self) -> dict[int, Applicant]:
         """Those who would take part, by the ranks they want; others contend with the holders."""
         placed: dict[int, Applicant] = {}

@@ -13,8 +13,9 @@ import grpc
 
 from shardwell.errors import WrongShardError
 from shardwell.group.rendezvous.members import INCARNATION_BITS
-from shardwell.group.rendezvous.registry import Meetings
+from shardwell.group.rendezvous.registry import Meetings, Owner
 from shardwell.group.rendezvous.validation import MeetingLimits
+from shardwell.rpc.credentials import SameToken, authorization_of
 from shardwell.rpc.handlers import Handlers
 from shardwell.v1 import group_pb2 as pb
 
@@ -22,6 +23,23 @@ _LOG = logging.getLogger("shardwell.group")
 _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"]
 GROUP_SERVICE_NAME = _SERVICE.full_name
 MakeUnary: TypeAlias = Callable[[Callable[[Any, Any], Any], Any], Any]
+Admit: TypeAlias = Callable[[Any, str], Owner]
+"""Who makes a call, given its context and the name of a group; or an error, where they may not."""
+
+
+def admit_anybody(context: Any, group: str) -> Owner:
+    """Lets everybody in."""
+    return Owner()
+
+
+def admit_same(token: SameToken) -> Admit:
+    """Lets in whoever brings that token."""
+
+    def admit(context: grpc.ServicerContext, group: str) -> Owner:
+        token.check(authorization_of(context.invocation_metadata()))
+        return Owner()
+
+    return admit
 
 
 class GroupService:
@@ -30,10 +48,18 @@ class GroupService:
     Args:
         shard_index: Which shard serves it: others than 0 refuse every call.
         limits: Bounds of what is held.
+        admit: Decides who may be in a group.
     """
 
-    def __init__(self, *, shard_index: int = 0, limits: MeetingLimits | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        shard_index: int = 0,
+        limits: MeetingLimits | None = None,
+        admit: Admit = admit_anybody,
+    ) -> None:
         self._shard_index = shard_index
+        self._admit = admit
         self._lock = threading.Lock()
         self._meetings = Meetings(limits, incarnation=secrets.randbits(INCARNATION_BITS))
         self._answering = Handlers(_LOG, shard_index=shard_index, place="rendezvous")
@@ -56,18 +82,21 @@ class GroupService:
     def join_group(self, request: pb.JoinGroupRequest, context: Any) -> pb.JoinGroupResponse:
         """See the .proto."""
         self._check_shard()
+        owner = self._admit(context, request.spec.name)
         with self._lock:
-            return self._meetings.join(request, time.monotonic())
+            return self._meetings.join(request, time.monotonic(), owner)
 
     def renew_lease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
         """See the .proto."""
         self._check_shard()
+        self._admit(context, request.spec.name)
         with self._lock:
             return self._meetings.renew(request, time.monotonic())
 
     def leave_group(self, request: pb.LeaveGroupRequest, context: Any) -> pb.LeaveGroupResponse:
         """See the .proto."""
         self._check_shard()
+        self._admit(context, request.group)
         with self._lock:
             return self._meetings.leave(request, time.monotonic())
 

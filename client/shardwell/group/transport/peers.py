@@ -15,6 +15,7 @@ from shardwell.process.shared_memory import HEAD_BYTES, SharedMemory
 from shardwell.rpc import arena
 from shardwell.rpc.arena import BATCH_COUNT, Arenas, inline_message, shared_message
 from shardwell.rpc.channel import Channel
+from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.options import unary_stub
 from shardwell.rpc.tls import TlsFiles
@@ -59,7 +60,7 @@ class Peer:
             is_wanted=same_host,
         )
         """Memory to be shared with it, if it is on this machine."""
-        self._connection = Channel(member.address, tls)
+        self._connection = Channel(member.address, Credentials(tls))
         self._channel = self._connection.current
         self.agree: Any = self._channel.stream_stream(
             f"/{SERVICE_NAME}/Agree",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import logging
 import threading
 import time
@@ -186,7 +188,9 @@ class PeerServer:
         self.address = f"{host}:{port}"
         """Where it listens; the port is the one that was taken when 0 was asked for."""
         self._server.start()
-        self.arenas.start(same_host, f"shardwell-{member_id}")
+        # Whoever is on this machine may read the name of a socket.
+        name = hashlib.blake2b(member_id.encode(), digest_size=16).hexdigest()
+        self.arenas.start(same_host, f"shardwell-{name}")
 
     def begin(self, generation: Generation | None) -> None:
         """Takes streams of this generation from now on, and no others."""
@@ -221,7 +225,7 @@ class PeerServer:
         )
 
     def _greet(self, request: pb.GreetRequest, context: grpc.ServicerContext) -> pb.GreetResponse:
-        if (request.group, request.member_id) != (self._group, self._member_id):
+        if not self._is_meant(request.group, request.member_id):
             raise WorkerUnreachableError(
                 f"another worker answers here, of group {self._group!r}; is the address right?"
             )
@@ -245,7 +249,7 @@ class PeerServer:
         yield from generation.serve_chunks(request.open, context, memory)
 
     def _check_offer(self, offer: arena_pb2.ArenaOffer) -> None:
-        if offer.member_id != self._member_id:
+        if not self._is_meant(self._group, offer.member_id):
             raise WorkerUnreachableError(f"another worker answers here, of group {self._group!r}")
 
     @contextlib.contextmanager
@@ -280,7 +284,7 @@ class PeerServer:
             while not self._closed:
                 generation = self._generation
                 number = 0 if generation is None else generation.number
-                if (opening.group, opening.to_member_id) != (self._group, self._member_id):
+                if not self._is_meant(opening.group, opening.to_member_id):
                     break
                 if generation is not None and number == opening.generation:
                     return generation
@@ -290,8 +294,17 @@ class PeerServer:
                 self._changed.wait(rest_s)
         raise WorkerLostError(
             f"generation {opening.generation} of group {opening.group!r:.80} is not, or no more, "
-            f"what member {self._member_id} of group {self._group!r} is in"
+            f"what this member of group {self._group!r} is in"
         )
+
+    def _is_meant(self, group: str, member_id: str) -> bool:
+        """Whether a call is for this member.
+
+        Its id is drawn at random, and told to the members of its group alone, where they meet; so
+        who has it was let in there.
+        """
+        is_known = hmac.compare_digest(member_id.encode(), self._member_id.encode())
+        return is_known and group == self._group
 
 
 def _agree_request(message: bytes) -> pb.AgreeRequest:

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from shardwell.errors import ArgumentError
 from shardwell.specs.parameter import CodecName, ModeName
 from shardwell_server import signals
-from shardwell_server.demo.cluster import GRACE_S, check_shards, ended_shards_named, without_tls
+from shardwell_server.demo.cluster import (
+    GRACE_S,
+    check_shards,
+    ended_shards_named,
+    without_credentials,
+)
 from shardwell_server.demo.digits.display import Display
 from shardwell_server.demo.digits.evaluator import Evaluator
 from shardwell_server.demo.digits.samples import (
@@ -129,7 +134,7 @@ def run_demo(config: DemoConfig, display: Display) -> Result:
         signals.check()
         cluster, target = None, config.target
         if target is None:
-            stack.enter_context(without_tls())
+            stack.enter_context(without_credentials())
         if config.started_shard_count:
             display.say(f"starting {count(config.started_shard_count, 'shard')}")
             with signals.breaking_off():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardwell.errors import LimitError
-from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.byte_budget import OwnedBytes
 from shardwell_server.store import FREE, TableLayout, TableStorage
 from shardwell_server.store.contract import Places
 
@@ -20,7 +20,7 @@ class RowSlots:
     Args:
         layout: Of the storage.
         storage: Which makes room.
-        stored_bytes: Of the shard; room counts as soon as it is made.
+        stored_bytes: Of its owner; room counts as soon as it is made.
         row_count_max: Rows that may exist.
     """
 
@@ -28,7 +28,7 @@ class RowSlots:
         self,
         layout: TableLayout,
         storage: TableStorage,
-        stored_bytes: ByteBudget,
+        stored_bytes: OwnedBytes,
         row_count_max: int,
     ) -> None:
         self._layout = layout
@@ -94,13 +94,12 @@ class RowSlots:
     def _reserve(self, row_count: int) -> None:
         size_bytes, before = self._layout.row_size_bytes, self._storage.reserved_row_count
         stored = self._stored_bytes
-        if not stored.take((row_count - before) * size_bytes):
-            raise LimitError(
-                f"limit stored_bytes_max={stored.limit_bytes}: table {self._layout.name!r} needs "
-                f"{(row_count - before) * size_bytes} bytes here beside the {stored.count} in use; "
-                "evict rows, add shards, or raise it",
-                table=self._layout.name,
-            )
+        stored.take(
+            (row_count - before) * size_bytes,
+            f"table {self._layout.name!r} needs {{}} bytes here",
+            "evict rows, add shards, or raise it",
+            table=self._layout.name,
+        )
         try:
             self._storage.reserve(row_count)
         except BaseException:

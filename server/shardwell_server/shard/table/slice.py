@@ -27,7 +27,7 @@ from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.rows import RowCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.byte_budget import OwnedBytes
 from shardwell_server.shard.deadline import Changes, RequestDeadline
 from shardwell_server.shard.errors import (
     diverged_row,
@@ -79,7 +79,7 @@ class TableSlice:
         *,
         shard_index: int,
         limits: Limits,
-        stored_bytes: ByteBudget,
+        stored_bytes: OwnedBytes,
         sessions: Liveness,
         spool_dir: Path | None = None,
     ) -> None:

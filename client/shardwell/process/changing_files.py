@@ -1,0 +1,75 @@
+"""What is read from files, and again whenever they change.
+
+States: good, as it was read; changed, the files' times or sizes differ; then good again, or unfit,
+in which case the last that was good stays in use, a warning says why, and the next change is looked
+at.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeAlias, TypeVar
+
+from shardwell.errors import ArgumentError
+
+ReadT = TypeVar("ReadT")
+FilePath: TypeAlias = str | os.PathLike[str]
+_Stamps: TypeAlias = tuple[tuple[int, int, int] | None, ...]
+
+
+class ChangingFiles(Generic[ReadT]):
+    """Any thread may use it.
+
+    Args:
+        paths: The files.
+        read: Reads them; raises ArgumentError where they are unfit.
+        log: Told of that later.
+
+    Raises:
+        ArgumentError: they are unfit now.
+    """
+
+    def __init__(
+        self, paths: Sequence[FilePath], read: Callable[[], ReadT], log: logging.Logger
+    ) -> None:
+        self._paths = tuple(paths)
+        self._read = read
+        self._log = log
+        self._lock = threading.Lock()
+        self._stamps = self._found()
+        self._last = read()
+
+    @property
+    def last(self) -> ReadT:
+        """What was good when somebody looked last."""
+        return self._last
+
+    def now(self) -> ReadT:
+        """What is good now: the same object as long as nothing has changed."""
+        stamps = self._found()
+        with self._lock:
+            if stamps != self._stamps:
+                try:
+                    found = self._read()
+                except ArgumentError as error:
+                    self._log.warning("%s; what was there before is used", error.message)
+                    self._stamps = stamps
+                else:
+                    if self._found() == stamps:  # else they are read once more, by the next
+                        self._stamps, self._last = stamps, found
+            return self._last
+
+    def _found(self) -> _Stamps:
+        """What changes with the files."""
+        stamps: list[tuple[int, int, int] | None] = []
+        for path in self._paths:
+            try:
+                found = os.stat(path)
+            except (OSError, ValueError):  # of which the reader tells
+                stamps.append(None)
+            else:
+                stamps.append((found.st_mtime_ns, found.st_ino, found.st_size))
+        return tuple(stamps)

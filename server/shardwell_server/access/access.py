@@ -1,0 +1,148 @@
+"""Who is let in: every call brings a token, once there is a file of them or of keys.
+
+Files are read again when they change, so that tokens come, end and are revoked without a restart;
+a call that is open is looked at again then.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwell.errors import AuthenticationError
+from shardwell.process.changing_files import ChangingFiles
+from shardwell.rpc.credentials import BEARER, TOKEN_LENGTH_MAX, SameToken, TokenFile, no_token
+from shardwell_server.access.rights import ANYBODY, Principal, time_of
+from shardwell_server.access.tokens import digest_of, read_tokens
+from shardwell_server.access.web_tokens import Key, principal_of, read_keys
+from shardwell_server.config import ShardConfig
+
+_LOG = logging.getLogger("shardwell_server")
+
+
+def wall_clock_s() -> float:
+    """Seconds since 1970: when a token ends is told by the clock that people set."""
+    return time.time()  # noqa: TID251
+
+
+class Access:
+    """Any thread may use it.
+
+    Args:
+        tokens: File of tokens; None: there are none.
+        jwt_keys: File of keys of those who sign JWTs; None: none is believed.
+        same: Lets in whoever brings that token, and lets them do everything; None: nobody so.
+        cluster_id: For JWTs.
+        now_s: A clock that people set.
+
+    Raises:
+        ArgumentError: a file can't be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens: Path | None = None,
+        jwt_keys: Path | None = None,
+        same: SameToken | None = None,
+        cluster_id: str = "",
+        now_s: Callable[[], float] = wall_clock_s,
+    ) -> None:
+        self._cluster_id = cluster_id
+        self._now_s = now_s
+        self._same = same
+        self._tokens: ChangingFiles[list[Principal]] | None = None
+        self._keys: ChangingFiles[list[Key]] | None = None
+        if tokens is not None:
+            self._tokens = ChangingFiles(
+                [tokens], lambda: [who for t in read_tokens(tokens) for who in t.principals()], _LOG
+            )
+        if jwt_keys is not None:
+            self._keys = ChangingFiles([jwt_keys], lambda: read_keys(jwt_keys), _LOG)
+
+    @staticmethod
+    def of(config: ShardConfig) -> Access:
+        """As a shard is told.
+
+        Raises:
+            ArgumentError: a file can't be used.
+        """
+        same = None if config.same_token is None else SameToken(TokenFile(config.same_token))
+        return Access(
+            tokens=config.tokens,
+            jwt_keys=config.jwt_keys,
+            same=same,
+            cluster_id=config.cluster_id,
+        )
+
+    @property
+    def asks(self) -> bool:
+        """Whether calls need a token."""
+        return any(each is not None for each in (self._tokens, self._keys, self._same))
+
+    def refresh(self) -> None:
+        """Reads what has changed."""
+        for files in (self._tokens, self._keys):
+            if files is not None:
+                files.now()
+
+    def principal(self, authorization: str | None) -> Principal:
+        """Who makes a call.
+
+        Args:
+            authorization: What it brings; None: nothing.
+
+        Raises:
+            AuthenticationError: nobody who is let in.
+        """
+        if not self.asks:
+            return ANYBODY
+        if authorization is None:
+            raise no_token()
+        token = authorization.removeprefix(BEARER)
+        if token == authorization or not 0 < len(token) <= TOKEN_LENGTH_MAX:
+            raise AuthenticationError('authorization must be "Bearer TOKEN"')
+        found = self._known(token)
+        if found is None and self._keys is not None and token.count(".") == 2:
+            found = principal_of(token, self._keys.last, self._cluster_id)
+        if found is None and self._same is not None:
+            self._same.check(authorization)
+            return ANYBODY
+        if found is None:
+            raise AuthenticationError("no such token is known here; is it one for this cluster?")
+        self._check_time(found)
+        return found
+
+    def check_still(self, principal: Principal) -> None:
+        """Refuses to go on with what was begun in a name.
+
+        Raises:
+            AuthenticationError: its token has ended, or is another one now.
+        """
+        if not self.asks or principal is ANYBODY:
+            return
+        tokens = [] if self._tokens is None else self._tokens.last
+        keys = [] if self._keys is None else self._keys.last
+        if principal not in tokens and not any(key.proof == principal.proof for key in keys):
+            raise AuthenticationError(f"token {principal.name!r} was revoked, or has changed")
+        self._check_time(principal)
+
+    def _known(self, token: str) -> Principal | None:
+        """The one of the file; all of them are looked at, so that the time says nothing."""
+        digest, found = digest_of(token), None
+        for each in [] if self._tokens is None else self._tokens.last:
+            if hmac.compare_digest(each.proof, digest):
+                found = each
+        return found
+
+    def _check_time(self, principal: Principal) -> None:
+        ends_s = principal.expires_s
+        if ends_s is not math.inf and self._now_s() >= ends_s:
+            raise AuthenticationError(
+                f"token {principal.name!r} expired at {time_of(ends_s)}; put a new one into its "
+                "file"
+            )

@@ -1,0 +1,219 @@
+"""The file of tokens: who each is, what it may do, and a digest of its secret, never the secret.
+
+    {"tokens": [{"name": "trainer", "sha256": ["..."], "rights": ["contribute:prod-"],
+                 "expires": "2027-01-31T00:00:00Z", "quota": {"streams": 64}}]}
+
+A token may have several secrets, so that a new one can be handed out before the old one ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwell.errors import ArgumentError
+from shardwell.specs.names import check_name
+from shardwell_server.access.rights import (
+    Grant,
+    Principal,
+    fields_of,
+    grants_of,
+    seconds_of,
+    time_of,
+)
+from shardwell_server.shard.quotas import NO_QUOTA, Quota
+
+TOKEN_COUNT_MAX = 1000
+_SECRET_COUNT_MAX = 4
+"""Of a token."""
+_FILE_SIZE_MAX_BYTES = 2**22
+_SECRET_BYTES = 32
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_FIELDS = {"name", "sha256", "rights", "expires", "quota"}
+_QUOTA_FIELDS = {field.name for field in dataclasses.fields(Quota)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """One entry of the file."""
+
+    name: str
+    digests: tuple[str, ...]
+    """SHA-256 of each secret, in hexadecimal digits; the newest last."""
+    grants: tuple[Grant, ...]
+    expires_s: float | None = None
+    """When it ends, in seconds since 1970."""
+    quota: Quota = NO_QUOTA
+
+    @staticmethod
+    def of(given: object) -> Token:
+        """The entry that a JSON object is.
+
+        Raises:
+            ArgumentError: it is none.
+        """
+        entry = fields_of("a token", given, _FIELDS)
+        name = check_name("a token's name", entry.get("name"))
+        try:
+            return Token(
+                name=name,
+                digests=_digests_of(entry.get("sha256")),
+                grants=grants_of(entry.get("rights")),
+                expires_s=None if entry.get("expires") is None else seconds_of(entry["expires"]),
+                quota=quota_of(entry.get("quota", {})),
+            )
+        except ArgumentError as error:
+            raise ArgumentError(f"token {name!r}: {error.message}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """As the file has it."""
+        quota = {name: most for name, most in vars(self.quota).items() if most is not None}
+        return {
+            "name": self.name,
+            "sha256": list(self.digests),
+            "rights": [str(grant) for grant in self.grants],
+            **({} if self.expires_s is None else {"expires": time_of(self.expires_s)}),
+            **({"quota": quota} if quota else {}),
+        }
+
+    def principals(self) -> Iterator[Principal]:
+        """Who calls, by each of its secrets."""
+        for digest in self.digests:
+            given = {} if self.expires_s is None else {"expires_s": self.expires_s}
+            yield Principal(
+                name=self.name,
+                grants=self.grants,
+                quota=self.quota,
+                proof=bytes.fromhex(digest),
+                **given,
+            )
+
+    def with_secret(self, digest: str) -> Token:
+        """The same with one more secret; of many, the oldest goes."""
+        return dataclasses.replace(self, digests=(*self.digests, digest)[-_SECRET_COUNT_MAX:])
+
+
+def _digests_of(given: object) -> tuple[str, ...]:
+    found = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(found, list)
+        or not 0 < len(found) <= _SECRET_COUNT_MAX
+        or not all(isinstance(each, str) and _DIGEST.fullmatch(each) for each in found)
+    ):
+        raise ArgumentError(
+            f"sha256 must be a list of 1 to {_SECRET_COUNT_MAX} digests of secrets, each of 64 "
+            "lower-case hexadecimal digits"
+        )
+    return tuple(found)
+
+
+def quota_of(given: object) -> Quota:
+    """The quota that a JSON object is.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    return Quota(**fields_of("quota", given, _QUOTA_FIELDS))
+
+
+def new_secret() -> str:
+    """A secret that nobody guesses."""
+    return secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def digest_of(secret: str) -> bytes:
+    """SHA-256 of a secret: all of it that is kept. It needs no salt, as it is drawn at random."""
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def read_tokens(path: Path) -> list[Token]:
+    """All tokens of a file.
+
+    Raises:
+        ArgumentError: it can't be read, or has something else; says which file, and what.
+    """
+    found = fields_of(str(path), json_of(path), {"tokens"}).get("tokens")
+    if not isinstance(found, list) or len(found) > TOKEN_COUNT_MAX:
+        raise ArgumentError(f"{path}: tokens must be a list of at most {TOKEN_COUNT_MAX}")
+    try:
+        tokens = [Token.of(each) for each in found]
+    except ArgumentError as error:
+        raise ArgumentError(f"{path}: {error.message}") from None
+    names = [token.name for token in tokens]
+    digests = [digest for token in tokens for digest in token.digests]
+    for what, each in (("name", names), ("secret", digests)):
+        if len(set(each)) != len(each):
+            raise ArgumentError(f"{path}: two tokens have the same {what}")
+    return tokens
+
+
+def json_of(path: Path) -> Any:
+    """What a file of JSON has; its contents are in no error, as they may be secret.
+
+    Raises:
+        ArgumentError: it can't be read, is too large, or no JSON.
+    """
+    try:
+        with path.open("rb") as file:
+            contents = file.read(_FILE_SIZE_MAX_BYTES + 1)
+    except OSError as error:
+        raise ArgumentError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:  # a path that no file has
+        raise ArgumentError(f"{str(path)!r} can't be read: {error}") from None
+    if len(contents) > _FILE_SIZE_MAX_BYTES:
+        raise ArgumentError(f"{path} is larger than {_FILE_SIZE_MAX_BYTES} bytes")
+    try:
+        return json.loads(contents)
+    except (ValueError, RecursionError):
+        raise ArgumentError(f"{path} is no JSON") from None
+
+
+@contextlib.contextmanager
+def changing_tokens(path: Path) -> Iterator[dict[str, Token]]:
+    """The tokens of a file by name, to be changed in the block, at whose end the file is written.
+
+    All or nothing, for its owner alone, and by one process at a time. There need be no file yet.
+
+    Raises:
+        ArgumentError: it has something else, or can't be written.
+    """
+    try:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ArgumentError(f"{path.parent} can't be opened: {error.strerror}") from None
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        tokens = {each.name: each for each in read_tokens(path)} if path.exists() else {}
+        yield tokens
+        contents = json.dumps({"tokens": [each.to_json() for each in tokens.values()]}, indent=2)
+        write_private(path, f"{contents}\n")
+    finally:
+        os.close(directory)
+
+
+def write_private(path: Path, contents: str) -> None:
+    """Puts a file there, whole, that its owner alone may read.
+
+    Raises:
+        ArgumentError: it can't be written.
+    """
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ArgumentError(f"{path} can't be written: {error.strerror}") from None

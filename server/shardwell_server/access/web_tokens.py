@@ -1,0 +1,138 @@
+"""JSON Web Tokens (RFC 7519): tokens that somebody else signs, with the same rights and quotas.
+
+    {"sub": "trainer", "exp": 1800000000, "aud": "CLUSTER_ID", "rights": ["contribute:prod-"],
+     "quota": {"streams": 64}}
+
+Keys are a JSON Web Key Set (RFC 7517) in a file. A key is good for one algorithm, HS256 or EdDSA,
+by its kind, whatever a token says of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jwt
+
+from shardwell.errors import ArgumentError, AuthenticationError
+from shardwell.specs.names import check_name
+from shardwell_server.access.rights import Principal, grants_of
+from shardwell_server.access.tokens import json_of, quota_of
+
+_SECRET_BYTES_MIN = 32
+"""Of HS256: as many as its digest has (RFC 7518)."""
+_KEY_COUNT_MAX = 64
+_ALGORITHMS = {"oct None": "HS256", "OKP Ed25519": "EdDSA"}
+"""By kty and crv."""
+_SPELLINGS = {"HS256": (None, "HS256"), "EdDSA": (None, "EdDSA", "Ed25519")}
+
+
+class Key(NamedTuple):
+    """One that signs tokens."""
+
+    name: str | None
+    """Its `kid`, by which tokens name it; None: it has none."""
+    algorithm: str
+    value: Any
+    """What the library takes."""
+    proof: bytes
+    """A digest of it."""
+
+
+def read_keys(path: Path) -> list[Key]:
+    """All keys of a file.
+
+    Raises:
+        ArgumentError: it can't be read, or has something else. No error has a key in it.
+    """
+    found = json_of(path)
+    keys = found.get("keys") if isinstance(found, dict) else None
+    if not isinstance(keys, list) or not 0 < len(keys) <= _KEY_COUNT_MAX:
+        raise ArgumentError(
+            f'{path} must be a JSON Web Key Set, {{"keys": [...]}}, of 1 to {_KEY_COUNT_MAX} keys'
+        )
+    return [_key_of(f"{path}: key {number}", given) for number, given in enumerate(keys, 1)]
+
+
+def _key_of(what: str, given: object) -> Key:
+    if not isinstance(given, dict):
+        raise ArgumentError(f"{what} must be a JSON object")
+    name = given.get("kid")
+    algorithm = _ALGORITHMS.get(f"{given.get('kty')} {given.get('crv')}")
+    if algorithm is None or given.get("alg") not in _SPELLINGS[algorithm]:
+        raise ArgumentError(
+            f'{what} must be for HS256 ("kty": "oct") or EdDSA ("kty": "OKP", "crv": "Ed25519")'
+        )
+    if algorithm == "EdDSA" and "d" in given:
+        raise ArgumentError(f"{what} is a private one; shards need the public one alone, without d")
+    if not isinstance(name, str | None):
+        raise ArgumentError(f"{what}: kid must be a string")
+    try:
+        value = jwt.PyJWK(given, algorithm).key
+    except (jwt.PyJWTError, ValueError, TypeError, AttributeError):  # whose text has the key
+        raise ArgumentError(f"{what} can't be read as a key for {algorithm}") from None
+    if algorithm == "HS256" and len(value) < _SECRET_BYTES_MIN:
+        raise ArgumentError(
+            f"{what} has {len(value)} bytes; HS256 needs {_SECRET_BYTES_MIN} drawn at random"
+        )
+    return Key(name, algorithm, value, hashlib.sha256(json.dumps(given).encode()).digest())
+
+
+def principal_of(token: str, keys: list[Key], cluster_id: str) -> Principal:
+    """Who calls with that token.
+
+    Args:
+        token: Three parts, with a dot between them.
+        keys: Those that are believed.
+        cluster_id: The audience of tokens that have one.
+
+    Raises:
+        AuthenticationError: it is not believed.
+    """
+    try:
+        header = jwt.get_unverified_header(token)
+    except jwt.PyJWTError:
+        raise AuthenticationError("no such token is known here, and it is no JWT") from None
+    name = header.get("kid")
+    for key in keys:
+        if name is not None and key.name is not None and name != key.name:
+            continue
+        if header.get("alg") not in _SPELLINGS[key.algorithm]:
+            continue
+        try:
+            claims = jwt.decode(
+                token,
+                key.value,
+                algorithms=[header["alg"]],
+                options={"require": ["exp", "sub"], "verify_aud": False},
+            )
+        except jwt.InvalidSignatureError:
+            continue
+        except jwt.ExpiredSignatureError:
+            raise AuthenticationError("the JWT has expired; put a new one into its file") from None
+        except jwt.PyJWTError as error:
+            raise AuthenticationError(f"the JWT is not good: {error}") from None
+        return _principal(claims, key, cluster_id)
+    raise AuthenticationError("the JWT is signed by no key that is believed here")
+
+
+def _principal(claims: dict[str, Any], key: Key, cluster_id: str) -> Principal:
+    audience = claims.get("aud")
+    if audience is not None and cluster_id not in (
+        audience if isinstance(audience, list) else [audience]
+    ):
+        raise AuthenticationError(
+            f"the JWT is for {audience!r:.200}, its aud; this cluster is {cluster_id!r}"
+        )
+    try:
+        return Principal(
+            name=check_name("sub", claims["sub"]),
+            grants=grants_of(claims.get("rights")),
+            expires_s=float(claims["exp"]),
+            quota=quota_of(claims.get("quota", {})),
+            proof=key.proof,
+        )
+    except (ArgumentError, ValueError, OverflowError) as error:
+        raise AuthenticationError(f"the JWT is not good: {error}") from None

@@ -1,0 +1,251 @@
+"""`shardwell token`: the file of tokens that shards let in, and the files that workers have."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwell.errors import ArgumentError
+from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
+from shardwell.specs.names import check_name
+from shardwell_server.cli.options import Decorator, GivenPath, usage_errors
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LIFE = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+_QUOTAS = {
+    "stored_bytes": "Bytes that it may store on a shard.",
+    "parameters": "Parameters that it may make.",
+    "tables": "Tables that it may make.",
+    "members": "Workers that may be connected with it at once.",
+    "streams": "Streams that it may have open.",
+    "bytes_per_s": "Bytes a second that its calls move; what comes faster is delayed.",
+}
+"""What the documentation of Quota says, in a line each; all are for each shard by itself."""
+
+
+class _Life(click.ParamType[float]):
+    """How long something is good: a number and a unit."""
+
+    name = "life"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The seconds."""
+        found = _LIFE.fullmatch(value)
+        if found is None:
+            self.fail(f"{value!r} is no number of s, m, h or d, such as 30d or 12h", param, ctx)
+        return float(int(found[1]) * _UNITS_S[found[2]])
+
+
+tokens_option: Decorator = click.option(
+    "--tokens",
+    "path",
+    type=GivenPath(),
+    default="tokens.json",
+    show_default=True,
+    envvar="SHARDWELL_TOKENS",
+    help="The file of tokens, which shards are given.",
+)
+_out_option: Decorator = click.option(
+    "--out",
+    type=GivenPath(),
+    help="Where the token goes. Default: NAME.token beside the file of tokens.",
+)
+_expires_option: Decorator = click.option(
+    "--expires-in",
+    "life",
+    type=_Life(),
+    metavar="NUMBER[s|m|h|d]",
+    help="How long the token is good, such as 30d. Default: until it is revoked.",
+)
+
+
+def _quota_options(command: Any) -> Any:
+    for name, text in reversed(_QUOTAS.items()):
+        command = click.option(
+            f"--{name.replace('_', '-')}", type=click.IntRange(0, 2**63 - 1), help=text
+        )(command)
+    return command
+
+
+@click.group()
+def token() -> None:
+    """Make, renew and revoke tokens, and show those that there are.
+
+    A token says who calls a shard, and what it may do there. The file of tokens, for the shards,
+    has no secrets; each secret is in a file of its own, for whoever uses it. Shards take up what
+    changes without being started again.
+    """
+
+
+@token.command()
+@click.argument("name")
+@click.option(
+    "--right",
+    "rights",
+    multiple=True,
+    required=True,
+    metavar="RIGHT[:PREFIX]",
+    help="read, contribute, create or admin, each with those before it; on parameters, tables and "
+    "groups whose names begin with PREFIX, or on all. Repeat it for more.",
+)
+@tokens_option
+@_out_option
+@_expires_option
+@_quota_options
+def create(
+    *,
+    name: str,
+    rights: tuple[str, ...],
+    path: Path,
+    out: Path | None,
+    life: float | None,
+    **quota: int | None,
+) -> None:
+    """Make the token NAME, and write it to a file that you alone can read."""
+    from shardwell_server.access.access import wall_clock_s
+    from shardwell_server.access.rights import Grant
+    from shardwell_server.access.tokens import Token, digest_of, new_secret
+    from shardwell_server.shard.quotas import Quota
+
+    with usage_errors():
+        check_name("the name of a token", name)
+        grants = tuple(Grant.parse(right) for right in rights)
+        given = Quota(**quota)
+        out = out or path.parent / f"{name}.token"
+        _check_free(out)
+    secret = new_secret()
+    made = Token(
+        name=name,
+        digests=(digest_of(secret).hex(),),
+        grants=grants,
+        expires_s=None if life is None else wall_clock_s() + life,
+        quota=given,
+    )
+    with _changing(path) as tokens:
+        if name in tokens:
+            raise click.ClickException(
+                f"{path} has a token {name!r} already: `shardwell token renew {name}` makes it a "
+                f"new secret, `shardwell token revoke {name}` ends it"
+            )
+        tokens[name] = made
+        _write_secret(out, secret)
+    _tell(made, path, out)
+
+
+@token.command()
+@click.argument("name")
+@tokens_option
+@_out_option
+@_expires_option
+@click.option(
+    "--drop-old",
+    is_flag=True,
+    help="End the secrets that it has had so far, at once. Default: the last ones stay good.",
+)
+def renew(*, name: str, path: Path, out: Path | None, life: float | None, drop_old: bool) -> None:
+    """Give the token NAME a new secret, with the same rights.
+
+    The one before stays good until --drop-old, so that the new one can be handed out first:
+    whatever reads the old file goes on, and takes up the new contents by itself.
+    """
+    from shardwell_server.access.access import wall_clock_s
+    from shardwell_server.access.tokens import digest_of, new_secret
+
+    out = out or path.parent / f"{name}.token"
+    secret = new_secret()
+    with _changing(path) as tokens:
+        old = _found(tokens, name, path)
+        kept = dataclasses.replace(old, digests=()) if drop_old else old
+        made = kept.with_secret(digest_of(secret).hex())
+        if life is not None:
+            made = dataclasses.replace(made, expires_s=wall_clock_s() + life)
+        tokens[name] = made
+    _write_secret(out, secret)  # when shards can know it
+    _tell(made, path, out)
+
+
+@token.command()
+@click.argument("name")
+@tokens_option
+def revoke(*, name: str, path: Path) -> None:
+    """End the token NAME, and all that is done with it, within seconds."""
+    with _changing(path) as tokens:
+        _found(tokens, name, path)
+        del tokens[name]
+    click.echo(f"# {name} is no token of {path} any more", err=True)
+
+
+@token.command(name="list")
+@tokens_option
+def list_tokens(*, path: Path) -> None:
+    """Show the tokens of a file: rights, end and quota, no secrets."""
+    from shardwell_server.access.rights import time_of
+    from shardwell_server.access.tokens import read_tokens
+    from shardwell_server.cli.tables import table
+    from shardwell_server.terminal import console
+
+    with _told():
+        found = read_tokens(path)
+    shown = table("", "token", "rights", "expires", "quota", "secrets")
+    for each in found:
+        quota = {name: most for name, most in vars(each.quota).items() if most is not None}
+        shown.add_row(
+            each.name,
+            " ".join(map(str, each.grants)),
+            "" if each.expires_s is None else time_of(each.expires_s),
+            " ".join(f"{name}={most}" for name, most in quota.items()),
+            str(len(each.digests)),
+        )
+    console().print(shown)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except ArgumentError as error:
+        raise click.ClickException(error.message) from None
+
+
+@contextlib.contextmanager
+def _changing(path: Path) -> Iterator[dict[str, Any]]:
+    from shardwell_server.access.tokens import changing_tokens
+
+    with _told(), changing_tokens(path) as tokens:
+        yield tokens
+
+
+def _found(tokens: dict[str, Any], name: str, path: Path) -> Any:
+    if name not in tokens:
+        raise click.ClickException(
+            f"{path} has no token {name!r}; `shardwell token list` shows all"
+        )
+    return tokens[name]
+
+
+def _check_free(out: Path) -> None:
+    if out.exists():
+        raise ArgumentError(f"{out} is there already: remove it, or give another place with --out")
+
+
+def _write_secret(out: Path, secret: str) -> None:
+    from shardwell_server.access.tokens import write_private
+
+    with _told():
+        write_private(out, f"{secret}\n")
+
+
+def _tell(made: Any, path: Path, out: Path) -> None:
+    click.echo(f"# for shards: {path}, which has no secrets")
+    click.echo(f"export SHARDWELL_TOKENS={shlex.quote(str(path.absolute()))}")
+    click.echo(f"# for whoever is to be {made.name}: {out}, which is its secret")
+    click.echo(f"export {TOKEN_FILE_VARIABLE}={shlex.quote(str(out.absolute()))}")

@@ -1,0 +1,145 @@
+"""What the owner of a token may use of a shard, and what it uses: see `Quota`.
+
+Whose a parameter or table is stands in its files; so what is stored counts from the start on,
+before anybody has come with a token of that name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from shardwell.errors import LimitError
+from shardwell.numerics.arguments import check_integer
+
+Counted: TypeAlias = Literal["stored_bytes", "parameters", "tables", "members", "streams"]
+_BURST_S = 1.0
+"""A token that was quiet may use so much of its rate at once."""
+_DELAY_S_MAX = 10.0
+"""The longest that a call is delayed; one that would have to wait longer is refused."""
+CALL_BYTES = 16 * 1024
+"""A call and each message of a stream counts as so many bytes at the least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quota:
+    """Bounds of what the owner of a token may use of one shard.
+
+    None: only the shard's own limits.
+    """
+
+    stored_bytes: int | None = None
+    """Of parameters and tables that it has made; see `Limits.stored_bytes_max`."""
+    parameters: int | None = None
+    """That it has made."""
+    tables: int | None = None
+    """That it has made."""
+    members: int | None = None
+    """Workers that are connected with the token, and as many again in groups that meet here."""
+    streams: int | None = None
+    """That are open."""
+    bytes_per_s: int | None = None
+    """That its calls bring and are answered, payloads in shared memory included. A call and each
+    message counts as 16 KiB at the least, so this bounds calls a second, too. What comes faster
+    is delayed."""
+
+    def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if value is not None:
+                check_integer(f"quota {entry.name}", value, 0, 2**63 - 1)
+
+
+NO_QUOTA = Quota()
+
+
+class Usage:
+    """What one token uses. Any thread may call it."""
+
+    def __init__(self, name: str, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.name = name
+        """Of the token."""
+        self.quota = NO_QUOTA
+        """As its caller, or the file, said last."""
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._paid_until_s = now_s()
+        """When what has passed would have passed at the quota's rate."""
+
+    def count(self, what: Counted) -> int:
+        """How much of that it uses."""
+        return self._counts.get(what, 0)
+
+    def take(self, what: Counted, count: int = 1, **where: Any) -> None:
+        """Counts so much more.
+
+        Args:
+            what: Of what.
+            count: How much.
+            where: As errors carry it.
+
+        Raises:
+            LimitError: that is beyond the quota, and nothing changed.
+        """
+        most: int | None = getattr(self.quota, what)
+        with self._lock:
+            used = self._counts.get(what, 0)
+            if most is not None and used + count > most:
+                raise LimitError(
+                    f"token {self.name!r} is at its limit {what}={most}: it has {used} on this "
+                    f"shard, and {count} more would go over it; use less, or raise it where the "
+                    "token is made",
+                    **where,
+                )
+            self._counts[what] = used + count
+
+    def add(self, what: Counted, count: int) -> None:
+        """Counts what is there, whatever the quota is; a negative number gives back."""
+        with self._lock:
+            self._counts[what] = self._counts.get(what, 0) + count
+
+    def delay_s(self, size_bytes: int) -> float:
+        """Counts bytes that pass; how long their call is to wait, so that the rate holds.
+
+        Raises:
+            LimitError: it would have to wait for too long; they do not count.
+        """
+        rate = self.quota.bytes_per_s
+        if rate is None:
+            return 0.0
+        with self._lock:
+            now_s = self._now_s()
+            paid_until_s = max(self._paid_until_s, now_s - _BURST_S) + size_bytes / max(rate, 1)
+            delay_s = paid_until_s - now_s
+            if delay_s > _DELAY_S_MAX:
+                raise LimitError(
+                    f"token {self.name!r} is at its limit bytes_per_s={rate}: so much of it waits "
+                    f"that this would take {delay_s:.0f} s; call less at once, or raise it where "
+                    "the token is made"
+                )
+            self._paid_until_s = paid_until_s
+        return max(delay_s, 0.0)
+
+
+class Usages:
+    """What each token uses, by its name. Any thread may call it."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._by_name: dict[str, Usage] = {}
+
+    def of(self, name: str, quota: Quota | None = None) -> Usage:
+        """That of a token; with the quota that is known now, where it is."""
+        with self._lock:
+            usage = self._by_name.get(name)
+            if usage is None:
+                usage = self._by_name[name] = Usage(name, self._now_s)
+        if quota is not None:
+            usage.quota = quota
+        return usage
