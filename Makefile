@@ -10,10 +10,12 @@ MINUTES ?= 10
 WORKERS ?= 4
 # Which tests; all of them where it is empty.
 TESTS ?=
+# UPGRADE=1: make lock takes newer versions of what is locked.
+UPGRADE ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup docs test test-exhaustive test-torch test-jax mutants demo demo-embeddings lint protos bench soak fuzz wheels
+.PHONY: help setup docs test test-exhaustive test-torch test-jax mutants demo demo-embeddings lint lock protos bench soak fuzz wheels
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -38,7 +40,8 @@ help:
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
 	@echo "make fuzz    properties and state machines again, with new random examples"
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
-	@echo "make lint    ruff, mypy, import-linter, stubs and protos"
+	@echo "make lint    ruff, mypy, import-linter, stubs, protos and locks"
+	@echo "make lock    lock what the image installs, with hashes; UPGRADE=1 takes newer versions"
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
 	@echo "make docs    a site of docs/ and an API reference, in site/; links are checked"
 	@echo "make bench   the figures of docs/performance.md"
@@ -86,6 +89,10 @@ lint: $(VENV)/.has-lint
 	$(BIN)/lint-imports
 	PYTHON=$(BIN)/python tools/generate_stubs.sh --check
 	$(BIN)/buf lint protos
+	$(BIN)/python tools/lock.py --check
+
+lock: $(VENV)/.has-lint
+	@$(BIN)/python tools/lock.py $(if $(UPGRADE),--upgrade)
 
 docs: $(VENV)/.has-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "site/index.html"
