@@ -15,7 +15,7 @@ UPGRADE ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup docs test test-exhaustive test-torch test-jax mutants demo demo-embeddings lint lock protos bench soak fuzz wheels
+.PHONY: help setup docs test test-exhaustive test-torch test-jax mutants demo demo-embeddings lint audit lock protos bench soak fuzz wheels
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -40,7 +40,8 @@ help:
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
 	@echo "make fuzz    properties and state machines again, with new random examples"
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
-	@echo "make lint    ruff, mypy, import-linter, stubs, protos and locks"
+	@echo "make lint    ruff, mypy, import-linter, stubs, protos, locks, known vulnerabilities"
+	@echo "make audit   known vulnerabilities of what the image installs, where they can be asked for"
 	@echo "make lock    lock what the image installs, with hashes; UPGRADE=1 takes newer versions"
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
 	@echo "make docs    a site of docs/ and an API reference, in site/; links are checked"
@@ -90,6 +91,10 @@ lint: $(VENV)/.has-lint
 	PYTHON=$(BIN)/python tools/generate_stubs.sh --check
 	$(BIN)/buf lint protos
 	$(BIN)/python tools/lock.py --check
+	$(BIN)/python tools/audit.py
+
+audit: $(VENV)/.has-lint
+	@$(BIN)/python tools/audit.py
 
 lock: $(VENV)/.has-lint
 	@$(BIN)/python tools/lock.py $(if $(UPGRADE),--upgrade)
