@@ -10,10 +10,12 @@ MINUTES ?= 10
 WORKERS ?= 4
 # Which tests; all of them where it is empty.
 TESTS ?=
+# UPGRADE=1: make lock takes newer versions of what is locked.
+UPGRADE ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup docs test test-exhaustive test-torch test-jax mutants demo demo-embeddings lint protos bench soak fuzz wheels
+.PHONY: help setup docs test test-exhaustive test-torch test-jax mutants demo demo-embeddings lint audit lock sbom protos bench soak fuzz wheels
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -38,7 +40,10 @@ help:
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
 	@echo "make fuzz    properties and state machines again, with new random examples"
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
-	@echo "make lint    ruff, mypy, import-linter, stubs and protos"
+	@echo "make lint    ruff, mypy, import-linter, stubs, protos, locks, known vulnerabilities"
+	@echo "make audit   known vulnerabilities of what the image installs, where they can be asked for"
+	@echo "make lock    lock what the image installs, with hashes; UPGRADE=1 takes newer versions"
+	@echo "make sbom    what the image installs, as CycloneDX, in dist/"
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
 	@echo "make docs    a site of docs/ and an API reference, in site/; links are checked"
 	@echo "make bench   the figures of docs/performance.md"
@@ -86,6 +91,21 @@ lint: $(VENV)/.has-lint
 	$(BIN)/lint-imports
 	PYTHON=$(BIN)/python tools/generate_stubs.sh --check
 	$(BIN)/buf lint protos
+	$(BIN)/python tools/lock.py --check
+	$(BIN)/python tools/audit.py
+
+audit: $(VENV)/.has-lint
+	@$(BIN)/python tools/audit.py
+
+lock: $(VENV)/.has-lint
+	@$(BIN)/python tools/lock.py $(if $(UPGRADE),--upgrade)
+
+# A lock has no graph of dependencies, of which the tool would warn. It is valid, or nothing is written.
+sbom: $(VENV)/.has-lint
+	@mkdir -p dist
+	@$(BIN)/python -W ignore::UserWarning -m cyclonedx_py requirements --pyproject pyproject.toml \
+	  --output-reproducible --output-file dist/sbom.cdx.json deploy/requirements.txt
+	@echo "dist/sbom.cdx.json"
 
 docs: $(VENV)/.has-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "site/index.html"

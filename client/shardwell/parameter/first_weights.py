@@ -120,7 +120,7 @@ class FirstWeights:
                     # Somebody was granted a later claim; shard 0 may have forgotten that.
                     self._above_epoch = max(self._above_epoch, error.init_epoch)
             # Not all at once: those who take turns in claiming would take it from one another.
-            self._attempts.pause(random.uniform(0.5, 1.5) * pause_s)
+            self._attempts.pause(random.uniform(0.5, 1.5) * pause_s)  # noqa: S311 (a pause)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _claim(self) -> pb.ClaimInitResponse:

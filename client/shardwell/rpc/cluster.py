@@ -76,7 +76,7 @@ class Shards:
 
     def jitter(self) -> float:
         """See `Surroundings`."""
-        return random.random()
+        return random.random()  # noqa: S311 (a pause)
 
     def pause(self, duration_s: float) -> None:
         """Waits, until the call that this thread runs is cancelled at the most."""

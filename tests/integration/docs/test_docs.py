@@ -38,7 +38,7 @@ MISSING = [name for name in ("torch", "jax", "optax") if importlib.util.find_spe
 """What needs these is left to `make test-torch` and `make test-jax`."""
 ELSEWHERE = {
     "make demo": "test_demo.py, and CI runs it",
-    "pip install .[torch]": "the Dockerfile does it; tests use an editable installation",
+    "pip install .[torch]": "the Dockerfile installs its wheel; tests use an editable installation",
 }
 """Lines that are not run here, and what does."""
 ONES = r"\[ *((1\.0*|0\.999\d*) *){3}\]"

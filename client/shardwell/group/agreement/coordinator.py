@@ -176,7 +176,7 @@ class Coordinator(Agreement):
                 self._take(rank, request)
         except ShardwellError as error:
             self.give_up(failure_of(error))
-        except Exception:  # gRPC's, of several kinds: the stream broke
+        except Exception:  # noqa: S110 (gRPC's, of several kinds: the stream broke)
             pass
         if rank not in self._left:
             self.give_up(lost(rank, "is gone: its connection to rank 0 ended"))

@@ -250,7 +250,7 @@ class Rendezvous(Closing):
                     greetings.callback(greeting.close)
                 elif greeted_generation != response.generation:
                     greeting = None  # that generation will not be
-            pause_s = random.uniform(POLL_INTERVAL_S_MIN, waiting.poll_interval_s)
+            pause_s = random.uniform(POLL_INTERVAL_S_MIN, waiting.poll_interval_s)  # noqa: S311 (a pause)
             pause_s = min(pause_s, max(waiting.remaining_s, 0.0))
             if greeting is None:
                 self._closed.wait(pause_s)
