@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -16,6 +19,7 @@ from harness.faults.proxy import PROXY_ADDRESSES
 from harness.leaks import Resources, descriptor_count
 from harness.polling import PATIENCE_S, eventually
 from harness.programs import forkserver
+from harness.tokens import TOKEN_FILE_VARIABLE, Tokens
 from shardwell.rpc import arena
 from shardwell_server import LocalCluster
 
@@ -23,6 +27,7 @@ CHUNK_SIZE_BYTES = 256
 """Small, so that short parameters have many chunks too."""
 CALL_TIMEOUT_S = 60.0
 """Of calls that should succeed: longer than any test waits, so that none ends for lack of time."""
+_TOKENS = pytest.StashKey[Path]()
 _WITH_LEAK_CHECK = {"integration", "fault"}
 _DESCRIPTOR_COUNT_MAX = 100
 """Of a process between two tests; a state machine's stores, killed by being dropped, have many."""
@@ -44,11 +49,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share-all", action="store_true", help="share memory with shards for payloads of any size"
     )
+    parser.addoption(
+        "--with-tokens", action="store_true", help="all shards ask for tokens, and all bring one"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--share-all"):
         arena.SHARED_BYTES_MIN = arena.CALL_BYTES_MIN = 1
+    os.environ.pop(TOKEN_FILE_VARIABLE, None)
+    if config.getoption("--with-tokens"):
+        # One token, which may do everything and is in the environment of all processes.
+        directory = tempfile.TemporaryDirectory(prefix="tokens-")
+        config.add_cleanup(directory.cleanup)
+        tokens = Tokens(Path(directory.name))
+        file = tokens.add("all", "admin", secret="that-of-all-tests")
+        os.environ[TOKEN_FILE_VARIABLE] = str(file)
+        config.stash[_TOKENS] = tokens.path
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -115,12 +132,13 @@ def _same_host_where_it_is_tested(
 
 
 @pytest.fixture
-def cluster() -> Iterator[StartCluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[StartCluster]:
     """Starts clusters of real servers, in this process unless `processes=True`."""
     with contextlib.ExitStack() as stack:
 
         def start(shard_count: int = 2, **options: Any) -> LocalCluster:
             options.setdefault("chunk_size_bytes", CHUNK_SIZE_BYTES)
+            options.setdefault("tokens", request.config.stash.get(_TOKENS, None))
             return stack.enter_context(LocalCluster(shard_count, **options))
 
         yield start

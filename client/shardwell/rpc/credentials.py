@@ -23,7 +23,7 @@ from shardwell.process.changing_files import ChangingFiles, FilePath
 from shardwell.rpc.tls import TlsArgument, TlsFiles, tls_files
 
 _LOG = logging.getLogger("shardwell")
-TOKEN_FILE_VARIABLE = "SHARDWELL_TOKEN_FILE"
+TOKEN_FILE_VARIABLE = "SHARDWELL_TOKEN_FILE"  # noqa: S105, the name of a variable
 INSECURE_VARIABLE = "SHARDWELL_INSECURE"
 AUTHORIZATION_KEY = "authorization"
 """Metadata that has `BEARER` and the token, as in HTTP (RFC 6750)."""

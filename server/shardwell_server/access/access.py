@@ -107,6 +107,9 @@ class Access:
         if token == authorization or not 0 < len(token) <= TOKEN_LENGTH_MAX:
             raise AuthenticationError('authorization must be "Bearer TOKEN"')
         found = self._known(token)
+        if found is None:  # it may have come a moment ago
+            self.refresh()
+            found = self._known(token)
         if found is None and self._keys is not None and token.count(".") == 2:
             found = principal_of(token, self._keys.last, self._cluster_id)
         if found is None and self._same is not None:

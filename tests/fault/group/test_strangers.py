@@ -22,6 +22,7 @@ import shardwell
 from harness.group.ranks import error_of, joined, on_ranks, summed
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.threads import in_background
+from harness.tokens import bearing
 from harness.wire_client.worker import error_detail
 from shardwell.v1 import group_pb2, group_pb2_grpc, peer_pb2, peer_pb2_grpc
 from shardwell.v1 import types_pb2 as types
@@ -147,7 +148,7 @@ def test_garbage(place, size) -> None:
         if group.rank == 0:
             address = group._generation.members[0].address
             prefix = "/shardwell.v1.PeerService/"
-            with grpc.insecure_channel(address) as channel:
+            with bearing(grpc.insecure_channel(address)) as channel:
                 calls: list[Callable[[], Any]] = [
                     lambda: channel.unary_unary(f"{prefix}Greet")(noise, timeout=PATIENCE_S),
                     lambda: list(
@@ -188,7 +189,7 @@ def impostor(place: str, chunks: list[bytes]) -> Iterator[None]:
             lambda request, context: iter(chunks)
         ),
     }
-    with ThreadPoolExecutor(4) as threads, grpc.insecure_channel(place) as channel:
+    with ThreadPoolExecutor(4) as threads, bearing(grpc.insecure_channel(place)) as channel:
         server = grpc.server(threads)
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("shardwell.v1.PeerService", handlers),)
@@ -206,7 +207,7 @@ def impostor(place: str, chunks: list[bytes]) -> Iterator[None]:
             return answer if answer.ready else None
 
         answer = eventually("rank 0 is there", ready)
-        with grpc.insecure_channel(answer.members[0].address) as to_rank_0:
+        with bearing(grpc.insecure_channel(answer.members[0].address)) as to_rank_0:
             call = peer_pb2.CollectiveCall(
                 operation=peer_pb2.OPERATION_ALL_REDUCE,
                 reduction=peer_pb2.REDUCTION_SUM,
@@ -280,7 +281,7 @@ def test_streams_that_say_nothing_take_no_member_s_place(place) -> None:
     waiting = [in_background(lambda rank=rank: joined(place, rank, 2)) for rank in range(2)]
     groups = [future.result(PATIENCE_S) for future in waiting]
     address = groups[0]._generation.members[0].address
-    with grpc.insecure_channel(address) as channel:
+    with bearing(grpc.insecure_channel(address)) as channel:
         silence = threading.Event()
 
         def nothing():

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import shardwell
 from harness.polling import eventually
 from harness.programs.commands import ServingShard
+from harness.tokens import bearing
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -38,7 +39,7 @@ def opened(client: shardwell.Client) -> tuple[shardwell.Parameter, shardwell.Tab
 
 def is_serving(address: str) -> bool:
     """Whether grpc.health.v1 says so of the parameters' or the tables' service, or of both."""
-    with grpc.insecure_channel(address) as channel:
+    with bearing(grpc.insecure_channel(address)) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         names = ("", "shardwell.v1.ParameterServerService", "shardwell.v1.TableService")
         found = {check(health_pb2.HealthCheckRequest(service=n), timeout=5).status for n in names}

@@ -13,6 +13,7 @@ import grpc
 from harness.faults.proxy import PROXY_ADDRESSES
 
 _THREAD_COUNT = 32
+_TOKEN_KEY = "authorization"
 
 
 class FlippingProxy(grpc.GenericRpcHandler):
@@ -70,7 +71,8 @@ class FlippingProxy(grpc.GenericRpcHandler):
 
         def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             sent = self._passed(_until_it_breaks(requests), method, "request")
-            call = self._channel.stream_stream(path)(sent)
+            brought = [each for each in context.invocation_metadata() if each[0] == _TOKEN_KEY]
+            call = self._channel.stream_stream(path)(sent, metadata=brought)
             if not context.add_callback(call.cancel):
                 call.cancel()
             try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from harness.polling import PATIENCE_S
 from harness.programs import forkserver
+from harness.tokens import TOKEN_FILE_VARIABLE
 
 START_TIMEOUT_S = PATIENCE_S
 END_TIMEOUT_S = PATIENCE_S
@@ -25,7 +26,8 @@ class Program:
 
     Args:
         arguments: Behind `python`.
-        environment: Variables besides this process's, of which it has none of Shardwell's.
+        environment: Variables besides this process's, of which it has none of Shardwell's but the
+            token of all tests, where there is one.
         stdin: As for subprocess.Popen; default: DEVNULL.
         is_forked: Started by forkserver.py, unless $SHARDWELL_TEST_UNFORKED is set.
     """
@@ -37,7 +39,11 @@ class Program:
         stdin: int | None = None,
         is_forked: bool = False,
     ) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}
+        kept = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith("SHARDWELL_") or k == TOKEN_FILE_VARIABLE
+        }
         variables = {**kept, **(environment or {})}
         self.process: subprocess.Popen[str] | forkserver.ForkedProgram
         if is_forked and not os.environ.get("SHARDWELL_TEST_UNFORKED"):

@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from harness.tokens import bearing
 from harness.wire_client import crc as wire_crc
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import parameter_server_pb2_grpc as pb_grpc
@@ -111,7 +112,7 @@ class WireWorker:
         self.worker_id = worker_id
         self.session = secrets.randbits(64) or 1
         self.channels = [
-            grpc.intercept_channel(grpc.insecure_channel(address), wire_crc.Sealing())
+            grpc.intercept_channel(bearing(grpc.insecure_channel(address)), wire_crc.Sealing())
             for address in target.split(",")
         ]
         self.stubs = [pb_grpc.ParameterServerServiceStub(channel) for channel in self.channels]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.tokens import TOKEN_FILE_VARIABLE
 from shardwell_server import LocalCluster
 
 pytestmark = pytest.mark.timeout(90)
@@ -56,7 +57,11 @@ def trained(cluster, connect, tmp_path) -> LocalCluster:
 
 def _environment(running: LocalCluster, **changes: str) -> dict[str, str]:
     # Without what makes colours where there is no terminal, or the reverse.
-    plain = {k: v for k, v in os.environ.items() if "COLOR" not in k and "SHARDWELL" not in k}
+    plain = {
+        k: v
+        for k, v in os.environ.items()
+        if "COLOR" not in k and ("SHARDWELL" not in k or k == TOKEN_FILE_VARIABLE)
+    }
     shards = {"SHARDWELL_SHARDS": running.target, "SHARDWELL_LISTEN": running.addresses[0]}
     return {**plain, **shards, "TERM": "xterm-256color", **changes}
 

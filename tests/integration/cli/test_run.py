@@ -22,6 +22,7 @@ import pytest
 from harness.leaks import child_pids, is_running
 from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.programs.commands import Program, run_command
+from harness.tokens import bearing
 from shardwell.group.launch.environment import LaunchEnvironment
 from shardwell.v1 import group_pb2 as pb
 
@@ -114,7 +115,7 @@ def test_the_place_to_meet_is_served(script, pids) -> None:
             rank=0,
             lease_ms=1000,
         )
-        with grpc.insecure_channel(address) as channel:
+        with bearing(grpc.insecure_channel(address)) as channel:
             join = channel.unary_unary(
                 "/shardwell.v1.GroupService/JoinGroup",
                 request_serializer=pb.JoinGroupRequest.SerializeToString,

@@ -23,6 +23,7 @@ import shardwell
 from harness.faults.standing_still import stopped
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.threads import in_background, together
+from harness.tokens import common_authorization
 from shardwell.process import unix_sockets
 from shardwell.process.unix_sockets import socket_path
 from shardwell.rpc import unix_call
@@ -352,7 +353,9 @@ def frame(kind: int, contents: bytes) -> bytes:
 
 
 def opening(method: str = EXCHANGE) -> bytes:
-    return frame(FrameKind.OPEN, unix_stream_pb2.UnixStreamOpen(method=method).SerializeToString())
+    authorization = common_authorization() or ""
+    opens = unix_stream_pb2.UnixStreamOpen(method=method, authorization=authorization)
+    return frame(FrameKind.OPEN, opens.SerializeToString())
 
 
 def said(connection: socket.socket) -> list[tuple[int, bytes]]:

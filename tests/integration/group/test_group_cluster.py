@@ -188,7 +188,8 @@ def _started(path: Path, *arguments: str, host: str = "127.0.0.1") -> Callable[[
         "WORLD_SIZE": "2",
         "SHARDWELL_GROUP": "job",
         "MASTER_ADDR": host,
-        "SHARDWELL_INSECURE": "1",  # by its name this machine is reached from others, too
+        # By its name this machine is reached from others, too; no token goes there in the clear.
+        **({} if host == "127.0.0.1" else {"SHARDWELL_INSECURE": "1", "SHARDWELL_TOKEN_FILE": ""}),
         "SHARDWELL_RENDEZVOUS_PORT": str(free_port()),
     }
     return lambda rank: Program(str(path), *arguments, environment={**shared, "RANK": str(rank)})

@@ -18,9 +18,11 @@ import pytest
 import shardwell
 from harness.group.rendezvous_driver import group_spec
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
+from harness.tokens import bearing
 from harness.wire_client.worker import error_detail
 from shardwell.group.rendezvous.client import Formed, Rendezvous
 from shardwell.group.rendezvous.lease import LeaseKeeper
+from shardwell.rpc.credentials import Credentials
 from shardwell.v1 import group_pb2 as pb
 from shardwell.v1 import group_pb2_grpc, types_pb2
 
@@ -55,7 +57,7 @@ def nobody(members: Sequence[pb.Member], deadline_s: float) -> Greeted:
 
 def join(target: str, member: pb.Member, rank: int, spec: pb.GroupSpec, **options: Any) -> Formed:
     options = {"lease_ms": LEASE_MS, "timeout_s": TIMEOUT_S, "greet": nobody, **options}
-    with Rendezvous(target) as rendezvous:
+    with Rendezvous(target, Credentials.of()) as rendezvous:
         return rendezvous.join(spec, member, rank, **options)
 
 
@@ -84,7 +86,7 @@ def keep() -> Iterator[Callable[..., list[Sequence[pb.LostMember]]]]:
 
         def start(target: str, request: pb.RenewLeaseRequest) -> list[Sequence[pb.LostMember]]:
             told: list[Sequence[pb.LostMember]] = []
-            rendezvous = stack.enter_context(Rendezvous(target))
+            rendezvous = stack.enter_context(Rendezvous(target, Credentials.of()))
             stack.enter_context(LeaseKeeper(rendezvous, request, told.append))
             return told
 
@@ -132,7 +134,7 @@ def test_an_unreachable_member_is_told_to_all(cluster, run) -> None:
 def test_the_deadline_names_the_missing_and_the_refused(cluster, run) -> None:
     target, spec = cluster(1).target, group_spec(3)
     waiting = run(target, new_member("h0"), 0, spec, timeout_s=2 * BRIEF_S)
-    with Rendezvous(target) as rendezvous:
+    with Rendezvous(target, Credentials.of()) as rendezvous:
         eventually("the first is there", lambda: _is_there(rendezvous, spec))
         other = group_spec(4)
         eventually("another is refused", lambda: _is_refused(rendezvous, other))
@@ -186,7 +188,7 @@ def test_a_replacement_after_a_lease_has_ended(cluster, run, keep) -> None:
     )
     assert again.generation == replacement.result().generation > formed[0].generation
     assert [member.description for member in again.members] == ["on h0", "on h2"]
-    with Rendezvous(target) as rendezvous:
+    with Rendezvous(target, Credentials.of()) as rendezvous:
         request = renewal(spec, members[1], formed[1])
         with pytest.raises(shardwell.WorkerLostError, match="succeeded"):
             rendezvous.renew(request, timeout_s=TIMEOUT_S)
@@ -216,7 +218,7 @@ def test_a_shard_that_is_started_anew_takes_the_group_over(cluster, run, keep, t
     running.start_again(0)
     other = join(target, new_member("h3"), 1, group_spec(2, name="other"))
     assert other.generation == waiting.result().generation != formed[0].generation
-    with Rendezvous(target) as rendezvous:
+    with Rendezvous(target, Credentials.of()) as rendezvous:
         eventually(
             "it knows the group",
             lambda: _is_taken(rendezvous, spec),
@@ -306,7 +308,7 @@ def test_whoever_gives_up_on_a_silent_rendezvous_leaves_without_waiting_for_it()
 
 def test_closing_ends_a_join_and_a_lease_at_once(cluster) -> None:
     target, spec = cluster(1).target, group_spec(2)
-    rendezvous, caught = Rendezvous(target), []
+    rendezvous, caught = Rendezvous(target, Credentials.of()), []
 
     def wait() -> None:
         with pytest.raises(shardwell.ClosedError) as error:
@@ -328,7 +330,7 @@ def test_a_lease_at_a_rendezvous_that_is_away_ends_quickly() -> None:
     request = renewal(group_spec(2), new_member("h0"), formed)
     request.lease_ms = 600_000
     told: list[Any] = []
-    with Rendezvous("127.0.0.1:1") as rendezvous:
+    with Rendezvous("127.0.0.1:1", Credentials.of()) as rendezvous:
         keeper = LeaseKeeper(rendezvous, request, told.append)
         watch = Stopwatch()
         keeper.close()
@@ -347,7 +349,7 @@ def test_groups_meet_at_shard_0(cluster) -> None:
 @pytest.mark.parametrize("message", [b"\xff\xff\xff", b"", bytes(50_000)], ids=["garbage", "", "0"])
 def test_bytes_that_are_no_request(cluster, method: str, message: bytes) -> None:
     target = cluster(1).target
-    with grpc.insecure_channel(target) as channel:
+    with bearing(grpc.insecure_channel(target)) as channel:
         call = channel.unary_unary(f"/shardwell.v1.GroupService/{method}")
         with pytest.raises(grpc.RpcError) as caught:
             call(message, timeout=PATIENCE_S)
@@ -369,7 +371,7 @@ def test_requests_that_are_too_large(cluster) -> None:
         ),
         pb.JoinGroupRequest(spec=group_spec(2**32 - 1), member=member, lease_ms=1000),
     ]
-    with grpc.insecure_channel(target) as channel:
+    with bearing(grpc.insecure_channel(target)) as channel:
         stub: Any = group_pb2_grpc.GroupServiceStub(channel)
         for attack in attacks:
             with pytest.raises(grpc.RpcError) as caught:

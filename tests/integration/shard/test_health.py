@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import shardwell
 from harness.polling import PATIENCE_S
 from harness.threads import in_background
+from harness.tokens import bearing
 from shardwell_server import ShardConfig, ShardServer
 
 SERVICE = "shardwell.v1.ParameterServerService"
@@ -22,7 +23,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @pytest.mark.parametrize("service", ["", SERVICE, TABLE_SERVICE])
 def test_serving_when_ready(cluster, service) -> None:
-    with grpc.insecure_channel(cluster(1).target) as channel:
+    with bearing(grpc.insecure_channel(cluster(1).target)) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE_S
         )
@@ -32,14 +33,14 @@ def test_serving_when_ready(cluster, service) -> None:
 def test_an_unknown_service_is_not_found(cluster) -> None:
     request = health_pb2.HealthCheckRequest(service="other")
     target = cluster(1).target
-    with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError) as caught:
+    with bearing(grpc.insecure_channel(target)) as channel, pytest.raises(grpc.RpcError) as caught:
         health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_S)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_not_serving_while_stopping(cluster) -> None:
     running = cluster(1, grace_s=1.0)
-    with grpc.insecure_channel(running.target) as channel:
+    with bearing(grpc.insecure_channel(running.target)) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(
             health_pb2.HealthCheckRequest(), timeout=PATIENCE_S
         )
@@ -54,7 +55,10 @@ def test_not_serving_while_stopping(cluster) -> None:
 def test_not_serving_before_the_start() -> None:
     server = ShardServer(ShardConfig(shard_index=0, shard_count=1))
     try:
-        with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError):
+        with (
+            bearing(grpc.insecure_channel(server.address)) as channel,
+            pytest.raises(grpc.RpcError),
+        ):
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=0.3)
     finally:
         server.start()
@@ -65,7 +69,7 @@ def test_not_serving_before_the_start() -> None:
 def test_reflection_is_a_flag(reflection) -> None:
     config = ShardConfig(shard_index=0, shard_count=1, reflection=reflection)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    with ShardServer(config) as server, grpc.insecure_channel(server.address) as channel:
+    with ShardServer(config) as server, bearing(grpc.insecure_channel(server.address)) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         if not reflection:
             with pytest.raises(grpc.RpcError) as caught:

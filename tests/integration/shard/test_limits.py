@@ -11,6 +11,7 @@ import pytest
 
 import shardwell
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually, until_accepted
+from harness.tokens import bearing
 from harness.wire_client.worker import WireWorker, error_detail, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -128,7 +129,7 @@ def test_silent_streams_shut_nobody_out(cluster, connect) -> None:
         ended.wait(60)
         yield from ()
 
-    with grpc.insecure_channel(running.target) as channel:
+    with bearing(grpc.insecure_channel(running.target)) as channel:
         calls = [
             channel.stream_stream(f"/shardwell.v1.{method}")(silence())
             for method in (
@@ -222,7 +223,7 @@ def test_a_message_over_the_size_limit_is_an_error(cluster, connect, method) -> 
     model.init(np.zeros(10, np.float32))
     path = f"/shardwell.v1.ParameterServerService/{method}"
     message = bytes(2**20 + 1025)
-    with grpc.insecure_channel(running.target) as channel:
+    with bearing(grpc.insecure_channel(running.target)) as channel:
         calls = {
             "Exchange": lambda: list(
                 channel.stream_stream(path)(iter([message]), timeout=PATIENCE_S)

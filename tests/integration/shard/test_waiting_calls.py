@@ -17,6 +17,7 @@ import pytest
 import shardwell
 from harness.faults.proxy import Proxy
 from harness.polling import PATIENCE_S, eventually
+from harness.tokens import bearing
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.config import Limits
@@ -68,7 +69,7 @@ def test_idle_streams_take_no_thread(cluster, connect) -> None:
         ended.wait(PATIENCE_S)
         yield from ()
 
-    with grpc.insecure_channel(running.target) as channel:
+    with bearing(grpc.insecure_channel(running.target)) as channel:
         exchange = channel.stream_stream("/shardwell.v1.ParameterServerService/Exchange")
         streams = [exchange(silence()) for _ in range(200)]
         eventually("all are open", lambda: client.status()[0].open_stream_count >= 200)
@@ -107,7 +108,7 @@ def test_answers_that_are_not_read_count_in_a_limit(cluster, connect, monkeypatc
     (status,) = client.status()
     shard = types_pb2.ShardIdentity(cluster_id=status.cluster_id, shard_index=0, shard_count=1)
     request = pb.GetWeightsRequest(parameter="large", shard=shard)
-    with Proxy(running.target) as line, grpc.insecure_channel(line.address) as channel:
+    with Proxy(running.target) as line, bearing(grpc.insecure_channel(line.address)) as channel:
         line.slow_down(bytes_per_s=200_000)
         get = channel.unary_stream("/shardwell.v1.ParameterServerService/GetWeights")
         slow = [get(request.SerializeToString()) for _ in range(30)]
