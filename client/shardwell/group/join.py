@@ -153,6 +153,7 @@ def join_group(
     )
     traffic = Traffic()
     credentials = Credentials.of(tls, token_file)
+    credentials.check_private([arguments.rendezvous])
     files = credentials.tls
     if files is None and not (is_loopback(arguments.listen) or insecure_setting(insecure)):
         raise ArgumentError(

@@ -8,6 +8,8 @@ import stat
 import struct
 
 _BACKLOG = 64
+_MODE = 0o600
+"""Of a socket in a directory; whose the peers are is looked at besides."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -26,6 +28,8 @@ def listening(address: str, kind: socket.SocketKind) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, kind)
     try:
         listener.bind(socket_path(address))
+        if not address.startswith("@"):
+            os.chmod(address, _MODE)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except BaseException:

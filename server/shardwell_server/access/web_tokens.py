@@ -71,7 +71,13 @@ def _key_of(what: str, given: object) -> Key:
         raise ArgumentError(f"{what}: kid must be a string")
     try:
         value = jwt.PyJWK(given, algorithm).key
-    except (jwt.PyJWTError, ValueError, TypeError, AttributeError):  # whose text has the key
+    except (
+        jwt.PyJWTError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+    ):  # whose text has the key
         raise ArgumentError(f"{what} can't be read as a key for {algorithm}") from None
     if algorithm == "HS256" and len(value) < _SECRET_BYTES_MIN:
         raise ArgumentError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from shardwell.process.closeable import Closing
 from shardwell_server.config import ShardConfig
 from shardwell_server.store.files.presence import identity_of, is_at
 
+_LOG = logging.getLogger("shardwell_server")
+_MODE = 0o700
+"""Of the directory: what is in it, whatever its own mode, is for its user alone."""
 _FORMAT_VERSION = 1
 _IDENTITY_NAME = "shard.json"
 _CHECK_NAME = "crc32c"
@@ -27,6 +31,19 @@ _CHECK_NAME = "crc32c"
 
 class DataDirError(StorageError):
     """A data directory can't be used; the message says which file, and what to do."""
+
+
+def _close_to_others(directory: int, found: os.stat_result, path: Path) -> None:
+    """Takes from others what rights they have to a directory, as far as this user may."""
+    if not found.st_mode & ~_MODE & 0o777:
+        return
+    try:
+        os.fchmod(directory, _MODE)
+    except OSError as error:  # it is another user's, as volumes of containers may be
+        _LOG.warning(
+            "other users may look into the data directory",
+            extra={"data_dir": str(path), "reason": error.strerror},
+        )
 
 
 def kept_cluster_id(path: Path) -> str | None:
@@ -100,12 +117,14 @@ class DataDir(Closing):
         """The directory that the path leads to, open and locked; made if there is none."""
         try:
             while True:
-                path.mkdir(parents=True, exist_ok=True)
+                path.mkdir(mode=_MODE, parents=True, exist_ok=True)
                 directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
                     fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.utime(directory)  # refused where nothing can be written
-                    if is_at(identity_of(os.fstat(directory)), path):
+                    found = os.fstat(directory)
+                    if is_at(identity_of(found), path):
+                        _close_to_others(directory, found, path)
                         return directory
                 except BaseException:
                     os.close(directory)

@@ -1,0 +1,172 @@
+"""Goal: the audit log says who did what, in a line for each stream and name, and never for a chunk.
+
+Method: a real shard with a log, and its lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.certificates import authority, of_client, of_server
+from harness.polling import eventually
+from harness.tokens import Tokens
+from shardwell_server import ShardConfig, ShardServer
+from shardwell_server.access import audit
+from shardwell_server.access.audit import AuditLog
+
+SGD = shardwell.SGD(learning_rate=1.0)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    return Tokens(tmp_path)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_who_did_what(tokens, tmp_path, same_host) -> None:
+    path, files = tmp_path / "audit.jsonl", authority()
+    config = ShardConfig(
+        shard_index=0, shard_count=1, tokens=tokens.path, audit_log=path, tls=of_server(files)
+    )
+    maker, reader = tokens.add("maker", "admin"), tokens.add("reader", "read")
+    given: dict[str, Any] = {"tls": of_client(files), "same_host": same_host}
+    with ShardServer(config) as server:
+        with shardwell.connect(server.address, worker_id="w0", token_file=maker, **given) as client:
+            net = client.parameter("net", size=2000, optimizer=SGD)
+            net.init(np.zeros(2000, np.float32))
+            for _ in range(50):
+                net.exchange(np.ones(2000, np.float32))
+            client.save_checkpoint(tmp_path / "saved", ["net"])
+            rows = client.table("rows", row_count=9, dim=2, optimizer=SGD)
+            for _ in range(50):
+                rows.put_row_gradients([1, 2], np.ones((2, 2), np.float32))
+            rows.evict(older_than_step=1)
+        with (
+            shardwell.connect(server.address, worker_id="w1", token_file=reader, **given) as other,
+            pytest.raises(shardwell.AccessDeniedError),
+        ):
+            other.parameter("net").exchange(np.ones(2000, np.float32))
+        with pytest.raises(shardwell.AuthenticationError):
+            shardwell.connect(server.address, token_file=False, **given)
+    lines = lines_of(path)
+    told = [(line["event"], line.get("token"), line.get("name")) for line in lines]
+    counts = Counter(told)
+    assert counts["created", "maker", "net"] == counts["created", "maker", "rows"] == 1
+    assert counts["initialized", "maker", "net"] == 1
+    assert counts["evicted", "maker", "rows"] == 1
+    assert counts["opened", "reader", "net"]
+    assert counts["refused", "reader", "net"]
+    assert counts["refused", None, None]
+    (refused,) = [line for line in lines if line["event"] == "refused" and "token" not in line]
+    assert "a token is needed" in refused["reason"]
+    assert refused["method"] == "GetStatus"
+    assert refused["certificate"]
+    exchanges = [line for line in lines if line.get("method") == "Exchange"]
+    assert all(line["remote"].startswith("unix:" if same_host else "ipv4:") for line in exchanges)
+    assert all(line["shard_index"] == 0 and line["time"].endswith("+00:00") for line in lines)
+    assert len(lines) < 40  # of more than a hundred steps
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_restoring_is_told(tokens, tmp_path) -> None:
+    path = tmp_path / "audit.jsonl"
+    with (
+        ShardServer(ShardConfig(shard_index=0, shard_count=1)) as server,
+        shardwell.connect(server.address, worker_id="w0") as client,
+    ):
+        net = client.parameter("net", size=20, optimizer=SGD)
+        net.init(np.zeros(20, np.float32))
+        net.exchange(np.ones(20, np.float32))
+        rows = client.table("rows", row_count=9, dim=2, optimizer=SGD)
+        rows.put_row_gradients([1], np.ones((1, 2), np.float32))
+        client.save_checkpoint(tmp_path / "saved")
+    config = ShardConfig(shard_index=0, shard_count=1, tokens=tokens.path, audit_log=path)
+    with ShardServer(config) as server:
+        low = tokens.add("worker", "contribute", "create:other")
+        with (
+            shardwell.connect(server.address, worker_id="w1", token_file=low) as client,
+            pytest.raises(shardwell.AccessDeniedError, match="not create or restore it"),
+        ):
+            client.restore_checkpoint(tmp_path / "saved")
+        file = tokens.add("maker", "create")
+        with shardwell.connect(server.address, worker_id="w0", token_file=file) as client:
+            client.restore_checkpoint(tmp_path / "saved")
+            assert (client.parameter("net").get_weights() == -1).all()
+    told = {(line["event"], line.get("name")) for line in lines_of(path)}
+    assert {("restored", "net"), ("restored", "rows")} <= told
+
+
+def test_it_is_rotated(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(audit, "FILE_BYTES_MAX", 1000)
+    monkeypatch.setattr(audit, "FILE_COUNT_MAX", 2)
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path, shard_index=3)
+    for number in range(100):
+        log.note("opened", number=number, empty="", nothing=None, long="x" * 10_000)
+    log.close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "audit.jsonl",
+        "audit.jsonl.1",
+        "audit.jsonl.2",
+    ]
+    for each in tmp_path.iterdir():
+        assert stat.S_IMODE(each.stat().st_mode) == 0o600
+    (*_, last) = lines_of(path)
+    assert last["number"] == 99
+    assert last["shard_index"] == 3
+    assert len(last["long"]) == 400
+    assert not {"empty", "nothing"} & last.keys()
+    AuditLog(path).close()  # goes on
+    assert lines_of(path)[-1]["number"] == 99
+
+
+def test_lines_that_come_faster_than_they_are_written(tmp_path, monkeypatch) -> None:
+    """Nobody waits for them; the next one says how many are left out."""
+    monkeypatch.setattr(audit, "_WAITING_COUNT_MAX", 3)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    log = AuditLog(path)
+    for number in range(5000):
+        log.note("opened", number=number, filler="x" * 300)
+    read = b""
+
+    def is_drained() -> bool:
+        nonlocal read
+        try:
+            read += os.read(reading, 2**20)
+        except BlockingIOError:
+            return True
+        return False
+
+    eventually("it is read", is_drained)
+    log.note("last")
+    log.close()
+    while not is_drained():
+        if read.endswith(b"\n") and b'"last"' in read:
+            break
+    os.close(reading)
+    lines = [json.loads(line) for line in read.decode().splitlines()]
+    left_out = sum(line.get("left_out", 0) for line in lines)
+    assert lines[-1]["event"] == "last"
+    assert left_out > 1000
+    assert len(lines) + left_out == 5001
+
+
+def test_a_log_that_can_not_be_written(tmp_path) -> None:
+    config = ShardConfig(shard_index=0, shard_count=1, audit_log=tmp_path / "no" / "such")
+    with pytest.raises(shardwell.ArgumentError, match=r"the audit log .* can't be written"):
+        ShardServer(config)

@@ -1,0 +1,217 @@
+"""Goal: what a token may use is bounded, and what it has used up costs nobody else anything.
+
+Method: real shards, tokens with small quotas beside one without; counts are compared with what was
+made by hand, also after calls that failed and after a restart from files.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.polling import PATIENCE_S, eventually
+from harness.threads import in_background
+from harness.tokens import Tokens
+
+SGD = shardwell.SGD(learning_rate=1.0)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    (tmp_path / "tokens").mkdir()
+    return Tokens(tmp_path / "tokens")
+
+
+def usage_of(running: Any, name: str = "ci", shard_index: int = 0) -> dict[str, int]:
+    usage = running.servers[shard_index].shard.usages.of(name)
+    return {what: count for what, count in usage._counts.items() if count}
+
+
+@pytest.mark.parametrize("kind", ["parameters", "tables"])
+def test_how_many_it_may_make(cluster, connect, tokens, kind) -> None:
+    running = cluster(2, tokens=tokens.path)
+    client = connect(running, "w0", token_file=tokens.add("ci", "create", quota={kind: 2}))
+
+    def made(name: str, by: shardwell.Client = client) -> Any:
+        if kind == "parameters":
+            return by.parameter(name, size=8, optimizer=SGD)
+        return by.table(name, row_count=8, dim=2, optimizer=SGD)
+
+    made("a"), made("b"), made("a")
+    with pytest.raises(shardwell.LimitError, match=rf"token 'ci' is at its limit {kind}=2: it has"):
+        made("c")
+    assert usage_of(running)[kind] == 2
+    made("c", connect(running, "w1", token_file=tokens.add("other", "create")))
+    made("c")  # it is another's, who may be joined
+    tokens.add("ci", "create", quota={kind: 3}, secret="another-secret")
+    made("d")
+    assert usage_of(running)[kind] == 3
+
+
+def test_bytes_that_it_may_store(cluster, connect, tokens) -> None:
+    """Parameters at once, tables as rows come; what is refused is not counted."""
+    running = cluster(1, tokens=tokens.path)
+    quota = {"stored_bytes": 40_000}
+    client = connect(running, "w0", token_file=tokens.add("ci", "create", quota=quota))
+    client.parameter("small", size=1000, optimizer=SGD)
+    held = usage_of(running)["stored_bytes"]
+    assert held >= 4000
+    with pytest.raises(
+        shardwell.LimitError, match=r"token 'ci' is at its limit stored_bytes=40000"
+    ):
+        client.parameter("large", size=100_000, optimizer=SGD)
+    assert usage_of(running) == {**usage_of(running), "stored_bytes": held, "parameters": 1}
+    table = client.table("rows", row_count=10**6, dim=8, optimizer=SGD, mode="async")
+    with pytest.raises(shardwell.LimitError, match=r"token 'ci' is at its limit stored_bytes"):
+        table.put_row_gradients(np.arange(5000), np.ones((5000, 8), np.float32))
+    other = connect(running, "w1", token_file=tokens.add("other", "create"))
+    with pytest.raises(shardwell.LimitError, match="token 'ci'"):  # whose the table is
+        other.table("rows").put_row_gradients(np.arange(5000), np.ones((5000, 8), np.float32))
+    other.parameter("large", size=100_000, optimizer=SGD)
+    assert running.servers[0].shard.stored_bytes == sum(
+        usage_of(running, name)["stored_bytes"] for name in ("ci", "other")
+    )
+
+
+def test_what_it_owns_is_known_after_a_restart(cluster, connect, tokens, tmp_path) -> None:
+    file = tokens.add("ci", "create", quota={"parameters": 2, "tables": 1})
+    where = {"tokens": tokens.path, "data_dir": tmp_path / "data"}
+    for life in range(2):
+        running = cluster(1, **where)
+        client = connect(running, f"w{life}", token_file=file)
+        for name in ("a", "b"):
+            client.parameter(name, size=100, optimizer=SGD)
+        table = client.table("t", row_count=100, dim=2, optimizer=SGD)
+        if not life:
+            table.put_row_gradients([1, 2], np.ones((2, 2), np.float32))
+        with pytest.raises(shardwell.LimitError, match="parameters=2"):
+            client.parameter("c", size=100, optimizer=SGD)
+        with pytest.raises(shardwell.LimitError, match="tables=1"):
+            client.table("u", row_count=100, dim=2, optimizer=SGD)
+        found = usage_of(running)
+        assert (found["parameters"], found["tables"]) == (2, 1)
+        assert found["stored_bytes"] == running.servers[0].shard.stored_bytes > 0
+        client.close()
+        running.close()
+
+
+def test_files_from_before_there_were_tokens(cluster, connect, tokens, tmp_path) -> None:
+    running = cluster(1, data_dir=tmp_path / "data", tokens=None)
+    client = connect(running, "w0", token_file=False)
+    net = client.parameter("a", size=100, optimizer=SGD)
+    net.init(np.zeros(100, np.float32))
+    client.close()
+    running.close()
+    running = cluster(1, data_dir=tmp_path / "data", tokens=tokens.path)
+    client = connect(running, "w0", token_file=tokens.add("ci", "create", quota={"parameters": 0}))
+    assert (client.parameter("a").exchange(np.ones(100, np.float32)) == -1).all()
+
+
+def test_how_many_may_be_connected(cluster, connect, tokens) -> None:
+    running = cluster(1, tokens=tokens.path)
+    file = tokens.add("ci", "create", quota={"members": 1})
+    first = connect(running, "w0", token_file=file)
+    eventually("it is counted", lambda: usage_of(running).get("members") == 1)
+    second = connect(running, "w1", token_file=file, timeout_s=5)
+    second.parameter("p", size=3, optimizer=SGD).init(np.zeros(3, np.float32))
+    with pytest.raises(shardwell.LimitError, match=r"token 'ci' is at its limit members=1") as told:
+        second.parameter("p").put_gradient(np.ones(3, np.float32))
+    assert told.value.retryable is False
+    connect(running, "w2", token_file=tokens.add("other", "create")).parameter("p")
+    first.close()
+    eventually("there is room", lambda: not usage_of(running).get("members"))
+
+    def contributes() -> bool:
+        try:
+            second.parameter("p").put_gradient(np.ones(3, np.float32))
+        except shardwell.LimitError:
+            return False
+        return True
+
+    eventually("it is let in", contributes)
+    second.close()
+    eventually("nothing is left", lambda: "members" not in usage_of(running))
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_streams(cluster, connect, tokens, same_host) -> None:
+    """As many as may be open; the idle ones of the same token make room, and count no more."""
+    running = cluster(1, tokens=tokens.path)
+    file = tokens.add("ci", "create", quota={"streams": 1})
+    client = connect(running, "w0", token_file=file, same_host=same_host)
+    client.parameter("p", size=9, optimizer=SGD, mode="async").init(np.zeros(9, np.float32))
+    for number in range(6):
+        other = connect(running, f"w{number}x", token_file=file, same_host=same_host)
+        other.parameter("p").exchange(np.ones(9, np.float32))
+        assert usage_of(running)["streams"] == 1
+    busy = client.parameter("q", size=9, optimizer=SGD, worker_count=2)
+    busy.init(np.zeros(9, np.float32))
+    waiting = in_background(lambda: busy.exchange(np.ones(9, np.float32)))
+    eventually("it waits", lambda: bool(running.servers[0]._calls._open))
+
+    def is_refused() -> bool:
+        try:
+            other.parameter("p").exchange(np.ones(9, np.float32), timeout_s=20)
+        except shardwell.LimitError as error:
+            return "token 'ci' is at its limit streams=1" in error.message
+        return False
+
+    eventually("there is no room", is_refused)
+    client.close()
+    with pytest.raises(shardwell.ClosedError):
+        waiting.result(PATIENCE_S)
+    eventually("all are gone", lambda: "streams" not in usage_of(running))
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_bytes_a_second(cluster, connect, tokens, same_host) -> None:
+    """A rate holds over a while, whichever way payloads go; another's calls do not wait."""
+    rate = 4_000_000
+    running = cluster(1, tokens=tokens.path, chunk_size_bytes=2**16)
+    slow = connect(
+        running,
+        "w0",
+        token_file=tokens.add("ci", "create", quota={"bytes_per_s": rate}),
+        same_host=same_host,
+    )
+    fast = connect(running, "w1", token_file=tokens.add("other", "create"), same_host=same_host)
+    size = 2**18
+    one = slow.parameter("one", size=size, optimizer=SGD, codec="fp32")
+    two = fast.parameter("two", size=size, optimizer=SGD, codec="fp32")
+    for net in (one, two):
+        net.init(np.zeros(size, np.float32))
+    gradient = np.ones(size, np.float32)
+    one.exchange(gradient)
+    began_s = time.monotonic()
+    over = in_background(lambda: [one.exchange(gradient) for _ in range(4)])
+    counts = 0
+    while not over.done():
+        two.exchange(gradient)
+        counts += 1
+    over.result(0)
+    slow_s = time.monotonic() - began_s
+    moved_bytes = 4 * 2 * 4 * size
+    # One second's worth may be had at once; the rest has to come at the rate. No more is asserted:
+    # how long it takes beyond that is the machine's.
+    assert slow_s > moved_bytes / rate - 1.5
+    assert counts > 4
+
+
+def test_calls_a_second(cluster, connect, tokens) -> None:
+    """A flood of small calls is slowed, and refused where it would have to wait for long."""
+    running = cluster(1, tokens=tokens.path)
+    file = tokens.add("ci", "read", quota={"bytes_per_s": 16 * 1024 * 20})
+    client = connect(running, "w0", token_file=file)
+    began_s = time.monotonic()
+    for _ in range(50):
+        client.status()  # two calls
+    assert time.monotonic() - began_s > 100 / 20 - 2
+    usage = running.servers[0].shard.usages.of("ci")
+    with pytest.raises(shardwell.LimitError, match=r"token 'ci' is at its limit bytes_per_s"):
+        usage.delay_s(10**9)
+    assert client.status()

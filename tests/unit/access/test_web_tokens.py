@@ -1,0 +1,161 @@
+"""Goal: a JWT is believed if a key here signed it for this cluster and now, and no other is.
+
+Method: tokens put together by hand, byte by byte, from the RFCs; a clock that is passed in.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from shardwell.errors import ArgumentError, AuthenticationError
+from shardwell_server.access.access import Access
+from shardwell_server.access.rights import Grant, Right
+from shardwell_server.access.web_tokens import read_keys
+
+SHARED = b"a secret of at least 32 bytes...."
+SIGNER = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+PUBLIC = SIGNER.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+NOW_S = time.time()  # noqa: TID251
+CLAIMS: dict[str, Any] = {"sub": "trainer", "exp": NOW_S + 60, "rights": ["contribute:prod-"]}
+
+
+def text(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+OCT = {"kty": "oct", "k": text(SHARED), "kid": "one"}
+OKP = {"kty": "OKP", "crv": "Ed25519", "x": text(PUBLIC), "kid": "two", "alg": "EdDSA"}
+
+
+def signed(
+    claims: dict[str, Any],
+    algorithm: str = "HS256",
+    secret: bytes = SHARED,
+    **header: Any,
+) -> str:
+    head = {"alg": algorithm, "typ": "JWT", **header}
+    body = f"{text(json.dumps(head).encode())}.{text(json.dumps(claims).encode())}"
+    if algorithm.startswith("HS"):
+        digest = getattr(hashlib, f"sha{algorithm[2:]}")
+        return f"{body}.{text(hmac.new(secret, body.encode(), digest).digest())}"
+    if algorithm.lower() == "none":
+        return f"{body}."
+    return f"{body}.{text(SIGNER.sign(body.encode()))}"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "keys.json"
+    found.write_text(json.dumps({"keys": [OCT, OKP]}))
+    return found
+
+
+@pytest.fixture
+def access(path: Path) -> Access:
+    return Access(jwt_keys=path, cluster_id="mine", now_s=lambda: NOW_S)
+
+
+@pytest.mark.parametrize("algorithm", ["HS256", "EdDSA"])
+@pytest.mark.parametrize("key_id", [{}, "its own"])
+@pytest.mark.parametrize("more", [{}, {"aud": "mine"}, {"aud": ["theirs", "mine"]}])
+def test_what_is_believed(access: Access, algorithm: str, key_id: Any, more: Any) -> None:
+    header = {"kid": "one" if algorithm == "HS256" else "two"} if key_id else {}
+    token = signed({**CLAIMS, **more, "quota": {"streams": 3}}, algorithm, **header)
+    found = access.principal(f"Bearer {token}")
+    assert found.name == "trainer"
+    assert found.grants == (Grant(Right.CONTRIBUTE, "prod-"),)
+    assert found.expires_s == CLAIMS["exp"]
+    assert found.quota.streams == 3
+    access.check_still(found)
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        (signed(CLAIMS, "none"), "signed by no key"),
+        (signed(CLAIMS, "None"), "signed by no key"),
+        (signed(CLAIMS, "HS512"), "signed by no key"),
+        # The public key, which everybody knows, as a secret: "algorithm confusion".
+        (signed(CLAIMS, "HS256", PUBLIC), "signed by no key"),
+        (signed(CLAIMS, "HS256", text(PUBLIC).encode()), "signed by no key"),
+        (signed(CLAIMS, "HS256", b"another secret of 32 bytes ......"), "signed by no key"),
+        (signed(CLAIMS, "EdDSA")[:-4] + "AAAA", "signed by no key"),
+        (signed(CLAIMS, kid="two"), "signed by no key"),
+        (signed(CLAIMS, kid="three"), "signed by no key"),
+        (signed({**CLAIMS, "exp": NOW_S - 60}), "has expired"),
+        (signed({**CLAIMS, "nbf": NOW_S + 600}), "not yet valid"),
+        (signed({key: CLAIMS[key] for key in ("sub", "rights")}), 'missing the "exp" claim'),
+        (signed({key: CLAIMS[key] for key in ("exp", "rights")}), 'missing the "sub" claim'),
+        (signed({key: CLAIMS[key] for key in ("exp", "sub")}), "rights must be a list"),
+        (signed({**CLAIMS, "exp": "tomorrow"}), "not good"),
+        (signed({**CLAIMS, "exp": 1e400}), "not good|no JWT"),
+        (signed({**CLAIMS, "sub": "a b"}), "sub must be"),
+        (signed({**CLAIMS, "sub": 5}), "not good"),
+        (signed({**CLAIMS, "rights": ["root"]}), "a right is RIGHT"),
+        (signed({**CLAIMS, "rights": "read"}), "rights must be a list"),
+        (signed({**CLAIMS, "quota": {"streams": "many"}}), "quota streams must be"),
+        (signed({**CLAIMS, "aud": "theirs"}), "is for 'theirs'"),
+        (signed({**CLAIMS, "aud": ["theirs"]}), "is for"),
+        ("a.b.c", "no JWT"),
+        ("..", "no JWT"),
+        ("a.b", "no such token"),
+    ],
+)
+def test_what_is_not(access: Access, token: str, reason: str) -> None:
+    with pytest.raises(AuthenticationError, match=reason) as caught:
+        access.principal(f"Bearer {token}")
+    assert text(SHARED) not in caught.value.message
+
+
+def test_an_end_that_comes_and_a_key_that_goes(path: Path) -> None:
+    now_s = [NOW_S]
+    access = Access(jwt_keys=path, cluster_id="mine", now_s=lambda: now_s[0])
+    one = access.principal(f"Bearer {signed(CLAIMS)}")
+    two = access.principal(f"Bearer {signed(CLAIMS, 'EdDSA')}")
+    path.write_text(json.dumps({"keys": [OKP]}))
+    access.refresh()
+    with pytest.raises(AuthenticationError, match="'trainer' was revoked"):
+        access.check_still(one)
+    access.check_still(two)
+    now_s[0] = CLAIMS["exp"]
+    with pytest.raises(AuthenticationError, match="'trainer' expired at 20"):
+        access.check_still(two)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ([], "of 1 to 64 keys"),
+        ("", "of 1 to 64 keys"),
+        ([5], "key 1 must be a JSON object"),
+        ([{**OCT, "k": text(b"short")}], "HS256 needs 32 drawn at random"),
+        ([{**OCT, "k": 5}], "can't be read as a key"),
+        ([{"kty": "oct"}], "can't be read as a key"),
+        ([{**OCT, "alg": "HS512"}], "must be for HS256"),
+        ([{**OCT, "kid": 5}], "kid must be a string"),
+        ([{**OKP, "alg": "HS256"}], "must be for HS256"),
+        ([{**OKP, "crv": "Ed448"}], "must be for HS256"),
+        ([{**OKP, "crv": ["Ed25519"]}], "must be for HS256"),
+        ([{**OKP, "x": "AAAA"}], "can't be read as a key"),
+        ([{**OKP, "d": text(bytes(range(32)))}], "is a private one"),
+        ([{"kty": "RSA", "n": "AQAB", "e": "AQAB"}], "must be for HS256"),
+        ([OCT, {"kty": "EC"}], "key 2 must be for HS256"),
+    ],
+)
+def test_keys_that_are_none(path: Path, keys: Any, reason: str) -> None:
+    path.write_text(json.dumps({"keys": keys}))
+    with pytest.raises(ArgumentError, match=reason) as caught:
+        read_keys(path)
+    assert str(path) in caught.value.message
+    for secret in (text(SHARED), text(PUBLIC), text(bytes(range(32)))):
+        assert secret not in caught.value.message
