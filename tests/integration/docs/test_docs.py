@@ -41,6 +41,9 @@ ELSEWHERE = {
     "pip install .[torch]": "the Dockerfile installs its wheel; tests use an editable installation",
 }
 """Lines that are not run here, and what does."""
+NEW_SHELL = "(a new shell)"
+"""What a heading is: whose certificates and token are set is another section's matter."""
+CREDENTIALS = ("SHARDWELL_TLS_", "SHARDWELL_TOKEN")
 ONES = r"\[ *((1\.0*|0\.999\d*) *){3}\]"
 PRINTED = {
     "python worker.py w1": ONES,
@@ -77,10 +80,12 @@ def steps_of(page: str) -> Iterator[Step]:
     text = (ROOT / page).read_text()
     number, files = 0, dict[str, str]()
     for found in re.finditer(
-        r"^```(\w*)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n)+)", text, re.M | re.S
+        r"^```(\w*)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n)+)|^(## .*?)$", text, re.M | re.S
     ):
-        language, block, lines = found.groups()
-        if lines:
+        language, block, lines, heading = found.groups()
+        if heading:
+            yield Step(f"{page} {heading}", NEW_SHELL)
+        elif lines:
             for line in lines.splitlines():
                 command = re.sub(r"\s+#.*", "", line.strip()).replace("'.[torch]'", ".[torch]")
                 yield Step(command, command, needs=files.get(" ".join(command.split()[1:2]), ""))
@@ -100,12 +105,19 @@ class Reader:
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
         self._environment: dict[str, str] = {}
+        self._home: dict[str, str] = {}
+        """The cluster that the README starts, which each section begins with."""
         self._behind: list[Program] = []
         self._addresses: list[str] = []
         """Of shards that were started one by one."""
 
     def do(self, step: Step) -> None:
         if any(name in step.needs for name in MISSING):
+            return
+        if step.text == NEW_SHELL:
+            for name in [name for name in self._environment if name.startswith(CREDENTIALS)]:
+                del self._environment[name]
+            self._environment.update(self._home)
             return
         if step.is_python:
             if step.saved_as:
@@ -127,10 +139,14 @@ class Reader:
                 if "--data-dir" in words:
                     return  # only for those who want shards that survive
                 name, _, value = setting.partition("=")
-                self._environment[name] = value
+                self._environment[name] = self._home[name] = value
             case ["shardwell", "serve", *_]:
                 address = f"127.0.0.1:{free_port()}"
-                given = {"0.0.0.0:7070": address, "/var/lib/shardwell": "shard-0"}
+                given = {
+                    "0.0.0.0:7070": address,
+                    "127.0.0.1:7070": address,
+                    "/var/lib/shardwell": "shard-0",
+                }
                 shard = self._started([given.get(word, word) for word in words])
                 assert shard.read_line() == f"serving on {address}"
                 if "--data-dir" not in words:
@@ -194,7 +210,15 @@ def _headings(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "docs/adr/README.md"]
+    "page",
+    [
+        *PAGES,
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "CHANGELOG.md",
+        "examples/README.md",
+        "docs/adr/README.md",
+    ],
 )
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
