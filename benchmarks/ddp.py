@@ -26,7 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from link import PORT, Network, serve, stop, why_not
+from link import INSECURE, PORT, Network, serve, stop, why_not
 from peers.turns import Crew, worker_command
 from shardwell_server import LocalCluster
 
@@ -119,7 +119,7 @@ def main() -> None:
             words = [*command, "--shards", target, "--host", network.address(0)]
             words += ["--interface", "eth0"]
             commands = [network.command(index, words) for index in range(2)]
-            crew = stack.enter_context(Crew(commands, 2))
+            crew = stack.enter_context(Crew(commands, 2, INSECURE))
             results["link"] = measure(crew, args.steps)
         show(console, f"{args.mbit} Mbit/s", args, results["link"])
     print(json.dumps({"megabytes": args.megabytes, "mbit": args.mbit, "median_ms": results}))

@@ -7,7 +7,7 @@
 Needs Linux and root. Each host is a network namespace; all are plugged into a switch, a namespace
 with a bridge; both ends of each cable let `mbit` Mbit/s pass (tbf), so that a host sends and
 receives that much at once. On each host: a worker, and a shard. Measured are the ring all-reduce
-of all workers; `exchange` of all workers with all shards; and a ring of bare gRPC streams that move
+of all workers; `exchange` of all workers with all shards, open and with TLS and a token; and a ring of bare gRPC streams that move
 the all-reduce's bytes.
 
 The bound: 2 (n - 1) / n of the encoded bytes must leave each host, and as many must come in. For
@@ -32,6 +32,8 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,18 @@ from rich.console import Console
 from rich.table import Table
 
 from peers.turns import Crew, Step, worker_command
+from security import make_tokens
 from shardwell.numerics.codec import CODECS
+from shardwell.rpc.credentials import INSECURE_VARIABLE, TOKEN_FILE_VARIABLE
+from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from shardwell_server.certificates import make_certificates
 from shardwell_server.processes import PARENT_FLAG
 
 PREFIX = "shardwell-bench"
 PORT = 7070
 WARM_UP_COUNT = 2
+INSECURE = {INSECURE_VARIABLE: "1"}
+"""Nobody else is on these links."""
 BURST_BYTES = 128 * 1024
 """What may pass at once after a pause: two of the kernel's largest packets; 1 ms of a Gbit/s."""
 QUEUE_MS = 50
@@ -176,11 +184,13 @@ def serve(
     stack: contextlib.ExitStack,
     *,
     host: int | None = None,
+    port: int = PORT,
+    more: Sequence[str] = ("--insecure",),
 ) -> None:
     """Starts a shard on the host of its index, or on another."""
     host = index if host is None else host
     words = [sys.executable, "-m", "shardwell_server", "serve", "--shard-index", str(index)]
-    words += ["--shard-count", str(count), "--listen", f"{network.address(host)}:{PORT}"]
+    words += ["--shard-count", str(count), "--listen", f"{network.address(host)}:{port}", *more]
     words += ["--log-level", "error", "--chunk-size-bytes", str(chunk_kib * 1024), PARENT_FLAG]
     process = subprocess.Popen(
         network.command(host, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -208,12 +218,14 @@ def crews(
         serve(network, index, count, args.chunk_kib, stack)
     target = ",".join(f"{network.address(index)}:{PORT}" for index in range(count))
 
-    def crew(worker: str, *flags: str, with_host: bool = False) -> Crew:
+    def crew(
+        worker: str, *flags: str, with_host: bool = False, variables: dict[str, str] = INSECURE
+    ) -> Crew:
         commands = []
         for index in range(count):
             more = ("--host", network.address(index)) if with_host else ()
             commands.append(network.command(index, worker_command(worker, *flags, *more)))
-        return stack.enter_context(Crew(commands, count))
+        return stack.enter_context(Crew(commands, count, variables))
 
     ring = crew("shardwell_group.py", "--rendezvous", target, "--strategies", "ring")
     bare = crew("bare_ring.py", with_host=True)
@@ -225,6 +237,24 @@ def crews(
         rows.append((f"ring_{codec}", f"all-reduce {codec}", codec, ring, order))
         rows.append((f"bare_{codec}", f"bare gRPC {codec}", codec, bare, {"codec": codec}))
     rows.append(("exchange_fp16", "exchange fp16", "fp16", exchange, {}))
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    hosts = [network.address(index) for index in range(count)]
+    files = make_certificates(directory, hosts, 1)
+    tokens, token = make_tokens(directory)
+    of_shards = [f"--tls-cert={files.server}", f"--tls-key={files.server_key}"]
+    of_shards += [f"--tls-client-ca={files.ca}", f"--tokens={tokens}"]
+    for index in range(count):
+        serve(network, index, count, args.chunk_kib, stack, port=PORT + 1, more=of_shards)
+    variables = {
+        CA_VARIABLE: str(files.ca),
+        CERT_VARIABLE: str(files.client),
+        KEY_VARIABLE: str(files.client_key),
+        TOKEN_FILE_VARIABLE: str(token),
+    }
+    closed = ",".join(f"{host}:{PORT + 1}" for host in hosts)
+    flags = ("--shards", closed, *flags[2:])
+    exchange = crew("shardwell_exchange.py", *flags, variables=variables)
+    rows.append(("exchange_closed", "exchange fp16, TLS, token", "fp16", exchange, {}))
     return rows
 
 

@@ -30,7 +30,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from link import PORT, WARM_UP_COUNT, Network, busy_s, serve, stop, why_not
+from link import INSECURE, PORT, WARM_UP_COUNT, Network, busy_s, serve, stop, why_not
 from peers.turns import Crew, worker_command
 from shardwell.group.schedule.strategies import Tree
 from shardwell_server.step_time import Job, StepTime, co_located, dedicated, ring, tree
@@ -54,7 +54,7 @@ def measured(
         def crew(worker: str, *flags: str) -> Crew:
             words = worker_command(worker, *flags)
             commands = [network.command(index, words) for index in range(worker_count)]
-            return stack.enter_context(Crew(commands, worker_count))
+            return stack.enter_context(Crew(commands, worker_count, INSECURE))
 
         crews: dict[str, tuple[Crew, dict[str, Any]]] = {}
         if layout in ("ring", "tree"):

@@ -50,6 +50,7 @@ class LocalCluster(Closing):
         tokens: See ShardConfig.
         jwt_keys: See ShardConfig.
         same_token: See ShardConfig.
+        audit_dir: Where each shard writes its audit log, `shard-I.jsonl`; None: nowhere.
         limits: See Limits; shards in this process only.
         log_level: Of shards in processes of their own, whose logs go to stderr.
 
@@ -76,6 +77,7 @@ class LocalCluster(Closing):
         tokens: str | os.PathLike[str] | None = None,
         jwt_keys: str | os.PathLike[str] | None = None,
         same_token: str | os.PathLike[str] | None = None,
+        audit_dir: str | os.PathLike[str] | None = None,
         limits: Limits | None = None,
         log_level: str = "error",
     ) -> None:
@@ -86,6 +88,8 @@ class LocalCluster(Closing):
         if processes and limits is not None:
             raise ArgumentError("limits apply to shards in this process; use processes=False")
         self._owner = OwnerProcess("cluster")
+        if audit_dir is not None:
+            Path(audit_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         Durability(durability).check_files(data_dir is not None)
         self._data_dir = None if data_dir is None else Path(data_dir)
         self._log_level = log_level
@@ -104,6 +108,7 @@ class LocalCluster(Closing):
                 tokens=None if tokens is None else Path(tokens),
                 jwt_keys=None if jwt_keys is None else Path(jwt_keys),
                 same_token=None if same_token is None else Path(same_token),
+                audit_log=None if audit_dir is None else Path(audit_dir) / f"shard-{index}.jsonl",
                 durability=Durability(durability),
                 limits=limits or Limits(),
             )

@@ -1,10 +1,12 @@
-"""What TLS costs: a step over mutual TLS beside the same step without, in turns in one run.
+"""What it costs to be closed: steps over mutual TLS, and with a token besides, beside open ones.
 
-    python benchmarks/tls.py [--steps 15] [--megabytes 64] [--json FILE]
+    python benchmarks/security.py [--steps 15] [--megabytes 64] [--json FILE]
 
-Two workers and two shards on this machine, each a process: `exchange` of 64 MB of float32 (fp16),
+In turns, in one run: without, with TLS, and with TLS, a token, a quota and an audit log. Two workers
+and two shards on this machine, each a process: `exchange` of 64 MB of float32 (fp16),
 over gRPC and between neighbours, who share memory and talk over a Unix socket, which TLS does not
-touch; and `exchange` of 10 elements by one worker. Certificates are those of `shardwell certs`.
+touch; and `exchange` of 10 elements by one worker. Certificates are those of `shardwell certs`, the
+token is one of 100, and JWT keys are not asked.
 """
 
 from __future__ import annotations
@@ -21,16 +23,28 @@ from rich.table import Table
 from peers.turns import Crew, worker_command
 from shardwell import Tls
 from shardwell.rpc.arena import SAME_HOST_VARIABLE
+from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
 from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from shardwell_server import LocalCluster
+from shardwell_server.access.rights import Grant, Right
+from shardwell_server.access.tokens import (
+    Token,
+    changing_tokens,
+    digest_of,
+    new_secret,
+    write_private,
+)
 from shardwell_server.certificates import make_certificates
+from shardwell_server.shard.quotas import Quota
 from shardwell_server.terminal import console
 
 WORKER_COUNT = 2
 WARM_UP_COUNT = 3
 TINY_CALL_COUNT = 50
 Key = tuple[str, str]
-"""What is done, and "plain" or "tls"."""
+"""What is done, and which of SIDES."""
+SIDES = ("plain", "TLS", "TLS, token, audit")
+TOKEN_COUNT = 100
 
 
 def start(stack: contextlib.ExitStack, megabytes: int) -> dict[Key, tuple[Crew, dict[str, object]]]:
@@ -42,13 +56,22 @@ def start(stack: contextlib.ExitStack, megabytes: int) -> dict[Key, tuple[Crew, 
         CERT_VARIABLE: str(files.client),
         KEY_VARIABLE: str(files.client_key),
     }
+    tls = Tls(ca=files.ca, cert=files.server, key=files.server_key)
+    tokens, token = make_tokens(directory)
     crews: dict[Key, tuple[Crew, dict[str, object]]] = {}
-    for side, tls, variables in (
-        ("plain", None, {}),
-        ("tls", Tls(ca=files.ca, cert=files.server, key=files.server_key), of_workers),
+    for side, given, variables in (
+        (SIDES[0], {}, {}),
+        (SIDES[1], {"tls": tls}, of_workers),
+        (
+            SIDES[2],
+            {"tls": tls, "tokens": tokens},
+            {**of_workers, TOKEN_FILE_VARIABLE: str(token)},
+        ),
     ):
         for where, same_host in (("over gRPC", "off"), ("same host", "auto")):
-            cluster = stack.enter_context(LocalCluster(2, processes=True, tls=tls))
+            if side == SIDES[2]:
+                given["audit_dir"] = directory / f"audit {same_host}"
+            cluster = stack.enter_context(LocalCluster(2, processes=True, **given))
             environment = {**variables, SAME_HOST_VARIABLE: same_host}
             flags = ["--shards", cluster.target]
             large = worker_command("shardwell_exchange.py", *flags, "--megabytes", str(megabytes))
@@ -59,6 +82,23 @@ def start(stack: contextlib.ExitStack, megabytes: int) -> dict[Key, tuple[Crew, 
             order: dict[str, object] = {"do": "10-elements", "calls": TINY_CALL_COUNT}
             crews[f"10 elements, {where}", side] = crew, order
     return crews
+
+
+def make_tokens(directory: Path) -> tuple[Path, Path]:
+    """A file of many tokens, and the file of one's secret."""
+    path, secret = directory / "tokens.json", new_secret()
+    with changing_tokens(path) as tokens:
+        for number in range(TOKEN_COUNT):
+            found = secret if number == TOKEN_COUNT // 2 else new_secret()
+            tokens[f"t{number}"] = Token(
+                name=f"t{number}",
+                digests=(digest_of(found).hex(),),
+                grants=(Grant(Right.CREATE),),
+                quota=Quota(streams=100, members=100, bytes_per_s=10**12),
+            )
+    file = directory / "own.token"
+    write_private(file, secret)
+    return path, file
 
 
 def main() -> None:
@@ -76,17 +116,19 @@ def main() -> None:
                 if number >= WARM_UP_COUNT:
                     calls = step.told[0]["times"] if "calls" in order else [step.seconds]
                     times.setdefault(key, []).append(statistics.median(calls))
-    table = Table("exchange", "plain, ms", "TLS, ms", "ratio (quartiles)")
+    table = Table("exchange", *(f"{side}, ms" for side in SIDES), *SIDES[1:])
     found = {}
     for what in dict.fromkeys(what for what, _ in times):
-        plain, tls = times[what, "plain"], times[what, "tls"]
-        low, ratio, high = statistics.quantiles(
-            [a / b for a, b in zip(tls, plain, strict=True)], n=4
-        )
-        medians = [1000 * statistics.median(each) for each in (plain, tls)]
-        found[what] = {"plain_ms": medians[0], "tls_ms": medians[1], "ratio": ratio}
-        cells = [f"{each:.3g}" for each in medians]
-        table.add_row(what, *cells, f"{ratio:.2f} ({low:.2f} to {high:.2f})")
+        plain = times[what, SIDES[0]]
+        cells, ratios = [], {}
+        for side in SIDES[1:]:
+            pairs = zip(times[what, side], plain, strict=True)
+            low, ratio, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+            cells.append(f"{ratio:.2f} ({low:.2f} to {high:.2f})")
+            ratios[side] = ratio
+        medians = {side: 1000 * statistics.median(times[what, side]) for side in SIDES}
+        found[what] = {"ms": medians, "ratios": ratios}
+        table.add_row(what, *(f"{each:.3g}" for each in medians.values()), *cells)
     console().print(table)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2))
