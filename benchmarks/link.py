@@ -7,8 +7,8 @@
 Needs Linux and root. Each host is a network namespace; all are plugged into a switch, a namespace
 with a bridge; both ends of each cable let `mbit` Mbit/s pass (tbf), so that a host sends and
 receives that much at once. On each host: a worker, and a shard. Measured are the ring all-reduce
-of all workers; `exchange` of all workers with all shards, open and with TLS and a token; and a ring of bare gRPC streams that move
-the all-reduce's bytes.
+of all workers; `exchange` of all workers with all shards, open, and with TLS and a token; and a
+ring of bare gRPC streams that move the all-reduce's bytes.
 
 The bound: 2 (n - 1) / n of the encoded bytes must leave each host, and as many must come in. For
 the ring that is known. Of the parameter server: a worker sends (n - 1) / n of its gradient to other

@@ -2,11 +2,11 @@
 
     python benchmarks/security.py [--steps 15] [--megabytes 64] [--json FILE]
 
-In turns, in one run: without, with TLS, and with TLS, a token, a quota and an audit log. Two workers
-and two shards on this machine, each a process: `exchange` of 64 MB of float32 (fp16),
-over gRPC and between neighbours, who share memory and talk over a Unix socket, which TLS does not
-touch; and `exchange` of 10 elements by one worker. Certificates are those of `shardwell certs`, the
-token is one of 100, and JWT keys are not asked.
+In turns, in one run: without, with TLS, and with TLS, a token, a quota and an audit log. On this
+machine two workers and two shards, each a process: `exchange` of 64 MB of float32 (fp16), over gRPC
+and between neighbours, who share memory and talk over a Unix socket, which TLS does not touch; and
+`exchange` of 10 elements by one worker. Certificates are those of `shardwell certs`; the token is
+one of 100.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tenant that asks for more than it may have: as many calls as are answered, until its input ends.
+"""A tenant that asks for more than it may have: as many calls as are answered, until it is killed.
 
     python flood.py --shards TARGET --kind payload|calls|connections
 
@@ -71,7 +71,7 @@ def main() -> None:
     ]
     for thread in threads:
         thread.start()
-    sys.stdin.read()
+    sys.stdin.read()  # or until its parent is gone
     over.set()
 
 

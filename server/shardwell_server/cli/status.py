@@ -11,7 +11,12 @@ from typing import Any
 import click
 from rich.table import Table
 
-from shardwell.errors import DeadlineError, ShardUnavailableError, ShardwellError
+from shardwell.errors import (
+    AuthenticationError,
+    DeadlineError,
+    ShardUnavailableError,
+    ShardwellError,
+)
 from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus, ask_status
@@ -47,7 +52,7 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         try:
             answers.append((address, ask_status(channel, timeout_s)))
         except ShardwellError as error:
-            answers.append((address, error))
+            answers.append((address, _reason(channel, error, timeout_s)))
         finally:
             channel.close()
     faults = [_verdict(index, answers)[1] for index in range(len(answers))]
@@ -67,6 +72,16 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
             screen.print(fault, style="red", markup=False, soft_wrap=True)
     if any(faults):
         raise click.exceptions.Exit(1)
+
+
+def _reason(channel: ShardChannel, error: ShardwellError, timeout_s: float) -> ShardwellError:
+    """Why a shard gives no answer: TLS, where that keeps the two sides apart, else the error."""
+    try:
+        if isinstance(error, ShardUnavailableError):
+            channel.check_trust(timeout_s)
+    except AuthenticationError as apart:
+        return apart
+    return error
 
 
 def _arithmetic(answers: list[_Answer]) -> str:
@@ -90,6 +105,8 @@ def _verdict(index: int, answers: list[_Answer]) -> tuple[str, str]:
     address, answer = answers[index]
     if isinstance(answer, (DeadlineError, ShardUnavailableError)):
         return "no answer", answer.message
+    if isinstance(answer, AuthenticationError):
+        return "not let in", answer.message
     if isinstance(answer, ShardwellError):
         return "failing", f"{address}: {answer.message}"
     expected_id = _given(answers)[0][1].cluster_id

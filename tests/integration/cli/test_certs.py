@@ -17,6 +17,7 @@ from harness.programs.commands import Program, ServingShard, run_command
 from shardwell import Tls
 
 SGD = shardwell.SGD(learning_rate=1.0)
+WIDE = {"COLUMNS": "300"}
 TLS_VARIABLES = ("SHARDWELL_TLS_CA", "SHARDWELL_TLS_CERT", "SHARDWELL_TLS_KEY")
 
 
@@ -63,8 +64,10 @@ def test_certificates_shards_and_workers(made) -> None:
         ):
             code, output, log = run_command(*command, environment=of_workers)
             assert code == 0, (command, output, log)
-        code, output, _ = run_command("status", f"--shards={address}")
+        code, output, _ = run_command("status", f"--shards={address}", environment=WIDE)
         assert code == 1
+        assert "not let in" in output
+        assert "speaks TLS, and this side does not: give tls=" in output
         code, _, log = run_command("bench", f"--shards={address}")
         assert code == 1
         assert "speaks TLS, and this side does not: give tls=" in log
