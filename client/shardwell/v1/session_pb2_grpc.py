@@ -55,7 +55,8 @@ class SessionServiceServicer(object):
         """Says that a session is alive for as long as the call is open.
 
         The response's headers say that it is known; no message follows. Several calls of one session
-        may be open, as after a connection that broke: one is enough. Errors: INVALID_ARGUMENT,
+        may be open, as after a connection that broke: one is enough. It needs a token, where calls bring
+        one, and no right besides. Errors: INVALID_ARGUMENT,
         FAILED_PRECONDITION (wrong shard), RESOURCE_EXHAUSTED (session_count_max), UNAVAILABLE (the shard
         stops; attend again when it is back).
         """
