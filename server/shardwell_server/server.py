@@ -312,8 +312,11 @@ class ShardServer:
         """Ends calls whose token has ended, or was revoked."""
         while True:
             await asyncio.sleep(_TOKEN_LOOK_INTERVAL_S)
-            await self._threads.run(self._access.refresh)
-            self._calls.end_those_without_token()
+            try:
+                await self._threads.run(self._access.refresh)
+                self._calls.end_those_without_token()
+            except Exception:  # or tokens would be good for ever
+                _LOG.exception("could not look whether tokens have ended")
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE_NAME, TABLE_SERVICE_NAME):

@@ -55,12 +55,11 @@ class Access:
         self._cluster_id = cluster_id
         self._now_s = now_s
         self._same = same
-        self._tokens: ChangingFiles[list[Principal]] | None = None
+        self._tokens: ChangingFiles[dict[bytes, Principal]] | None = None
+        """By the digest of the secret."""
         self._keys: ChangingFiles[list[Key]] | None = None
         if tokens is not None:
-            self._tokens = ChangingFiles(
-                [tokens], lambda: [who for t in read_tokens(tokens) for who in t.principals()], _LOG
-            )
+            self._tokens = ChangingFiles([tokens], lambda: _principals(tokens), _LOG)
         if jwt_keys is not None:
             self._keys = ChangingFiles([jwt_keys], lambda: read_keys(jwt_keys), _LOG)
 
@@ -128,17 +127,18 @@ class Access:
         """
         if not self.asks or principal is ANYBODY:
             return
-        tokens = [] if self._tokens is None else self._tokens.last
+        tokens = {} if self._tokens is None else self._tokens.last
         keys = [] if self._keys is None else self._keys.last
-        if principal not in tokens and not any(key.proof == principal.proof for key in keys):
+        proof = principal.proof
+        if tokens.get(proof) != principal and not any(key.proof == proof for key in keys):
             raise AuthenticationError(f"token {principal.name!r} was revoked, or has changed")
         self._check_time(principal)
 
     def _known(self, token: str) -> Principal | None:
         """The one of the file; all of them are looked at, so that the time says nothing."""
         digest, found = digest_of(token), None
-        for each in [] if self._tokens is None else self._tokens.last:
-            if hmac.compare_digest(each.proof, digest):
+        for proof, each in ({} if self._tokens is None else self._tokens.last).items():
+            if hmac.compare_digest(proof, digest):
                 found = each
         return found
 
@@ -149,3 +149,7 @@ class Access:
                 f"token {principal.name!r} expired at {time_of(ends_s)}; put a new one into its "
                 "file"
             )
+
+
+def _principals(tokens: Path) -> dict[bytes, Principal]:
+    return {who.proof: who for token in read_tokens(tokens) for who in token.principals()}

@@ -183,7 +183,7 @@ class Call:
         self._is_over = True
 
     def _end(self, error: ShardwellError) -> None:
-        if not self._is_over:
+        if not self._is_over and self.ending is None:
             self.ending = error
             assert self._task is not None
             self._task.cancel()

@@ -19,6 +19,8 @@ from shardwell.numerics.arguments import check_integer
 Counted: TypeAlias = Literal["stored_bytes", "parameters", "tables", "members", "streams"]
 _BURST_S = 1.0
 """A token that was quiet may use so much of its rate at once."""
+_USAGE_COUNT_MAX = 4096
+"""Names of tokens, of which JWTs may bring any number; then those that use nothing are forgotten."""
 _DELAY_S_MAX = 10.0
 """The longest that a call is delayed; one that would have to wait longer is refused."""
 CALL_BYTES = 16 * 1024
@@ -70,6 +72,11 @@ class Usage:
         self._counts: dict[str, int] = {}
         self._paid_until_s = now_s()
         """When what has passed would have passed at the quota's rate."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything of it counts."""
+        return any(self._counts.values()) or self._paid_until_s > self._now_s() - _BURST_S
 
     def count(self, what: Counted) -> int:
         """How much of that it uses."""
@@ -139,7 +146,12 @@ class Usages:
         with self._lock:
             usage = self._by_name.get(name)
             if usage is None:
+                if len(self._by_name) >= _USAGE_COUNT_MAX:
+                    self._forget_idle()
                 usage = self._by_name[name] = Usage(name, self._now_s)
         if quota is not None:
             usage.quota = quota
         return usage
+
+    def _forget_idle(self) -> None:
+        self._by_name = {name: each for name, each in self._by_name.items() if each.is_used}

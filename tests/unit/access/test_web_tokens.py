@@ -26,7 +26,7 @@ SHARED = b"a secret of at least 32 bytes...."
 SIGNER = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = SIGNER.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 NOW_S = time.time()  # noqa: TID251
-CLAIMS: dict[str, Any] = {"sub": "trainer", "exp": NOW_S + 60, "rights": ["contribute:prod-"]}
+CLAIMS: dict[str, Any] = {"sub": "trainer", "exp": NOW_S + 86400, "rights": ["contribute:prod-"]}
 
 
 def text(raw: bytes) -> str:
@@ -93,7 +93,7 @@ def test_what_is_believed(access: Access, algorithm: str, key_id: Any, more: Any
         (signed(CLAIMS, kid="two"), "signed by no key"),
         (signed(CLAIMS, kid="three"), "signed by no key"),
         (signed({**CLAIMS, "exp": NOW_S - 60}), "has expired"),
-        (signed({**CLAIMS, "nbf": NOW_S + 600}), "not yet valid"),
+        (signed({**CLAIMS, "nbf": NOW_S + 86400}), "not yet valid"),
         (signed({key: CLAIMS[key] for key in ("sub", "rights")}), 'missing the "exp" claim'),
         (signed({key: CLAIMS[key] for key in ("exp", "rights")}), 'missing the "sub" claim'),
         (signed({key: CLAIMS[key] for key in ("exp", "sub")}), "rights must be a list"),
