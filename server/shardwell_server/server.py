@@ -34,6 +34,7 @@ from shardwell_server.access.rights import Right
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.calls import Call, Calls
 from shardwell_server.services.event_loop import EventLoop
+from shardwell_server.services.health import BoundedHealth
 from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
 from shardwell_server.services.parameter_service import ParameterServerService
 from shardwell_server.services.sessions import SESSION_SERVICE_NAME, SessionService
@@ -121,6 +122,7 @@ class ShardServer:
         config, limits = self.config, self.config.limits
         tls = None if config.tls is None else TlsFiles(config.tls)
         self._access = Access.of(config)
+        self.shard.usages.set_quotas(self._access.quotas())
         self._streams = OpenStreams(limits.stream_count_max)
         self._threads = WorkThreads(asyncio.get_running_loop(), _WORK_THREAD_COUNT)
         self._calls = Calls(
@@ -148,15 +150,15 @@ class ShardServer:
         service = ParameterServerService(self.shard, self._calls, self._streams, self._arenas)
         tables = TableService(self.shard, self._calls)
         sessions = SessionService(self.shard, self._calls)
-        meetings = GroupService(shard_index=config.shard_index, admit=_admit)
+        self._meetings = GroupService(shard_index=config.shard_index, admit=_admit)
         with_streams = (service.handler(), tables.handler())
         self._server.add_generic_rpc_handlers(
-            (*with_streams, sessions.handler(), meetings.handler(self._calls.unary))
+            (*with_streams, sessions.handler(), self._meetings.handler(self._calls.unary))
         )
         self._unix_streams = UnixStreams(
             with_streams, limits.stream_count_max + _UNARY_CALL_COUNT_MAX
         )
-        self._health = health.aio.HealthServicer()
+        self._health = BoundedHealth()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if config.reflection:
@@ -314,6 +316,7 @@ class ShardServer:
             await asyncio.sleep(_TOKEN_LOOK_INTERVAL_S)
             try:
                 await self._threads.run(self._access.refresh)
+                self.shard.usages.set_quotas(self._access.quotas())
                 self._calls.end_those_without_token()
             except Exception:  # or tokens would be good for ever
                 _LOG.exception("could not look whether tokens have ended")

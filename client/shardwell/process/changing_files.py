@@ -17,7 +17,7 @@ from shardwell.errors import ArgumentError
 
 ReadT = TypeVar("ReadT")
 FilePath: TypeAlias = str | os.PathLike[str]
-_Stamps: TypeAlias = tuple[tuple[int, int, int] | None, ...]
+_Stamps: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 class ChangingFiles(Generic[ReadT]):
@@ -57,6 +57,14 @@ class ChangingFiles(Generic[ReadT]):
                 except ArgumentError as error:
                     self._log.warning("%s; what was there before is used", error.message)
                     self._stamps = stamps
+                except Exception as error:  # whose text may have secrets of the files
+                    where = ", ".join(str(os.fspath(path)) for path in self._paths)
+                    self._log.error(
+                        "%s can't be read (%s); what was there before is used",
+                        where,
+                        type(error).__name__,
+                    )
+                    self._stamps = stamps
                 else:
                     if self._found() == stamps:  # else they are read once more, by the next
                         self._stamps, self._last = stamps, found
@@ -64,12 +72,12 @@ class ChangingFiles(Generic[ReadT]):
 
     def _found(self) -> _Stamps:
         """What changes with the files."""
-        stamps: list[tuple[int, int, int] | None] = []
+        stamps: list[tuple[int, ...] | None] = []
         for path in self._paths:
             try:
                 found = os.stat(path)
             except (OSError, ValueError):  # of which the reader tells
                 stamps.append(None)
             else:
-                stamps.append((found.st_mtime_ns, found.st_ino, found.st_size))
+                stamps.append((found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size))
         return tuple(stamps)

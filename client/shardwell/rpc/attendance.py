@@ -59,6 +59,7 @@ class Attendance:
         self._count = 0
         self._began_s = 0.0
         self._refusal: ShardwellError | None = None
+        self._is_distrusted = False
         self._timer: threading.Timer | None = None
         self._closed = False
         self._owner = OwnerProcess("client")
@@ -71,7 +72,7 @@ class Attendance:
         """
         with self._lock:
             refusal, self._refusal = self._refusal, None
-            if not self._closed and self._call is None:
+            if not self._closed and self._call is None and not self._is_pausing():
                 self._begin()
         if refusal is not None:
             raise refusal
@@ -80,10 +81,11 @@ class Attendance:
         """Makes the call over the channel that is used now; ends the one that is open."""
         with self._lock:
             call = self._call
-            if self._closed or call is None:
+            if self._closed or self._count == 0:
                 return
             self._begin()
-        call.cancel()
+        if call is not None:
+            call.cancel()
 
     def close(self) -> None:
         """Ends the call, and makes none from now on. Safe to repeat."""
@@ -115,7 +117,10 @@ class Attendance:
     def _go_on(self) -> None:
         """Makes a call that has ended again, now or after a while; the lock is held."""
         call, self._call = self._call, None
-        self._refusal = self._refused(call)
+        error = self._translate(call)
+        self._is_distrusted = isinstance(error, AuthenticationError)
+        is_for_now = self._is_distrusted or isinstance(error, ShardUnavailableError)
+        self._refusal = None if is_for_now else error  # it is not made again by itself
         if self._refusal is not None:
             return
         with contextlib.suppress(ValueError, RuntimeError):  # the channel, or Python, is closed
@@ -126,11 +131,9 @@ class Attendance:
                 self._timer.daemon = True
                 self._timer.start()
 
-    def _refused(self, call: Any) -> ShardwellError | None:
-        """Why a call that has ended is not to be made again by itself; None: it is."""
-        error = self._translate(call)
-        is_for_now = isinstance(error, ShardUnavailableError | AuthenticationError)
-        return None if is_for_now else error
+    def _is_pausing(self) -> bool:
+        """Whether the shard does not believe the token, and is to be asked again in a moment."""
+        return self._is_distrusted and time.monotonic() - self._began_s < _LIFE_S_MIN
 
 
 # gRPC and timers keep what they are to call. That must not keep a client that nobody uses, nor a

@@ -64,7 +64,9 @@ class Channel:
     def _connected(self) -> grpc.Channel:
         check_fork()
         if self._tls is None or self._contents is None:
-            return grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+            # What $http_proxy names would read all of it, the token too.
+            options: tuple[tuple[str, Any], ...] = (("grpc.enable_http_proxy", 0),)
+            return grpc.insecure_channel(self._address, options=(*CHANNEL_OPTIONS, *options))
         name = self._tls.tls.server_name
         options = (("grpc.ssl_target_name_override", name),) if name else ()
         return grpc.secure_channel(

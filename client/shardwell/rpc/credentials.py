@@ -6,6 +6,7 @@ whenever that has changed. See docs/security.md.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import logging
@@ -166,6 +167,11 @@ class SameToken:
             raise no_token()
         if not hmac.compare_digest(authorization.encode(), self._token.authorization().encode()):
             raise AuthenticationError("the token is not that of the worker which answers here")
+
+    def is_digest(self, digest: bytes) -> bool:
+        """Whether that is SHA-256 of the token as it is now."""
+        token = self._token.authorization().removeprefix(BEARER)
+        return hmac.compare_digest(hashlib.sha256(token.encode()).digest(), digest)
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:

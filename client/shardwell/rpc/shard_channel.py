@@ -53,6 +53,8 @@ _CONNECT_S = 2.0
 """How long a shard on this machine may take to let a stream in."""
 _CERTIFICATES_S = 1.0
 """How often a client that waits for a shard looks whether its certificates have changed."""
+_SAID_S = 60.0
+"""How often it is logged that a token is not believed."""
 _RESTART_S = 1.0
 """For so long streams of a shard that is not there go over gRPC."""
 _ABSENT = (
@@ -115,6 +117,8 @@ class ShardChannel:
         """What the call brought by which it attends."""
         self._said = ""
         """Why the token is not believed any more, as it was logged last."""
+        self._said_s = 0.0
+        """When."""
         self._tls = credentials.tls
         self._token = credentials.token
         self._channel = Channel(address, credentials)
@@ -414,8 +418,9 @@ class ShardChannel:
         # Whom it let in before has had a token that was good: another one may come in its file.
         is_known = bool(self.identity.cluster_id) and self._token is not None
         told.retryable = isinstance(told, AuthenticationError) and is_known
-        if told.retryable and told.message != self._said:
-            self._said = told.message
+        now_s = time.monotonic()
+        if told.retryable and (told.message != self._said or now_s - self._said_s > _SAID_S):
+            self._said, self._said_s = told.message, now_s
             _LOG.warning("%s; calls wait for another one there, until their deadline", told.message)
         return told
 

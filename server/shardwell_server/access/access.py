@@ -6,6 +6,7 @@ a call that is open is looked at again then.
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import logging
 import math
@@ -20,8 +21,11 @@ from shardwell_server.access.rights import ANYBODY, Principal, time_of
 from shardwell_server.access.tokens import digest_of, read_tokens
 from shardwell_server.access.web_tokens import Key, principal_of, read_keys
 from shardwell_server.config import ShardConfig
+from shardwell_server.shard.quotas import Quota
 
 _LOG = logging.getLogger("shardwell_server")
+_BELIEVED_COUNT_MAX = 4096
+"""JWTs that need not be looked at again."""
 
 
 def wall_clock_s() -> float:
@@ -58,6 +62,9 @@ class Access:
         self._tokens: ChangingFiles[dict[bytes, Principal]] | None = None
         """By the digest of the secret."""
         self._keys: ChangingFiles[list[Key]] | None = None
+        self._signed_by: list[Key] = []
+        self._believed: dict[bytes, Principal] = {}
+        """By the digests of JWTs that these keys have signed."""
         if tokens is not None:
             self._tokens = ChangingFiles([tokens], lambda: _principals(tokens), _LOG)
         if jwt_keys is not None:
@@ -77,6 +84,11 @@ class Access:
             same=same,
             cluster_id=config.cluster_id,
         )
+
+    def quotas(self) -> dict[str, Quota]:
+        """Those of the file, by the names of tokens."""
+        found = {} if self._tokens is None else self._tokens.last
+        return {each.name: each.quota for each in found.values()}
 
     @property
     def asks(self) -> bool:
@@ -105,15 +117,16 @@ class Access:
         token = authorization.removeprefix(BEARER)
         if token == authorization or not 0 < len(token) <= TOKEN_LENGTH_MAX:
             raise AuthenticationError('authorization must be "Bearer TOKEN"')
-        found = self._known(token)
+        digest = digest_of(token)
+        found = self._known(digest)
         if found is None:  # it may have come a moment ago
             self.refresh()
-            found = self._known(token)
+            found = self._known(digest)
         if found is None and self._keys is not None and token.count(".") == 2:
-            found = principal_of(token, self._keys.last, self._cluster_id)
+            found = self._signed(token, digest, self._keys.last)
         if found is None and self._same is not None:
             self._same.check(authorization)
-            return ANYBODY
+            return dataclasses.replace(ANYBODY, proof=digest)
         if found is None:
             raise AuthenticationError("no such token is known here; is it one for this cluster?")
         self._check_time(found)
@@ -130,13 +143,29 @@ class Access:
         tokens = {} if self._tokens is None else self._tokens.last
         keys = [] if self._keys is None else self._keys.last
         proof = principal.proof
+        if self._same is not None and not principal.name:
+            if self._same.is_digest(proof):
+                return
+            raise AuthenticationError("the token was replaced")
         if tokens.get(proof) != principal and not any(key.proof == proof for key in keys):
             raise AuthenticationError(f"token {principal.name!r} was revoked, or has changed")
         self._check_time(principal)
 
-    def _known(self, token: str) -> Principal | None:
+    def _signed(self, token: str, digest: bytes, keys: list[Key]) -> Principal:
+        """The one that a JWT tells of, which is looked at once as long as the keys are the same."""
+        if self._signed_by is not keys:
+            self._signed_by, self._believed = keys, {}
+        found = self._believed.get(digest)
+        if found is None:
+            found = principal_of(token, keys, self._cluster_id)
+            if len(self._believed) >= _BELIEVED_COUNT_MAX:
+                self._believed.clear()
+            self._believed[digest] = found
+        return found
+
+    def _known(self, digest: bytes) -> Principal | None:
         """The one of the file; all of them are looked at, so that the time says nothing."""
-        digest, found = digest_of(token), None
+        found = None
         for proof, each in ({} if self._tokens is None else self._tokens.last).items():
             if hmac.compare_digest(proof, digest):
                 found = each

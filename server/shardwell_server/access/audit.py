@@ -1,19 +1,23 @@
 """The audit log: who opened, made, restored or removed what, and who was refused.
 
-One JSON object a line, in a file of its own, which is rotated; never a line a chunk or step. Lines
+One JSON object a line, in a file of its own, which is rotated; never a line a chunk or step. What
+is alike is one line a minute, with a count, so that no flood writes over what was before it. Lines
 are written by a thread: nobody who is served waits for the disk. Where they come faster than it
 writes, some are left out, and the next line says how many.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.handlers
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,9 +32,25 @@ FILE_COUNT_MAX = 8
 _WAITING_COUNT_MAX = 10_000
 """Lines that wait for the disk."""
 _VALUE_LENGTH_MAX = 400
+_FOLDED = {"opened": ("kind", "name", "right"), "refused": (), "ended": ()}
+"""Events that are one line as long as they are alike in this, beside token, host and method."""
+_FOLD_S = 60.0
+"""For how long; the next line has how many there were besides."""
+_KIND_COUNT_MAX = 4096
+"""Of those lines that are remembered."""
 
 Note: TypeAlias = Callable[..., None]
 """Takes the kind of event and its fields."""
+
+
+@dataclass
+class _Seen:
+    """A line that was written, and how many like it were not."""
+
+    began_s: float
+    event: str
+    given: dict[str, Any]
+    count: int = 0
 
 
 def no_audit(event: str, **fields: Any) -> None:
@@ -51,6 +71,9 @@ class AuditLog:
     def __init__(self, path: Path, **bound: str | int) -> None:
         self._bound = bound
         self._left_out = 0
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[Any, ...], _Seen] = {}
+        """What was written lately, the oldest first."""
         self._lines: queue.Queue[str | None] = queue.Queue(_WAITING_COUNT_MAX)
         try:
             self._file = _PrivateFile(path)
@@ -67,8 +90,38 @@ class AuditLog:
             fields: The rest; those that are None or empty are left out.
         """
         given = {name: _bounded(value) for name, value in fields.items() if value not in (None, "")}
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")  # noqa: TID251
-        line = {"time": time, "event": event, **self._bound, **given}
+        if event in _FOLDED:
+            with self._lock:
+                repeated = self._folded(event, given)
+            if repeated is None:
+                return
+            if repeated:
+                given["repeated"] = repeated
+        self._put(event, given)
+
+    def _folded(self, event: str, given: dict[str, Any]) -> int | None:
+        """How many such lines were left out before this one; None: this one is left out, too."""
+        host = str(given.get("remote", "")).rpartition(":")[0]
+        alike = (given.get(name) for name in ("token", "method", *_FOLDED[event]))
+        key = (event, host, *alike)
+        now_s = time.monotonic()
+        seen = self._seen.get(key)
+        if seen is not None and now_s - seen.began_s < _FOLD_S:
+            seen.count += 1
+            return None
+        self._seen.pop(key, None)
+        self._seen[key] = _Seen(now_s, event, given)
+        if len(self._seen) > _KIND_COUNT_MAX:
+            self._tell_rest(self._seen.pop(next(iter(self._seen))))
+        return 0 if seen is None else seen.count
+
+    def _tell_rest(self, seen: _Seen) -> None:
+        if seen.count:
+            self._put(seen.event, {**seen.given, "repeated": seen.count})
+
+    def _put(self, event: str, given: dict[str, Any]) -> None:
+        moment = datetime.now(UTC).isoformat(timespec="milliseconds")  # noqa: TID251
+        line = {"time": moment, "event": event, **self._bound, **given}
         if self._left_out:
             line["left_out"] = self._left_out
         try:
@@ -80,6 +133,9 @@ class AuditLog:
 
     def close(self) -> None:
         """Writes what waits."""
+        with self._lock:
+            for seen in self._seen.values():
+                self._tell_rest(seen)
         self._lines.put(None)
         self._thread.join()
         self._file.close()
@@ -88,6 +144,13 @@ class AuditLog:
         while (line := self._lines.get()) is not None:
             record = logging.LogRecord("audit", logging.INFO, "", 0, line, None, None)
             self._file.handle(record)
+
+
+def _opened_private(path: str, flags: int) -> int:
+    file = os.open(path, flags, 0o600)
+    with contextlib.suppress(OSError):  # another user's
+        os.fchmod(file, 0o600)
+    return file
 
 
 class _PrivateFile(logging.handlers.RotatingFileHandler):
@@ -104,7 +167,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
             self.baseFilename,
             "a",
             encoding="utf-8",
-            opener=lambda path, flags: os.open(path, flags, 0o600),
+            opener=_opened_private,
         )
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802

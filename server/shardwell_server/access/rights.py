@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -138,21 +138,15 @@ class Principal:
         if best is not None and best >= right:
             return
         shown = f"{kind} {name!r:.140}"
-        has = (  # without any right nobody is told whether there is such a name
-            f"has no right to {shown}"
-            if best is None
-            else f"may {_MAY[best]} {shown}, not {_DEEDS[right].format('it')}"
-        )
+        has, needed = f"has no right to {shown}", "a right"
+        if best is not None:  # else nobody is told whether there is such a name
+            has = f"may {_MAY[best]} {shown}, not {_DEEDS[right].format('it')}"
+            needed = f"the right {right.word!r}"
         where: dict[str, Any] = {kind: name[:140]} if kind in ("parameter", "table") else {}
         raise AccessDeniedError(
-            f"token {self.name!r} {has}; that needs a token with the right {right.word!r} for a "
-            "prefix of the name",
+            f"token {self.name!r} {has}; that needs a token with {needed} for a prefix of the name",
             **where,
         )
-
-    def names_it_may_read(self, names: Iterable[str]) -> set[str]:
-        """Those of these names that it may know of."""
-        return {name for name in names if self.best(name) is not None}
 
 
 ANYBODY = Principal(name="", grants=(Grant(Right.ADMIN),))
@@ -169,7 +163,7 @@ def seconds_of(text: object) -> float:
         found = datetime.fromisoformat(text if isinstance(text, str) else "")
     except ValueError:
         found = None
-    if found is None or found.tzinfo is None:
+    if found is None or found.tzinfo is None or not 1970 < found.year < 9999:
         raise ArgumentError(
             f"expires must be a time with its zone, such as 2027-01-31T12:00:00Z; got {text!r:.80}"
         )

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,9 @@ def json_of(path: Path) -> Any:
         ArgumentError: it can't be read, is too large, or no JSON.
     """
     try:
-        with path.open("rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ArgumentError(f"{path} can't be read: it is no file")
             contents = file.read(_FILE_SIZE_MAX_BYTES + 1)
     except OSError as error:
         raise ArgumentError(f"{path} can't be read: {error.strerror}") from None
@@ -187,6 +190,7 @@ def changing_tokens(path: Path) -> Iterator[dict[str, Token]]:
     Raises:
         ArgumentError: it has something else, or can't be written.
     """
+    path = path.resolve()  # what a link leads to is changed, not the link
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -202,7 +206,7 @@ def changing_tokens(path: Path) -> Iterator[dict[str, Token]]:
 
 
 def write_private(path: Path, contents: str) -> None:
-    """Puts a file there, whole, that its owner alone may read.
+    """Puts a file there, whole, that its owner alone may read, or those who may read the old one.
 
     Raises:
         ArgumentError: it can't be written.
@@ -210,6 +214,11 @@ def write_private(path: Path, contents: str) -> None:
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            if path.exists():  # shards may be another user's
+                old = path.stat()
+                if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(file.fileno(), old.st_uid, old.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jwt
 
@@ -24,20 +25,25 @@ from shardwell_server.access.tokens import json_of, quota_of
 _SECRET_BYTES_MIN = 32
 """Of HS256: as many as its digest has (RFC 7518)."""
 _KEY_COUNT_MAX = 64
+_TRIED_COUNT_MAX = 4
+"""Keys without a name that a token is looked at with."""
+PREFIX = "jwt:"
+"""Before the names of those who bring one, which are none of the file's."""
 _ALGORITHMS = {"oct None": "HS256", "OKP Ed25519": "EdDSA"}
 """By kty and crv."""
 _SPELLINGS = {"HS256": (None, "HS256"), "EdDSA": (None, "EdDSA", "Ed25519")}
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True)
+class Key:
     """One that signs tokens."""
 
     name: str | None
     """Its `kid`, by which tokens name it; None: it has none."""
     algorithm: str
-    value: Any
+    value: Any = field(repr=False)
     """What the library takes."""
-    proof: bytes
+    proof: bytes = field(repr=False)
     """A digest of it."""
 
 
@@ -65,12 +71,15 @@ def _key_of(what: str, given: object) -> Key:
         raise ArgumentError(
             f'{what} must be for HS256 ("kty": "oct") or EdDSA ("kty": "OKP", "crv": "Ed25519")'
         )
+    if given.get("use") not in (None, "sig"):
+        raise ArgumentError(f'{what} is for another use: expected "use": "sig", or none')
     if algorithm == "EdDSA" and "d" in given:
         raise ArgumentError(f"{what} is a private one; shards need the public one alone, without d")
     if not isinstance(name, str | None):
         raise ArgumentError(f"{what}: kid must be a string")
     try:
-        value = jwt.PyJWK(given, algorithm).key
+        made = jwt.PyJWK(given, algorithm)
+        value = made.Algorithm.prepare_key(made.key)
     except (
         jwt.PyJWTError,
         ValueError,
@@ -101,17 +110,18 @@ def principal_of(token: str, keys: list[Key], cluster_id: str) -> Principal:
         header = jwt.get_unverified_header(token)
     except jwt.PyJWTError:
         raise AuthenticationError("no such token is known here, and it is no JWT") from None
-    name = header.get("kid")
-    for key in keys:
-        if name is not None and key.name is not None and name != key.name:
-            continue
-        if header.get("alg") not in _SPELLINGS[key.algorithm]:
-            continue
+    name, algorithm = header.get("kid"), str(header.get("alg"))
+    fitting = [key for key in keys if algorithm in _SPELLINGS[key.algorithm]]
+    if name is not None:
+        fitting = [key for key in fitting if key.name in (None, name)]
+    elif len(fitting) > 1:  # or strangers could have all of them tried
+        raise AuthenticationError("the JWT does not name its key (kid), and there are several")
+    for key in fitting[:_TRIED_COUNT_MAX]:
         try:
             claims = jwt.decode(
                 token,
                 key.value,
-                algorithms=[header["alg"]],
+                algorithms=[algorithm],
                 options={"require": ["exp", "sub"], "verify_aud": False},
             )
         except jwt.InvalidSignatureError:
@@ -134,7 +144,7 @@ def _principal(claims: dict[str, Any], key: Key, cluster_id: str) -> Principal:
         )
     try:
         return Principal(
-            name=check_name("sub", claims["sub"]),
+            name=PREFIX + check_name("sub", claims["sub"]),
             grants=grants_of(claims.get("rights")),
             expires_s=float(claims["exp"]),
             quota=quota_of(claims.get("quota", {})),

@@ -258,6 +258,11 @@ def serve(
     """
     signals.hold()
     configure_logs(log_level, log_format, shard_index=shard_index)
+    for name in ("SHARDWELL_TOKENS", "SHARDWELL_JWT_KEYS"):
+        if os.environ.get(name) == "":  # of a variable that was not set, say
+            raise click.UsageError(
+                f"${name} is empty; give a path, or unset it to ask for no token"
+            )
     with usage_errors():
         config = ShardConfig(
             shard_index=shard_index,

@@ -18,6 +18,7 @@ from shardwell.specs.names import check_name
 from shardwell_server.cli.options import Decorator, GivenPath, usage_errors
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LIFE_S_MAX = 36500 * 86400
 _LIFE = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 _QUOTAS = {
     "stored_bytes": "Bytes that it may store on a shard.",
@@ -25,6 +26,7 @@ _QUOTAS = {
     "tables": "Tables that it may make.",
     "members": "Workers that may be connected with it at once.",
     "streams": "Streams that it may have open.",
+    "calls": "Calls of any kind that it may have open, streams among them.",
     "bytes_per_s": "Bytes a second that its calls move; what comes faster is delayed.",
 }
 """What the documentation of Quota says, in a line each; all are for each shard by itself."""
@@ -40,9 +42,14 @@ class _Life(click.ParamType[float]):
     ) -> float:
         """The seconds."""
         found = _LIFE.fullmatch(value)
-        if found is None:
-            self.fail(f"{value!r} is no number of s, m, h or d, such as 30d or 12h", param, ctx)
-        return float(int(found[1]) * _UNITS_S[found[2]])
+        seconds = 0 if found is None else int(found[1]) * _UNITS_S[found[2]]
+        if not 0 < seconds <= _LIFE_S_MAX:
+            self.fail(
+                f"{value!r} is no number of s, m, h or d, such as 30d or 12h, up to 36500d",
+                param,
+                ctx,
+            )
+        return float(seconds)
 
 
 tokens_option: Decorator = click.option(

@@ -100,6 +100,8 @@ class Call:
         """Who makes it."""
         self.usage: Usage | None = None
         """What the token of that uses; None: nobody's token."""
+        self.is_counted = False
+        """Whether it counts among the open calls of that token."""
         self._note = note
         self._granted: set[tuple[Right, str, str]] = set()
         self._moved_bytes = 0
@@ -393,10 +395,13 @@ class Calls:
         try:
             if self._access.asks:
                 self._identify(call)
-                await self._paced(call)
             if is_stream:
                 await self._streams.enter(call)
-            return await self._run(call, begin, is_stream=is_stream)
+            response = await self._run(call, begin, is_stream=is_stream)
+            if not is_stream and response is not None:
+                call.add_bytes(response.ByteSize())
+                await self._paced(call)
+            return response
         except asyncio.CancelledError:
             if call.ending is None:
                 raise
@@ -407,6 +412,8 @@ class Calls:
             call.note_end()
             self._open.discard(call)
             self._streams.leave(call)
+            if call.is_counted and call.usage is not None:
+                call.usage.add("calls", -1)
 
     def _identify(self, call: Call) -> None:
         """Finds out who makes a call.
@@ -417,14 +424,13 @@ class Calls:
         metadata: Any = call.context.invocation_metadata()
         call.principal = principal = self._access.principal(authorization_of(metadata))
         if principal.name:
-            call.usage = self._usages.of(principal.name, principal.quota)
+            call.usage = usage = self._usages.of(principal.name, principal.quota)
+            usage.check_rate()
+            usage.take("calls")
+            call.is_counted = True
 
     async def _paced(self, call: Call) -> None:
-        """Counts what has passed, and returns when no more of it has than the quota allows.
-
-        Raises:
-            LimitError: see `Usage.delay_s`.
-        """
+        """Counts what has passed, and returns when no more of it has than the quota allows."""
         if call.usage is None or call.usage.quota.bytes_per_s is None:
             return
         delay_s = call.usage.delay_s(max(call.moved_bytes(), CALL_BYTES))

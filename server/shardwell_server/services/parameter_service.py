@@ -112,6 +112,8 @@ class ParameterServerService:
         spec = ParameterSpec.from_proto(request.spec)
         exists = self._shard.parameters.has(spec.name)
         call.check(right_to_open(exists, takes_seat=request.take_seat), "parameter", spec.name)
+        if (call.principal.best(spec.name) or 0) < Right.CONTRIBUTE:
+            worker_id = ""  # who may not contribute is none that others wait for
         if request.must_exist and not exists:
             raise self._shard.lost_memory("parameter", spec.name)
         if request.take_seat:

@@ -72,6 +72,8 @@ class TableService:
         call.check(right_to_open(exists, takes_seat=request.take_seat), "table", spec.name)
         if request.take_seat:
             self._shard.tables.get(spec.name)  # whoever takes a seat has opened it before
+        if (call.principal.best(spec.name) or 0) < Right.CONTRIBUTE:
+            worker_id = ""  # who may not contribute is none that others wait for
         if request.must_exist and not exists:
             raise self._shard.lost_memory("table", spec.name)
         seat_for = None

@@ -68,6 +68,13 @@ class OwnedBytes:
             self._usage.add("stored_bytes", -size_bytes)
             raise
 
+    @property
+    def left_bytes(self) -> int:
+        """How many more may be taken."""
+        own = self._usage.left("stored_bytes")
+        of_all = max(self._all.limit_bytes - self._all.count, 0)
+        return of_all if own is None else min(own, of_all)
+
     def add(self, size_bytes: int) -> None:
         """As `ByteBudget.add`, of both."""
         self._usage.add("stored_bytes", size_bytes)

@@ -9,20 +9,20 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from shardwell.errors import LimitError
 from shardwell.numerics.arguments import check_integer
 
-Counted: TypeAlias = Literal["stored_bytes", "parameters", "tables", "members", "streams"]
+Counted: TypeAlias = Literal["stored_bytes", "parameters", "tables", "members", "streams", "calls"]
 _BURST_S = 1.0
 """A token that was quiet may use so much of its rate at once."""
 _USAGE_COUNT_MAX = 4096
-"""Names of tokens, of which JWTs may bring any number; then those that use nothing are forgotten."""
+"""Names of tokens, of which JWTs may bring any number; then what is not used is forgotten."""
 _DELAY_S_MAX = 10.0
-"""The longest that a call is delayed; one that would have to wait longer is refused."""
+"""Where calls would have to wait for longer, no other is begun."""
 CALL_BYTES = 16 * 1024
 """A call and each message of a stream counts as so many bytes at the least."""
 
@@ -44,6 +44,9 @@ class Quota:
     """Workers that are connected with the token, and as many again in groups that meet here."""
     streams: int | None = None
     """That are open."""
+    calls: int | None = None
+    """That are open, of any kind: streams, those by which workers attend, and such as wait for
+    others."""
     bytes_per_s: int | None = None
     """That its calls bring and are answered, payloads in shared memory included. A call and each
     message counts as 16 KiB at the least, so this bounds calls a second, too. What comes faster
@@ -82,6 +85,11 @@ class Usage:
         """How much of that it uses."""
         return self._counts.get(what, 0)
 
+    def left(self, what: Counted) -> int | None:
+        """How much more it may use; None: there is no bound."""
+        most: int | None = getattr(self.quota, what)
+        return None if most is None else max(most - self.count(what), 0)
+
     def take(self, what: Counted, count: int = 1, **where: Any) -> None:
         """Counts so much more.
 
@@ -111,26 +119,29 @@ class Usage:
             self._counts[what] = self._counts.get(what, 0) + count
 
     def delay_s(self, size_bytes: int) -> float:
-        """Counts bytes that pass; how long their call is to wait, so that the rate holds.
-
-        Raises:
-            LimitError: it would have to wait for too long; they do not count.
-        """
+        """Counts bytes that pass; how long their call is to wait, so that the rate holds."""
         rate = self.quota.bytes_per_s
         if rate is None:
             return 0.0
         with self._lock:
             now_s = self._now_s()
-            paid_until_s = max(self._paid_until_s, now_s - _BURST_S) + size_bytes / max(rate, 1)
-            delay_s = paid_until_s - now_s
-            if delay_s > _DELAY_S_MAX:
-                raise LimitError(
-                    f"token {self.name!r} is at its limit bytes_per_s={rate}: so much of it waits "
-                    f"that this would take {delay_s:.0f} s; call less at once, or raise it where "
-                    "the token is made"
-                )
-            self._paid_until_s = paid_until_s
-        return max(delay_s, 0.0)
+            self._paid_until_s = max(self._paid_until_s, now_s - _BURST_S)
+            self._paid_until_s += size_bytes / max(rate, 1)
+            return max(self._paid_until_s - now_s, 0.0)
+
+    def check_rate(self) -> None:
+        """Refuses another call while those that are there have to wait for long.
+
+        Raises:
+            LimitError: they do.
+        """
+        delay_s = self._paid_until_s - self._now_s()
+        if self.quota.bytes_per_s is not None and delay_s > _DELAY_S_MAX:
+            raise LimitError(
+                f"token {self.name!r} is at its limit bytes_per_s={self.quota.bytes_per_s}: what "
+                f"its calls move takes {delay_s:.0f} s more at that rate; call less at once, or "
+                "raise it where the token is made"
+            )
 
 
 class Usages:
@@ -152,6 +163,11 @@ class Usages:
         if quota is not None:
             usage.quota = quota
         return usage
+
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """What the file of tokens says now, also of those who have not called yet."""
+        for name, quota in quotas.items():
+            self.of(name, quota)
 
     def _forget_idle(self) -> None:
         self._by_name = {name: each for name, each in self._by_name.items() if each.is_used}

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from shardwell.errors import (
     AccessDeniedError,
@@ -25,22 +26,39 @@ from shardwell_server.shard.quotas import Usage
 
 RETURN_S_MAX = 5.0
 """A client tries to reach a shard that is away twice a second."""
+_CALL_COUNT_MAX = 4
+"""Attend calls of one session; one more ends the oldest. A connection that broke leaves one."""
 
 
 class _Attending:
     """A session that attends, and the calls by which it does."""
 
-    def __init__(self, worker_id: str, session: Session, usage: Usage | None) -> None:
-        self.usage = usage
-        """What the token uses by which it attends; None: nobody's."""
+    def __init__(self, worker_id: str, session: Session) -> None:
         self.worker_id = worker_id
         self.session = session
-        self.ends: dict[object, Callable[[], object]] = {}
+        self.calls: dict[object, _Call] = {}
+        """The newest last."""
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the token uses by which it attends, of the newest call; None: nobody's."""
+        return next(reversed(self.calls.values())).usage if self.calls else None
 
     @property
     def owner(self) -> str:
-        """Name of the token; empty: of none."""
-        return "" if self.usage is None else self.usage.name
+        """Name of that token; empty: of none."""
+        return _name_of(self.usage)
+
+
+class _Call(NamedTuple):
+    """By which a session attends."""
+
+    end: Callable[[], object]
+    usage: Usage | None
+
+
+def _name_of(usage: Usage | None) -> str:
+    return "" if usage is None else usage.name
 
 
 class Sessions:
@@ -69,6 +87,8 @@ class Sessions:
         self._attending: dict[int, _Attending] = {}
         self._left_s: dict[int, float] = {}
         """When sessions left that attended, the first one first."""
+        self._left_owners: dict[int, str] = {}
+        """Names of the tokens by which those did that brought one."""
         self._others_left_s = now_s()
         """When all others had left that are not known to attend, at the latest."""
         self._is_stopping = False
@@ -99,6 +119,7 @@ class Sessions:
             ShardUnavailableError: the shard stops.
         """
         token = object()
+        surplus: _Call | None = None
         with self._lock:
             if self._is_stopping:
                 raise ShardUnavailableError("the shard is stopping; wait until it is back")
@@ -109,57 +130,71 @@ class Sessions:
                         f"limit session_count_max={self._count_max}: as many clients are "
                         "connected; close some, or raise it on the shards"
                     )
-                if usage is not None:
-                    usage.take("members", worker_id=worker_id)
-                found = self._attending[session.number] = _Attending(worker_id, session, usage)
+                _move_member(None, usage, worker_id)
+                found = self._attending[session.number] = _Attending(worker_id, session)
                 self._left_s.pop(session.number, None)
+                self._left_owners.pop(session.number, None)
             elif found.worker_id != worker_id:
                 raise ArgumentError(
                     f"session {session.number:#x} is that of worker {found.worker_id!r}; got "
                     f"{worker_id!r}; draw a number for each connection"
                 )
-            elif found.usage is not usage:  # whoever knows its number has another token now
-                if usage is not None:
-                    usage.take("members", worker_id=worker_id)
-                if found.usage is not None:
-                    found.usage.add("members", -1)
-                found.usage = usage
-            found.ends[token] = end
+            else:  # whoever knows its number may have another token now
+                _move_member(found.usage, usage, worker_id)
+                if len(found.calls) >= _CALL_COUNT_MAX:
+                    surplus = found.calls.pop(next(iter(found.calls)))
+            found.calls[token] = _Call(end, usage)
+        if surplus is not None:
+            surplus.end()
         return token
 
     def leave(self, session: Session, token: object) -> None:
         """Notes that a call of the session is not open any more. Safe to repeat."""
         with self._lock:
             found = self._attending.get(session.number)
-            if found is None or token not in found.ends:
+            if found is None or token not in found.calls:
                 return
-            del found.ends[token]
-            if not found.ends:
+            if len(found.calls) == 1:
                 self._forget(session.number)
+                return
+            before = found.usage
+            del found.calls[token]
+            _move_member(before, found.usage, found.worker_id, is_forced=True)
 
-    def end(self, number: int, owner: str = "") -> None:
+    def end(self, number: int, owner: str = "") -> bool:
         """Notes that a session has ended, whatever calls of it are open. Safe to repeat.
 
+        False: nobody of that number was here, as far as a caller with a token is concerned.
+
+        Args:
+            number: Of the session.
+            owner: Name of the caller's token; empty: it has none.
+
         Raises:
-            AccessDeniedError: it attends by another token than the owner's.
+            AccessDeniedError: it attends, or did, by another token.
         """
         with self._lock:
             found = self._attending.get(number)
-            if found is not None and found.owner != owner:
-                raise AccessDeniedError(
-                    f"session {number:#x} attends by another token than {owner!r}",
-                    worker_id=found.worker_id,
-                )
+            if owner and found is None and number not in self._left_s:
+                return False
+            whose = self._left_owners.get(number, "") if found is None else found.owner
+            if whose != owner:
+                raise AccessDeniedError(f"session {number:#x} attends by another token")
             self._forget(number)
+            return True
 
     def _forget(self, number: int) -> None:
         found = self._attending.pop(number, None)
-        if found is not None and found.usage is not None:
-            found.usage.add("members", -1)
+        if found is not None:
+            if found.owner:
+                self._left_owners[number] = found.owner
+            _move_member(found.usage, None, found.worker_id)
         self._left_s.pop(number, None)
         self._left_s[number] = self._now_s()
         if len(self._left_s) > self._count_max:
-            self._others_left_s = self._left_s.pop(next(iter(self._left_s)))
+            first = next(iter(self._left_s))
+            self._others_left_s = self._left_s.pop(first)
+            self._left_owners.pop(first, None)
 
     def alive_for_s(self, number: int) -> float:
         with self._lock:
@@ -207,6 +242,24 @@ class Sessions:
         """Ends the calls of all sessions, and lets none attend. Safe to repeat."""
         with self._lock:
             self._is_stopping = True
-            ends = [end for found in self._attending.values() for end in found.ends.values()]
-        for end in ends:
-            end()
+            calls = [call for found in self._attending.values() for call in found.calls.values()]
+        for call in calls:
+            call.end()
+
+
+def _move_member(
+    before: Usage | None, after: Usage | None, worker_id: str, *, is_forced: bool = False
+) -> None:
+    """Counts a worker for another token.
+
+    Raises:
+        LimitError: that has as many as it may, and the move is not forced; nothing changed.
+    """
+    if before is after:
+        return
+    if after is not None and is_forced:
+        after.add("members", 1)
+    elif after is not None:
+        after.take("members", worker_id=worker_id)
+    if before is not None:
+        before.add("members", -1)

@@ -175,7 +175,8 @@ class Shard:
             AccessDeniedError: it is that of another token.
             StorageError: it can't be noted for one, the others notwithstanding.
         """
-        self.sessions.end(number, owner)
+        if not self.sessions.end(number, owner):
+            return
         parameters, tables = self.parameters.all(), self.tables.all()
         enders = [
             *(each.end_session for each in parameters),

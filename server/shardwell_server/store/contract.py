@@ -381,8 +381,12 @@ class TableStorage(Storage, Protocol):
     def positions(self) -> list[Position]:
         """What each seat has contributed, by seat."""
 
-    def reserve(self, row_count: int) -> None:
+    def reserve(self, row_count: int, at_most: int | None = None) -> None:
         """Makes room for places from 0 to below `row_count`.
+
+        Args:
+            row_count: So many are needed.
+            at_most: It may make more room than that, but no more than this; None: as it likes.
 
         Raises:
             LimitError: that is more than `row_capacity`; nothing changed.

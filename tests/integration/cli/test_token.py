@@ -88,6 +88,7 @@ def test_what_is_written(path) -> None:
         (("create", "b", "--right=read:a b"), 2, "a right is RIGHT:PREFIX"),
         (("create", "b"), 2, "Missing option '--right'"),
         (("create", "b", "--right=read", "--expires-in=soon"), 2, "no number of s, m, h or d"),
+        (("create", "b", "--right=read", "--expires-in=999999999d"), 2, "up to 36500d"),
         (("create", "b", "--right=read", "--streams=-1"), 2, "--streams"),
         (("renew", "nobody"), 1, "has no token 'nobody'"),
         (("revoke", "nobody"), 1, "has no token 'nobody'"),
@@ -175,6 +176,15 @@ def test_what_serve_refuses(flags, reason) -> None:
     assert reason in log
 
 
+def test_a_variable_that_is_empty_opens_nothing() -> None:
+    for name in ("SHARDWELL_TOKENS", "SHARDWELL_JWT_KEYS"):
+        code, _, log = run_command(
+            "serve", "--shard-index=0", "--shard-count=1", environment={name: ""}
+        )
+        assert code == 2
+        assert f"${name} is empty" in log
+
+
 def test_a_cluster_of_this_machine(path) -> None:
     file = made(path, "workers", "--right=create")
     with Program("-m", "shardwell_server", "cluster", "--shard-count=2", f"--tokens={path}") as it:
@@ -199,3 +209,16 @@ def test_what_a_shard_writes_is_its_user_s(tmp_path) -> None:
         assert len(found) > 5
         for each in found:
             assert not stat.S_IMODE(each.stat().st_mode) & 0o077, each
+
+
+def test_a_file_that_others_may_read_stays_so(path) -> None:
+    """Shards may be another user's, and the name a link."""
+    made(path, "a", "--right=read")
+    path.chmod(0o640)
+    link = path.with_name("link.json")
+    link.symlink_to(path)
+    code, _, log = run_command("token", "create", "b", "--right=read", f"--tokens={link}")
+    assert code == 0, log
+    assert link.is_symlink()
+    assert entries(path).keys() == {"a", "b"}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640

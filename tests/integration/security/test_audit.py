@@ -115,7 +115,7 @@ def test_it_is_rotated(tmp_path, monkeypatch) -> None:
     path = tmp_path / "audit.jsonl"
     log = AuditLog(path, shard_index=3)
     for number in range(100):
-        log.note("opened", number=number, empty="", nothing=None, long="x" * 10_000)
+        log.note("created", number=number, empty="", nothing=None, long="x" * 10_000)
     log.close()
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "audit.jsonl",
@@ -141,7 +141,7 @@ def test_lines_that_come_faster_than_they_are_written(tmp_path, monkeypatch) -> 
     reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     log = AuditLog(path)
     for number in range(5000):
-        log.note("opened", number=number, filler="x" * 300)
+        log.note("created", number=number, filler="x" * 300)
     read = b""
 
     def is_drained() -> bool:
@@ -170,3 +170,40 @@ def test_a_log_that_can_not_be_written(tmp_path) -> None:
     config = ShardConfig(shard_index=0, shard_count=1, audit_log=tmp_path / "no" / "such")
     with pytest.raises(shardwell.ArgumentError, match=r"the audit log .* can't be written"):
         ShardServer(config)
+
+
+def test_what_is_alike_is_one_line(tmp_path, monkeypatch) -> None:
+    """A flood of strangers leaves room for what else happens, and is counted."""
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path)
+    for port in range(500):
+        log.note("refused", remote=f"ipv4:10.0.0.1:{port}", method="GetStatus", reason="no token")
+        log.note("opened", token="w", name="net", right="read", method="GetWeights")
+    log.note("refused", remote="ipv4:10.0.0.2:1", method="GetStatus", reason="no token")
+    log.note("opened", token="w", name="other", right="read", method="GetWeights")
+    monkeypatch.setattr(audit, "_FOLD_S", 0.0)
+    log.note("opened", token="w", name="net", right="read", method="GetWeights")
+    log.close()
+    told = [(line["event"], line.get("name"), line.get("repeated")) for line in lines_of(path)]
+    assert told == [
+        ("refused", None, None),
+        ("opened", "net", None),
+        ("refused", None, None),
+        ("opened", "other", None),
+        ("opened", "net", 499),
+        ("refused", None, 499),
+    ]
+
+
+def test_as_many_kinds_as_anybody_likes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(audit, "_KIND_COUNT_MAX", 3)
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path)
+    for number in range(50):
+        for _ in range(2):
+            log.note("opened", token="w", name=f"n{number}")
+    log.close()
+    lines = lines_of(path)
+    assert len(lines) == 100
+    assert sum(line.get("repeated", 0) for line in lines) == 50
+    assert len(log._seen) <= 4

@@ -10,13 +10,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background
 from harness.tokens import Tokens
+from harness.wire_client import crc as wire_crc
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import session_pb2
 
 SGD = shardwell.SGD(learning_rate=1.0)
 
@@ -212,6 +217,123 @@ def test_calls_a_second(cluster, connect, tokens) -> None:
         client.status()  # two calls
     assert time.monotonic() - began_s > 100 / 20 - 2
     usage = running.servers[0].shard.usages.of("ci")
+    assert usage.delay_s(10**7) > 10
     with pytest.raises(shardwell.LimitError, match=r"token 'ci' is at its limit bytes_per_s"):
-        usage.delay_s(10**9)
-    assert client.status()
+        client.status()
+
+
+def test_calls_that_are_open(cluster, connect, tokens) -> None:
+    """Of any kind: here those that wait to give first weights."""
+    running = cluster(1, tokens=tokens.path)
+    file = tokens.add("ci", "create", quota={"calls": 6})
+    client = connect(running, "w0", token_file=file)
+    net = client.parameter("net", size=9, optimizer=SGD)
+    claim = pb.ClaimInitRequest(
+        shard=client._shards.channels[0].identity,
+        parameter="net",
+        worker_id="w0",
+    )
+    claim.crc32c = wire_crc.of_message(claim)
+    waits = pb.ClaimInitRequest(
+        shard=claim.shard, parameter="net", worker_id="w1", wait_timeout_ms=60_000
+    )
+    waits.crc32c = wire_crc.of_message(waits)
+    metadata = [("authorization", f"Bearer {file.read_text().strip()}")]
+    with grpc.insecure_channel(running.target) as channel:
+        ask = channel.unary_unary("/shardwell.v1.ParameterServerService/ClaimInit")
+        ask(claim.SerializeToString(), metadata=metadata)
+        calls = [ask.future(waits.SerializeToString(), metadata=metadata) for _ in range(20)]
+        refused = 20 - 5  # one is that by which the client attends
+        eventually("most are refused", lambda: sum(c.done() for c in calls) == refused)
+        errors = {c.details() for c in calls if c.done()}
+        assert all("token 'ci' is at its limit calls=6" in error for error in errors)
+        assert connect(running, "w2", token_file=tokens.add("other", "create")).status()
+        for call in calls:
+            call.cancel()
+    eventually("they are gone", lambda: usage_of(running)["calls"] == 1)
+    net.init(np.zeros(9, np.float32))
+    assert (net.exchange(np.ones(9, np.float32)) == -1).all()
+
+
+def test_a_session_has_few_calls_by_which_it_attends(cluster, tokens) -> None:
+    """Or one client could take all that a shard has."""
+    running = cluster(1, tokens=tokens.path)
+    metadata = [("authorization", f"Bearer {tokens.add('ci', 'read').read_text().strip()}")]
+    request = session_pb2.AttendRequest(worker_id="w", session=7, host="here")
+    request.shard.cluster_id, request.shard.shard_count = running.cluster_id, 1
+    with grpc.insecure_channel(running.target) as channel:
+        attend = channel.unary_stream("/shardwell.v1.SessionService/Attend")
+        calls = []
+        for _ in range(50):
+            calls.append(attend(request.SerializeToString(), metadata=metadata))
+            calls[-1].initial_metadata()
+        server = running.servers[0]
+        eventually("the older ones are ended", lambda: usage_of(running)["calls"] <= 4)
+        assert server.shard.sessions.count == 1
+        assert usage_of(running)["members"] == 1
+        for call in calls:
+            call.cancel()
+    eventually("it has left", lambda: not usage_of(running))
+
+
+def test_watching_health_takes_nobody_s_place(cluster, connect, tokens) -> None:
+    running = cluster(1, tokens=tokens.path)
+    with grpc.insecure_channel(running.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(40)]
+        eventually(
+            "most are refused",
+            lambda: sum(watch.done() for watch in watches) == len(watches) - 16,
+        )
+        assert stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S).status == 1
+        for watch in watches:
+            watch.cancel()
+        eventually("there is room", lambda: not running.servers[0]._health._watch_count)
+
+
+def test_rows_stay_within_the_quota(cluster, connect, tokens, tmp_path) -> None:
+    """Whatever room their files would like; also after a restart, by whomever they come."""
+    quota = {"stored_bytes": 5_000_000}
+    maker = tokens.add("ci", "create", quota=quota)
+    friend = tokens.add("friend", "contribute")
+    where = {"tokens": tokens.path, "data_dir": tmp_path / "data"}
+    running = cluster(1, **where)
+    client = connect(running, "w0", token_file=maker)
+    table = client.table("rows", row_count=10**6, dim=8, optimizer=SGD, mode="async")
+
+    def filled(table: Any, start: int) -> int:
+        """How far it comes."""
+        while True:
+            try:
+                table.put_row_gradients(np.arange(start, start + 500), np.ones((500, 8)))
+            except shardwell.LimitError as error:
+                said.append(error.message)
+                return start
+            start += 500
+
+    said: list[str] = []
+    count = filled(table, 0)
+    assert count * 8 * 4 > 300_000
+    assert usage_of(running)["stored_bytes"] <= 5_000_000
+    client.close()
+    running.close()
+    running = cluster(1, **where)
+    assert filled(connect(running, "w1", token_file=friend).table("rows"), count) < count + 5000
+    assert usage_of(running)["stored_bytes"] <= 5_000_000
+    assert all("token 'ci' is at its limit stored_bytes=5000000" in text for text in said)
+    tokens.add("ci", "create", quota={"stored_bytes": 6_000_000})
+    usages = running.servers[0].shard.usages
+    eventually("it is more now", lambda: usages.of("ci").quota.stored_bytes == 6_000_000)
+
+
+def test_what_is_done_is_paid_for(cluster, connect, tokens) -> None:
+    """A rate slower than a message: it takes its time, and nothing is refused that was counted."""
+    running = cluster(1, tokens=tokens.path, chunk_size_bytes=2**16)
+    file = tokens.add("ci", "create", quota={"bytes_per_s": 100_000})
+    net = connect(running, "w0", token_file=file, same_host=False).parameter(
+        "net", size=2**16, optimizer=SGD, codec="fp32"
+    )
+    net.init(np.zeros(2**16, np.float32))
+    began_s = time.monotonic()
+    assert (net.exchange(np.ones(2**16, np.float32)) == -1).all()
+    assert time.monotonic() - began_s > 2 * 2**18 / 100_000 - 1.5

@@ -7,7 +7,9 @@ undisturbed training as the oracle.
 from __future__ import annotations
 
 import logging
+import os
 import re
+import socket
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,8 +23,8 @@ import shardwell
 from harness.certificates import authority, of_client, of_server
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
-from harness.tokens import Tokens
-from shardwell.v1 import peer_pb2, peer_pb2_grpc
+from harness.tokens import Tokens, bearing
+from shardwell.v1 import group_pb2, group_pb2_grpc, peer_pb2, peer_pb2_grpc
 from shardwell_server import GroupCluster, ShardConfig, ShardServer
 
 SGD = shardwell.SGD(learning_rate=1.0)
@@ -482,9 +484,12 @@ def test_a_member_answers_nobody_who_was_not_let_in(cluster, tokens) -> None:
 
 
 def test_members_count_in_the_quota(cluster, tokens) -> None:
-    target = cluster(1, tokens=tokens.path).target
+    running = cluster(1, tokens=tokens.path)
+    target = running.target
     file = tokens.add("w", "contribute", quota={"members": 1})
     waiting = in_background(lambda: join(file, 0, target))
+    meetings = running.servers[0]._meetings._meetings
+    eventually("it waits", lambda: meetings.group_count == 1)
 
     def is_full() -> bool:
         try:
@@ -493,11 +498,34 @@ def test_members_count_in_the_quota(cluster, tokens) -> None:
             return "token 'w' is at its limit members=1" in error.message
         return False
 
-    eventually("one waits, and no other is let in", is_full)
+    assert is_full()
+    with pytest.raises(grpc.RpcError) as caught:  # nor is one that says that it was there before
+        renewed(target, file, "prod-i")
+    assert "token 'w' is at its limit members=1" in str(caught.value.details())
+    with pytest.raises(grpc.RpcError):  # nor one that has the id of the first
+        renewed(target, file, "prod-i", waiting_id(meetings))
     other = tokens.add("v", "contribute")
     joined = join(other, 1, target)
     together([joined.close, waiting.result(PATIENCE_S).close])
     eventually("there is room again", lambda: not is_full())
+
+
+def renewed(target: str, file: Path, group: str, member_id: str = "m") -> None:
+    request = group_pb2.RenewLeaseRequest(
+        spec=group_pb2.GroupSpec(name=group, size=1, strategy="ring", codec=1),
+        member=group_pb2.Member(member_id=member_id, address="127.0.0.1:1", description="d"),
+        generation=1 << 32,
+        member_count=1,
+        lease_ms=1000,
+    )
+    with bearing(grpc.insecure_channel(target), file.read_text().strip()) as channel:
+        group_pb2_grpc.GroupServiceStub(channel).RenewLease(request, timeout=PATIENCE_S)
+
+
+def waiting_id(meetings: Any) -> str:
+    (gathering,) = meetings._gatherings.values()
+    (member_id,) = gathering.seating.applicants
+    return str(member_id)
 
 
 def test_a_shard_beside_each_worker(tokens, cluster) -> None:
@@ -575,3 +603,45 @@ def test_with_tls(cluster, connect, tokens) -> None:
 def _no_token_of_all_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests say who has which."""
     monkeypatch.delenv("SHARDWELL_TOKEN_FILE", raising=False)
+
+
+def test_a_proxy_of_the_environment_sees_no_token(cluster, tokens, monkeypatch) -> None:
+    """gRPC takes what $http_proxy says for this machine, too."""
+    running = cluster(1, tokens=tokens.path)
+    file = tokens.add("w", "read")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        with shardwell.connect(running.target, token_file=file, same_host=False) as client:
+            assert client.status()
+        proxy.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            proxy.accept()
+
+
+@pytest.mark.parametrize("what", ["pipe", "directory", "keys without a key"])
+def test_files_that_nobody_can_read_stop_nothing(cluster, connect, tokens, tmp_path, what) -> None:
+    """Tokens that end go on to do so."""
+    keys = tmp_path / "keys.json"
+    keys.write_text('{"keys": [{"kty": "oct", "k": "%s"}]}' % ("ab" * 32))
+    running = cluster(1, tokens=tokens.path, jwt_keys=keys)
+    file = tokens.add("w", "create")
+    connect(running, "w0", token_file=file)
+    sessions = running.servers[0].shard.sessions
+    eventually("it attends", lambda: sessions.count == 1)
+    keys.unlink()
+    if what == "pipe":
+        os.mkfifo(keys)
+    elif what == "directory":
+        keys.mkdir()
+    else:
+        keys.write_text('{"keys": [{"kty": "oct", "kid": "new"}]}')
+    stranger = tokens.directory / "stranger.token"
+    stranger.write_text("a.b.c")
+    with pytest.raises(shardwell.AuthenticationError):
+        connect(running, "w1", token_file=stranger)
+    time.sleep(1)
+    tokens.remove("w")
+    eventually("it is ended", lambda: sessions.count == 0)

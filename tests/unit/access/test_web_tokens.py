@@ -22,6 +22,7 @@ from shardwell_server.access.access import Access
 from shardwell_server.access.rights import Grant, Right
 from shardwell_server.access.web_tokens import read_keys
 
+PEM = b"-----BEGIN PUBLIC KEY-----\nAAAAAAAAAAAA\n-----END PUBLIC KEY-----"
 SHARED = b"a secret of at least 32 bytes...."
 SIGNER = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = SIGNER.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
@@ -72,7 +73,7 @@ def test_what_is_believed(access: Access, algorithm: str, key_id: Any, more: Any
     header = {"kid": "one" if algorithm == "HS256" else "two"} if key_id else {}
     token = signed({**CLAIMS, **more, "quota": {"streams": 3}}, algorithm, **header)
     found = access.principal(f"Bearer {token}")
-    assert found.name == "trainer"
+    assert found.name == "jwt:trainer"  # and no token of the file
     assert found.grants == (Grant(Right.CONTRIBUTE, "prod-"),)
     assert found.expires_s == CLAIMS["exp"]
     assert found.quota.streams == 3
@@ -124,11 +125,11 @@ def test_an_end_that_comes_and_a_key_that_goes(path: Path) -> None:
     two = access.principal(f"Bearer {signed(CLAIMS, 'EdDSA')}")
     path.write_text(json.dumps({"keys": [OKP]}))
     access.refresh()
-    with pytest.raises(AuthenticationError, match="'trainer' was revoked"):
+    with pytest.raises(AuthenticationError, match="'jwt:trainer' was revoked"):
         access.check_still(one)
     access.check_still(two)
     now_s[0] = CLAIMS["exp"]
-    with pytest.raises(AuthenticationError, match="'trainer' expired at 20"):
+    with pytest.raises(AuthenticationError, match="'jwt:trainer' expired at 20"):
         access.check_still(two)
 
 
@@ -140,6 +141,8 @@ def test_an_end_that_comes_and_a_key_that_goes(path: Path) -> None:
         ([5], "key 1 must be a JSON object"),
         ([{**OCT, "k": text(b"short")}], "HS256 needs 32 drawn at random"),
         ([{**OCT, "k": 5}], "can't be read as a key"),
+        ([{**OCT, "use": "enc"}], "is for another use"),
+        ([{**OCT, "k": text(PEM)}], "can't be read as a key"),
         ([{"kty": "oct"}], "can't be read as a key"),
         ([{**OCT, "alg": "HS512"}], "must be for HS256"),
         ([{**OCT, "kid": 5}], "kid must be a string"),
@@ -159,3 +162,37 @@ def test_keys_that_are_none(path: Path, keys: Any, reason: str) -> None:
     assert str(path) in caught.value.message
     for secret in (text(SHARED), text(PUBLIC), text(bytes(range(32)))):
         assert secret not in caught.value.message
+
+
+def test_a_token_names_its_key_where_there_are_several(path: Path) -> None:
+    """Or strangers could have each of them tried."""
+    other = {**OCT, "kid": "other", "k": text(bytes(32))}
+    path.write_text(json.dumps({"keys": [OCT, other, OKP]}))
+    access = Access(jwt_keys=path, cluster_id="mine", now_s=lambda: NOW_S)
+    assert access.principal(f"Bearer {signed(CLAIMS, kid='one')}").name == "jwt:trainer"
+    assert access.principal(f"Bearer {signed(CLAIMS, 'EdDSA')}").name == "jwt:trainer"
+    with pytest.raises(AuthenticationError, match="does not name its key"):
+        access.principal(f"Bearer {signed(CLAIMS)}")
+
+
+def test_what_was_believed_is_looked_at_once(access: Access, path: Path, monkeypatch) -> None:
+    """As long as its key is there, and no longer than it is good."""
+    token = f"Bearer {signed(CLAIMS, 'EdDSA')}"
+    first = access.principal(token)
+    monkeypatch.setattr("jwt.decode", lambda *_, **__: pytest.fail("it was looked at again"))
+    assert access.principal(token) is first
+    monkeypatch.undo()
+    monkeypatch.setattr(access, "_now_s", lambda: CLAIMS["exp"])
+    with pytest.raises(AuthenticationError, match="expired"):
+        access.principal(token)
+    monkeypatch.undo()
+    path.write_text(json.dumps({"keys": [OCT]}))
+    access.refresh()
+    with pytest.raises(AuthenticationError, match="signed by no key"):
+        access.principal(token)
+
+
+def test_keys_are_not_shown(path: Path) -> None:
+    shown = repr(read_keys(path))
+    assert text(SHARED) not in shown
+    assert repr(SHARED) not in shown

@@ -48,8 +48,9 @@ class Meetings:
         self._limits = limits or MeetingLimits()
         self._numbers = GenerationNumbers(incarnation)
         self._gatherings: dict[str, Gathering] = {}
-        self._owners: dict[str, str] = {}
-        """Names of the owners of those that are there, and of some that are gone, by member id."""
+        self._owners: dict[tuple[str, str], str] = {}
+        """Names of the owners of those that are there, and of some that are gone, by the names of
+        their groups and their member ids."""
         self._sweep_due_s = -math.inf
 
     @property
@@ -73,15 +74,14 @@ class Meetings:
         check_join(request, self._limits, self._numbers.largest)
         gathering = self._gathering(request.spec, now_s)
         try:
-            if not gathering.seating.knows(request.member.member_id):
-                self._check_room(request.spec.name, owner)
-                if owner.member_count_max is not None:
-                    self._owners[request.member.member_id] = owner.name
+            self._let_in(gathering, request.spec.name, request.member.member_id, owner)
             return gathering.join(request, now_s)
         finally:
             self._forget_if_over(request.spec.name)
 
-    def renew(self, request: pb.RenewLeaseRequest, now_s: float) -> pb.RenewLeaseResponse:
+    def renew(
+        self, request: pb.RenewLeaseRequest, now_s: float, owner: Owner = NOBODY
+    ) -> pb.RenewLeaseResponse:
         """What a member is answered that says that it lives.
 
         Raises:
@@ -90,8 +90,11 @@ class Meetings:
             WorkerLostError: the caller was declared lost, or its generation was succeeded.
         """
         check_renew(request, self._limits, self._numbers.largest)
+        gathering = self._gathering(request.spec, now_s)
         try:
-            return self._gathering(request.spec, now_s).renew(request, now_s)
+            if owner.member_count_max is not None:
+                self._let_in(gathering, request.spec.name, request.member.member_id, owner)
+            return gathering.renew(request, now_s)
         finally:
             self._forget_if_over(request.spec.name)
 
@@ -128,6 +131,17 @@ class Meetings:
             for name in [n for n, one in self._gatherings.items() if one.is_silent(now_s)]:
                 del self._gatherings[name]
 
+    def _let_in(self, gathering: Gathering, name: str, member_id: str, owner: Owner) -> None:
+        """Counts one that is not known yet.
+
+        Raises:
+            LimitError: there is no room for it.
+        """
+        if not gathering.seating.knows(member_id):
+            self._check_room(name, owner)
+            if owner.member_count_max is not None:
+                self._owners[name, member_id] = owner.name
+
     def _check_room(self, name: str, owner: Owner) -> None:
         count = sum(len(one.seating.applicants) for one in self._gatherings.values())
         if count >= self._limits.applicant_count_max:
@@ -136,8 +150,12 @@ class Meetings:
                 f"already; there is no room for another of group {name!r}; try again later"
             )
         if owner.member_count_max is not None:
-            there = {one for each in self._gatherings.values() for one in each.seating.member_ids()}
-            self._owners = {one: name for one, name in self._owners.items() if one in there}
+            there = {
+                (group, one)
+                for group, each in self._gatherings.items()
+                for one in each.seating.member_ids()
+            }
+            self._owners = {one: of for one, of in self._owners.items() if one in there}
             if list(self._owners.values()).count(owner.name) >= owner.member_count_max:
                 raise LimitError(
                     f"token {owner.name!r} is at its limit members={owner.member_count_max}: as "

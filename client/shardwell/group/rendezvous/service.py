@@ -89,9 +89,9 @@ class GroupService:
     def renew_lease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
         """See the .proto."""
         self._check_shard()
-        self._admit(context, request.spec.name)
+        owner = self._admit(context, request.spec.name)
         with self._lock:
-            return self._meetings.renew(request, time.monotonic())
+            return self._meetings.renew(request, time.monotonic(), owner)
 
     def leave_group(self, request: pb.LeaveGroupRequest, context: Any) -> pb.LeaveGroupResponse:
         """See the .proto."""

@@ -226,9 +226,7 @@ class PeerServer:
 
     def _greet(self, request: pb.GreetRequest, context: grpc.ServicerContext) -> pb.GreetResponse:
         if not self._is_meant(request.group, request.member_id):
-            raise WorkerUnreachableError(
-                f"another worker answers here, of group {self._group!r}; is the address right?"
-            )
+            raise WorkerUnreachableError("another worker answers here; is the address right?")
         return pb.GreetResponse()
 
     def _agree(
@@ -250,7 +248,7 @@ class PeerServer:
 
     def _check_offer(self, offer: arena_pb2.ArenaOffer) -> None:
         if not self._is_meant(self._group, offer.member_id):
-            raise WorkerUnreachableError(f"another worker answers here, of group {self._group!r}")
+            raise WorkerUnreachableError("another worker answers here")
 
     @contextlib.contextmanager
     def _opening(self, context: grpc.ServicerContext) -> Iterator[None]:
@@ -294,7 +292,7 @@ class PeerServer:
                 self._changed.wait(rest_s)
         raise WorkerLostError(
             f"generation {opening.generation} of group {opening.group!r:.80} is not, or no more, "
-            f"what this member of group {self._group!r} is in"
+            "what this worker is in"
         )
 
     def _is_meant(self, group: str, member_id: str) -> bool:

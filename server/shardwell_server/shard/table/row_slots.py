@@ -101,7 +101,7 @@ class RowSlots:
             table=self._layout.name,
         )
         try:
-            self._storage.reserve(row_count)
+            self._storage.reserve(row_count, row_count + stored.left_bytes // size_bytes)
         except BaseException:
             stored.add((before - row_count) * size_bytes)
             raise

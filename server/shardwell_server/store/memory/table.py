@@ -63,7 +63,7 @@ class MemoryTable(MemoryStorage):
     def add_seat(self) -> None:
         self._positions.append(Position(len(self._positions)))
 
-    def reserve(self, row_count: int) -> None:
+    def reserve(self, row_count: int, at_most: int | None = None) -> None:
         check_capacity(self._layout, row_count)
         self._reserved_row_count = max(self._reserved_row_count, row_count)
 

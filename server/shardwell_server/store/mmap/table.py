@@ -198,11 +198,13 @@ class MmapTable(MmapStorage):
             found.append(Position(seat_index, step, part_count))
         return found
 
-    def reserve(self, row_count: int) -> None:
+    def reserve(self, row_count: int, at_most: int | None = None) -> None:
         check_capacity(self._layout, row_count)
         if row_count > self._reserved_row_count:
+            capacity = self._layout.row_capacity
+            capacity = capacity if at_most is None else min(capacity, at_most)
             self._reserved_row_count = reserve_all(
-                self._row_files, self._reserved_row_count, row_count, self._layout.row_capacity
+                self._row_files, self._reserved_row_count, row_count, capacity
             )
             self._reached("room for rows")
 

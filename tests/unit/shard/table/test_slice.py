@@ -35,8 +35,9 @@ from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.rows import RowCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
 from shardwell_server.shard.deadline import NotYet, RequestDeadline
+from shardwell_server.shard.quotas import Usage
 from shardwell_server.shard.table.index import HashRowIndex
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store import TableLayout, TableStorage
@@ -90,10 +91,10 @@ class FailingTable:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
-    def reserve(self, row_count: int) -> None:
+    def reserve(self, row_count: int, at_most: int | None = None) -> None:
         if self.is_full:
             raise StorageError("no space left", table="t")
-        self._storage.reserve(row_count)
+        self._storage.reserve(row_count, at_most)
 
     @contextlib.contextmanager
     def change(self, places: Any, **which: bool) -> Iterator[Any]:
@@ -131,7 +132,7 @@ def table_of(
         RowPlacement(spec.row_count, 1),
         shard_index=0,
         limits=Limits(),
-        stored_bytes=stored,
+        stored_bytes=OwnedBytes(stored, Usage("")),
         sessions=AllAlive(),
     )
     return made, storage, stored
