@@ -31,7 +31,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
-from shardwell.errors import AccessDeniedError, AuthenticationError, LimitError, ShardwellError
+from shardwell.errors import (
+    AccessDeniedError,
+    ArgumentError,
+    AuthenticationError,
+    LimitError,
+    ShardwellError,
+)
 from shardwell.rpc.credentials import authorization_of
 from shardwell.rpc.error_codes import to_status
 from shardwell.rpc.handlers import parsed, status_of
@@ -52,6 +58,8 @@ SHORT_BYTES_MAX = 16 * 1024
 """See `Call.is_short`."""
 _ROOM_WAIT_S = 10.0
 """How long a call waits for others' answers to be read, before it is refused."""
+_REQUEST_S = 10.0
+"""For the message of a call that has one."""
 _GRANTED_COUNT_MAX = 4096
 """Rights that a call is known to have; others are looked at each time."""
 
@@ -332,10 +340,11 @@ class Calls:
         """One request, one response; `handler(request, call)` may be a plain function."""
         begin = parsed(handler, request_type)
 
-        async def serve(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            return await self._served(context, handler, lambda call: begin(request, call))
+        async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            return await self._served(context, handler, begin, has_request=True)
 
-        return grpc.unary_unary_rpc_method_handler(
+        # Whose one message is read here: gRPC would wait for it before anybody knows who calls.
+        return grpc.stream_unary_rpc_method_handler(
             serve, response_serializer=lambda response: response.SerializeToString()
         )
 
@@ -345,10 +354,10 @@ class Calls:
         """One request, and no answer as long as the call is open; it is not counted as a stream."""
         begin = parsed(handler, request_type)
 
-        async def serve(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._served(context, handler, lambda call: begin(request, call))
+        async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await self._served(context, handler, begin, has_request=True)
 
-        return grpc.unary_stream_rpc_method_handler(serve)
+        return grpc.stream_stream_rpc_method_handler(serve)
 
     def answers(
         self, handler: Callable[[Any, Call], Handling], request_type: Any
@@ -356,10 +365,10 @@ class Calls:
         """One request, a stream of answers."""
         begin = parsed(handler, request_type)
 
-        async def serve(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._served(context, handler, lambda call: begin(request, call), is_stream=True)
+        async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await self._served(context, handler, begin, is_stream=True, has_request=True)
 
-        return grpc.unary_stream_rpc_method_handler(serve)
+        return grpc.stream_stream_rpc_method_handler(serve)
 
     def messages(self, handler: Callable[[Call], Handling]) -> grpc.RpcMethodHandler[Any, Any]:
         """A stream of messages, one response."""
@@ -385,16 +394,27 @@ class Calls:
         self,
         context: grpc.aio.ServicerContext[Any, Any],
         handler: Callable[..., Any],
-        begin: Callable[[Call], Any],
+        begin: Callable[..., Any],
         *,
         is_stream: bool = False,
+        has_request: bool = False,
     ) -> Any:
-        """The response; or the call has ended with the status that stands for its error."""
+        """The response; or the call has ended with the status that stands for its error.
+
+        Args:
+            context: gRPC's.
+            handler: Whose name says which RPC it is.
+            begin: Given the call; before it the request, if it has one.
+            is_stream: Whether it counts as a stream.
+            has_request: Whether it has one message, which comes at once.
+        """
         call = Call(context, _method_of(handler), self._note)
         self._open.add(call)
         try:
             if self._access.asks:
                 self._identify(call)
+            if has_request:
+                begin = partial(begin, await self._request(call))
             if is_stream:
                 await self._streams.enter(call)
             response = await self._run(call, begin, is_stream=is_stream)
@@ -436,6 +456,23 @@ class Calls:
         delay_s = call.usage.delay_s(max(call.moved_bytes(), CALL_BYTES))
         if delay_s > 0:
             await asyncio.sleep(delay_s)
+
+    async def _request(self, call: Call) -> bytes:
+        """The message of a call that has one.
+
+        Raises:
+            ArgumentError: it does not come.
+        """
+        try:
+            async with asyncio.timeout(_REQUEST_S):
+                with _gone_is_cancelled():
+                    message = await call.context.read()
+        except TimeoutError:
+            message = grpc.aio.EOF
+        if message is grpc.aio.EOF:
+            raise ArgumentError(f"{call.method} has a request, which did not come")
+        request: bytes = message
+        return request
 
     async def _run(self, call: Call, begin: Callable[[Call], Any], *, is_stream: bool) -> Any:
         # Of a stream that only makes the generator.

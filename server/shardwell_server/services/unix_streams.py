@@ -24,7 +24,7 @@ from shardwell.process.descriptors import check_descriptors
 from shardwell.process.unix_sockets import check_same_user, forget, listening
 from shardwell.rpc.credentials import AUTHORIZATION_KEY
 from shardwell.rpc.error_codes import ERROR_DETAIL_KEY
-from shardwell.v1 import unix_stream_pb2
+from shardwell.v1 import parameter_server_pb2, table_pb2, unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
 
 _LOG = logging.getLogger("shardwell_server")
@@ -37,6 +37,14 @@ _JOINED_BYTES_MAX = 32 * 1024
 _DESCRIPTOR_RESERVE = 64
 """Descriptors that streams here, each of which has one, leave for the rest."""
 
+_METHODS = {
+    f"/{service.full_name}/{method.name}"
+    for module in (parameter_server_pb2, table_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    if method.client_streaming and method.server_streaming
+}
+"""Those that may be called here: all whose streams go both ways."""
 Serve: TypeAlias = Callable[[Any, Any], Awaitable[None]]
 """What serves a stream of messages and answers, given gRPC's iterator, which it does not use, and
 context."""
@@ -109,6 +117,8 @@ class UnixStreams:
 
     def _serve_of(self, method: str) -> Serve | None:
         """What serves a stream of that name; None: nothing."""
+        if method not in _METHODS:
+            return None
         for service in self._services:
             handler: Any = service.service(_Details(method))
             if handler is not None:

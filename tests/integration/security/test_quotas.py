@@ -6,7 +6,9 @@ made by hand, also after calls that failed and after a restart from files.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from harness.tokens import Tokens
 from harness.wire_client import crc as wire_crc
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import session_pb2
+from shardwell_server.services import calls
 
 SGD = shardwell.SGD(learning_rate=1.0)
 
@@ -242,13 +245,13 @@ def test_calls_that_are_open(cluster, connect, tokens) -> None:
     with grpc.insecure_channel(running.target) as channel:
         ask = channel.unary_unary("/shardwell.v1.ParameterServerService/ClaimInit")
         ask(claim.SerializeToString(), metadata=metadata)
-        calls = [ask.future(waits.SerializeToString(), metadata=metadata) for _ in range(20)]
+        asked = [ask.future(waits.SerializeToString(), metadata=metadata) for _ in range(20)]
         refused = 20 - 5  # one is that by which the client attends
-        eventually("most are refused", lambda: sum(c.done() for c in calls) == refused)
-        errors = {c.details() for c in calls if c.done()}
+        eventually("most are refused", lambda: sum(c.done() for c in asked) == refused)
+        errors = {c.details() for c in asked if c.done()}
         assert all("token 'ci' is at its limit calls=6" in error for error in errors)
         assert connect(running, "w2", token_file=tokens.add("other", "create")).status()
-        for call in calls:
+        for call in asked:
             call.cancel()
     eventually("they are gone", lambda: usage_of(running)["calls"] == 1)
     net.init(np.zeros(9, np.float32))
@@ -263,15 +266,15 @@ def test_a_session_has_few_calls_by_which_it_attends(cluster, tokens) -> None:
     request.shard.cluster_id, request.shard.shard_count = running.cluster_id, 1
     with grpc.insecure_channel(running.target) as channel:
         attend = channel.unary_stream("/shardwell.v1.SessionService/Attend")
-        calls = []
+        attended = []
         for _ in range(50):
-            calls.append(attend(request.SerializeToString(), metadata=metadata))
-            calls[-1].initial_metadata()
+            attended.append(attend(request.SerializeToString(), metadata=metadata))
+            attended[-1].initial_metadata()
         server = running.servers[0]
         eventually("the older ones are ended", lambda: usage_of(running)["calls"] <= 4)
         assert server.shard.sessions.count == 1
         assert usage_of(running)["members"] == 1
-        for call in calls:
+        for call in attended:
             call.cancel()
     eventually("it has left", lambda: not usage_of(running))
 
@@ -337,3 +340,33 @@ def test_what_is_done_is_paid_for(cluster, connect, tokens) -> None:
     began_s = time.monotonic()
     assert (net.exchange(np.ones(2**16, np.float32)) == -1).all()
     assert time.monotonic() - began_s > 2 * 2**18 / 100_000 - 1.5
+
+
+def test_who_calls_and_says_nothing(cluster, connect, tokens, monkeypatch) -> None:
+    """Strangers are refused before their request; a token's calls count without it, and end."""
+    monkeypatch.setattr(calls, "_REQUEST_S", 1.0)
+    running = cluster(1, tokens=tokens.path)
+    secret = tokens.add("ci", "read", quota={"calls": 8}).read_text().strip()
+    silent = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        silent.wait(PATIENCE_S)
+        yield from ()
+
+    with grpc.insecure_channel(running.target) as channel:
+        for path in ("ParameterServerService/GetStatus", "GroupService/JoinGroup"):
+            ask = channel.stream_unary(f"/shardwell.v1.{path}")
+            strangers = [ask.future(nothing()) for _ in range(12)]
+            eventually("strangers are refused", lambda s=strangers: all(c.done() for c in s))
+            assert {c.code() for c in strangers} == {grpc.StatusCode.UNAUTHENTICATED}
+        metadata = [("authorization", f"Bearer {secret}")]
+        known = [ask.future(nothing(), metadata=metadata) for _ in range(12)]
+        eventually("some are over the quota", lambda: sum(c.done() for c in known) >= 4)
+        assert connect(running, "w0", token_file=tokens.add("other", "read")).status()
+        eventually("the others end", lambda: all(c.done() for c in known))
+        assert {c.code() for c in known} == {
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            grpc.StatusCode.INVALID_ARGUMENT,
+        }
+        silent.set()
+    assert not usage_of(running)
