@@ -32,8 +32,10 @@ FILE_COUNT_MAX = 8
 _WAITING_COUNT_MAX = 10_000
 """Lines that wait for the disk."""
 _VALUE_LENGTH_MAX = 400
-_FOLDED = {"opened": ("kind", "name", "right"), "refused": (), "ended": ()}
-"""Events that are one line as long as they are alike in this, beside token, host and method."""
+_FOLDED = ("opened", "refused", "ended")
+"""Events that are one line a while, as far as token, host, method, name and right are the same."""
+_NAME_COUNT_MAX = 200
+"""Lines of such a while that one token has from one host, before names are not told apart."""
 _FOLD_S = 60.0
 """For how long; the next line has how many there were besides."""
 _KIND_COUNT_MAX = 4096
@@ -74,6 +76,8 @@ class AuditLog:
         self._lock = threading.Lock()
         self._seen: dict[tuple[Any, ...], _Seen] = {}
         """What was written lately, the oldest first."""
+        self._counts: dict[tuple[Any, ...], tuple[float, int]] = {}
+        """By event, host and token: since when, and how many lines."""
         self._lines: queue.Queue[str | None] = queue.Queue(_WAITING_COUNT_MAX)
         try:
             self._file = _PrivateFile(path)
@@ -102,13 +106,22 @@ class AuditLog:
     def _folded(self, event: str, given: dict[str, Any]) -> int | None:
         """How many such lines were left out before this one; None: this one is left out, too."""
         host = str(given.get("remote", "")).rpartition(":")[0]
-        alike = (given.get(name) for name in ("token", "method", *_FOLDED[event]))
-        key = (event, host, *alike)
+        whose = (event, host, given.get("token"))
+        alike = [given.get(name) for name in ("method", "right", "kind", "name")]
         now_s = time.monotonic()
+        began_s, count = self._counts.get(whose, (now_s, 0))
+        if now_s - began_s >= _FOLD_S:
+            began_s, count = now_s, 0
+        if count >= _NAME_COUNT_MAX:
+            alike = alike[:1]
+        key = (*whose, *alike)
         seen = self._seen.get(key)
         if seen is not None and now_s - seen.began_s < _FOLD_S:
             seen.count += 1
             return None
+        if len(self._counts) >= _KIND_COUNT_MAX:
+            self._counts.clear()
+        self._counts[whose] = began_s, count + 1
         self._seen.pop(key, None)
         self._seen[key] = _Seen(now_s, event, given)
         if len(self._seen) > _KIND_COUNT_MAX:

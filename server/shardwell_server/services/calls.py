@@ -23,6 +23,7 @@ import asyncio
 import enum
 import logging
 import time
+import urllib.parse
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -155,7 +156,7 @@ class Call:
             event,
             token=self.principal.name,
             certificate=certificate[0].decode(errors="replace") if certificate else None,
-            remote=self.context.peer(),
+            remote=urllib.parse.unquote(self.context.peer()),
             method=self.method,
             **fields,
         )

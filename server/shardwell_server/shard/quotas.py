@@ -73,7 +73,7 @@ class Usage:
         self._now_s = now_s
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
-        self._paid_until_s = now_s()
+        self._paid_until_s = now_s() - _BURST_S
         """When what has passed would have passed at the quota's rate."""
 
     @property

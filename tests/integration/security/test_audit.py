@@ -207,3 +207,19 @@ def test_as_many_kinds_as_anybody_likes(tmp_path, monkeypatch) -> None:
     assert len(lines) == 100
     assert sum(line.get("repeated", 0) for line in lines) == 50
     assert len(log._seen) <= 4
+
+
+def test_no_token_fills_it_with_names(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(audit, "_NAME_COUNT_MAX", 5)
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path)
+    for number in range(1000):
+        log.note("refused", token="w", remote="unix:", method="GetStatus", name=f"n{number}")
+    log.note("refused", token="other", remote="unix:", method="GetStatus", name="n0")
+    log.close()
+    lines = lines_of(path)
+    assert [line["name"] for line in lines if line["token"] == "w"][:5] == [
+        f"n{n}" for n in range(5)
+    ]
+    assert len(lines) == 5 + 1 + 1 + 1
+    assert sum(line.get("repeated", 0) for line in lines) == 1000 - 6
