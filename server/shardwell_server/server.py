@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from shardwell.errors import ShardUnavailableError, ShardwellError
@@ -34,7 +34,7 @@ from shardwell_server.access.rights import Right
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.calls import Call, Calls
 from shardwell_server.services.event_loop import EventLoop
-from shardwell_server.services.health import BoundedHealth
+from shardwell_server.services.health import HealthService
 from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
 from shardwell_server.services.parameter_service import ParameterServerService
 from shardwell_server.services.sessions import SESSION_SERVICE_NAME, SessionService
@@ -158,9 +158,9 @@ class ShardServer:
         self._unix_streams = UnixStreams(
             with_streams, limits.stream_count_max + _UNARY_CALL_COUNT_MAX
         )
-        self._health = BoundedHealth()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health = HealthService()
+        self._server.add_generic_rpc_handlers((self._health.handler(),))
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if config.reflection:
             names = (
                 SERVICE_NAME,
@@ -199,7 +199,7 @@ class ShardServer:
             self._syncer.start()
         if not self.config.durability.is_process:
             self._imager.start()
-        self._loop.run(self._set_health(health_pb2.HealthCheckResponse.SERVING))
+        self._loop.run(self._begin_to_serve())
         if self._has_files:
             self._looker.start()
         _LOG.info(
@@ -246,7 +246,7 @@ class ShardServer:
 
     async def _stop(self, grace_s: float) -> None:
         """Returns when no call is left."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         stopped = asyncio.gather(self._server.stop(grace_s), self._unix_streams.stop(grace_s))
         self.shard.sessions.stop()
         self._streams.end_idle(LAST_READS_S)
@@ -280,9 +280,12 @@ class ShardServer:
                 self._loop.run(self._give_up())
                 return
 
+    async def _begin_to_serve(self) -> None:
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
     async def _give_up(self) -> None:
         """Tells who asks, and who waits, that nothing is acknowledged any more."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._calls.wake_all()
 
     def _sync(self) -> None:
@@ -321,9 +324,9 @@ class ShardServer:
             except Exception:  # or tokens would be good for ever
                 _LOG.exception("could not look whether tokens have ended")
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE_NAME, TABLE_SERVICE_NAME):
-            await self._health.set(name, status)
+            self._health.set(name, status)
 
     def __enter__(self) -> ShardServer:
         self.start()

@@ -119,7 +119,7 @@ class AuditLog:
         if seen is not None and now_s - seen.began_s < _FOLD_S:
             seen.count += 1
             return None
-        if len(self._counts) >= _KIND_COUNT_MAX:
+        if whose not in self._counts and len(self._counts) >= _KIND_COUNT_MAX:
             self._counts.clear()
         self._counts[whose] = began_s, count + 1
         self._seen.pop(key, None)
@@ -131,6 +131,7 @@ class AuditLog:
     def _tell_rest(self, seen: _Seen) -> None:
         if seen.count:
             self._put(seen.event, {**seen.given, "repeated": seen.count})
+            seen.count = 0
 
     def _put(self, event: str, given: dict[str, Any]) -> None:
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")  # noqa: TID251
@@ -154,7 +155,16 @@ class AuditLog:
         self._file.close()
 
     def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
+        while True:
+            try:
+                line = self._lines.get(timeout=_FOLD_S)
+            except queue.Empty:
+                with self._lock:
+                    for seen in self._seen.values():
+                        self._tell_rest(seen)
+                continue
+            if line is None:
+                return
             record = logging.LogRecord("audit", logging.INFO, "", 0, line, None, None)
             self._file.handle(record)
 

@@ -165,9 +165,9 @@ def json_of(path: Path) -> Any:
         ArgumentError: it can't be read, is too large, or no JSON.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ArgumentError(f"{path} can't be read: it is no file")
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise ArgumentError(f"{path} can't be read: it is no file")
+        with path.open("rb") as file:
             contents = file.read(_FILE_SIZE_MAX_BYTES + 1)
     except OSError as error:
         raise ArgumentError(f"{path} can't be read: {error.strerror}") from None
@@ -200,29 +200,48 @@ def changing_tokens(path: Path) -> Iterator[dict[str, Token]]:
         tokens = {each.name: each for each in read_tokens(path)} if path.exists() else {}
         yield tokens
         contents = json.dumps({"tokens": [each.to_json() for each in tokens.values()]}, indent=2)
-        write_private(path, f"{contents}\n")
+        write_private(path, f"{contents}\n", keeps_owner=True)
     finally:
         os.close(directory)
 
 
-def write_private(path: Path, contents: str) -> None:
-    """Puts a file there, whole, that its owner alone may read, or those who may read the old one.
+@contextlib.contextmanager
+def private_file(path: Path, contents: str, *, keeps_owner: bool = False) -> Iterator[None]:
+    """A file, for its owner alone, that is put there whole when the block has ended well.
+
+    Args:
+        path: Where.
+        contents: Of the file.
+        keeps_owner: Whether one that is there keeps its owner and mode, as shards may be another
+            user's.
 
     Raises:
         ArgumentError: it can't be written.
     """
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            if path.exists():  # shards may be another user's
-                old = path.stat()
-                if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(file.fileno(), old.st_uid, old.st_gid)
-                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
-            file.write(contents)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except OSError as error:
+        try:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                if keeps_owner and path.exists() and not path.is_symlink():
+                    old = path.stat()
+                    if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+                        os.fchown(file.fileno(), old.st_uid, old.st_gid)
+                    os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
+                file.write(contents)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ArgumentError(f"{path} can't be written: {error.strerror}") from None
+        yield
+        try:
+            os.replace(new, path)
+        except OSError as error:
+            raise ArgumentError(f"{path} can't be written: {error.strerror}") from None
+    finally:
         new.unlink(missing_ok=True)
-        raise ArgumentError(f"{path} can't be written: {error.strerror}") from None
+
+
+def write_private(path: Path, contents: str, *, keeps_owner: bool = False) -> None:
+    """Puts a file there: see `private_file`."""
+    with private_file(path, contents, keeps_owner=keeps_owner):
+        pass

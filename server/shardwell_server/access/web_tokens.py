@@ -114,6 +114,7 @@ def principal_of(token: str, keys: list[Key], cluster_id: str) -> Principal:
     fitting = [key for key in keys if algorithm in _SPELLINGS[key.algorithm]]
     if name is not None:
         fitting = [key for key in fitting if key.name in (None, name)]
+        fitting.sort(key=lambda key: key.name is None)
     elif len(fitting) > 1:  # or strangers could have all of them tried
         raise AuthenticationError("the JWT does not name its key (kid), and there are several")
     for key in fitting[:_TRIED_COUNT_MAX]:

@@ -137,14 +137,13 @@ def create(
         expires_s=None if life is None else wall_clock_s() + life,
         quota=given,
     )
-    with _changing(path) as tokens:
+    with _written_secret(out, secret), _changing(path) as tokens:
         if name in tokens:
             raise click.ClickException(
                 f"{path} has a token {name!r} already: `shardwell token renew {name}` makes it a "
                 f"new secret, `shardwell token revoke {name}` ends it"
             )
         tokens[name] = made
-        _write_secret(out, secret)
     _tell(made, path, out)
 
 
@@ -167,16 +166,18 @@ def renew(*, name: str, path: Path, out: Path | None, life: float | None, drop_o
     from shardwell_server.access.access import wall_clock_s
     from shardwell_server.access.tokens import digest_of, new_secret
 
+    if out is not None:
+        with usage_errors():
+            _check_free(out)
     out = out or path.parent / f"{name}.token"
     secret = new_secret()
-    with _changing(path) as tokens:
+    with _written_secret(out, secret, keeps_owner=True), _changing(path) as tokens:
         old = _found(tokens, name, path)
         kept = dataclasses.replace(old, digests=()) if drop_old else old
         made = kept.with_secret(digest_of(secret).hex())
         if life is not None:
             made = dataclasses.replace(made, expires_s=wall_clock_s() + life)
         tokens[name] = made
-    _write_secret(out, secret)  # when shards can know it
     _tell(made, path, out)
 
 
@@ -244,11 +245,13 @@ def _check_free(out: Path) -> None:
         raise ArgumentError(f"{out} is there already: remove it, or give another place with --out")
 
 
-def _write_secret(out: Path, secret: str) -> None:
-    from shardwell_server.access.tokens import write_private
+@contextlib.contextmanager
+def _written_secret(out: Path, secret: str, *, keeps_owner: bool = False) -> Iterator[None]:
+    """The secret is ready before the block, and at its place once shards can know it."""
+    from shardwell_server.access.tokens import private_file
 
-    with _told():
-        write_private(out, f"{secret}\n")
+    with _told(), private_file(out, f"{secret}\n", keeps_owner=keeps_owner):
+        yield
 
 
 def _tell(made: Any, path: Path, out: Path) -> None:

@@ -37,6 +37,7 @@ from shardwell.errors import (
     ArgumentError,
     AuthenticationError,
     LimitError,
+    ShardUnavailableError,
     ShardwellError,
 )
 from shardwell.rpc.credentials import authorization_of
@@ -336,13 +337,18 @@ class Calls:
     # What gRPC takes.
 
     def unary(
-        self, handler: Callable[[Any, Call], Any], request_type: Any
+        self, handler: Callable[[Any, Call], Any], request_type: Any, *, is_urgent: bool = False
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """One request, one response; `handler(request, call)` may be a plain function."""
+        """One request, one response; `handler(request, call)` may be a plain function.
+
+        An urgent one waits for no rate: others' seats depend on it.
+        """
         begin = parsed(handler, request_type)
 
         async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            return await self._served(context, handler, begin, has_request=True)
+            return await self._served(
+                context, handler, begin, has_request=True, is_urgent=is_urgent
+            )
 
         # Whose one message is read here: gRPC would wait for it before anybody knows who calls.
         return grpc.stream_unary_rpc_method_handler(
@@ -356,7 +362,7 @@ class Calls:
         begin = parsed(handler, request_type)
 
         async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._served(context, handler, begin, has_request=True)
+            await self._served(context, handler, begin, has_request=True, is_urgent=True)
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
@@ -399,6 +405,7 @@ class Calls:
         *,
         is_stream: bool = False,
         has_request: bool = False,
+        is_urgent: bool = False,
     ) -> Any:
         """The response; or the call has ended with the status that stands for its error.
 
@@ -408,20 +415,21 @@ class Calls:
             begin: Given the call; before it the request, if it has one.
             is_stream: Whether it counts as a stream.
             has_request: Whether it has one message, which comes at once.
+            is_urgent: Whether it waits for no rate.
         """
         call = Call(context, _method_of(handler), self._note)
         self._open.add(call)
         try:
             if self._access.asks:
-                self._identify(call)
+                await self._identify(call, is_urgent=is_urgent)
             if has_request:
                 begin = partial(begin, await self._request(call))
             if is_stream:
                 await self._streams.enter(call)
             response = await self._run(call, begin, is_stream=is_stream)
-            if not is_stream and response is not None:
+            if not (is_stream or is_urgent) and response is not None:
                 call.add_bytes(response.ByteSize())
-                await self._paced(call)
+                await self._paced(call, free_bytes=CALL_BYTES)  # it has paid for so many
             return response
         except asyncio.CancelledError:
             if call.ending is None:
@@ -436,25 +444,30 @@ class Calls:
             if call.is_counted and call.usage is not None:
                 call.usage.add("calls", -1)
 
-    def _identify(self, call: Call) -> None:
-        """Finds out who makes a call.
+    async def _identify(self, call: Call, *, is_urgent: bool) -> None:
+        """Finds out who makes a call, and counts it; returns when it may begin.
 
         Raises:
             AuthenticationError: nobody who is let in.
+            LimitError: the token's quota is used up.
         """
         metadata: Any = call.context.invocation_metadata()
         call.principal = principal = self._access.principal(authorization_of(metadata))
         if principal.name:
             call.usage = usage = self._usages.of(principal.name, principal.quota)
-            usage.check_rate()
+            if not is_urgent:
+                usage.check_rate()
             usage.take("calls")
             call.is_counted = True
+            delay_s = usage.delay_s(CALL_BYTES)
+            if delay_s > 0 and not is_urgent:
+                await asyncio.sleep(delay_s)
 
-    async def _paced(self, call: Call) -> None:
+    async def _paced(self, call: Call, *, free_bytes: int = 0) -> None:
         """Counts what has passed, and returns when no more of it has than the quota allows."""
         if call.usage is None or call.usage.quota.bytes_per_s is None:
             return
-        delay_s = call.usage.delay_s(max(call.moved_bytes(), CALL_BYTES))
+        delay_s = call.usage.delay_s(max(call.moved_bytes(), CALL_BYTES) - free_bytes)
         if delay_s > 0:
             await asyncio.sleep(delay_s)
 
@@ -462,17 +475,21 @@ class Calls:
         """The message of a call that has one.
 
         Raises:
-            ArgumentError: it does not come.
+            ArgumentError: there is none.
+            ShardUnavailableError: it does not come.
         """
         try:
             async with asyncio.timeout(_REQUEST_S):
                 with _gone_is_cancelled():
                     message = await call.context.read()
         except TimeoutError:
-            message = grpc.aio.EOF
+            raise ShardUnavailableError(
+                f"the request of {call.method} did not come within {_REQUEST_S:g} s; call again"
+            ) from None
         if message is grpc.aio.EOF:
-            raise ArgumentError(f"{call.method} has a request, which did not come")
+            raise ArgumentError(f"{call.method} has a request, and none came")
         request: bytes = message
+        call.add_bytes(len(request))
         return request
 
     async def _run(self, call: Call, begin: Callable[[Call], Any], *, is_stream: bool) -> Any:

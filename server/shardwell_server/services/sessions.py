@@ -32,7 +32,7 @@ class SessionService:
         calls = self._calls
         handlers = {
             "Attend": calls.held(self.attend, pb.AttendRequest),
-            "EndSession": calls.unary(self.end_session, pb.EndSessionRequest),
+            "EndSession": calls.unary(self.end_session, pb.EndSessionRequest, is_urgent=True),
         }
         assert set(handlers) == {method.name for method in _SERVICE.methods}
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)

@@ -73,13 +73,15 @@ class Usage:
         self._now_s = now_s
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
-        self._paid_until_s = now_s() - _BURST_S
-        """When what has passed would have passed at the quota's rate."""
+        self._debt_bytes = 0.0
+        """What has passed beyond the quota's rate, when it was looked at last; below 0: less."""
+        self._looked_s = now_s() - _BURST_S
+        """When that was."""
 
     @property
     def is_used(self) -> bool:
         """Whether anything of it counts."""
-        return any(self._counts.values()) or self._paid_until_s > self._now_s() - _BURST_S
+        return any(self._counts.values()) or self.delay_s(0) > 0
 
     def count(self, what: Counted) -> int:
         """How much of that it uses."""
@@ -124,10 +126,11 @@ class Usage:
         if rate is None:
             return 0.0
         with self._lock:
-            now_s = self._now_s()
-            self._paid_until_s = max(self._paid_until_s, now_s - _BURST_S)
-            self._paid_until_s += size_bytes / max(rate, 1)
-            return max(self._paid_until_s - now_s, 0.0)
+            now_s, rate = self._now_s(), max(rate, 1)
+            self._debt_bytes -= (now_s - self._looked_s) * rate
+            self._debt_bytes = max(self._debt_bytes, -_BURST_S * rate) + size_bytes
+            self._looked_s = now_s
+            return max(self._debt_bytes / rate, 0.0)
 
     def check_rate(self) -> None:
         """Refuses another call while those that are there have to wait for long.
@@ -135,10 +138,10 @@ class Usage:
         Raises:
             LimitError: they do.
         """
-        delay_s = self._paid_until_s - self._now_s()
-        if self.quota.bytes_per_s is not None and delay_s > _DELAY_S_MAX:
+        rate, delay_s = self.quota.bytes_per_s, self.delay_s(0)
+        if delay_s > _DELAY_S_MAX:
             raise LimitError(
-                f"token {self.name!r} is at its limit bytes_per_s={self.quota.bytes_per_s}: what "
+                f"token {self.name!r} is at its limit bytes_per_s={rate}: what "
                 f"its calls move takes {delay_s:.0f} s more at that rate; call less at once, or "
                 "raise it where the token is made"
             )

@@ -62,7 +62,7 @@ def _name_of(usage: Usage | None) -> str:
 
 
 class Sessions:
-    """Those of one shard. Any thread may call it; no other lock is taken inside.
+    """Those of one shard. Any thread may call it; inside, only the lock of a `Usage` is taken.
 
     Args:
         count_max: Sessions that may attend at once; of as many that have left it is known when.
@@ -225,7 +225,8 @@ class Sessions:
         """
         with self._lock:
             found = self._attending.get(number)
-        if found is None or found.owner != owner:
+            is_its = found is not None and found.owner == owner
+        if found is None or not is_its:
             of = f" by token {owner!r}" if owner else ""
             raise SessionUnknownError(
                 f"worker {worker_id!r}: the shard knows no session {number:#x} that attends{of}; "

@@ -8,7 +8,7 @@ import pytest
 
 from harness.group.rendezvous_driver import LEASE_S, Room, group_spec
 from shardwell import errors
-from shardwell.group.rendezvous.registry import Meetings
+from shardwell.group.rendezvous.registry import Meetings, Owner
 from shardwell.group.rendezvous.validation import MeetingLimits
 from shardwell.v1 import group_pb2 as pb
 
@@ -33,6 +33,37 @@ def test_applicant_count_max() -> None:
     with pytest.raises(errors.LimitError, match="applicant_count_max=2"):
         room.join("c", 2)
     room.join("a", 0)
+
+
+CI, OTHER = Owner("ci", 2), Owner("other", 1)
+
+
+def test_a_token_s_members() -> None:
+    """Of all groups together; those that died make room when their leases end."""
+    room = Room(2)
+    for life in range(3):
+        room.meetings.join(room.join_request(f"a{life}", 0), room.now_s, CI)
+        room.meetings.join(room.join_request(f"b{life}", 1), room.now_s, CI)
+        room.meetings.join(room.join_request(f"a{life}", 0), room.now_s, CI)
+        with pytest.raises(errors.LimitError, match=r"token 'ci' is at its limit members=2"):
+            room.meetings.join(
+                room.join_request("c", 0, spec=group_spec(1, name="h")), room.now_s, CI
+            )
+        other = room.join_request(f"o{life}", 0, spec=group_spec(1, name="h"))
+        room.meetings.join(other, room.now_s, OTHER)
+        room.now_s += 2 * LEASE_S + 1  # all were killed
+
+
+def test_a_token_s_members_of_a_generation_that_died() -> None:
+    room = Room(2)
+    room.meetings.join(room.join_request("a", 0), room.now_s, CI)
+    room.meetings.join(room.join_request("b", 1), room.now_s, CI)
+    room.form("a", "b")
+    room.now_s += 2 * LEASE_S + 1
+    room.meetings.join(room.join_request("c", 0), room.now_s, CI)
+    room.meetings.join(room.join_request("d", 1), room.now_s, CI)
+    with pytest.raises(errors.LimitError, match="members=2"):
+        room.meetings.join(room.join_request("e", 1), room.now_s, CI)
 
 
 def test_group_size_max() -> None:

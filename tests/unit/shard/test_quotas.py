@@ -74,6 +74,8 @@ def test_what_was_done_is_owed_and_no_new_call_is_begun() -> None:
     clock.now_s += 40.0
     of.check_rate()
     assert of.delay_s(0) == pytest.approx(9.0)
+    of.quota = Quota(bytes_per_s=10_000)
+    assert of.delay_s(0) == pytest.approx(0.9)
 
 
 def test_without_a_rate_nobody_waits() -> None:

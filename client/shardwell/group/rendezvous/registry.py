@@ -74,7 +74,9 @@ class Meetings:
         check_join(request, self._limits, self._numbers.largest)
         gathering = self._gathering(request.spec, now_s)
         try:
-            self._let_in(gathering, request.spec.name, request.member.member_id, owner)
+            if not gathering.seating.knows(request.member.member_id):
+                self._check_room(request.spec.name)
+                self._count(request.spec.name, request.member.member_id, owner, now_s)
             return gathering.join(request, now_s)
         finally:
             self._forget_if_over(request.spec.name)
@@ -92,8 +94,8 @@ class Meetings:
         check_renew(request, self._limits, self._numbers.largest)
         gathering = self._gathering(request.spec, now_s)
         try:
-            if owner.member_count_max is not None:
-                self._let_in(gathering, request.spec.name, request.member.member_id, owner)
+            if not gathering.seating.knows(request.member.member_id):
+                self._count(request.spec.name, request.member.member_id, owner, now_s)
             return gathering.renew(request, now_s)
         finally:
             self._forget_if_over(request.spec.name)
@@ -131,36 +133,34 @@ class Meetings:
             for name in [n for n, one in self._gatherings.items() if one.is_silent(now_s)]:
                 del self._gatherings[name]
 
-    def _let_in(self, gathering: Gathering, name: str, member_id: str, owner: Owner) -> None:
-        """Counts one that is not known yet.
-
-        Raises:
-            LimitError: there is no room for it.
-        """
-        if not gathering.seating.knows(member_id):
-            self._check_room(name, owner)
-            if owner.member_count_max is not None:
-                self._owners[name, member_id] = owner.name
-
-    def _check_room(self, name: str, owner: Owner) -> None:
+    def _check_room(self, name: str) -> None:
         count = sum(len(one.seating.applicants) for one in self._gatherings.values())
         if count >= self._limits.applicant_count_max:
             raise LimitError(
                 f"applicant_count_max={self._limits.applicant_count_max} workers wait here "
                 f"already; there is no room for another of group {name!r}; try again later"
             )
-        if owner.member_count_max is not None:
-            there = {
-                (group, one)
-                for group, each in self._gatherings.items()
-                for one in each.seating.member_ids()
-            }
-            self._owners = {one: of for one, of in self._owners.items() if one in there}
-            if list(self._owners.values()).count(owner.name) >= owner.member_count_max:
-                raise LimitError(
-                    f"token {owner.name!r} is at its limit members={owner.member_count_max}: as "
-                    f"many are in groups that meet here; there is no room in {name!r}"
-                )
+
+    def _count(self, name: str, member_id: str, owner: Owner, now_s: float) -> None:
+        """Counts one that is not known yet among its owner's.
+
+        Raises:
+            LimitError: as many as it may have are there, and live.
+        """
+        if owner.member_count_max is None:
+            return
+        there = {
+            (group, one)
+            for group, each in self._gatherings.items()
+            for one in each.seating.member_ids(now_s)
+        }
+        self._owners = {one: of for one, of in self._owners.items() if one in there}
+        if list(self._owners.values()).count(owner.name) >= owner.member_count_max:
+            raise LimitError(
+                f"token {owner.name!r} is at its limit members={owner.member_count_max}: as many "
+                f"are in groups that meet here; there is no room in {name!r}"
+            )
+        self._owners[name, member_id] = owner.name
 
     def _forget_if_over(self, name: str) -> None:
         gathering = self._gatherings.get(name)

@@ -53,10 +53,15 @@ class Seating:
             generation is not None and generation.seat_of(member_id) is not None
         )
 
-    def member_ids(self) -> set[str]:
-        """Of all that wait, or are members and live."""
-        members = {seat.member.member_id for seat in self.living() if seat.member is not None}
-        return members | self.applicants.keys()
+    def member_ids(self, now_s: float) -> set[str]:
+        """Of all that wait, or are members, and whose leases have not ended."""
+        seats = [(seat.member, seat.lease) for seat in self.living()]
+        waiting = [(one.member, one.lease) for one in self.applicants.values()]
+        return {
+            member.member_id
+            for member, lease in (*seats, *waiting)
+            if member is not None and lease.end_s > now_s
+        }
 
     def placed(self) -> dict[int, Applicant]:
         """Those who would take part, by the ranks they want; others contend with the holders."""

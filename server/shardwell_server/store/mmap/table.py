@@ -236,7 +236,7 @@ class MmapTable(MmapStorage):
 
     def _write_again(self, entry: TableEntry) -> None:
         stored, rows = entry.stored, entry.rows
-        self.reserve(stored.record.row_used)
+        self.reserve(stored.record.row_used, stored.record.row_used)
         write_again(rows, self._arrays, stored.record.row_used)
         has_sums = bool(rows.sums) or rows.clears
         self._guard.write(
