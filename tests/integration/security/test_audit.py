@@ -35,6 +35,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.same_host
 @pytest.mark.parametrize("same_host", [False, True])
 def test_who_did_what(tokens, tmp_path, same_host) -> None:
     path, files = tmp_path / "audit.jsonl", authority()
