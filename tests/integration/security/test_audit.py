@@ -6,8 +6,9 @@ Method: a real shard with a log, and its lines.
 from __future__ import annotations
 
 import json
-import os
+import logging
 import stat
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 import shardwell
 from harness.certificates import authority, of_client, of_server
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.tokens import Tokens
 from shardwell_server import ShardConfig, ShardServer
 from shardwell_server.access import audit
@@ -137,30 +138,22 @@ def test_it_is_rotated(tmp_path, monkeypatch) -> None:
 def test_lines_that_come_faster_than_they_are_written(tmp_path, monkeypatch) -> None:
     """Nobody waits for them; the next one says how many are left out."""
     monkeypatch.setattr(audit, "_WAITING_COUNT_MAX", 3)
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    path, disk = tmp_path / "audit.jsonl", threading.Event()
+    emit = audit._PrivateFile.emit
+
+    def emit_slowly(self: Any, record: logging.LogRecord) -> None:
+        assert disk.wait(PATIENCE_S)
+        emit(self, record)
+
+    monkeypatch.setattr(audit._PrivateFile, "emit", emit_slowly)
     log = AuditLog(path)
     for number in range(5000):
-        log.note("created", number=number, filler="x" * 300)
-    read = b""
-
-    def is_drained() -> bool:
-        nonlocal read
-        try:
-            read += os.read(reading, 2**20)
-        except BlockingIOError:
-            return True
-        return False
-
-    eventually("it is read", is_drained)
+        log.note("created", number=number)
+    disk.set()
+    eventually("they are written", log._lines.empty)
     log.note("last")
     log.close()
-    while not is_drained():
-        if read.endswith(b"\n") and b'"last"' in read:
-            break
-    os.close(reading)
-    lines = [json.loads(line) for line in read.decode().splitlines()]
+    lines = lines_of(path)
     left_out = sum(line.get("left_out", 0) for line in lines)
     assert lines[-1]["event"] == "last"
     assert left_out > 1000

@@ -136,7 +136,8 @@ def test_no_token_goes_over_a_network_in_the_clear(tokens, target) -> None:
 
 
 def test_a_shard_without_tokens_minds_none(cluster, connect, tokens) -> None:
-    assert connect(cluster(1), "w0", token_file=tokens.add("w", "read")).status()
+    running = cluster(1, tokens=None)
+    assert connect(running, "w0", token_file=tokens.add("w", "read")).status()
 
 
 def test_the_right_that_is_missing_is_named(cluster, connect, tokens) -> None:
@@ -552,7 +553,7 @@ def test_a_shard_beside_each_worker(tokens, cluster) -> None:
 def test_a_group_that_other_machines_reach_needs_tls(cluster, tls, monkeypatch) -> None:
     files = authority()
     mine: Any = of_server(files) if tls else False
-    target = cluster(1, tls=mine or None).target
+    target = cluster(1, tls=mine or None, tokens=None).target
     given = {"listen": "0.0.0.0:0", "advertise": "127.0.0.1:1"}
     if not tls:
         with pytest.raises(shardwell.ArgumentError, match=r"listen on 0\.0\.0\.0:0 without TLS"):
