@@ -319,7 +319,7 @@ def test_secrets_are_shown_nowhere(cluster, connect, tokens, caplog) -> None:
         with pytest.raises(shardwell.AuthenticationError) as unknown:
             connect(running, "w1", token_file=stranger)
         (tokens.path).write_text('{"tokens": [{"name": "other-secret-4711"')
-        time.sleep(1)
+        eventually("it is told", lambda: "what was there before is used" in caplog.text)
     said = f"{caplog.text} {denied.value} {unknown.value} {client!r} {vars(client)!r}"
     said += f" {client._shards.channels[0]._token!r} {running.servers[0].config!r}"
     assert "is no JSON; what was there before is used" in caplog.text
@@ -623,7 +623,9 @@ def test_a_proxy_of_the_environment_sees_no_token(cluster, tokens, monkeypatch) 
 
 
 @pytest.mark.parametrize("what", ["pipe", "directory", "keys without a key"])
-def test_files_that_nobody_can_read_stop_nothing(cluster, connect, tokens, tmp_path, what) -> None:
+def test_files_that_nobody_can_read_stop_nothing(
+    cluster, connect, tokens, tmp_path, caplog, what
+) -> None:
     """Tokens that end go on to do so."""
     keys = tmp_path / "keys.json"
     keys.write_text('{"keys": [{"kty": "oct", "k": "%s"}]}' % ("ab" * 32))
@@ -643,6 +645,6 @@ def test_files_that_nobody_can_read_stop_nothing(cluster, connect, tokens, tmp_p
     stranger.write_text("a.b.c")
     with pytest.raises(shardwell.AuthenticationError):
         connect(running, "w1", token_file=stranger)
-    time.sleep(1)
+    eventually("it is told", lambda: "what was there before is used" in caplog.text)
     tokens.remove("w")
     eventually("it is ended", lambda: sessions.count == 0)
