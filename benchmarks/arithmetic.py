@@ -4,7 +4,9 @@
 
 Float32 of N MB in chunks of half a million elements, as fp16: far more than caches hold, so that
 what is measured is what a step pays. "close" is a step's end on a shard: the last gradient is
-decoded, added to the sum, averaged, and the optimizer updates weights and state.
+decoded, added to the sum, averaged, and the optimizer updates weights and state. "One after the
+other" and "in one pass" do the same: what a worker does with a gradient (look for NaN, encode,
+CRC), a shard with what came (copy, CRC, look), and a worker with weights (copy, CRC, decode).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from fastcrc import crc32
 from rich.console import Console
 from rich.table import Table
 
@@ -55,7 +58,37 @@ def work(chunk_count: int) -> dict[str, Callable[[int], object]]:
 
         return act
 
+    copies = np.zeros(2 * ELEMENT_COUNT, np.uint8)
+
+    def crc(payload: np.ndarray) -> int:
+        return int(crc32.iscsi(payload.data, 0))
+
+    def gives_in_turns(index: int) -> object:
+        peak = peak_of(values[index])
+        return codec.encode(values[index], payloads[index], scratch, peak=peak), crc(
+            payloads[index]
+        )
+
+    def takes_in_turns(index: int) -> object:
+        np.copyto(copies, payloads[index])
+        return crc(copies), codec.peak(copies, 0)
+
+    def reads_in_turns(index: int) -> object:
+        np.copyto(copies, payloads[index])
+        crc(copies)
+        return codec.decode(copies, 0, total[index])
+
     return {
+        "give, one after the other": gives_in_turns,
+        "give, in one pass": lambda k: codec.encode(
+            values[k], payloads[k], scratch, is_exact=True, start=lambda _: 0
+        ),
+        "take, one after the other": takes_in_turns,
+        "take, in one pass": lambda k: codec.take(payloads[k], copies, 0),
+        "read, one after the other": reads_in_turns,
+        "read, in one pass": lambda k: codec.decode_checked(
+            payloads[k], 0, total[k], 0, may_change=True
+        ),
         "look for NaN": lambda k: peak_of(values[k]),
         "encode": lambda k: codec.encode(values[k], payloads[k], scratch),
         "look at a payload": lambda k: codec.peak(payloads[k], 0),

@@ -51,6 +51,10 @@ X86_64 = {
     ),
     "shardwell_avx2": ("-mavx2", "-mf16c"),
 }
+CRCS_X86_64 = {
+    "shardwell_crc_512": ("-mavx512f", "-mavx512dq", "-mpclmul", "-mvpclmulqdq", "-msse4.2"),
+    "shardwell_crc_128": ("-mavx2", "-mpclmul", "-msse4.2"),
+}
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": X86_64,
     "amd64": X86_64,
@@ -58,6 +62,14 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "arm64": {"shardwell_neon": ()},
 }
 """By processor: what kernels.c is compiled as, and for which instructions."""
+CRCS_ARM64 = {"shardwell_crc_128": ("-mcpu=generic+crc+crypto",)}
+CRCS = {
+    "x86_64": CRCS_X86_64,
+    "amd64": CRCS_X86_64,
+    "aarch64": CRCS_ARM64,
+    "arm64": CRCS_ARM64,
+}
+"""The same of crc.c."""
 
 
 def compiler(target: str = "") -> list[str]:
@@ -88,8 +100,9 @@ def build(root: Path, to: Path, *, target: str = "", flags: tuple[str, ...] = ()
         command.append("-fno-sanitize=undefined")  # on by default there, and ends the process
     sources = root / SOURCES
     with tempfile.TemporaryDirectory() as folder:
-        parts = {f"{name}.o": ("kernels.c", (f"-DVARIANT={name}", *instructions))
-                 for name, instructions in VARIANTS[machine].items()}  # fmt: skip
+        parts = {f"{name}.o": (source, (f"-DVARIANT={name}", *instructions))
+                 for source, variants in (("kernels.c", VARIANTS), ("crc.c", CRCS))
+                 for name, instructions in variants.get(machine, {}).items()}  # fmt: skip
         parts["dispatch.o"] = ("dispatch.c", ())
         for name, (source, options) in parts.items():
             _run([*command, *options, "-c", str(sources / source), "-o", f"{folder}/{name}"])

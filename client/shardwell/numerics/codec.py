@@ -21,7 +21,8 @@ import ctypes
 import functools
 import math
 import struct
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ from shardwell.numerics.elementwise import (
     add_scaled,
     blocks,
     run,
+    run_checked,
     scale,
 )
 from shardwell.numerics.scratch import Scratch
@@ -46,6 +48,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _VALUES, _PAYLOAD, _TOTAL = range(3)
 """Places of the arrays of a run."""
+_SOURCE = _TOTAL
+"""Of what a payload is copied from."""
 _LOOKS = (Operation(Code.LOOK_32, _PAYLOAD, _VALUES),)
 
 _GUESS_ELEMENT_COUNT = 64 * 1024
@@ -74,17 +78,33 @@ class NonFiniteValueError(ArithmeticError):
         self.value = value
 
 
+class Written(NamedTuple):
+    """What `Codec.encode` says of a payload."""
+
+    exponent: int
+    """Its scale: value = written * 2^exponent."""
+    crc: int
+    """Its CRC32C, if it was wanted."""
+    peak_bits: int = 0
+    """Its largest magnitude, as bits, if it had to be looked for."""
+
+
 class Codec:
     """One way of writing values. Stateless; safe to share among threads."""
 
     name: ClassVar[str]
     item_size: ClassVar[int]
     """Bytes per element."""
+    _exponents: ClassVar[str] = "0"
+    """Those that there may be, in words."""
     _infinity: ClassVar[int]
     """Bits of infinity: the smallest magnitude that is not finite."""
     _read: ClassVar[Code]
     _write: ClassVar[Code]
     _looks: ClassVar[Operations]
+    _checks: ClassVar[Operations]
+    _takes: ClassVar[Operations]
+    """What copies a payload."""
 
     def encode(
         self,
@@ -94,7 +114,9 @@ class Codec:
         *,
         allow_non_finite: bool = False,
         peak: float | None = None,
-    ) -> int:
+        is_exact: bool = False,
+        start: Callable[[int], int] | None = None,
+    ) -> Written:
         """Writes `values` into `payload`.
 
         Args:
@@ -103,32 +125,44 @@ class Codec:
             scratch: This thread's.
             allow_non_finite: Write NaN and infinity as they are instead of refusing.
             peak: The largest magnitude, if it is known and finite: spares looking at them.
-
-        Returns:
-            The scale exponent e: value = written * 2^e.
+            is_exact: To write what would be written if `peak` were known: all values are looked at,
+                in the pass that writes them. Nothing that is not finite is written then.
+            start: What the payload's CRC32C begins with, by scale exponent; None: it is not wanted.
 
         Raises:
             NonFiniteValueError: with the first index; `payload` is then of no use.
         """
+
+        def written(exponent: int, limit: float = math.inf, looks: Operations = ()) -> Written:
+            begin = None if start is None else start(exponent)
+            peak_bits, crc = self._written(values, payload, exponent, scratch, limit, looks, begin)
+            return Written(exponent, crc, peak_bits)
+
+        if is_exact and peak is None:
+            found = written(
+                self._guess_exponent(values[:_GUESS_ELEMENT_COUNT], scratch), looks=_LOOKS
+            )
+            peak = _float_of(found.peak_bits)
+            if not math.isfinite(peak):
+                _finite_peak(values, scratch, allow_non_finite=False)  # says where
+            if self._exponent_for(peak) == found.exponent and peak <= self._largest():
+                return found
         if peak is not None:
-            exponent = self._exponent_for(peak)
-            limit = math.inf if peak <= self._largest() else self._largest()
-            self._written(values, payload, exponent, scratch, limit=limit)
-            return exponent
+            is_low = peak <= self._largest()
+            return written(self._exponent_for(peak), math.inf if is_low else self._largest())
         if values.size <= _SMALL_ELEMENT_COUNT:
             exponent, low_enough = self._exact_exponent(values)
             if low_enough:
-                self._written(values, payload, exponent, scratch)
-                return exponent
-        exponent = self._guess_exponent(values[:_GUESS_ELEMENT_COUNT], scratch)
-        written = self._written(values, payload, exponent, scratch, looks=True)
-        if self._accepts(written) and self._decodes_finite(written, exponent):
-            return exponent
-        found = _finite_peak(values, scratch, allow_non_finite=allow_non_finite)
-        exact = self._exponent_for(found)
-        if found > self._largest() or exact != exponent:
-            self._written(values, payload, exact, scratch, limit=self._largest())
-        return exact
+                return written(exponent)
+        first = values[:_GUESS_ELEMENT_COUNT]
+        guess = written(self._guess_exponent(first, scratch), looks=self._looks)
+        if self._accepts(guess.peak_bits) and self._decodes_finite(guess.peak_bits, guess.exponent):
+            return guess
+        found_peak = _finite_peak(values, scratch, allow_non_finite=allow_non_finite)
+        exact = self._exponent_for(found_peak)
+        if found_peak > self._largest() or exact != guess.exponent:
+            return written(exact, self._largest())
+        return guess
 
     def decode(self, payload: Bytes, exponent: int, values: Float32) -> None:
         """Reads a payload into `values`: (n,) float32, contiguous, overwritten."""
@@ -138,6 +172,43 @@ class Codec:
             0,
             values.size,
         )
+
+    def decode_checked(
+        self, payload: Bytes, exponent: int, values: Float32, crc: int, *, may_change: bool
+    ) -> int:
+        """`decode`, and in the same pass `crc` gone on over the payload: what it is then.
+
+        Args:
+            payload: See `decode`.
+            exponent: See `decode`.
+            values: See `decode`; of no use where the CRC turns out to be another one.
+            crc: A CRC32C.
+            may_change: Whether somebody else may write to the payload: what is read is what was
+                checked nevertheless.
+        """
+        operations = self._checks + self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
+        arrays = Arrays(values, payload)
+        if may_change:
+            operations = self._takes + operations
+            arrays = Arrays(values, None, payload)
+        return run_checked(operations, arrays, 0, values.size, crc)[1]
+
+    def take(self, payload: Bytes, into: Bytes | None, crc: int) -> tuple[int, int]:
+        """Looks at a payload and checks it, in one pass, copying it before if it may change.
+
+        Args:
+            payload: (n * item_size,) uint8, aligned.
+            into: As many, filled; None: it does not change.
+            crc: A CRC32C.
+
+        Returns:
+            The largest magnitude, as bits, for `peak_of_bits`; and `crc` gone on over the payload.
+        """
+        operations = self._checks + self._looks
+        arrays = Arrays(None, payload)
+        if into is not None:
+            operations, arrays = self._takes + operations, Arrays(None, into, payload)
+        return run_checked(operations, arrays, 0, payload.size // self.item_size, crc)
 
     def reads(self, to: int, payload: int, factor: float) -> Operations:
         """What reads a payload, times `factor`, to a place: see elementwise.py."""
@@ -176,12 +247,22 @@ class Codec:
         Raises:
             ArgumentError: it is out of range.
         """
-        if exponent != 0:
-            raise ArgumentError(f"scale_exponent must be 0 with {self.name}; got {exponent}")
+        if not self.has_exponent(exponent):
+            raise ArgumentError(
+                f"scale_exponent must be {self._exponents} with {self.name}; got {exponent}"
+            )
+
+    def has_exponent(self, exponent: int) -> bool:
+        """Whether this codec writes such a scale exponent."""
+        return exponent == 0
 
     def peak(self, payload: Bytes, exponent: int) -> float:
         """Largest magnitude of the values once decoded; infinity if one is not finite."""
         bits = run(self._looks, Arrays(None, payload), 0, payload.size // self.item_size)
+        return self.peak_of_bits(bits, exponent)
+
+    def peak_of_bits(self, bits: int, exponent: int) -> float:
+        """The same from the largest magnitude that was written, as bits."""
         if bits >= self._infinity or not self._decodes_finite(bits, exponent):
             return math.inf
         return ctypes.c_float(math.ldexp(self._value_of(bits), exponent)).value
@@ -206,19 +287,24 @@ class Codec:
         payload: Bytes,
         exponent: int,
         scratch: Scratch,
-        limit: float = math.inf,
-        looks: bool = False,
-    ) -> int:
+        limit: float,
+        looks: Operations,
+        crc: int | None,
+    ) -> tuple[int, int]:
         """Converts everything, divided by 2^exponent, finite values clipped to `limit`.
 
-        Returns the largest magnitude that was written, as bits, if it is to look.
+        Returns the largest magnitude that `looks` see, as bits; and `crc` gone on over what was
+        written, if there is one.
         """
         factor = math.ldexp(1.0, -exponent)
         writes: Operations = (Operation(self._write, _PAYLOAD, _VALUES, factor=factor),)
-        if looks:
-            writes += self._looks
+        # Whoever looks at values first brings them into the cache for NumPy's conversions.
+        writes = looks + writes if looks is _LOOKS else writes + looks
+        if crc is not None:
+            writes += self._checks
+        crc = crc or 0
         if limit == math.inf and is_plain(values):
-            return run(writes, Arrays(values, payload), 0, values.size)
+            return run_checked(writes, Arrays(values, payload), 0, values.size, crc)
         largest = 0
         for start, stop in blocks(values.size):
             block = as_plain(values[start:stop], scratch.values)
@@ -226,8 +312,9 @@ class Codec:
                 clipped = np.clip(block, np.float32(-limit), np.float32(limit))
                 block = np.where(np.isinf(block), block, clipped)
             part = payload[start * self.item_size : stop * self.item_size]
-            largest = max(largest, run(writes, Arrays(block, part), 0, block.size))
-        return largest
+            found, crc = run_checked(writes, Arrays(block, part), 0, block.size, crc)
+            largest = max(largest, found)
+        return largest, crc
 
     def _guess_exponent(self, first_block: npt.NDArray[Any], scratch: Scratch) -> int:
         return 0
@@ -258,6 +345,8 @@ class Fp32(Codec):
     _infinity = INFINITY_BITS
     _read, _write = Code.READ_FP32, Code.WRITE_FP32
     _looks = (Operation(Code.LOOK_32, _VALUES, _PAYLOAD),)
+    _checks = (Operation(Code.CHECK_32, _VALUES, _PAYLOAD),)
+    _takes = (Operation(Code.COPY_32, _PAYLOAD, _SOURCE),)
 
 
 class Fp16(Codec):
@@ -265,17 +354,16 @@ class Fp16(Codec):
 
     name = "fp16"
     item_size = 2
+    _exponents = f"from {_FP16_EXPONENT_MIN} to {_FP16_EXPONENT_MAX}"
     _infinity = 0x7C00
     _read, _write = Code.READ_FP16, Code.WRITE_FP16
     _looks = (Operation(Code.LOOK_16, _VALUES, _PAYLOAD),)
+    _checks = (Operation(Code.CHECK_16, _VALUES, _PAYLOAD),)
+    _takes = (Operation(Code.COPY_16, _PAYLOAD, _SOURCE),)
 
     @override
-    def check_exponent(self, exponent: int) -> None:
-        if not _FP16_EXPONENT_MIN <= exponent <= _FP16_EXPONENT_MAX:
-            raise ArgumentError(
-                f"scale_exponent must be from {_FP16_EXPONENT_MIN} to {_FP16_EXPONENT_MAX} "
-                f"with fp16; got {exponent}"
-            )
+    def has_exponent(self, exponent: int) -> bool:
+        return _FP16_EXPONENT_MIN <= exponent <= _FP16_EXPONENT_MAX
 
     def _guess_exponent(self, first_block: npt.NDArray[Any], scratch: Scratch) -> int:
         peak = peak_of(as_plain(first_block, scratch.values))
@@ -312,6 +400,8 @@ class Bf16(Codec):
     _infinity = 0x7F80
     _read, _write = Code.READ_BF16, Code.WRITE_BF16
     _looks = (Operation(Code.LOOK_16, _VALUES, _PAYLOAD),)
+    _checks = (Operation(Code.CHECK_16, _VALUES, _PAYLOAD),)
+    _takes = (Operation(Code.COPY_16, _PAYLOAD, _SOURCE),)
 
     def _largest(self) -> float:
         return _BF16_LARGEST

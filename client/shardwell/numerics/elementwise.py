@@ -2,9 +2,9 @@
 
 What is computed is written once, as operations on places; who computes it is native code where it
 could be built (see native/), which keeps a block in the core's first cache from one operation to
-the next, and NumPy with numkong elsewhere. Both give the same bits, NaN's own aside: every product
-and every sum is rounded by itself, to nearest, so that a result depends neither on the machine nor
-on how an array is cut.
+the next, and NumPy with numkong and fastcrc elsewhere. Both give the same bits, NaN's own aside:
+every product and every sum is rounded by itself, to nearest, so that a result depends neither on
+the machine nor on how an array is cut.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import enum
 import functools
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numkong
 import numpy as np
 import numpy.typing as npt
+from fastcrc import crc32
 
 from shardwell.numerics import native
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, thread_scratch
@@ -32,6 +34,7 @@ _PLACE_COUNT = 8
 _DTYPES = (np.dtype(np.float32).str, np.dtype(np.uint8).str)
 INFINITY_BITS = 0x7F800000
 """Of float32: the smallest magnitude that is not finite."""
+_LARGEST = 2**31 - 1
 _HELD_ELEMENT_COUNT = 8 * 1024
 """Up to here a run is over before another thread could have taken over Python."""
 
@@ -77,9 +80,18 @@ class Code(enum.IntEnum):
     """Is divided by `divisor`; a quotient that rounding takes beyond float32 is its largest."""
     CLIP = 17
     """Is brought to [-factor, factor]; NaN stays."""
+    COPY_32 = 18
+    """Is `source`, both payloads of four bytes an element."""
+    COPY_16 = 19
+    """The same of payloads of two."""
+    CHECK_32 = 20
+    """Changes nothing; the run's CRC32C goes on over `source`, of four bytes an element."""
+    CHECK_16 = 21
+    """The same of a payload of two bytes an element."""
 
 
-_LOOKS = (Code.LOOK_32, Code.LOOK_16)
+_CHECKS = (Code.CHECK_32, Code.CHECK_16)
+_READ_ONLY = (Code.LOOK_32, Code.LOOK_16, *_CHECKS)
 
 
 class Operation(NamedTuple):
@@ -155,32 +167,48 @@ def run(operations: Operations, arrays: Arrays, start: int, stop: int) -> int:
         The largest magnitude that operations saw which look, as bits of what they look at; NaN is
         larger than infinity, and infinity than what is finite.
     """
+    return run_checked(operations, arrays, start, stop, 0)[0]
+
+
+def run_checked(
+    operations: Operations, arrays: Arrays, start: int, stop: int, crc: int
+) -> tuple[int, int]:
+    """`run` of operations of which some may check: what it returns, and `crc` gone on over that.
+
+    With one that checks, the CRC32C is that of the elements in order.
+    """
     if not operations or start == stop:
-        return 0
-    if native.LIBRARY is None:
-        return _run_by_numpy(operations, arrays, start, stop)
-    return _run_natively(native.LIBRARY, operations, arrays, start, stop)
+        return 0, crc
+    library = native.LIBRARY
+    if library is None or (not library.checks and any(each.code in _CHECKS for each in operations)):
+        return _run_by_numpy(operations, arrays, start, stop, crc)
+    return _run_natively(library, operations, arrays, start, stop, crc)
 
 
 def _run_natively(
-    library: native.Library, operations: Operations, arrays: Arrays, start: int, stop: int
-) -> int:
+    library: native.Library,
+    operations: Operations,
+    arrays: Arrays,
+    start: int,
+    stop: int,
+    crc: int = 0,
+) -> tuple[int, int]:
     call = library.run_held if stop - start <= _HELD_ELEMENT_COUNT else library.run
     packed, written = _packed(operations)
     for place in written:
         array = arrays[place]
         if array is not None and not array.flags.writeable:
             raise ValueError(f"place {place} is read-only")
-    found = call(packed, len(operations), arrays.packed(), start, stop)
+    found = call(packed, len(operations), arrays.packed(), start, stop, crc)
     if found < 0:
         raise ValueError(f"operations that do not fit their arrays: {operations}")
-    return int(found)
+    return found & _LARGEST, found >> 31
 
 
 @functools.lru_cache(maxsize=1024)
 def _packed(operations: Operations) -> tuple[bytes, tuple[int, ...]]:
     """As native code takes them; and the places that they write to."""
-    written = {each.to for each in operations if each.code not in _LOOKS}
+    written = {each.to for each in operations if each.code not in _READ_ONLY}
     return b"".join(map(_packed_one, operations)), tuple(written)
 
 
@@ -197,7 +225,9 @@ _PRODUCT = -1
 """A place of our own."""
 
 
-def _run_by_numpy(operations: Operations, arrays: Arrays, start: int, stop: int) -> int:
+def _run_by_numpy(
+    operations: Operations, arrays: Arrays, start: int, stop: int, crc: int = 0
+) -> tuple[int, int]:
     largest = 0
     with np.errstate(all="ignore"):
         for first, end in blocks(stop, start):
@@ -210,15 +240,21 @@ def _run_by_numpy(operations: Operations, arrays: Arrays, start: int, stop: int)
 
             def payload(place: int, dtype: Any, first: int = first, end: int = end) -> Array:
                 array = arrays[place]
-                assert array is not None
+                if array is None:
+                    temporary: Array = thread_scratch().temporary(place).view(dtype)
+                    return temporary[: end - first]
                 values: Array = array.view(dtype)[first:end]
                 return values
 
             for operation in operations:
+                if operation.code in _CHECKS:
+                    dtype = np.float32 if operation.code is Code.CHECK_32 else np.uint16
+                    crc = crc32.iscsi(payload(operation.source, dtype).view(np.uint8).data, crc)
+                    continue
                 found = _NUMPY[operation.code](operation, block, payload)
                 if isinstance(found, int):
                     largest = max(largest, found)
-    return largest
+    return largest, crc
 
 
 _Block: TypeAlias = Callable[[int], Array]
@@ -299,6 +335,10 @@ def _mean(each: Operation, block: _Block, payload: _Payload) -> None:
     divide(total, each.divisor, values)
 
 
+def _copy_payload(each: Operation, block: _Block, payload: _Payload, *, dtype: Any) -> None:
+    np.copyto(payload(each.to, dtype), payload(each.source, dtype))
+
+
 def _clip(each: Operation, block: _Block, payload: _Payload) -> None:
     values, bound = block(each.to), np.float32(each.factor)
     np.clip(values, -bound, bound, out=values)
@@ -343,4 +383,6 @@ _NUMPY: dict[Code, Callable[[Operation, _Block, _Payload], Any]] = {
     Code.SQUARE_ROOT: lambda each, block, _: np.sqrt(block(each.source), out=block(each.to)),
     Code.MEAN: _mean,
     Code.CLIP: _clip,
+    Code.COPY_32: partial(_copy_payload, dtype=np.uint32),
+    Code.COPY_16: partial(_copy_payload, dtype=np.uint16),
 }

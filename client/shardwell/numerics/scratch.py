@@ -20,12 +20,19 @@ class Scratch:
         self.values = np.empty(BLOCK_ELEMENT_COUNT, np.float32)
         self.gradient = np.empty(BLOCK_ELEMENT_COUNT, np.float32)
         self._temporaries: dict[int, npt.NDArray[np.float32]] = {}
+        self._payload = np.empty(0, np.uint8)
 
     def temporary(self, place: int) -> npt.NDArray[np.float32]:
         """A block for a place of `elementwise`, which has no meaning between two runs."""
         if place not in self._temporaries:
             self._temporaries[place] = np.empty(BLOCK_ELEMENT_COUNT, np.float32)
         return self._temporaries[place]
+
+    def payload(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Memory for a copy of a payload, until the next one is taken."""
+        if self._payload.size < size_bytes:
+            self._payload = np.empty(size_bytes, np.uint8)
+        return self._payload[:size_bytes]
 
 
 # A global, because memory for each parameter and thread would grow with their product.

@@ -20,11 +20,12 @@ from shardwell.errors import (
     NonFiniteError,
     ShardwellError,
 )
-from shardwell.numerics.arguments import wait_milliseconds
+from shardwell.numerics.arguments import finite_peak, wait_milliseconds
 from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
 from shardwell.placement.slices import Slice
+from shardwell.process.shared_memory import HEAD_BYTES
 from shardwell.rpc.arena import Arena, Places, batch_count, payload_of, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
@@ -36,11 +37,13 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
-from shardwell.wire.chunks import ChunkCodec, check_chunk
+from shardwell.wire.chunks import ChunkCodec
 
 _SHORT_ELEMENT_COUNT = 16_384
 """Of a slice that is encoded in less time than a thread takes to be woken, and whose messages and
 answers, of up to 4 bytes an element, are less than what a socket holds."""
+_SHORT_BYTES = 4 * _SHORT_ELEMENT_COUNT
+"""Of messages that are made, and whose answers are no larger: less than what a socket holds."""
 
 _Answer: TypeAlias = tuple[pb.ExchangeResponse, Bytes, int]
 """Header, payload, and bytes of the message."""
@@ -56,8 +59,8 @@ class Gradient:
     sample_count: int
     learning_rate: float | None
     """From its step on; None: as it is."""
-    peaks: list[float] | None
-    """Largest magnitude of each chunk, in the order of parts and chunks; None if not known."""
+    peaks: dict[int, float] = field(default_factory=dict)
+    """Largest magnitudes of chunks that were looked at, by number: of all parts, in order."""
     is_clipped: bool = False
     """Whether the worker has scaled it down to its largest norm, or found that it need not."""
 
@@ -149,28 +152,49 @@ class Transfer:
                 arenas=arenas,
             )
 
+    def check_finite(self, work: Gradient, first: int = 0, stop: int | None = None) -> None:
+        """Notes the peaks of rows [first, stop), and refuses what is not finite.
+
+        Raises:
+            NonFiniteError: a value is not.
+        """
+        if self._spec.allow_non_finite:
+            return
+        for part in self.parts:
+            for index, where in enumerate(part.chunks[first:stop], first):
+                number = part.first_chunk + index
+                if number not in work.peaks:
+                    work.peaks[number] = finite_peak(
+                        f"gradient of {self._spec.name!r}",
+                        work.values.read(where.offset, where.stop),
+                        self._spec.name,
+                        where.offset,
+                        told=self._spec.element,
+                    )
+
     def put_gradient(self, work: Gradient, progress: Progress, attempts: Attempts) -> None:
-        """Sends a gradient to all shards that have not told yet that they counted all of it."""
+        """Sends a gradient to all shards that have not told yet that they counted all of it.
+
+        Raises:
+            NonFiniteError: some of it is not finite; nothing was sent.
+            ShardwellError: see `Parameter.put_gradient`.
+        """
         failures: list[BaseException] = []
         parts = [
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
         with self._lent(parts, attempts) as arenas, CallGroup() as call_group:
-            wait_ms = wait_milliseconds(attempts.rest_s)
+            outgoing = self._outgoing(
+                pb.PutGradientRequest, parts, work, [True] * len(parts), arenas, attempts
+            )
             calls = [
                 call_group.add(
                     part.channel,
                     part.channel.put_gradient.future(
-                        _guarded(
-                            self._messages(
-                                pb.PutGradientRequest, part, work, wait_ms, opens=True, arena=arena
-                            ),
-                            failures,
-                        ),
-                        timeout=attempts.rest_s,
+                        _guarded(messages, failures), timeout=attempts.rest_s
                     ),
                 )
-                for part, arena in zip(parts, arenas, strict=True)
+                for part, (messages, _) in zip(parts, outgoing, strict=True)
             ]
             for part, call in zip(parts, calls, strict=True):
                 answer = self._result(call_group, part, call)
@@ -244,6 +268,10 @@ class Transfer:
         """Sends a gradient, from `progress` to row `stop`; fills `weights` with what comes of it.
 
         Returns the fewest updates that a chunk has seen.
+
+        Raises:
+            NonFiniteError: some of these rows is not finite; nothing of them was sent.
+            ShardwellError: see `Parameter.exchange`.
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
         parts = [part for part in self.parts if len(part.chunks) > progress.row]
@@ -257,21 +285,12 @@ class Transfer:
             for part, (stream, _) in zip(parts, opened, strict=True):
                 room = self._room_bytes(part, progress.row, stop)
                 arenas.append(stream.arena(room, attempts.rest_s))
-            wait_ms = wait_milliseconds(attempts.rest_s)
-            for number, (part, (stream, opens)) in enumerate(zip(parts, opened, strict=True)):
-                stream.submit(
-                    self._messages(
-                        pb.ExchangeRequest,
-                        part,
-                        work,
-                        wait_ms,
-                        opens=opens,
-                        first=progress.row,
-                        stop=stop,
-                        arena=arenas[number],
-                    ),
-                    is_short=part.where.size <= _SHORT_ELEMENT_COUNT,
-                )
+            opens = [is_new for _, is_new in opened]
+            outgoing = self._outgoing(
+                pb.ExchangeRequest, parts, work, opens, arenas, attempts, progress.row, stop
+            )
+            for (stream, _), (messages, is_short) in zip(opened, outgoing, strict=True):
+                stream.submit(messages, is_short=is_short)
             return self._receive(
                 parts,
                 weights,
@@ -304,6 +323,56 @@ class Transfer:
         item_size = self._codec.codec.item_size
         return wanted_bytes([each.size * item_size for each in part.chunks[first:stop]])
 
+    def _outgoing(
+        self,
+        header_type: Any,
+        parts: Sequence[ShardSlice],
+        work: Gradient,
+        opens: Sequence[bool],
+        arenas: Sequence[Arena | None],
+        attempts: Attempts,
+        first: int = 0,
+        stop: int | None = None,
+    ) -> list[tuple[Iterator[bytes], bool]]:
+        """Messages for each part with chunks [first, stop) of a gradient, all of them finite.
+
+        Where everything is shared, they are made here: whoever encodes looks at the values in the
+        same pass, and nothing has left by then. Elsewhere all values are looked at, and messages
+        made as they leave.
+
+        Returns:
+            By part, its messages, and whether they and their answers are few and small.
+        """
+        wait_ms = wait_milliseconds(attempts.rest_s)
+        are_shared = all(
+            arena is not None and arena.memory.size_bytes >= HEAD_BYTES + room > HEAD_BYTES
+            for arena, room in (
+                (arena, self._room_bytes(part, first, stop))
+                for part, arena in zip(parts, arenas, strict=True)
+            )
+        )
+        if not are_shared:
+            self.check_finite(work, first, stop)
+        outgoing: list[tuple[Iterator[bytes], bool]] = []
+        for part, is_new, arena in zip(parts, opens, arenas, strict=True):
+            messages = self._messages(
+                header_type,
+                part,
+                work,
+                wait_ms,
+                opens=is_new,
+                first=first,
+                stop=stop,
+                arena=arena,
+                leaves=not are_shared,
+            )
+            is_short = part.where.size <= _SHORT_ELEMENT_COUNT
+            if are_shared:
+                made = list(messages)
+                messages, is_short = iter(made), sum(map(len, made)) <= _SHORT_BYTES
+            outgoing.append((messages, is_short))
+        return outgoing
+
     def _messages(
         self,
         header_type: Any,
@@ -315,8 +384,12 @@ class Transfer:
         first: int = 0,
         stop: int | None = None,
         arena: Arena | None = None,
+        leaves: bool = True,
     ) -> Iterator[bytes]:
-        """Chunks [first, stop) of a gradient for one shard; runs on a thread of gRPC's."""
+        """Chunks [first, stop) of a gradient for one shard; runs on a thread of gRPC's.
+
+        With `leaves` each is sent when it is made: its values were looked at before.
+        """
         scratch = thread_scratch()
         places = None if arena is None else Places(arena.memory)
         last = len(part.chunks[:stop]) - 1
@@ -347,10 +420,14 @@ class Transfer:
                     work.values.read(where.offset, where.stop),
                     scratch,
                     start=checksum.gradient(self._gradient_context, gradient),
-                    peak=None if work.peaks is None else work.peaks[part.first_chunk + index],
+                    peak=work.peaks.get(part.first_chunk + index),
+                    is_exact=True,
                     room=room,
                 )
-            except NonFiniteValueError as error:  # the caller changed the array meanwhile
+            except NonFiniteValueError as error:
+                if not leaves:
+                    self.check_finite(work, index, index + 1)  # says so
+                # The caller changed the array meanwhile.
                 raise NonFiniteError(
                     f"gradient of {self._spec.name!r}: "
                     f"{self._spec.element(where.offset + error.index)} became "
@@ -453,8 +530,10 @@ class Transfer:
         try:
             payload = payload_of(chunk, payload, None if arena is None else arena.memory)
             start = checksum.weights(self._weights_context, header.version)
-            stored = self._codec.open(check_chunk(chunk, payload, start), where)
+            with weights.writing(where.offset, where.stop) as values:
+                self._codec.read(chunk, payload, start, where, values)
         except ShardwellError as error:
+            del payload, answer  # whoever keeps the error keeps no memory with it
             raise CorruptChunkError(
                 f"shard {part.channel.shard_index} answered for {self._spec.name!r}: "
                 f"{error.message}",
@@ -479,8 +558,6 @@ class Transfer:
                 found=header.version,
                 parameter=self._spec.name,
             )
-        with weights.writing(where.offset, where.stop) as values:
-            self._codec.codec.decode(stored, chunk.scale_exponent, values)
         shared_bytes = chunk.shared.size
         self._traffic.add_received(size_bytes + shared_bytes, where.size, shared_bytes)
         return int(header.version)

@@ -311,7 +311,7 @@ class Parameter(Generic[ValuesT]):
         def start(stop: int, is_over: Callable[[], None]) -> None:
             def exchange(attempts: Attempts) -> None:
                 if self.next_step == work.step and progress.row < stop:
-                    self._check_finite(work, progress.row, stop)
+                    work.peaks.clear()  # of what was there before
                     self._exchange_rows(work, room.pieces, progress, stop, attempts)
 
             def ended(call: Future[None]) -> None:
@@ -324,7 +324,7 @@ class Parameter(Generic[ValuesT]):
 
         def finish(timeout_s: float | None) -> ValuesT:
             def exchange(attempts: Attempts) -> ValuesT:
-                self._check_finite(work, progress.row, self._transfer.row_count)
+                work.peaks.clear()  # what is left may have been mended
                 self._exchange_rest(work, room.pieces, progress, attempts)
                 return room.result
 
@@ -459,30 +459,15 @@ class Parameter(Generic[ValuesT]):
         clip_norm = self.spec.optimizer.clip_norm
         if not clip_norm or self.spec.closes_by_norm or work.is_clipped:
             return
+        self._transfer.check_finite(work)
         with np.errstate(all="ignore"):  # where allow_non_finite lets anything through
             values: Float32 = work.values.whole().astype(np.float32, copy=False)
             factor = clip_factor(math.sqrt(self._rules.squared_norm(0, values)), clip_norm)
             if factor != 1.0:
-                scaled, peaks = values * np.float32(factor), work.peaks
-                if peaks is not None:
-                    peaks = [float(np.float32(peak) * np.float32(factor)) for peak in peaks]
-                work.values, work.peaks = Pieces(scaled), peaks
+                work.values = Pieces(values * np.float32(factor))
+                for number, peak in work.peaks.items():
+                    work.peaks[number] = float(np.float32(peak) * np.float32(factor))
         work.is_clipped = True
-
-    def _check_finite(self, work: Gradient, first: int, stop: int) -> None:
-        """Notes the peaks of rows, and refuses what is not finite."""
-        if work.peaks is None:
-            return
-        for part in self._transfer.parts:
-            for index in range(first, min(stop, len(part.chunks))):
-                number, where = part.first_chunk + index, part.chunks[index]
-                work.peaks[number] = finite_peak(
-                    f"gradient of {self.name!r}",
-                    work.values.read(where.offset, where.stop),
-                    self.name,
-                    where.offset,
-                    told=self.spec.element,
-                )
 
     def _gradient(
         self,
@@ -502,12 +487,10 @@ class Parameter(Generic[ValuesT]):
         if learning_rate is not None:
             check_learning_rate("learning_rate", learning_rate)
             self.spec.check_has_rate()
-        chunk_count = sum(len(part.chunks) for part in self._transfer.parts)
-        peaks = None if self.spec.allow_non_finite else [0.0] * chunk_count
-        work = Gradient(values, self.next_step, count, learning_rate, peaks)
-        if is_whole:
-            self._check_finite(work, 0, self._transfer.row_count)
+        work = Gradient(values, self.next_step, count, learning_rate)
         if not self._has_seat:
+            if is_whole:
+                self._transfer.check_finite(work)
             self._opening.take_seat(self.next_step, attempts)
             self._transfer.tenure = self._opening.tenure
             self._has_seat = True

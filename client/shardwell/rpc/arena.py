@@ -107,7 +107,9 @@ def batch_count(chunk_count: int) -> int:
 
 
 def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | None) -> Bytes:
-    """The payload of a chunk that came: the message's own, or a copy of what is shared.
+    """The payload of a chunk that came: the message's own, or what is shared, which may change.
+
+    Only the latter can be written to: see `check_chunk`.
 
     Args:
         chunk: The header.
@@ -129,11 +131,9 @@ def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | No
             raise SharedMemoryError(
                 f"a payload of {chunk.shared.size} bytes; expected at most {PAYLOAD_SIZE_MAX_BYTES}"
             )
-        copied = memory.view(chunk.shared.offset, chunk.shared.size).copy()
+        return memory.view(chunk.shared.offset, chunk.shared.size)
     except SharedMemoryError as error:
         raise CorruptChunkError(f"chunk {chunk.chunk_index}: {error}; send it again") from None
-    copied.flags.writeable = False
-    return copied
 
 
 class Places:
@@ -184,11 +184,11 @@ def inline_message(message_type: Any, message: bytes, memory: SharedMemory) -> t
     header, payload = framing.parse(message_type, message)
     if not header.chunk.HasField("shared"):
         return message, 0
-    copied = payload_of(header.chunk, payload, memory)
+    shared = payload_of(header.chunk, payload, memory)
     header.chunk.ClearField("shared")
-    whole = framing.OutgoingMessage(header, copied.size)
-    whole.payload[:] = copied
-    return whole.seal(), copied.size
+    whole = framing.OutgoingMessage(header, shared.size)
+    whole.payload[:] = shared
+    return whole.seal(), shared.size
 
 
 class Arenas:

@@ -286,9 +286,9 @@ def peer_chunk(context: int, stage: int) -> int:
 # The end of all: what tells how a payload is written, and the payload.
 
 
-def of_chunk(start: int, chunk: types_pb2.Chunk, payload: Bytes) -> int:
-    """The CRC32C of a message with a Chunk; `start` has come so far."""
-    head = _with_numbers(
+def before_payload(start: int, chunk: types_pb2.Chunk) -> int:
+    """The CRC32C of a message with a Chunk as far as its payload; `start` has come so far."""
+    return _with_numbers(
         start,
         chunk.chunk_index,
         chunk.element_offset,
@@ -296,7 +296,11 @@ def of_chunk(start: int, chunk: types_pb2.Chunk, payload: Bytes) -> int:
         chunk.scale_exponent,
         chunk.lz4,
     )
-    return int(crc32.iscsi(payload.data, head))
+
+
+def of_chunk(start: int, chunk: types_pb2.Chunk, payload: Bytes) -> int:
+    """The CRC32C of a message with a Chunk; `start` has come so far."""
+    return int(crc32.iscsi(payload.data, before_payload(start, chunk)))
 
 
 def of_rows(start: int, rows: table_pb2.Rows, payload: Bytes) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.numerics.codec import CODECS, Bytes, Codec
+from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32
 from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.parameter import ParameterSpec
@@ -31,6 +31,8 @@ class IntactChunk(NamedTuple):
 
     header: types_pb2.Chunk
     payload: Bytes
+    peak_bits: int | None = None
+    """See `Codec.peak_of_bits`; None: nobody has looked."""
 
 
 def check_chunk(chunk: types_pb2.Chunk, payload: Bytes, start: int) -> IntactChunk:
@@ -40,20 +42,27 @@ def check_chunk(chunk: types_pb2.Chunk, payload: Bytes, start: int) -> IntactChu
 
     Args:
         chunk: The header that came.
-        payload: What came with it.
+        payload: What came with it. What can be written to is memory that others may change: it is
+            copied, and the copy is what is checked, and returned.
         start: What its CRC32C begins with: see checksum.py.
 
     Raises:
         CorruptChunkError: the CRC32C does not fit.
     """
-    found = checksum.of_chunk(start, chunk, payload)
+    if payload.flags.writeable:
+        payload = payload.copy()
+        payload.flags.writeable = False
+    _check_crc(chunk, payload, checksum.of_chunk(start, chunk, payload))
+    return IntactChunk(chunk, payload)
+
+
+def _check_crc(chunk: types_pb2.Chunk, payload: Bytes, found: int) -> None:
     if found != chunk.crc32c:
         raise CorruptChunkError(
             f"chunk {chunk.chunk_index}: CRC32C of its header, its {payload.size} payload bytes "
             f"and what they were sent for is {found:#010x}; the message says {chunk.crc32c:#010x}, "
             "so it was damaged or is not for this stream; send it again"
         )
-    return IntactChunk(chunk, payload)
 
 
 class ChunkCodec:
@@ -82,6 +91,7 @@ class ChunkCodec:
         *,
         start: int,
         peak: float | None = None,
+        is_exact: bool = False,
         exponent_offset: int = 0,
         room: Room | None = None,
     ) -> bytes:
@@ -96,6 +106,7 @@ class ChunkCodec:
             scratch: This thread's.
             start: What its CRC32C begins with: see checksum.py.
             peak: See `Codec.encode`.
+            is_exact: See `Codec.encode`.
             exponent_offset: Says that the values are 2^exponent_offset times as large; for codecs
                 whose scale can say so.
             room: Of the payload's size, for it; None: it is in the message. Without effect with
@@ -113,14 +124,25 @@ class ChunkCodec:
             payload = message.payload
         else:
             payload = room.memory
-        exponent = self.codec.encode(
-            values, payload, scratch, allow_non_finite=self._allow_non_finite, peak=peak
+
+        def head(exponent: int) -> int:
+            chunk.scale_exponent = exponent + exponent_offset
+            return checksum.before_payload(start, chunk)
+
+        written = self.codec.encode(
+            values,
+            payload,
+            scratch,
+            allow_non_finite=self._allow_non_finite,
+            peak=peak,
+            is_exact=is_exact and not self._allow_non_finite,
+            start=None if self._lz4 else head,
         )
-        chunk.scale_exponent = exponent + exponent_offset
+        chunk.scale_exponent = written.exponent + exponent_offset
+        chunk.crc32c = written.crc
         if message is None:
             assert room is not None
             chunk.shared.offset, chunk.shared.size = room.offset, payload.size
-            chunk.crc32c = checksum.of_chunk(start, chunk, payload)
             return bytes(header.SerializeToString())
         if self._lz4:
             packed = lz4.block.compress(message.payload, mode="fast", store_size=False)
@@ -128,8 +150,58 @@ class ChunkCodec:
                 chunk.lz4 = True
                 message = OutgoingMessage(header, len(packed))
                 message.payload[:] = np.frombuffer(packed, np.uint8)
-        chunk.crc32c = checksum.of_chunk(start, chunk, message.payload)
+            chunk.crc32c = checksum.of_chunk(start, chunk, message.payload)
         return message.seal()
+
+    def check(
+        self, chunk: types_pb2.Chunk, payload: Bytes, start: int, scratch: Scratch
+    ) -> IntactChunk:
+        """`check_chunk`, which also looks at the values, all in one pass over memory.
+
+        Args:
+            chunk: See `check_chunk`.
+            payload: See `check_chunk`.
+            start: See `check_chunk`.
+            scratch: This thread's: a copy that has to be made lies in it, until its next one.
+
+        Raises:
+            CorruptChunkError: see `check_chunk`.
+        """
+        if chunk.lz4 or payload.size % self.codec.item_size:
+            return check_chunk(chunk, payload, start)
+        copied = scratch.payload(payload.size) if payload.flags.writeable else None
+        head = checksum.before_payload(start, chunk)
+        peak_bits, crc = self.codec.take(payload, copied, head)
+        _check_crc(chunk, payload, crc)
+        return IntactChunk(chunk, payload if copied is None else copied, peak_bits)
+
+    def read(
+        self, chunk: types_pb2.Chunk, payload: Bytes, start: int, where: Slice, values: Float32
+    ) -> None:
+        """Checks a chunk, as `check_chunk` and `open` do, and decodes it, all in one pass.
+
+        Args:
+            chunk: See `check_chunk`.
+            payload: See `check_chunk`.
+            start: See `check_chunk`.
+            where: See `open`.
+            values: (where.size,), filled; undefined after an error.
+
+        Raises:
+            CorruptChunkError, ArgumentError: see `check_chunk` and `open`.
+        """
+        size = where.size * self.codec.item_size
+        place = (chunk.element_offset, chunk.element_count)
+        is_plain = place == (where.offset, where.size) and not chunk.lz4
+        exponent = chunk.scale_exponent
+        if not is_plain or payload.size != size or not self.codec.has_exponent(exponent):
+            stored = self.open(check_chunk(chunk, payload, start), where)
+            self.codec.decode(stored, exponent, values)
+            return
+        head = checksum.before_payload(start, chunk)
+        may_change = payload.flags.writeable
+        crc = self.codec.decode_checked(payload, exponent, values, head, may_change=may_change)
+        _check_crc(chunk, payload, crc)
 
     def open(self, intact: IntactChunk, where: Slice) -> Bytes:
         """Checks a chunk against the range where it belongs; returns the codec's bytes.
@@ -143,7 +215,7 @@ class ChunkCodec:
             ArgumentError: offset or count do not fit; compression or a scale exponent that the
                 spec does not allow.
         """
-        chunk, payload = intact
+        chunk, payload = intact.header, intact.payload
         if (chunk.element_offset, chunk.element_count) != (where.offset, where.size):
             raise ArgumentError(
                 f"chunk {chunk.chunk_index} covers elements {where.offset} to {where.stop - 1}; "
@@ -161,9 +233,12 @@ class ChunkCodec:
             )
         return payload
 
-    def peak(self, chunk: types_pb2.Chunk, payload: Bytes) -> float:
-        """Largest magnitude of the values; infinity if one is not finite."""
-        return self.codec.peak(payload, chunk.scale_exponent)
+    def peak(self, intact: IntactChunk, opened: Bytes) -> float:
+        """Largest magnitude of the values, which `open` returned; infinity if one is not finite."""
+        exponent = intact.header.scale_exponent
+        if intact.peak_bits is None:
+            return self.codec.peak(opened, exponent)
+        return self.codec.peak_of_bits(intact.peak_bits, exponent)
 
     def first_non_finite(self, chunk: types_pb2.Chunk, payload: Bytes) -> int | None:
         """Index in the chunk of the first value that the spec refuses; None if there is none."""

@@ -207,7 +207,7 @@ class Batch:
             yield message
 
 
-_EMPTY: Bytes = np.empty(0, np.uint8)
+_EMPTY: Bytes = np.frombuffer(b"", np.uint8)
 
 
 def _find_payload(message: bytes) -> tuple[int | None, int]:

@@ -174,7 +174,7 @@ class RowCodec:
             thread_scratch(),
             allow_non_finite=self._allow_non_finite,
             peak=peak,
-        )
+        ).exponent
 
     def open(
         self,

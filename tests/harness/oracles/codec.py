@@ -26,7 +26,7 @@ def encoded(
     payload = np.full(values.size * codec.item_size, 0xA5, np.uint8)
     exponent = codec.encode(
         values, payload, Scratch(), allow_non_finite=allow_non_finite, peak=peak
-    )
+    ).exponent
     codec.check_exponent(exponent)
     return payload, exponent
 

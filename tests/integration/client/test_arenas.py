@@ -37,7 +37,9 @@ from shardwell.rpc import arena_offers as arenas
 from shardwell.rpc.stream import ShardStream
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import checksum
 from shardwell.wire import messages as framing
+from shardwell.wire.chunks import check_chunk
 from shardwell_server import LocalCluster, server
 from shardwell_server.config import Limits
 from shardwell_server.services import parameter_service
@@ -858,7 +860,8 @@ def test_a_payload_that_no_chunk_has_is_not_copied() -> None:
     own.close()
 
 
-def test_a_copy_is_checked_and_not_what_is_shared(tmp_path: Path) -> None:
+def test_a_payload_that_may_change_is_told_from_others() -> None:
+    """So that a copy is checked, and used, and not what is shared: see tests of wire/chunks.py."""
     own = OwnMemory()
     own.reserve(8192)
     memory = own.memory
@@ -867,9 +870,14 @@ def test_a_copy_is_checked_and_not_what_is_shared(tmp_path: Path) -> None:
     memory.view(64, 32)[:] = 7
     chunk = types_pb2.Chunk(shared=types_pb2.Shared(offset=64, size=32))
     found = arena.payload_of(chunk, np.empty(0, np.uint8), memory)
-    memory.view(64, 32)[:] = 9
+    assert found.flags.writeable
     assert set(found.tolist()) == {7}
-    assert not found.flags.writeable
+    inline = arena.payload_of(types_pb2.Chunk(), np.frombuffer(b"inline", np.uint8), memory)
+    assert not inline.flags.writeable
+    chunk.crc32c = checksum.of_chunk(0, chunk, found)
+    copied = check_chunk(chunk, found, 0).payload
+    memory.view(64, 32)[:] = 9
+    assert set(copied.tolist()) == {7}
 
 
 HOLDING = """

@@ -7,14 +7,16 @@ the same values laid out in memory in every way that callers have.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from fastcrc import crc32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.oracles.codec import bf16_bits, decoded, encoded, fp16_value
-from shardwell.numerics.codec import CODECS
+from shardwell.numerics.codec import CODECS, NonFiniteValueError
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, Scratch
 
 NAMES = sorted(CODECS)
@@ -133,7 +135,7 @@ def test_the_same_values_are_always_written_with_the_same_bits(name: str) -> Non
     for _ in range(3):
         payload = np.empty(values.size * codec.item_size, np.uint8)
         codec.encode(others, np.empty(others.size * codec.item_size, np.uint8), scratch)
-        exponent = codec.encode(values, payload, scratch)
+        exponent = codec.encode(values, payload, scratch).exponent
         assert (payload.tobytes(), exponent) == (first[0].tobytes(), first[1])
 
 
@@ -153,3 +155,55 @@ def test_reading_a_part_is_reading_the_whole(name: str) -> None:
     part = np.empty(300, np.float32)
     codec.decode(payload[150 * codec.item_size : 450 * codec.item_size], exponent, part)
     assert part.tobytes() == whole[150:450].tobytes()
+
+
+KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "as they are": lambda values: values,
+    "tiny": lambda values: values * np.float32(1e-12),
+    "huge": lambda values: values * np.float32(1e37),
+    "the largest": lambda values: np.full_like(values, 3.4028235e38),
+    "growing": lambda values: values * np.geomspace(1e-9, 1e9, values.size, dtype=np.float32),
+    "growing a little": lambda values: values * np.linspace(1e-4, 5e-4, values.size, dtype="f4"),
+    "one at the end": lambda values: np.append(values[:-1] * np.float32(1e-6), np.float32(7e4)),
+    "zeros": np.zeros_like,
+    "doubles": lambda values: values.astype(np.float64) * 1e-7,
+    "every other": lambda values: np.repeat(values, 2)[::2] * np.float32(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [0, 1, 4096, 4097, 2 * BLOCK_ELEMENT_COUNT + 77])
+def test_a_look_in_the_same_pass_changes_no_bits(name: str, kind: str, count: int) -> None:
+    """Exactly what is written where the peak was looked for before; and the CRC of that."""
+    codec, scratch = CODECS[name], Scratch()
+    with np.errstate(over="ignore"):
+        values = KINDS[kind](some_values(count)) if count else np.empty(0, np.float32)
+        values[~np.isfinite(values)] = 1.0
+        peak = float(np.abs(values).astype(np.float32).max(initial=0.0))
+    expected = np.zeros(values.size * codec.item_size, np.uint8)
+    before = codec.encode(values, expected, scratch, peak=peak)
+    payload = np.zeros_like(expected)
+    starts = {}
+
+    def start(exponent: int) -> int:
+        starts[exponent] = 1000 + exponent
+        return starts[exponent]
+
+    written = codec.encode(values, payload, scratch, is_exact=True, start=start)
+    assert written.exponent == before.exponent
+    assert payload.tobytes() == expected.tobytes()
+    assert written.crc == crc32.iscsi(payload.tobytes(), starts[written.exponent])
+    assert len(starts) <= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("index", [0, 4000, BLOCK_ELEMENT_COUNT + 3])
+def test_a_look_in_the_same_pass_finds_the_first(name: str, value: float, index: int) -> None:
+    codec, values = CODECS[name], some_values(2 * BLOCK_ELEMENT_COUNT)
+    values[index] = value
+    values[index + 1] = np.nan
+    payload = np.empty(values.size * codec.item_size, np.uint8)
+    with pytest.raises(NonFiniteValueError, match=f"element {index} "):
+        codec.encode(values, payload, Scratch(), is_exact=True)

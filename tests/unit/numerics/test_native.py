@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +27,7 @@ from shardwell.numerics.elementwise import Arrays, Code, Operation, Operations
 from shardwell.numerics.update_rules import UpdateRule
 
 ROOT = Path(__file__).parents[3]
-HALF = (Code.READ_FP16, Code.READ_BF16, Code.LOOK_16)
+HALF = (Code.READ_FP16, Code.READ_BF16, Code.LOOK_16, Code.COPY_16, Code.CHECK_16)
 LENGTHS = [0, 1, 7, 8, 15, 16, 17, 2047, 2048, 2049, 3 * 2048 + 5]
 FACTORS = [1.0, -1.0, 0.3, 2.0**-120, 1e-46, 3e38, 1e39]
 
@@ -111,13 +112,14 @@ def check(
 
 def operations_of(code: Code, factor: float) -> Operations:
     match code:
-        case Code.READ_FP32 | Code.LOOK_32:
+        case Code.READ_FP32 | Code.LOOK_32 | Code.CHECK_32 | Code.COPY_32:
             source = 1
-        case Code.READ_FP16 | Code.READ_BF16 | Code.LOOK_16:
+        case _ if code in HALF:
             source = 4
         case _:
             source = 2
-    to = 5 if code in (Code.WRITE_FP32, Code.WRITE_FP16, Code.WRITE_BF16) else 0
+    written = (Code.WRITE_FP32, Code.WRITE_FP16, Code.WRITE_BF16, Code.COPY_32, Code.COPY_16)
+    to = 5 if code in written else 0
     factor = abs(factor) if code is Code.CLIP else factor
     return (Operation(code, to, source, 3, factor, divisor=abs(factor)),)
 
@@ -172,6 +174,71 @@ def test_every_rounding_has_numpys_bits(library: native.Library, code: Code) -> 
         assert written[0].tobytes() == written[1].tobytes()
 
 
+# CRCs.
+
+CRC32C = 0x1EDC6F41
+"""Of x^32 + x^28 + ... + 1, the polynomial without its first power."""
+
+
+def power(exponent: int) -> int:
+    """x^exponent by the polynomial, mirrored in 64 bits."""
+    rest = 1
+    for _ in range(exponent):
+        rest = rest << 1 ^ ((1 << 32 | CRC32C) if rest >> 31 else 0)
+    return int(f"{rest:032b}"[::-1], 2) << 32
+
+
+def test_the_factors_are_powers_of_x() -> None:
+    source = (Path(native.__file__).parent / "crc.c").read_text()
+    for bits in (128, 512, 2048):
+        factors = f"{power(bits + 63):#018x}, {power(bits - 1):#018x}"
+        assert f"#define BY_{bits} {factors}\n" in source
+
+
+@pytest.mark.parametrize("start", [0, 1, 2**32 - 1, 0xDEADBEEF])
+def test_crcs_are_those_of_the_polynomial(library: native.Library, start: int) -> None:
+    """Against the plainest way to compute one, and in pieces."""
+    if not library.checks:
+        pytest.skip("this processor multiplies without carries in no way that is known here")
+    contents = np.random.default_rng(start).integers(0, 256, 2 * 5000, np.uint8)
+    table = [0] * 256
+    for byte in range(256):
+        entry = byte
+        for _ in range(8):
+            entry = entry >> 1 ^ (int(f"{CRC32C:032b}"[::-1], 2) if entry & 1 else 0)
+        table[byte] = entry
+    checks = (Operation(Code.CHECK_16, 0, 0),)
+    for count in (1, 3, 31, 32, 33, 127, 128, 129, 2047, 2048, 2049, 5000):
+        inside = start ^ 2**32 - 1
+        for byte in contents[: 2 * count].tolist():
+            inside = inside >> 8 ^ table[(inside ^ byte) & 0xFF]
+        expected = inside ^ 2**32 - 1
+        arrays = Arrays(contents)
+        _, found = elementwise._run_natively(library, checks, arrays, 0, count, start)
+        assert found == expected
+        _, half = elementwise._run_natively(library, checks, arrays, 0, count // 2, start)
+        _, found = elementwise._run_natively(library, checks, arrays, count // 2, count, half)
+        assert found == expected
+
+
+def test_what_is_checked_is_what_was_copied_and_read(library: native.Library) -> None:
+    """A payload by way of a temporary, in one run: copied, looked at, checked, and read."""
+    halves = np.random.default_rng(3).standard_normal(5000).astype(np.float16)
+    operations = (
+        Operation(Code.COPY_16, 1, 2),
+        Operation(Code.LOOK_16, 1, 1),
+        Operation(Code.CHECK_16, 1, 1),
+        Operation(Code.READ_FP16, 0, 1, factor=4.0),
+    )
+    results = []
+    for run in (partial(elementwise._run_natively, library), elementwise._run_by_numpy):
+        values = np.zeros(5000, np.float32)
+        results.append(run(operations, Arrays(values, None, halves.view(np.uint8)), 0, 5000, 7))
+        np.testing.assert_array_equal(values, halves.astype(np.float32) * 4)
+    assert results[0] == results[1]
+    assert results[0][0] == int(np.abs(halves).max().view(np.uint16))
+
+
 # What it refuses.
 
 ADDS = (Operation(Code.ADD_SCALED, 0, 1),)
@@ -180,7 +247,7 @@ MISFITS: dict[str, tuple[Operations, tuple[int, ...], int, int]] = {
     "longer than the target": (ADDS, (396, 400), 0, 100),
     "backwards": (ADDS, (400, 400), 9, 8),
     "a place of none": ((Operation(Code.SCALE, 8),), (400,), 0, 100),
-    "a payload in a temporary": ((Operation(Code.WRITE_FP16, 3, 0),), (400,), 0, 100),
+    "a CRC of what is longer": ((Operation(Code.CHECK_16, 0, 0),), (400,), 0, 201),
     "more temporaries than there are": (
         tuple(Operation(Code.COPY, place, 0) for place in (2, 3, 4, 5)),
         (400, 400),
@@ -208,7 +275,7 @@ def test_what_may_not_be_written_is_not(library: native.Library) -> None:
     with pytest.raises(ValueError, match="read-only"):
         elementwise._run_natively(library, scales, Arrays(values), 0, 40)
     looks = (Operation(Code.LOOK_32, 0, 0),)
-    assert elementwise._run_natively(library, looks, Arrays(values), 0, 40) == 0x3F800000
+    assert elementwise._run_natively(library, looks, Arrays(values), 0, 40)[0] == 0x3F800000
 
 
 @pytest.mark.parametrize("values", [np.ones(8), np.ones(16, np.float32)[::2], np.ones(8, ">f4")])
@@ -244,14 +311,14 @@ one.join()
 
 def test_an_operation_that_there_is_not_is_refused(library: native.Library) -> None:
     packed = bytes([len(Code), 0, 0, 0]) + bytes(12)
-    assert library.run(packed, 1, Arrays(np.ones(4, np.float32)).packed(), 0, 4) == -1
+    assert library.run(packed, 1, Arrays(np.ones(4, np.float32)).packed(), 0, 4, 0) == -1
 
 
 def test_a_place_that_is_not_aligned_is_refused(library: native.Library) -> None:
     values = np.zeros(41, np.uint8)[1:]
     assert values.ctypes.data % 4
     scales = elementwise._packed_one(Operation(Code.SCALE, 0, factor=2.0))
-    assert library.run(scales, 1, Arrays(values).packed(), 0, 10) == -1
+    assert library.run(scales, 1, Arrays(values).packed(), 0, 10, 0) == -1
 
 
 # Where there is none.
@@ -363,14 +430,17 @@ def _under_sanitizers(path: str, *, overruns: bool) -> None:
     for code in Code:
         for count in LENGTHS:
             operations = operations_of(code, 0.5)
-            sizes = [4 * count] * 4 + [2 * count, (4 if code is Code.WRITE_FP32 else 2) * count]
+            sizes = [4 * count] * 4 + [
+                2 * count,
+                (4 if code in (Code.WRITE_FP32, Code.COPY_32) else 2) * count,
+            ]
             places = [libc.malloc(max(size, 1)) for size in sizes]
             for place, size in zip(places, sizes, strict=True):
                 ctypes.memset(place, 0, size)
             told = [size + 64 * overruns for size in sizes]
             packed = elementwise._PACKED_ARRAYS.pack(*places, 0, 0, *told, 0, 0)
             stop = count + 8 * overruns
-            assert library.run(elementwise._packed(operations)[0], 1, packed, 0, stop) >= 0
+            assert library.run(elementwise._packed(operations)[0], 1, packed, 0, stop, 0) >= 0
             for place in places:
                 libc.free(place)
     print("done")

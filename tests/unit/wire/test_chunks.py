@@ -6,6 +6,9 @@ are checked by a bitwise CRC-32C written here, LZ4 blocks by the lz4 package alo
 
 from __future__ import annotations
 
+import threading
+import time
+
 import lz4.block
 import numpy as np
 import pytest
@@ -69,7 +72,38 @@ def written(chunks: ChunkCodec, values: np.ndarray) -> tuple[types_pb2.Chunk, by
 
 
 def opened(chunks: ChunkCodec, chunk: types_pb2.Chunk, payload: bytes) -> np.ndarray:
-    return chunks.open(check_chunk(chunk, np.frombuffer(payload, np.uint8), START), WHERE)
+    """By all ways to check a chunk, of memory that may change and of such that does not.
+
+    They tell the same: the same bytes, or the same error.
+    """
+    outcomes = []
+    for may_change in (False, True):
+        memory = np.frombuffer(payload, np.uint8)
+        memory = memory.copy() if may_change else memory
+        for way in (
+            lambda memory=memory: chunks.open(check_chunk(chunk, memory, START), WHERE),
+            lambda memory=memory: chunks.open(chunks.check(chunk, memory, START, Scratch()), WHERE),
+            lambda memory=memory: _read(chunks, chunk, memory),
+        ):
+            try:
+                outcomes.append(way())
+            except (ArgumentError, CorruptChunkError) as error:
+                outcomes.append(error)
+    first, *others = outcomes
+    assert {str(each) for each in others} == {str(first)} or not isinstance(first, Exception)
+    if isinstance(first, Exception):
+        raise first
+    values = decoded(chunks.codec.name, first, chunk.scale_exponent)
+    for each in others:
+        kept = first if each.dtype == np.uint8 else values
+        assert each.tobytes() == kept.tobytes()
+    return first
+
+
+def _read(chunks: ChunkCodec, chunk: types_pb2.Chunk, memory: np.ndarray) -> np.ndarray:
+    values = np.zeros(WHERE.size, np.float32)
+    chunks.read(chunk, memory, START, WHERE, values)
+    return values
 
 
 def spoiled(payload: bytes, **fields: int | bool) -> types_pb2.Chunk:
@@ -104,6 +138,50 @@ def test_a_chunk_comes_back(name: str, lz4_: bool, kind: str) -> None:
     assert back.tobytes() == plain
     assert chunks.first_non_finite(chunk, back) is None
     np.testing.assert_allclose(decoded(name, back, chunk.scale_exponent), values, rtol=2**-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_is_believed_is_what_was_checked(name: str, reads: bool) -> None:
+    """While somebody else writes to a payload, now one and now the other, it is the one or none."""
+    codec = CODECS[name]
+    chunks, where = ChunkCodec(codec), Slice(0, 40_000)
+    values = [np.full(where.size, value, np.float32) for value in (1.0, 3.0)]
+    header = pb.ExchangeResponse()
+    sealed = chunks.encode(header, header.chunk, where, 0, values[0], Scratch(), start=START)
+    message = pb.ExchangeResponse.FromString(sealed)
+    payloads = [np.frombuffer(message.payload, np.uint8)]
+    payloads.append(np.empty_like(payloads[0]))
+    codec.encode(values[1], payloads[1], Scratch())
+    memory, is_over, found = payloads[0].copy(), threading.Event(), {True: 0, False: 0}
+
+    def write() -> None:
+        while not is_over.is_set():
+            for payload in payloads:
+                memory[:] = payload
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        deadline_s = time.monotonic() + 20
+        while min(found.values()) < 20 and time.monotonic() < deadline_s:
+            back = np.empty(where.size, np.float32)
+            try:
+                if reads:
+                    chunks.read(message.chunk, memory, START, where, back)
+                else:
+                    intact = chunks.check(message.chunk, memory, START, Scratch())
+                    assert chunks.peak(intact, intact.payload) == 1.0
+                    codec.decode(intact.payload, message.chunk.scale_exponent, back)
+            except CorruptChunkError:
+                found[False] += 1
+            else:
+                found[True] += 1
+                assert (back == 1.0).all()
+    finally:
+        is_over.set()
+        writer.join()
+    assert all(found.values()), "the writer never came in between, or always"
 
 
 @pytest.mark.parametrize("name", NAMES)

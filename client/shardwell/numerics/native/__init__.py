@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 NATIVE_VARIABLE = "SHARDWELL_NATIVE"
 LIBRARY_NAME = "kernels.so"
-INTERFACE = 1
+INTERFACE = 2
 """As in dispatch.c. It changes when operations or what `run` takes change, so that a library that
 an older version built is not used."""
 _FOLDER = Path(__file__).parent
@@ -25,10 +25,12 @@ class Library(NamedTuple):
     variant: str
     """The instructions that it runs on this processor."""
     run: Any
-    """(operations, their count, arrays, start, stop) as elementwise.py packs them; lets go of the
-    GIL."""
+    """(operations, their count, arrays, start, stop, CRC) as elementwise.py packs them; lets go of
+    the GIL."""
     run_held: Any
     """The same, without letting go: for what takes less time than to take it back."""
+    checks: bool
+    """Whether it computes CRCs on this processor."""
 
 
 def load(path: Path) -> tuple[Library | None, str]:
@@ -43,6 +45,7 @@ def load(path: Path) -> tuple[Library | None, str]:
         free.shardwell_variant.restype = ctypes.c_char_p
         variant = free.shardwell_variant()
         runs = free.shardwell_run, held.shardwell_run
+        checks = bool(free.shardwell_checks())
     except (OSError, AttributeError):
         return None, "no native code was built" if not path.exists() else f"can't load {path.name}"
     if not variant:
@@ -55,8 +58,9 @@ def load(path: Path) -> tuple[Library | None, str]:
             ctypes.c_char_p,
             ctypes.c_uint64,
             ctypes.c_uint64,
+            ctypes.c_uint32,
         )
-    return Library(variant.decode(), *runs), ""
+    return Library(variant.decode(), *runs, checks), ""
 
 
 LIBRARY, _MISSING = load(_FOLDER / LIBRARY_NAME)

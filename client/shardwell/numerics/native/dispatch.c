@@ -3,13 +3,15 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #include "kernels.h"
 
 #define PUBLIC __attribute__((visibility("default")))
 
-enum { INTERFACE = 1 }; /* As in __init__.py: another one is not used. */
+enum { INTERFACE = 2 }; /* As in __init__.py: another one is not used. */
 
 PUBLIC int32_t shardwell_interface(void) { return INTERFACE; }
 
@@ -54,6 +56,33 @@ static int chosen(void) {
   return CHOSEN;
 }
 
+/* How CRCs are computed here; NULL: they are not. */
+static run_crc *best_crc(void) {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  const unsigned pclmul = 1u << 1, sse42 = 1u << 20, vpclmul = 1u << 10;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & pclmul) == 0 || (c & sse42) == 0) return NULL;
+  if (chosen() != 1 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return shardwell_crc_128;
+  return (c & vpclmul) != 0 ? shardwell_crc_512 : shardwell_crc_128;
+#elif defined(__aarch64__) && defined(__linux__)
+  const unsigned long pmull = 1ul << 4, crc32 = 1ul << 7; /* of AT_HWCAP */
+  return (~getauxval(AT_HWCAP) & (pmull | crc32)) == 0 ? shardwell_crc_128 : NULL;
+#elif defined(__aarch64__) /* Apple's have both */
+  return shardwell_crc_128;
+#else
+  return NULL;
+#endif
+}
+
+static run_crc *CRC; /* The same whoever sets it. */
+
+static run_crc *chosen_crc(void) {
+  if (CRC == NULL) CRC = best_crc();
+  return CRC;
+}
+
+PUBLIC int32_t shardwell_checks(void) { return chosen_crc() != NULL; }
+
 PUBLIC const char *shardwell_variant(void) { return NAMES[chosen()]; }
 
 /* Bytes of an element of what an operation takes; 0: it takes nothing there. */
@@ -65,6 +94,7 @@ static const struct sizes SIZES[CODE_COUNT] = {
   [COPY] = {4, 4, 0}, [FILL] = {4, 0, 0}, [SCALE] = {4, 0, 0}, [ADD_SCALED] = {4, 4, 0},
   [ADD_CONSTANT] = {4, 0, 0}, [MULTIPLY] = {4, 4, 4}, [DIVIDE] = {4, 4, 4}, [SQUARE_ROOT] = {4, 4, 0},
   [MEAN] = {4, 0, 0}, [CLIP] = {4, 0, 0},
+  [COPY_32] = {4, 4, 0}, [COPY_16] = {2, 2, 0}, [CHECK_32] = {0, 4, 0}, [CHECK_16] = {0, 2, 0},
 };
 
 enum { OPERATION_COUNT = 32, OWN_COUNT = 3 };
@@ -78,7 +108,7 @@ static int is_fit(const struct arrays *arrays, uint8_t place, uint8_t size, uint
   if (size == 0) return 1;
   if (place >= ARRAY_COUNT) return 0;
   uint64_t address = arrays->address[place];
-  if (address == 0) return size == 4;
+  if (address == 0) return 1;
   return address % size == 0 && stop <= arrays->bytes[place] / size;
 }
 
@@ -94,26 +124,30 @@ static void *place_of(const struct places *places, uint8_t place, uint8_t size, 
   return address == 0 ? (void *)places->own[place] : (void *)(uintptr_t)(address + start * size);
 }
 
-/* Gives a temporary its block; 0: there are no more. */
-static int takes_block(struct places *places, float blocks[][BLOCK], int *count, uint8_t place,
+/* Numbers a temporary; 0: there are no more. */
+static int takes_block(const struct arrays *arrays, uint8_t owners[], int *count, uint8_t place,
                        uint8_t size) {
-  if (size == 0 || places->arrays->address[place] != 0 || places->own[place] != NULL) return 1;
+  if (size == 0 || arrays->address[place] != 0) return 1;
+  for (int i = 0; i < *count; i++)
+    if (owners[i] == place) return 1;
   if (*count == OWN_COUNT) return 0;
-  places->own[place] = blocks[(*count)++];
+  owners[(*count)++] = place;
   return 1;
 }
 
 /* Runs all operations on elements [start, stop) of all arrays.
 
-   Returns the largest magnitude that operations saw which look, as bits; -1: something does not
+   Returns the largest magnitude that operations saw which look, as bits, of which there are 31, and
+   above them the CRC32C `crc` gone on over what operations saw which check; -1: something does not
    fit, and nothing was touched. */
 PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, const void *packed_arrays,
-                             uint64_t start, uint64_t stop) {
-  float blocks[OWN_COUNT][BLOCK]; /* 24 KiB: threads may have little stack */
+                             uint64_t start, uint64_t stop, uint32_t crc) {
+  float own[OWN_COUNT * BLOCK]; /* 24 KiB: threads may have little stack */
+  uint8_t owners[OWN_COUNT];
   struct operation operations[OPERATION_COUNT];
   struct arrays arrays;
   struct places places = {&arrays, {NULL}};
-  int block_count = 0;
+  int own_count = 0, checks = 0;
   run_block *run = VARIANTS[chosen()];
   if (run == NULL || operation_count > OPERATION_COUNT || start > stop) return -1;
   memcpy(operations, packed, operation_count * sizeof operations[0]);
@@ -121,26 +155,35 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, const
   for (uint64_t i = 0; i < operation_count; i++) {
     const struct operation *each = &operations[i];
     if (each->code >= CODE_COUNT) return -1;
+    checks |= each->code == CHECK_32 || each->code == CHECK_16;
     const struct sizes *sizes = &SIZES[each->code];
     if (!is_fit(&arrays, each->to, sizes->to, stop) ||
         !is_fit(&arrays, each->from, sizes->from, stop) || !is_fit(&arrays, each->by, sizes->by, stop))
       return -1;
-    if (!takes_block(&places, blocks, &block_count, each->to, sizes->to) ||
-        !takes_block(&places, blocks, &block_count, each->from, sizes->from) ||
-        !takes_block(&places, blocks, &block_count, each->by, sizes->by))
+    if (!takes_block(&arrays, owners, &own_count, each->to, sizes->to) ||
+        !takes_block(&arrays, owners, &own_count, each->from, sizes->from) ||
+        !takes_block(&arrays, owners, &own_count, each->by, sizes->by))
       return -1;
   }
-  uint32_t largest = 0;
-  for (uint64_t first = start; first < stop; first += BLOCK) {
-    size_t count = stop - first < BLOCK ? (size_t)(stop - first) : BLOCK;
+  if (checks && chosen_crc() == NULL) return -1;
+  /* The end of a CRC costs as much as half of it over a block, so these are longer where it may be. */
+  const size_t block = !checks ? BLOCK : OWN_COUNT * BLOCK / (own_count > 0 ? own_count : 1);
+  for (int i = 0; i < own_count; i++) places.own[owners[i]] = own + i * block;
+  uint32_t largest = 0, inside = ~crc;
+  for (uint64_t first = start; first < stop; first += block) {
+    size_t count = stop - first < block ? (size_t)(stop - first) : block;
     for (uint64_t i = 0; i < operation_count; i++) {
       const struct operation *each = &operations[i];
       const struct sizes *sizes = &SIZES[each->code];
-      uint32_t found = run(each, place_of(&places, each->to, sizes->to, first),
-                           place_of(&places, each->from, sizes->from, first),
+      const void *from = place_of(&places, each->from, sizes->from, first);
+      if (each->code == CHECK_32 || each->code == CHECK_16) {
+        inside = chosen_crc()(inside, from, count * sizes->from);
+        continue;
+      }
+      uint32_t found = run(each, place_of(&places, each->to, sizes->to, first), from,
                            place_of(&places, each->by, sizes->by, first), count);
       largest = found > largest ? found : largest;
     }
   }
-  return largest;
+  return (int64_t)(uint32_t)~inside << 31 | largest;
 }

@@ -182,7 +182,8 @@ uint32_t VARIANT(const struct operation *operation, void *to, const void *from, 
     case WRITE_BF16: write_bf16(to, from, factor, count); return 0;
     case LOOK_32: return look_32(from, count);
     case LOOK_16: return look_16(from, count);
-    case COPY: memmove(to, from, count * sizeof(float)); return 0;
+    case COPY: case COPY_32: memmove(to, from, count * sizeof(float)); return 0;
+    case COPY_16: memmove(to, from, count * sizeof(uint16_t)); return 0;
     case FILL:
       for (size_t i = 0; i < count; i++) ((float *)to)[i] = factor;
       return 0;

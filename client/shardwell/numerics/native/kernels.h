@@ -14,6 +14,7 @@ enum code {
   WRITE_FP32, WRITE_FP16, WRITE_BF16,
   LOOK_32, LOOK_16,
   COPY, FILL, SCALE, ADD_SCALED, ADD_CONSTANT, MULTIPLY, DIVIDE, SQUARE_ROOT, MEAN, CLIP,
+  COPY_32, COPY_16, CHECK_32, CHECK_16,
   CODE_COUNT
 };
 
@@ -23,11 +24,16 @@ struct operation {
   double divisor; /* of MEAN alone */
 };
 
-/* Runs one operation on a block of up to BLOCK elements; returns the largest magnitude that it
+/* Runs one operation on some elements; returns the largest magnitude that it
    saw, as bits, or 0 where it does not look. `to`, `from` and `by` may be the same memory. */
 typedef uint32_t run_block(const struct operation *operation, void *to, const void *from,
                            const void *by, size_t count);
 
 run_block shardwell_avx512, shardwell_avx2, shardwell_neon;
+
+/* A CRC32C that goes on over bytes; before and after, as it is inside: not inverted. */
+typedef uint32_t run_crc(uint32_t crc, const uint8_t *from, size_t size);
+
+run_crc shardwell_crc_512, shardwell_crc_128;
 
 #endif

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Bytes, Float32, peak_of
+from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules
 from shardwell.placement.slices import Slice
 from shardwell.specs.optimizers import Average, check_learning_rate
@@ -24,7 +25,7 @@ from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
-from shardwell.wire.chunks import ChunkCodec, check_chunk
+from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits
 from shardwell_server.shard import errors as refusals
 from shardwell_server.shard.deadline import RequestDeadline
@@ -360,7 +361,8 @@ class ParameterSlice:
         """
         header = gradient.chunk
         context = checksum.gradient_context(self.spec.name, contributor.worker_id)
-        intact = check_chunk(header, payload, checksum.gradient(context, gradient))
+        start = checksum.gradient(context, gradient)
+        intact = self._codec.check(header, payload, start, thread_scratch())
         index, step = header.chunk_index, gradient.step
         chunk = self._chunk(index)
         if gradient.sample_count > SAMPLE_COUNT_MAX:
@@ -368,7 +370,7 @@ class ParameterSlice:
                 f"sample_count must be at most {SAMPLE_COUNT_MAX}; got {gradient.sample_count}"
             )
         values = self._codec.open(intact, chunk.where)
-        peak = self._codec.peak(header, values)
+        peak = self._codec.peak(intact, values)
         bad = self._codec.first_non_finite(header, values) if peak == math.inf else None
         if bad is not None:
             whose = f"gradient of {contributor.worker_id!r}"
