@@ -32,7 +32,7 @@ from shardwell.rpc.credentials import Credentials, TokenFileArgument
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
 from shardwell.rpc.shard_status import ShardStatus, ask_status
-from shardwell.rpc.stream_pool import IdleStreams
+from shardwell.rpc.stream_pool import Connections, IdleStreams
 from shardwell.rpc.tls import TlsArgument
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.initializers import Initializer, Uniform
@@ -158,8 +158,9 @@ class Client(Closing):
         self._calls = CallScope(self._shards, timeout_s, "the client")
         self._parameters = _Opened[Parameter[Any]]()
         self._tables = _Opened[Table]()
-        self._idle_streams = IdleStreams(EXCHANGE, self._shards.channels)
-        self._idle_row_streams = IdleStreams(EXCHANGE_ROWS, self._shards.channels)
+        connections = Connections()
+        self._idle_streams = IdleStreams(EXCHANGE, self._shards.channels, connections)
+        self._idle_row_streams = IdleStreams(EXCHANGE_ROWS, self._shards.channels, connections)
 
     def __repr__(self) -> str:
         return f"Client({self.cluster_id!r}, {self.shard_count} shards, worker {self.worker_id!r})"

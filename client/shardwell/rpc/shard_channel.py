@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -121,7 +122,11 @@ class ShardChannel:
         """When."""
         self._tls = credentials.tls
         self._token = credentials.token
+        self._credentials = credentials
         self._channel = Channel(address, credentials)
+        self._others: dict[int, Channel] = {}
+        """Connections beside that, by number."""
+        self._lock = threading.Lock()
         self._bind()
         self._attendance = Attendance(self._attended, self.translate)
 
@@ -150,10 +155,6 @@ class ShardChannel:
             f"/{_SERVICE}/Snapshot",
             request_serializer=pb.SnapshotRequest.SerializeToString,
         )
-        self.streams: dict[str, Any] = {
-            method: channel.stream_stream(method) for method in (EXCHANGE, EXCHANGE_ROWS)
-        }
-        """What opens a stream over gRPC, by its method."""
         self.scan_rows: Any = channel.unary_stream(
             f"/{_TABLE_SERVICE}/ScanRows",
             request_serializer=table_pb2.ScanRowsRequest.SerializeToString,
@@ -169,6 +170,27 @@ class ShardChannel:
         self._end_session: Any = unary_stub(
             channel, f"/{_SESSION_SERVICE}/EndSession", session_pb2.EndSessionResponse
         )
+
+    def stream(self, method: str, connection: int = 0) -> Any:
+        """What opens a stream over gRPC.
+
+        Args:
+            method: As gRPC names it.
+            connection: Which one it goes over: 0 is that of all other calls.
+
+        Raises:
+            ClosedError: the client was closed.
+        """
+        if connection == 0:
+            return self._channel.current.stream_stream(method)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the client was closed; connect again")
+            if connection not in self._others:
+                self._others[connection] = Channel(self.address, self._credentials)
+            other = self._others[connection]
+        other.renew()
+        return other.current.stream_stream(method)
 
     def unix_call(self, method: str, calls: UnixCalls, timeout_s: float) -> UnixCall:
         """A stream to the shard, on this machine. Blocks up to `timeout_s`, and mostly not at all.
@@ -426,9 +448,12 @@ class ShardChannel:
 
     def close(self) -> None:
         """Ends the connection and every call on it."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            others = list(self._others.values())
         self._attendance.close()
-        self._channel.close()
+        for channel in (self._channel, *others):
+            channel.close()
         for call in list(self._unix_calls):
             call.cancel()
         self.arenas.close()

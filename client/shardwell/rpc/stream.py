@@ -35,6 +35,8 @@ class ShardStream:
         method: str,
         call_group: CallGroup,
         unix_call: UnixCall | None = None,
+        *,
+        connection: int = 0,
     ) -> None:
         self.channel = channel
         self.failure: BaseException | None = None
@@ -43,7 +45,7 @@ class ShardStream:
         self._work: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
         self._arena: Arena | None = None
         self._unix_call = unix_call
-        self._call: Any = unix_call or channel.streams[method](self._messages())
+        self._call: Any = unix_call or channel.stream(method, connection)(self._messages())
         if not self._call.add_callback(self._end_messages):
             self._end_messages()
         call_group.add(channel, self._call)

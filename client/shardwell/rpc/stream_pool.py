@@ -3,13 +3,15 @@
 A set has at most one stream to each shard, opened when it is first needed. A thread that calls
 again and again uses the same set again and again, whichever parameters or tables it calls: one that
 trains a hundred has one stream to each shard. A call beside it, of another thread or a prefetch,
-has its own set, so that it waits for nobody else's answers.
+has its own set, so that it waits for nobody else's answers; and, over gRPC, its own connection, so
+that a small call does not queue behind what a large one has sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -22,9 +24,33 @@ from shardwell.rpc.unix_call import UnixCalls
 
 STREAM_SET_COUNT_MAX = 8
 """Calls on one parameter or table that have streams at once; further ones wait."""
+CONNECTION_COUNT_MAX = 4
+"""Connections of a client to a shard, whatever is called at once; further sets share them."""
 IDLE_STREAM_SET_COUNT_MAX = 4
 """Sets that a client keeps for later calls: one for those of a thread, others for its prefetches.
 Each open stream counts in the shard's stream_count_max."""
+
+
+class Connections:
+    """Which of a client's connections its calls use now. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: Counter[int] = Counter()
+
+    def take(self, known: Sequence[int]) -> int:
+        """The one for another call: one that nobody uses, of those that are `known` if there is."""
+        with self._lock:
+            choice: int = min(
+                (*reversed(known), *range(CONNECTION_COUNT_MAX)), key=self._users.__getitem__
+            )
+            self._users[choice] += 1
+            return choice
+
+    def give_back(self, connection: int) -> None:
+        """The call has ended."""
+        with self._lock:
+            self._users[connection] -= 1
 
 
 class StreamSet:
@@ -36,9 +62,12 @@ class StreamSet:
     Args:
         method: What they are calls of, as gRPC names it.
         channels: Every shard that there may be a stream to.
+        connection: Which one its streams go over, where they are over gRPC.
     """
 
-    def __init__(self, method: str, channels: Sequence[ShardChannel]) -> None:
+    def __init__(self, method: str, channels: Sequence[ShardChannel], connection: int) -> None:
+        self.connection = connection
+        """The number of the connection."""
         self.call_group = CallGroup()
         self._method = method
         self._channels = channels
@@ -87,7 +116,9 @@ class StreamSet:
         unix_call = None
         if self._unix_calls is not None:
             unix_call = channel.unix_call(self._method, self._unix_calls, timeout_s)
-        stream = ShardStream(channel, self._method, self.call_group, unix_call)
+        stream = ShardStream(
+            channel, self._method, self.call_group, unix_call, connection=self.connection
+        )
         self._streams[channel.shard_index] = stream
         if self._closed:  # looked at after the stream could be seen by `close`
             stream.close()
@@ -127,9 +158,13 @@ class IdleStreams:
     Args:
         method: What they are calls of, as gRPC names it.
         channels: All shards.
+        connections: Of the client.
     """
 
-    def __init__(self, method: str, channels: Sequence[ShardChannel]) -> None:
+    def __init__(
+        self, method: str, channels: Sequence[ShardChannel], connections: Connections
+    ) -> None:
+        self._connections = connections
         self._method = method
         self._channels = channels
         self._lock = threading.Lock()
@@ -137,15 +172,25 @@ class IdleStreams:
         self._is_closed = False
 
     def take(self) -> StreamSet:
-        """The one that was kept last, if a shard has not ended it since; or a new one."""
+        """One that was kept, if a shard has not ended it since; or a new one.
+
+        On a connection that no other call uses, if there is; to be given back.
+        """
         while True:
             with self._lock:
-                if not self._sets:
-                    return StreamSet(self._method, self._channels)
-                streams = self._sets.pop()
-            if streams.is_open and streams.is_as_wanted:
-                return streams
-            streams.close()
+                connection = self._connections.take([each.connection for each in self._sets])
+                kept = [each for each in self._sets if each.connection == connection]
+                if not kept:
+                    return StreamSet(self._method, self._channels, connection)
+                self._sets.remove(kept[-1])
+            if kept[-1].is_open and kept[-1].is_as_wanted:
+                return kept[-1]
+            kept[-1].close()
+            self.give_back(kept[-1])
+
+    def give_back(self, streams: StreamSet) -> None:
+        """Its connection is nobody's now, whether it is kept or not."""
+        self._connections.give_back(streams.connection)
 
     def keep(self, streams: StreamSet) -> bool:
         """Keeps a set for another call; False if there are enough, or it was closed."""
@@ -201,6 +246,8 @@ class StreamPool:
                 if streams.failure is not None:
                     raise streams.failure from None
                 raise
+            finally:
+                self._idle.give_back(streams)
             if not (streams.is_open and self._idle.keep(streams)):
                 streams.close()
 

@@ -729,9 +729,9 @@ def test_a_stream_with_an_answer_too_many_is_not_used_again(cluster, connect, mo
             messages = [*messages] + [messages[-1]] * (last.chunk.chunk_index == 9)
         return joined(header_type, messages)
 
-    def counted(self: ShardStream, *args: Any) -> None:
+    def counted(self: ShardStream, *args: Any, **options: Any) -> None:
         opened.append(self)
-        begin(self, *args)
+        begin(self, *args, **options)
 
     monkeypatch.setattr(framing, "joined", one_more)
     monkeypatch.setattr(ShardStream, "__init__", counted)
