@@ -171,6 +171,11 @@ class ShardConfig:
     everything, then, or read and change what passes."""
     audit_log: Path | None = None
     """File of the audit log: who opened, made, restored or removed what, and who was refused."""
+    admin_listen: str = ""
+    """HOST:PORT for probes, metrics and the status page, over HTTP, or HTTPS with `tls`; port 0
+    takes a free one; empty: none. What is no probe needs a token there, as calls do."""
+    cluster: tuple[str, ...] = ()
+    """HOST:PORT of all shards, in order, for the status page; empty: it shows this shard alone."""
     reflection: bool = False
     """Answer gRPC reflection, for tools such as grpcurl."""
     limits: Limits = field(default_factory=Limits)
@@ -192,10 +197,16 @@ class ShardConfig:
             raise ArgumentError(
                 f'same_host must be "auto", "off" or a directory; got {self.same_host!r}'
             )
-        host, colon, port = self.listen.rpartition(":")
-        if not (host and colon and port.isdecimal() and int(port) < 2**16):
-            raise ArgumentError(f"listen must be HOST:PORT; got {self.listen!r}")
-        self._check_closed()
+        _check_address("listen", self.listen)
+        self._check_closed(self.listen)
+        if self.admin_listen:
+            _check_address("admin_listen", self.admin_listen)
+            self._check_closed(self.admin_listen)
+        if self.cluster and len(self.cluster) != self.shard_count:
+            raise ArgumentError(
+                f"cluster must have the addresses of all {self.shard_count} shards; got "
+                f"{len(self.cluster)}"
+            )
         check_duration("session_lease_s", self.session_lease_s, 1, 86400)
         check_duration("grace_s", self.grace_s)
         check_duration("connection_age_s", self.connection_age_s, 1, 86400)
@@ -205,9 +216,9 @@ class ShardConfig:
         """Whether each call must bring one."""
         return any(each is not None for each in (self.tokens, self.jwt_keys, self.same_token))
 
-    def _check_closed(self) -> None:
+    def _check_closed(self, listen: str) -> None:
         """Refuses to be open to whoever reaches it, unless that is wanted."""
-        if self.insecure or is_loopback(self.listen) or (self.tls and self.asks_for_tokens):
+        if self.insecure or is_loopback(listen) or (self.tls and self.asks_for_tokens):
             return
         lacks = " and no ".join(
             what
@@ -217,10 +228,10 @@ class ShardConfig:
             )
             if not is_there
         )
-        host = self.listen.rpartition(":")[0].strip("[]")
+        host = listen.rpartition(":")[0].strip("[]")
         name = "HOST" if host in ("0.0.0.0", "::") else host
         raise ArgumentError(
-            f"{self.listen} can be reached from other machines, and there is no {lacks}. In three "
+            f"{listen} can be reached from other machines, and there is no {lacks}. In three "
             f"commands:\n"
             f"  shardwell certs certs --host {name}\n"
             f"  shardwell token create workers --right create --tokens certs/tokens.json\n"
@@ -229,3 +240,9 @@ class ShardConfig:
             f"Or --insecure (${INSECURE_VARIABLE}=1), where nobody else is on that network; or "
             "listen on 127.0.0.1"
         )
+
+
+def _check_address(what: str, address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 2**16):
+        raise ArgumentError(f"{what} must be HOST:PORT; got {address!r}")

@@ -51,6 +51,8 @@ class LocalCluster(Closing):
         jwt_keys: See ShardConfig.
         same_token: See ShardConfig.
         audit_dir: Where each shard writes its audit log, `shard-I.jsonl`; None: nowhere.
+        admin_listen: HOST:PORT of shard 0's admin port; the others' are on the ports after it, and
+            port 0 takes free ones. Empty: there are none.
         limits: See Limits; shards in this process only.
         log_level: Of shards in processes of their own, whose logs go to stderr.
 
@@ -78,6 +80,7 @@ class LocalCluster(Closing):
         jwt_keys: str | os.PathLike[str] | None = None,
         same_token: str | os.PathLike[str] | None = None,
         audit_dir: str | os.PathLike[str] | None = None,
+        admin_listen: str = "",
         limits: Limits | None = None,
         log_level: str = "error",
     ) -> None:
@@ -109,6 +112,7 @@ class LocalCluster(Closing):
                 jwt_keys=None if jwt_keys is None else Path(jwt_keys),
                 same_token=None if same_token is None else Path(same_token),
                 audit_log=None if audit_dir is None else Path(audit_dir) / f"shard-{index}.jsonl",
+                admin_listen=_port_after(admin_listen, index),
                 durability=Durability(durability),
                 limits=limits or Limits(),
             )
@@ -118,6 +122,8 @@ class LocalCluster(Closing):
         """With processes: the shards, by index."""
         self.servers: list[ShardServer] = []
         """Without: the shards, by index."""
+        self.admin_urls: list[str] = []
+        """With admin_listen: the status page of each shard."""
         self._stack = contextlib.ExitStack()
         self._addresses: list[str] = []
         try:
@@ -166,6 +172,10 @@ class LocalCluster(Closing):
             self._stack.callback(server.stop)
             server.start()
             self._addresses.append(server.address)
+        admins = [server.admin for server in self.servers if server.admin is not None]
+        for admin in admins:
+            admin.know_cluster(self._addresses)
+        self.admin_urls.extend(admin.url for admin in admins)
 
     def start_again(self, shard_index: int) -> None:
         """Starts a shard whose process has ended, on its address; blocks until it serves.
@@ -189,8 +199,20 @@ class LocalCluster(Closing):
         return self.children[shard_index].begins_to_serve()
 
     def _start_children(self) -> None:
-        for config in self._configs:
-            self._start_child(config, listen=self._stack.enter_context(_kept_address()))
+        listens = [self._stack.enter_context(_kept_address()) for _ in self._configs]
+        for index, config in enumerate(self._configs):
+            if config.admin_listen:
+                scheme = "http" if config.tls is None else "https"
+                if config.admin_listen.endswith(":0"):
+                    free = self._stack.enter_context(_kept_address())
+                    config = dataclasses.replace(config, admin_listen=free)
+                is_known = not any(listen.endswith(":0") for listen in listens)
+                self._configs[index] = dataclasses.replace(
+                    config, cluster=tuple(listens) if is_known else ()
+                )
+                self.admin_urls.append(f"{scheme}://{config.admin_listen}/")
+        for config, listen in zip(self._configs, listens, strict=True):
+            self._start_child(config, listen=listen)
         self._addresses.extend(child.await_address() for child in self.children)
 
     def _start_child(self, config: ShardConfig, *, listen: str) -> None:
@@ -211,6 +233,13 @@ class LocalCluster(Closing):
         if self._data_dir is None:
             return None
         return kept_cluster_id(self._shard_dir(self._data_dir, 0))
+
+
+def _port_after(address: str, index: int) -> str:
+    """The address of the shard of that index, where the first has `address`: the port after."""
+    host, _, port = address.rpartition(":")
+    is_fixed = port.isdecimal() and int(port) > 0
+    return f"{host}:{int(port) + index}" if is_fixed else address
 
 
 @contextlib.contextmanager

@@ -31,6 +31,8 @@ from shardwell.v1 import table_pb2
 from shardwell_server.access.access import Access
 from shardwell_server.access.audit import AuditLog, no_audit
 from shardwell_server.access.rights import Right
+from shardwell_server.admin.metrics import Vitals
+from shardwell_server.admin.port import AdminPort
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.calls import Call, Calls
 from shardwell_server.services.event_loop import EventLoop
@@ -61,6 +63,8 @@ _IMAGE_RETRY_INTERVAL_S = 10.0
 """After an image could not be written: mostly a full disk."""
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
+_ALIVE_S = 5.0
+"""How long a loop that is well may take for a turn."""
 _ABANDON_S = 10.0
 """How long after the grace gRPC may take to end, before it is left to itself: it never ends where
 the system had no thread for it."""
@@ -94,13 +98,14 @@ class ShardServer:
         self._audit: AuditLog | None = None
         self._token_looker: Future[None] | None = None
         config.durability.check_files(data_dir is not None)
-        store = (
-            MmapStore(data_dir.path, durability=config.durability) if data_dir else MemoryStore()
-        )
-        if data_dir is None:
-            self.shard = Shard(config, store)
-        else:
-            self.shard = Shard(config, store, data_dir.path, origin=data_dir.origin)
+        # It tells from here on that files are being read.
+        self.admin = AdminPort(config) if config.admin_listen else None
+        """Its admin port, if there is one."""
+        try:
+            self.shard = _recovered(config, data_dir)
+        except BaseException:
+            self._close_admin()
+            raise
         self._syncer = threading.Thread(target=self._sync, name="shardwell-sync")
         self._imager = threading.Thread(target=self._image, name="shardwell-image")
         self._verifier = threading.Thread(target=self._verify, name="shardwell-verify")
@@ -112,10 +117,20 @@ class ShardServer:
             self.address = self._loop.run(self._listen())
         except BaseException:
             self._loop.close()
+            self._close_admin()
             if self._audit is not None:
                 self._audit.close()
             raise
         """HOST:PORT that it listens on; the port is the one that was taken when 0 was asked for."""
+        if self.admin is not None:
+            vitals = Vitals(
+                self.shard,
+                stream_count=lambda: self._streams.count,
+                arena_bytes=lambda: self._arenas.mapped_bytes,
+                refusals=lambda: dict(self._calls.refusal_counts),
+                data_dir=None if data_dir is None else data_dir.path,
+            )
+            self.admin.attach(vitals, self._access, self.address, self._is_alive)
 
     async def _listen(self) -> str:
         """Makes what lives on the loop; the address."""
@@ -202,10 +217,13 @@ class ShardServer:
         self._loop.run(self._begin_to_serve())
         if self._has_files:
             self._looker.start()
+        if self.admin is not None:
+            self.admin.serves()
         _LOG.info(
             "shard is serving",
             extra={
                 "address": self.address,
+                "admin": "" if self.admin is None else self.admin.url,
                 "shard_index": self.config.shard_index,
                 "shard_count": self.config.shard_count,
                 "cluster_id": self.config.cluster_id,
@@ -219,6 +237,8 @@ class ShardServer:
         seconds: calls that gRPC has not ended by then are broken off with the process.
         """
         grace_s = self.config.grace_s if grace_s is None else check_duration("grace_s", grace_s)
+        if self.admin is not None:
+            self.admin.stops("stopping")
         if self._stopping is None:
             self._stopping = self._loop.begin(self._stop(grace_s))
         try:
@@ -241,8 +261,21 @@ class ShardServer:
                 self._loop.close()
             if self._audit is not None:
                 self._audit.close()
+            self._close_admin()
         self.shard.close()
         _LOG.info("shard has stopped", extra={"shard_index": self.config.shard_index})
+
+    def _close_admin(self) -> None:
+        if self.admin is not None:
+            self.admin.close()
+
+    def _is_alive(self) -> bool:
+        """Whether the loop turns; blocks for some seconds if not."""
+        try:
+            self._loop.begin(asyncio.sleep(0)).result(_ALIVE_S)
+        except (TimeoutError, RuntimeError):  # it was closed
+            return False
+        return True
 
     async def _stop(self, grace_s: float) -> None:
         """Returns when no call is left."""
@@ -339,6 +372,14 @@ class ShardServer:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _recovered(config: ShardConfig, data_dir: DataDir | None) -> Shard:
+    """A shard that has read what an earlier process left."""
+    if data_dir is None:
+        return Shard(config, MemoryStore())
+    store = MmapStore(data_dir.path, durability=config.durability)
+    return Shard(config, store, data_dir.path, origin=data_dir.origin)
 
 
 def _admit(call: Call, group: str) -> Owner:

@@ -54,6 +54,9 @@ class ShardProcess(ChildProcess):
             path = getattr(config, name)
             if path is not None:
                 arguments.append(f"--{name.replace('_', '-')}={path}")
+        if config.admin_listen:
+            arguments += [f"--admin-listen={config.admin_listen}"]
+            arguments += [f"--cluster={','.join(config.cluster)}"]
         if config.insecure:
             arguments.append("--insecure")
         if data_dir is not None:

@@ -12,7 +12,53 @@ from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import table_pb2
+from shardwell.v1 import table_pb2, types_pb2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingWorker:
+    """A worker for whom a step waits, and where it is."""
+
+    worker_id: str
+    """Who."""
+    host: str
+    """Name of the machine of its process, or of the last one; empty: not known."""
+    pid: int
+    """The process there; 0: not known."""
+    connected: bool
+    """Whether that process is connected: one that computes is, and one that was stopped."""
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return f"{self.worker_id!r}"
+        gone = "" if self.connected else ", which is gone"
+        return f"{self.worker_id!r} (process {self.pid} on {self.host!r}{gone})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWait:
+    """For whom the open step waits."""
+
+    open_for_s: float | None
+    """Seconds since the first contribution to it on the shard; None: there is none."""
+    workers: tuple[MissingWorker, ...]
+    """Those that are missing; of very many, some."""
+
+    @staticmethod
+    def from_proto(message: types_pb2.StepWait) -> StepWait:
+        """The value that a message describes."""
+        return StepWait(
+            open_for_s=message.open_for_s if message.HasField("open_for_s") else None,
+            workers=tuple(
+                MissingWorker(
+                    worker_id=each.worker_id,
+                    host=each.host,
+                    pid=each.pid,
+                    connected=each.connected,
+                )
+                for each in message.workers
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +97,8 @@ class ParameterStatus:
     """The next update's; 0 where the optimizer has none."""
     load_id: int
     """Of the checkpoint that its first weights came from; 0: none."""
+    wait: StepWait
+    """What step `version_min` waits for."""
 
     @staticmethod
     def from_proto(message: pb.ParameterStatus) -> ParameterStatus:
@@ -76,6 +124,7 @@ class ParameterStatus:
             duplicate_chunk_count=message.duplicate_chunk_count,
             learning_rate=message.learning_rate,
             load_id=message.load_id,
+            wait=StepWait.from_proto(message.wait),
         )
 
 
@@ -113,6 +162,8 @@ class TableStatus:
     """Which restore it was, finished or not; 0: none."""
     incarnation: int
     """Tells it from other tables that had its name; where shards differ, one lost its memory."""
+    wait: StepWait
+    """What step `version` waits for, in synchronous mode."""
 
     @staticmethod
     def from_proto(message: table_pb2.TableStatus) -> TableStatus:
@@ -137,6 +188,7 @@ class TableStatus:
             loading=message.loading,
             load_id=message.load_id,
             incarnation=message.incarnation,
+            wait=StepWait.from_proto(message.wait),
         )
 
 

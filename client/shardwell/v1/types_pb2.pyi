@@ -297,6 +297,26 @@ class Shared(_message.Message):
     size: int
     def __init__(self, offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
+class StepWait(_message.Message):
+    __slots__ = ("open_for_s", "workers")
+    OPEN_FOR_S_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    open_for_s: float
+    workers: _containers.RepeatedCompositeFieldContainer[MissingWorker]
+    def __init__(self, open_for_s: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[MissingWorker, _Mapping]]] = ...) -> None: ...
+
+class MissingWorker(_message.Message):
+    __slots__ = ("worker_id", "host", "pid", "connected")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    host: str
+    pid: int
+    connected: bool
+    def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., connected: bool = ...) -> None: ...
+
 class StreamOpen(_message.Message):
     __slots__ = ("shard", "parameter", "worker_id", "session", "tenure")
     SHARD_FIELD_NUMBER: _ClassVar[int]

@@ -25,6 +25,7 @@ _COMMANDS = {
     "status": ("status", "status"),
     "table": ("table", "table"),
     "token": ("token", "token"),
+    "top": ("top", "top"),
     "train-digits": ("train_digits", "train_digits"),
 }
 """Name, and the module here and attribute where its code is."""

@@ -63,6 +63,14 @@ _CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal
     help="File of tokens, made by `shardwell token`: each call needs one with a right to it.",
 )
 @click.option(
+    "--admin-listen",
+    default="",
+    envvar="SHARDWELL_ADMIN_LISTEN",
+    metavar="HOST:PORT",
+    help="Probes, metrics and a status page, of shard 0; the others' are on the ports after it. "
+    "Port 0 takes free ones. Without: none.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="warning",
@@ -77,6 +85,7 @@ def cluster(
     durability: str,
     with_tls: bool,
     tokens: Path | None,
+    admin_listen: str,
     log_level: str,
 ) -> None:
     """Run a whole cluster on this machine until Ctrl-C.
@@ -101,6 +110,7 @@ def cluster(
                     durability=durability,
                     tls=tls,
                     tokens=tokens,
+                    admin_listen=admin_listen,
                     log_level=log_level,
                 )
             )
@@ -109,6 +119,8 @@ def cluster(
             f"# cluster {running.cluster_id}: {shard_count} shards are serving; Ctrl-C stops them",
             err=True,
         )
+        if running.admin_urls:
+            click.echo(f"# status page: {running.admin_urls[0]}", err=True)
         watched = [_WatchedShard(running, index, data_dir) for index in range(shard_count)]
         while not signals.is_asked_to_stop():
             for shard in watched:

@@ -16,6 +16,7 @@ from shardwell.errors import ArgumentError
 from shardwell.process.allocator import tune_malloc
 from shardwell.rpc.credentials import INSECURE_VARIABLE
 from shardwell.rpc.tls import Tls, TlsFiles
+from shardwell.specs.names import parse_target
 from shardwell_server import signals
 from shardwell_server.access.access import Access
 from shardwell_server.cli.duration import Duration
@@ -217,6 +218,20 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="File for who opened, made, restored or removed what, and who was refused; JSON lines.",
 )
 @click.option(
+    "--admin-listen",
+    default="",
+    envvar="SHARDWELL_ADMIN_LISTEN",
+    metavar="HOST:PORT",
+    help="Probes, metrics and a status page over HTTP. Without: none.",
+)
+@click.option(
+    "--cluster",
+    default="",
+    envvar="SHARDWELL_SHARDS",
+    metavar="HOST:PORT,...",
+    help="All shards, in order, for the status page. Without: it shows this shard alone.",
+)
+@click.option(
     "--reflection/--no-reflection",
     default=False,
     envvar="SHARDWELL_REFLECTION",
@@ -249,6 +264,8 @@ def serve(
     same_token: Path | None,
     insecure: bool,
     audit_log: Path | None,
+    admin_listen: str,
+    cluster: str,
     reflection: bool,
     **limits: Any,
 ) -> None:
@@ -280,6 +297,8 @@ def serve(
             same_token=same_token,
             insecure=insecure,
             audit_log=audit_log,
+            admin_listen=admin_listen,
+            cluster=tuple(parse_target(cluster)) if admin_listen and cluster else (),
             reflection=reflection,
             durability=Durability(durability),
             limits=Limits(**limits),
@@ -305,6 +324,8 @@ def serve(
             )
         server = stack.enter_context(ShardServer(config, claimed))
         click.echo(f"{SERVING_LINE}{server.address}")
+        if server.admin is not None:
+            click.echo(f"status page: {server.admin.url}")
         signals.wait()
 
 

@@ -24,7 +24,7 @@ import enum
 import logging
 import time
 import urllib.parse
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -320,6 +320,8 @@ class Calls:
         self._shard_index = shard_index
         self._room = _AnswerRoom(answer_bytes_max)
         self._open: set[Call] = set()
+        self.refusal_counts: Counter[str] = Counter()
+        """Calls that ended with an error, by its name; any thread may read it."""
 
     def wake_all(self) -> None:
         """Has all calls look again that wait for other workers: the shard stops, say."""
@@ -578,6 +580,7 @@ class Calls:
 
     async def _abort(self, call: Call, error: Exception) -> None:
         """Ends a call with the status that stands for `error`."""
+        self.refusal_counts[type(error).__name__] += 1
         if error is call.ending:
             error.shard_index = self._shard_index
             status = to_status(error)

@@ -425,9 +425,10 @@ class ParameterServerService:
             stream_address=self.stream_address,
         )
         size_bytes = 0
+        attending = shard.sessions.by_worker() if parameters else {}
         for parameter in parameters:
             if parameter.spec.name > request.after and not response.more:
-                described = parameter.describe(name_count_max)
+                described = parameter.describe(name_count_max, attending)
                 size_bytes += described.ByteSize()
                 response.more = size_bytes > _STATUS_SIZE_MAX_BYTES and bool(response.parameters)
                 if not response.more:

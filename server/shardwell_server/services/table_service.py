@@ -204,8 +204,9 @@ class TableService:
             call.check(Right.READ, "table", request.table)
             tables = [self._shard.tables.get(request.table)]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(tables), 1), 1)
+        attending = self._shard.sessions.by_worker() if tables else {}
         return pb.GetTableStatusResponse(
-            tables=[table.describe(name_count_max) for table in tables]
+            tables=[table.describe(name_count_max, attending) for table in tables]
         )
 
     # What they share.

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shardwell.errors import (
@@ -44,6 +44,7 @@ from shardwell.errors import (
     WorkerIdInUseError,
 )
 from shardwell.rpc.session import Session
+from shardwell.v1 import types_pb2
 
 Event = dict[str, Any]
 TakesNote = Callable[[Event], None]
@@ -464,6 +465,31 @@ class Seats(ABC, Generic[SeatT]):
                     candidates[worker_id] = None
         missing = [worker_id for worker_id in candidates if worker_id not in present]
         return missing, max(self._worker_count - len(present) - len(missing), 0)
+
+
+def step_wait(
+    seats: Seats[Any],
+    missing_worker_ids: Iterable[str],
+    attending: Mapping[str, Session],
+    open_for_s: float | None,
+) -> types_pb2.StepWait:
+    """What the open step waits for, as status tells it.
+
+    Args:
+        seats: Of the parameter or table.
+        missing_worker_ids: Who is to be named.
+        attending: Sessions that are connected, by their workers.
+        open_for_s: How long ago the step began; None: it has not.
+    """
+    owners = {seat.worker_id: seat.owner for seat in seats.seats}
+    wait = types_pb2.StepWait(open_for_s=open_for_s)
+    for worker_id in missing_worker_ids:
+        session = attending.get(worker_id)
+        connected = session is not None
+        session = session or owners.get(worker_id)
+        host, pid = ("", 0) if session is None else (session.host, session.pid)
+        wait.workers.add(worker_id=worker_id, host=host, pid=pid, connected=connected)
+    return wait
 
 
 def _tenure_is_over(worker_id: str) -> StepOrderError:

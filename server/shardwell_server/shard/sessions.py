@@ -98,6 +98,11 @@ class Sessions:
         """Sessions that attend."""
         return len(self._attending)
 
+    def by_worker(self) -> dict[str, Session]:
+        """Those that attend, by the workers as which they contribute; of several one."""
+        with self._lock:
+            return {each.worker_id: each.session for each in self._attending.values()}
+
     def attend(
         self,
         worker_id: str,

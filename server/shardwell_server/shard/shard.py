@@ -111,6 +111,14 @@ class Shard:
                 shard_index=config.shard_index,
             )
 
+    def check_files(self) -> None:
+        """Refuses to go on without files.
+
+        Raises:
+            StorageError: they are gone, and it serves nobody any more.
+        """
+        self._store.check_present()
+
     def lost_memory(self, kind: str, name: str) -> StepOrderError:
         """The error for a "parameter" or "table" that others have trained and this shard lacks."""
         where: dict[str, Any] = {kind: name}

@@ -29,7 +29,7 @@ PAGES = [
     "README.md",
     *(f"docs/{name}.md" for name in (
         "pytorch", "jax", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
-        "guarantees", "errors", "performance", "wire", "architecture", "security",
+        "guarantees", "errors", "performance", "wire", "architecture", "security", "operations",
     )),
 ]  # fmt: skip
 END_TIMEOUT_S = 120.0

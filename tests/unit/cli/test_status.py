@@ -9,7 +9,8 @@ from rich.console import Console
 
 import shardwell
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell_server.cli.status import _arithmetic, _shard_table, _size, _taking_part, _uptime
+from shardwell_server.cli.status import _arithmetic, _shard_table, _taking_part
+from shardwell_server.cluster_status import duration, size
 
 
 def _answer(index: int, count: int, uptime_s: float) -> tuple[str, shardwell.ShardStatus]:
@@ -63,7 +64,7 @@ def test_what_computes_is_told_by_shards() -> None:
     ],
 )
 def test_uptimes(uptime_s, words) -> None:
-    assert _uptime(uptime_s) == words
+    assert duration(uptime_s) == words
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_uptimes(uptime_s, words) -> None:
     ],
 )
 def test_sizes(count, words) -> None:
-    assert _size(count) == words
+    assert size(count) == words
 
 
 def test_workers_that_have_left_in_order_are_done() -> None:

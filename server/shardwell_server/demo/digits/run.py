@@ -139,9 +139,15 @@ def run_demo(config: DemoConfig, display: Display) -> Result:
             display.say(f"starting {count(config.started_shard_count, 'shard')}")
             with signals.breaking_off():
                 cluster = stack.enter_context(
-                    LocalCluster(config.started_shard_count, processes=True, grace_s=GRACE_S)
+                    LocalCluster(
+                        config.started_shard_count,
+                        processes=True,
+                        grace_s=GRACE_S,
+                        admin_listen="127.0.0.1:0",
+                    )
                 )
             target = cluster.target
+            display.say(f"status page, as long as this runs: {cluster.admin_urls[0]}")
         tasks = config.tasks(target or "none:1")
         signals.check()
         pool = stack.enter_context(WorkerPool(tasks))

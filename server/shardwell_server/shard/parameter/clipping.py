@@ -20,7 +20,7 @@ the first that it is told for a step, and then to the chunks, one by one. Invari
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -62,6 +62,7 @@ class ClippedSteps:
         storage: ParameterStorage,
         rules: TensorRules,
         snapshots: Snapshots,
+        closed: Callable[[int], object],
     ) -> None:
         self._spec = spec
         self._chunks = chunks
@@ -70,6 +71,7 @@ class ClippedSteps:
         self._storage = storage
         self._rules = rules
         self._snapshots = snapshots
+        self._closed = closed
         self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(chunks)
         """By chunk: the step, and its mean's."""
 
@@ -189,3 +191,4 @@ class ClippedSteps:
                 )
             change.commit(following, NO_SEAT, -1)
         self._tracker.records[index] = following
+        self._closed(record.version)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from shardwell.numerics.codec import Bytes, Float32, peak_of
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules
 from shardwell.placement.slices import Slice
+from shardwell.rpc.session import Session
 from shardwell.specs.optimizers import Average, check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -30,7 +32,7 @@ from shardwell_server.config import Limits
 from shardwell_server.shard import errors as refusals
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import non_finite, workers_missing
-from shardwell_server.shard.members import Contributor, Liveness
+from shardwell_server.shard.members import Contributor, Liveness, step_wait
 from shardwell_server.shard.parameter.averaging import (
     Contribution,
     add_to_sum,
@@ -43,6 +45,7 @@ from shardwell_server.shard.parameter.clipping import NORM_SIZE_BYTES, ClippedSt
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
+from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
 from shardwell_server.store import NO_SEAT, ChunkRecord, ParameterStorage, Transition
 
@@ -111,11 +114,15 @@ class ParameterSlice:
             storage,
             self._rules,
             self.snapshots,
+            lambda step: self.times.closed(step),
         )
         """How steps close that are clipped by their norm."""
         self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
+        self.times = StepTimes(len(self._chunks), time.monotonic)
+        """Of its synchronous steps."""
         self._replay()
+        self.times = StepTimes(len(self._chunks), time.monotonic)  # they were not of this process
         self.clipped_steps.recovered()
         if storage.is_torn:
             for index in range(self.chunk_count):
@@ -550,6 +557,10 @@ class ParameterSlice:
             )
             change.commit(following, seat.index, seat.stored(step))
         tracker.record(seat, index, step, following, crc32c)
+        if tracker.is_sync:
+            self.times.contributed(record.version)
+            if closes:
+                self.times.closed(record.version)
 
     def _replay(self) -> None:
         """Counts again what the storage lacks, having lost it with the machine's power."""
@@ -629,8 +640,15 @@ class ParameterSlice:
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
         self._register.change_learning_rate(from_step, learning_rate)
 
-    def describe(self, name_count_max: int) -> pb.ParameterStatus:
-        """What GetStatus tells of it, with at most so many names of each kind."""
+    def describe(
+        self, name_count_max: int, attending: Mapping[str, Session] | None = None
+    ) -> pb.ParameterStatus:
+        """What GetStatus tells of it, with at most so many names of each kind.
+
+        Args:
+            name_count_max: Of workers that have contributed, that are missing, and that are done.
+            attending: Sessions that are connected, by their workers.
+        """
         with self._register.lock:
             tracker = self._tracker
             initialized = self._register.is_initialized
@@ -657,4 +675,10 @@ class ParameterSlice:
                 learning_rate=self._register.learning_rate(oldest),
                 done_worker_ids=done[:name_count_max],
                 load_id=self._register.committed_load_id,
+                wait=step_wait(
+                    tracker,
+                    missing[:name_count_max],
+                    attending or {},
+                    self.times.open_for_s(oldest),
+                ),
             )

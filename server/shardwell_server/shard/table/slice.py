@@ -12,7 +12,8 @@ import functools
 import math
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE
 from shardwell.placement.rows import RowPlacement
+from shardwell.rpc.session import Session
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
@@ -35,8 +37,9 @@ from shardwell_server.shard.errors import (
     state_overflow,
     table_workers_missing,
 )
-from shardwell_server.shard.members import Contributor, Liveness
+from shardwell_server.shard.members import Contributor, Liveness, step_wait
 from shardwell_server.shard.parameter.averaging import shift_for
+from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.shard.table.loading import TableLoading
 from shardwell_server.shard.table.parts import Part, PartReader
@@ -90,6 +93,8 @@ class TableSlice:
         self._codec = RowCodec.of(spec)
         self._reader = PartReader(spec, self._codec, placement, shard_index)
         self._changed = Changes(threading.Lock())
+        self.times = StepTimes(1, time.monotonic)
+        """Of its synchronous steps."""
         self._tracker = TableStepTracker(
             storage.record.version,
             worker_count=spec.worker_count,
@@ -330,6 +335,8 @@ class TableSlice:
                 what = f"sum of step {header.step} with the gradient of {seat.worker_id!r}"
                 raise non_finite_row(self.spec, ids, place, what) from None
         self._tracker.record(seat, position, None if header.abandons else header.rows.crc32c)
+        if self._tracker.is_sync:
+            self.times.contributed(self._tracker.version)
         self._catch_up()
 
     def _check_state(self, seat: Seat, part: Part) -> None:
@@ -356,6 +363,8 @@ class TableSlice:
     def _catch_up(self) -> None:
         """Has the tracker note steps that have closed in the storage, and wakes who waits."""
         while self._tracker.version < self.storage.record.version:
+            if self._tracker.is_sync:
+                self.times.closed(self._tracker.version)
             self._tracker.close()
             self.scan.begin_snapshots()
             self._changed.notify_all()
@@ -459,8 +468,10 @@ class TableSlice:
             self.loading.check_committed()
             self.register.change_learning_rate(from_step, learning_rate)
 
-    def describe(self, name_count_max: int) -> pb.TableStatus:
-        """What GetTableStatus tells of it, with at most so many names of each kind."""
+    def describe(
+        self, name_count_max: int, attending: Mapping[str, Session] | None = None
+    ) -> pb.TableStatus:
+        """What GetTableStatus tells of it: see `ParameterSlice.describe`."""
         missing, unknown = self._tracker.missing(self.version)
         done = self._tracker.done_worker_ids
         if not self._tracker.has_begun(self.version):
@@ -483,4 +494,10 @@ class TableSlice:
             load_id=load_id,
             incarnation=self.register.incarnation,
             done_worker_ids=done[:name_count_max],
+            wait=step_wait(
+                self._tracker,
+                missing[:name_count_max],
+                attending or {},
+                self.times.open_for_s(self.version),
+            ),
         )

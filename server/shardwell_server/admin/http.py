@@ -1,0 +1,198 @@
+"""A small HTTP server on threads of its own: few connections, short requests, bounded waits.
+
+It answers people, probes and Prometheus, a few times a second. So it is the standard library's,
+with what that lacks for a port that strangers may reach: an end to connections that say nothing,
+and to their number.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, NamedTuple
+
+from typing_extensions import override
+
+from shardwell.errors import ArgumentError, ShardUnavailableError
+from shardwell.rpc.tls import Contents, TlsFiles
+
+_LOG = logging.getLogger("shardwell_server")
+_CONNECTION_COUNT_MAX = 32
+_SILENCE_S = 10.0
+"""How long a connection may say nothing."""
+_REALM = 'Basic realm="shardwell: any name, and a token as the password"'
+
+
+class Response(NamedTuple):
+    """What is answered."""
+
+    status: HTTPStatus
+    contents: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+
+Respond = Callable[[str, "str | None"], Response]
+"""From a path and what `Authorization` says; None: nothing."""
+
+
+class HttpServer:
+    """Listens until it is closed.
+
+    Args:
+        listen: HOST:PORT; port 0 takes a free one.
+        respond: Makes answers; on several threads at once.
+        tls: Speaks TLS with these files' certificate; None: no TLS.
+
+    Raises:
+        ShardUnavailableError: the address can't be listened on.
+    """
+
+    def __init__(self, listen: str, respond: Respond, tls: TlsFiles | None) -> None:
+        host, _, port = listen.rpartition(":")
+        plain_host = host.strip("[]")
+        try:
+            self._server = _Server((plain_host, int(port)), respond, tls)
+        except OSError as error:
+            raise ShardUnavailableError(
+                f"can't listen on {listen} for administration: {error.strerror}; give a free port, "
+                "or 0 for any, and an address of this machine"
+            ) from None
+        self.address = f"{host}:{self._server.server_address[1]}"
+        """HOST:PORT."""
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="shardwell-admin", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends it; answers that are under way go on. Safe to repeat."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingMixIn, TCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def __init__(self, address: tuple[str, int], respond: Respond, tls: TlsFiles | None) -> None:
+        self.respond = respond
+        self._tls = tls
+        self._context: tuple[Contents, ssl.SSLContext] | None = None
+        self._lock = threading.Lock()
+        self._open: dict[Any, None] = {}
+        """Connections, the one that came first first."""
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, _Handler)
+
+    @override
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[request] = None
+            surplus = len(self._open) - _CONNECTION_COUNT_MAX
+            oldest = next(iter(self._open)) if surplus > 0 else None
+        if oldest is not None:  # so that those who say nothing keep no probe out
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread
+            self._forget(request)
+            self.shutdown_request(request)
+
+    @override
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._forget(request)
+
+    def _forget(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+
+    @override
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(_SILENCE_S)
+        if self._tls is None:
+            super().finish_request(request, client_address)
+            return
+        with self._secure(self._tls).wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
+
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections that break, or speak something else, are nobody's concern."""
+
+    def _secure(self, tls: TlsFiles) -> ssl.SSLContext:
+        """With the certificate that is there now."""
+        contents = tls.contents()
+        if self._context is None or self._context[0] is not contents:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            if tls.tls.cert is None:
+                raise ArgumentError("whoever listens needs a certificate and its key")
+            context.load_cert_chain(tls.tls.cert, tls.tls.key)
+            self._context = (contents, context)
+        return self._context[1]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _SILENCE_S
+    protocol_version = "HTTP/1.1"
+    server_version = "shardwell"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answers; as do_HEAD does, without contents."""
+        path = self.path.partition("?")[0]
+        try:
+            response = self.server.respond(path, bearer(self.headers.get("Authorization")))
+        except Exception:
+            response = Response(
+                HTTPStatus.INTERNAL_SERVER_ERROR, b"failed; the shard's log says why\n"
+            )
+            self.log_failure()
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.content_type)
+        self.send_header("Content-Length", str(len(response.contents)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", "default-src 'self' 'unsafe-inline'")
+        if response.status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", _REALM)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(response.contents)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_failure(self) -> None:
+        """Of a response that could not be made."""
+        _LOG.exception("could not answer %s", self.path[:200])
+
+    @override
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: probes make several a second."""
+
+
+def bearer(authorization: str | None) -> str | None:
+    """What a browser's password prompt gives, as a token; anything else as it is."""
+    scheme, _, contents = (authorization or "").partition(" ")
+    if scheme.lower() != "basic":
+        return authorization
+    with contextlib.suppress(binascii.Error, UnicodeDecodeError):
+        token = base64.b64decode(contents, validate=True).decode().partition(":")[2]
+        return f"Bearer {token}"
+    return authorization

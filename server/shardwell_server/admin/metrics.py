@@ -1,0 +1,241 @@
+"""What Prometheus reads of a shard. All of it is counted anyway, and collected at a scrape.
+
+Names and units follow Prometheus' guide; labels are names of parameters, tables and workers, whose
+number the shard's limits bound.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+import shardwell
+from shardwell.numerics import native
+from shardwell.v1.types_pb2 import StepWait
+from shardwell_server.shard.shard import Shard
+from shardwell_server.shard.step_times import BOUNDS_S, Durations
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_WORKER_COUNT_MAX = 256
+"""Workers of a parameter or table whose lag is told."""
+
+
+class Vitals(NamedTuple):
+    """What is asked of a shard's server."""
+
+    shard: Shard
+    stream_count: Callable[[], int]
+    """Streams that are open."""
+    arena_bytes: Callable[[], int]
+    """Bytes of memory that clients share with it."""
+    refusals: Callable[[], dict[str, int]]
+    """Calls that were refused, by the name of the error."""
+    data_dir: Path | None
+    """Where its files are; None: it has none."""
+
+
+def exposition(vitals: Vitals, is_shown: Callable[[str], bool]) -> bytes:
+    """All metrics, as Prometheus reads them.
+
+    Args:
+        vitals: Of the shard.
+        is_shown: Whether a parameter or table of that name is told of.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_ShardCollector(vitals, is_shown))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+class _ShardCollector(Collector):
+    def __init__(self, vitals: Vitals, is_shown: Callable[[str], bool]) -> None:
+        self._vitals = vitals
+        self._is_shown = is_shown
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_shard()
+        yield from self._of_disk()
+        yield from self._of_names()
+
+    def _of_shard(self) -> Iterator[Metric]:
+        shard = self._vitals.shard
+        config, limits = shard.config, shard.config.limits
+        yield InfoMetricFamily(
+            "shardwell_build",
+            "Version of the software, and what computes.",
+            value={"version": shardwell.__version__, "arithmetic": native.describe()},
+        )
+        yield InfoMetricFamily(
+            "shardwell_shard",
+            "The shard's place.",
+            value={
+                "cluster": config.cluster_id,
+                "shard_index": str(config.shard_index),
+                "shard_count": str(config.shard_count),
+                "durability": config.durability.setting,
+            },
+        )
+        up_s = time.monotonic() - shard.started_s
+        yield GaugeMetricFamily("shardwell_uptime_seconds", "Since the process began.", up_s)
+        traffic = CounterMetricFamily(
+            "shardwell_payload_bytes", "Payload moved, by its direction.", labels=["direction"]
+        )
+        traffic.add_metric(["in"], shard.traffic.received_bytes)
+        traffic.add_metric(["out"], shard.traffic.sent_bytes)
+        yield traffic
+        yield from _with_limit(
+            "stored_bytes",
+            "Bytes of weights, sums and optimizer state.",
+            shard.stored_bytes,
+            limits.stored_bytes_max,
+        )
+        yield from _with_limit(
+            "sessions",
+            "Clients that are connected.",
+            shard.sessions.count,
+            limits.session_count_max,
+        )
+        yield from _with_limit(
+            "streams",
+            "Streams that are open.",
+            self._vitals.stream_count(),
+            limits.stream_count_max,
+        )
+        yield from _with_limit(
+            "arena_bytes",
+            "Memory that clients of this machine share with the shard.",
+            self._vitals.arena_bytes(),
+            limits.arena_bytes_max,
+        )
+        yield from _with_limit(
+            "parameters", "Parameters.", len(shard.parameters.all()), limits.parameter_count_max
+        )
+        yield from _with_limit("tables", "Tables.", len(shard.tables.all()), limits.table_count_max)
+        refusals = CounterMetricFamily(
+            "shardwell_calls_refused",
+            "Calls that ended with an error, by its name.",
+            labels=["reason"],
+        )
+        for reason, count in sorted(self._vitals.refusals().items()):
+            refusals.add_metric([reason], count)
+        yield refusals
+
+    def _of_disk(self) -> Iterator[Metric]:
+        if self._vitals.data_dir is None:
+            return
+        try:
+            usage = shutil.disk_usage(self._vitals.data_dir)
+        except OSError:  # the directory is gone, which /ready tells
+            return
+        yield GaugeMetricFamily(
+            "shardwell_disk_free_bytes", "Room where the shard's files are.", usage.free
+        )
+        yield GaugeMetricFamily("shardwell_disk_size_bytes", "All of it.", usage.total)
+
+    def _of_names(self) -> Iterator[Metric]:
+        label = ["kind", "name"]
+        version = GaugeMetricFamily(
+            "shardwell_version",
+            "Updates that the part which is furthest behind has seen.",
+            labels=label,
+        )
+        counted = CounterMetricFamily(
+            "shardwell_gradients_counted", "Chunks, or rows, of gradients counted.", labels=label
+        )
+        again = CounterMetricFamily(
+            "shardwell_gradients_duplicate",
+            "Chunks, or messages of rows, that came again and were not counted.",
+            labels=label,
+        )
+        rate = GaugeMetricFamily("shardwell_learning_rate", "The next update's.", labels=label)
+        open_for = GaugeMetricFamily(
+            "shardwell_step_open_seconds",
+            "Since the first contribution to the open step; 0 if there is none.",
+            labels=label,
+        )
+        missing = GaugeMetricFamily(
+            "shardwell_step_missing_workers", "Workers for whom the open step waits.", labels=label
+        )
+        waited_for = GaugeMetricFamily(
+            "shardwell_step_waits_for",
+            "1 for each worker that is missing from an open step which has begun.",
+            labels=[*label, "worker", "host"],
+        )
+        waits = HistogramMetricFamily(
+            "shardwell_barrier_wait_seconds",
+            "From the first contribution to a step to its end.",
+            labels=label,
+        )
+        periods = HistogramMetricFamily(
+            "shardwell_step_duration_seconds",
+            "From the end of a step to that of the next.",
+            labels=label,
+        )
+        shard = self._vitals.shard
+        attending = shard.sessions.by_worker()
+        for parameter in shard.parameters.all():
+            names = ["parameter", parameter.spec.name]
+            if not self._is_shown(parameter.spec.name):
+                continue
+            status = parameter.describe(_WORKER_COUNT_MAX, attending)
+            version.add_metric(names, status.version_min)
+            counted.add_metric(names, status.counted_chunk_count)
+            again.add_metric(names, status.duplicate_chunk_count)
+            rate.add_metric(names, status.learning_rate)
+            missing_count = status.missing_worker_count + status.unknown_worker_count
+            missing.add_metric(names, missing_count if parameter.spec.mode == "sync" else 0)
+            _add_wait(open_for, waited_for, names, status.wait)
+            _add_times(waits, names, parameter.times.waits)
+            _add_times(periods, names, parameter.times.periods)
+        for table in shard.tables.all():
+            names = ["table", table.spec.name]
+            if not self._is_shown(table.spec.name):
+                continue
+            found = table.describe(_WORKER_COUNT_MAX, attending)
+            version.add_metric(names, found.version)
+            counted.add_metric(names, found.counted_row_count)
+            again.add_metric(names, found.duplicate_part_count)
+            rate.add_metric(names, found.learning_rate)
+            missing_count = len(found.missing_worker_ids) + found.unknown_worker_count
+            missing.add_metric(names, missing_count if table.spec.mode == "sync" else 0)
+            _add_wait(open_for, waited_for, names, found.wait)
+            _add_times(waits, names, table.times.waits)
+            _add_times(periods, names, table.times.periods)
+        yield from (
+            version, counted, again, rate, open_for, missing, waited_for, waits, periods
+        )  # fmt: skip
+
+
+def _with_limit(name: str, text: str, now: float, limit: float) -> Iterator[Metric]:
+    yield GaugeMetricFamily(f"shardwell_{name}", text, now)
+    yield GaugeMetricFamily(f"shardwell_{name}_limit", f"The most there may be. {text}", limit)
+
+
+def _add_wait(
+    open_for: GaugeMetricFamily, waited_for: GaugeMetricFamily, names: list[str], wait: StepWait
+) -> None:
+    open_for.add_metric(names, wait.open_for_s)
+    if wait.HasField("open_for_s"):
+        for worker in wait.workers:
+            waited_for.add_metric([*names, worker.worker_id, worker.host], 1)
+
+
+def _add_times(family: HistogramMetricFamily, names: list[str], times: Durations) -> None:
+    total, buckets = 0, []
+    for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), list(times.counts), strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    family.add_metric(names, buckets, times.total_s)

@@ -1,0 +1,207 @@
+"""The admin port: what it answers, and to whom.
+
+    /live         200 as long as the shard's loop turns, whatever it waits for
+    /startup      200 once it has read its files and serves
+    /ready        200 while it takes calls; 503, and why, before, while it stops, and without files
+    /metrics      for Prometheus
+    /status.json  the state of the whole cluster
+    /             a page that shows that
+
+Probes need no token: they say nothing that a connection to the shard would not. The rest needs one
+where the shard's calls do, and tells only of names that it may read. States: starting (probes are
+answered, as files are still read), serving, stopping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from pathlib import Path
+
+from shardwell.errors import AuthenticationError, ShardwellError
+from shardwell.rpc.credentials import Credentials
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.tls import TlsFiles
+from shardwell_server.access.access import Access
+from shardwell_server.access.rights import Principal
+from shardwell_server.admin.http import HttpServer, Response
+from shardwell_server.admin.metrics import CONTENT_TYPE, Vitals, exposition
+from shardwell_server.admin.view import own_status, view
+from shardwell_server.cluster_status import Answer, ask
+from shardwell_server.config import ShardConfig
+
+_PAGE = Path(__file__).parent / "page.html"
+_ANSWER_S = 1.0
+"""How long another shard may take to say how it is."""
+_KEPT_S = 0.5
+"""For so long all who look see the same: shards are asked twice a second at the most."""
+_STARTING = "starting: files are being read"
+
+
+class AdminPort:
+    """Listens from its construction on; `attach` it when there is something to tell.
+
+    Args:
+        config: Of the shard.
+
+    Raises:
+        ArgumentError, ShardUnavailableError: it can't listen.
+    """
+
+    def __init__(self, config: ShardConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._vitals: Vitals | None = None
+        self._access: Access | None = None
+        self._is_alive: Callable[[], bool] = lambda: True
+        self._not_ready = _STARTING
+        self._has_served = False
+        self._others: _OtherShards | None = None
+        self._answers: tuple[float, list[Answer]] = (-_KEPT_S, [])
+        self._address = ""
+        tls = None if config.tls is None else TlsFiles(config.tls)
+        self._http = HttpServer(config.admin_listen, self.respond, tls)
+        self.url = f"{'http' if tls is None else 'https'}://{self._http.address}/"
+        """Of the page."""
+
+    def attach(
+        self, vitals: Vitals, access: Access, address: str, is_alive: Callable[[], bool]
+    ) -> None:
+        """There is a shard now.
+
+        Args:
+            vitals: What it is asked.
+            access: Who may ask.
+            address: Where it takes calls.
+            is_alive: Whether its loop turns; may block for some seconds.
+        """
+        self._access, self._is_alive, self._address = access, is_alive, address
+        self.know_cluster(self._config.cluster)
+        self._vitals = vitals
+
+    def know_cluster(self, addresses: Sequence[str]) -> None:
+        """Shows all shards from now on, of which there are so many addresses, in order."""
+        if len(addresses) > 1 and self._others is None:
+            self._others = _OtherShards(self._config.shard_index, addresses)
+
+    def serves(self) -> None:
+        """It takes calls from now on."""
+        self._not_ready, self._has_served = "", True
+
+    def stops(self, reason: str) -> None:
+        """It takes no more calls."""
+        self._not_ready = reason
+
+    def close(self) -> None:
+        """Ends it. Safe to repeat."""
+        self._http.close()
+        if self._others is not None:
+            self._others.close()
+
+    def respond(self, path: str, authorization: str | None) -> Response:
+        """The answer for a path."""
+        match path:
+            case "/live":
+                if self._is_alive():
+                    return _text(HTTPStatus.OK, "alive")
+                return _text(HTTPStatus.SERVICE_UNAVAILABLE, "the shard's loop does not answer")
+            case "/startup":
+                is_up = self._has_served
+                status = HTTPStatus.OK if is_up else HTTPStatus.SERVICE_UNAVAILABLE
+                return _text(status, "started" if is_up else self._not_ready)
+            case "/ready":
+                why = self._why_not_ready()
+                status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK
+                return _text(status, why or "serving")
+            case "/" | "/metrics" | "/status.json":
+                return self._guarded(path, authorization)
+        return _text(
+            HTTPStatus.NOT_FOUND,
+            "there are /, /status.json, /metrics, /live, /ready and /startup",
+        )
+
+    def _why_not_ready(self) -> str:
+        if not self._not_ready and self._vitals is not None:
+            try:
+                self._vitals.shard.check_files()
+            except ShardwellError as error:
+                return error.message
+        return self._not_ready
+
+    def _guarded(self, path: str, authorization: str | None) -> Response:
+        vitals, access = self._vitals, self._access
+        if vitals is None or access is None:
+            return _text(HTTPStatus.SERVICE_UNAVAILABLE, self._not_ready)
+        try:
+            principal = access.principal(authorization)
+        except AuthenticationError as error:
+            return _text(HTTPStatus.UNAUTHORIZED, error.message)
+        if path == "/":
+            return Response(HTTPStatus.OK, _page(), "text/html; charset=utf-8")
+        is_shown = functools.partial(_may_read, principal)
+        if path == "/metrics":
+            return Response(HTTPStatus.OK, exposition(vitals, is_shown), CONTENT_TYPE)
+        found = view(self._ask_all(vitals), vitals, is_shown)
+        return Response(HTTPStatus.OK, json.dumps(found).encode(), "application/json")
+
+    def _ask_all(self, vitals: Vitals) -> list[Answer]:
+        """What all shards say, a moment ago or now."""
+        with self._lock:  # whoever comes meanwhile has the same answers
+            asked_s, answers = self._answers
+            if time.monotonic() - asked_s >= _KEPT_S:
+                own: Answer = (self._address, own_status(vitals, self._address))
+                answers = [own] if self._others is None else self._others.ask(own)
+                self._answers = (time.monotonic(), answers)
+            return answers
+
+
+class _OtherShards:
+    """Those of the cluster beside this one, and how they are asked."""
+
+    def __init__(self, own_index: int, addresses: Sequence[str]) -> None:
+        self._own_index = own_index
+        credentials = Credentials.of()
+        self._channels = [
+            ShardChannel(index, address, credentials=credentials, same_host=False)
+            for index, address in enumerate(addresses)
+        ]
+        self._threads = ThreadPoolExecutor(
+            min(len(self._channels), 16), thread_name_prefix="shardwell-admin"
+        )
+
+    def ask(self, own: Answer) -> list[Answer]:
+        """What all say, in order; of this one `own`."""
+        futures = [self._threads.submit(ask, channel, _ANSWER_S) for channel in self._beside]
+        answers = [future.result() for future in futures]
+        answers.insert(self._own_index, (self._channels[self._own_index].address, own[1]))
+        return answers
+
+    @property
+    def _beside(self) -> Sequence[ShardChannel]:
+        return [each for each in self._channels if each.shard_index != self._own_index]
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for channel in self._channels:
+            with contextlib.suppress(ShardwellError):
+                channel.close()
+
+
+def _may_read(principal: Principal, name: str) -> bool:
+    return principal.best(name) is not None
+
+
+@functools.cache
+def _page() -> bytes:
+    return _PAGE.read_bytes()
+
+
+def _text(status: HTTPStatus, words: str) -> Response:
+    return Response(status, f"{words}\n".encode())

@@ -1,0 +1,159 @@
+"""The state of the cluster as the status page reads it, made of what its shards say."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import shardwell
+from shardwell.errors import ShardwellError
+from shardwell.numerics import native
+from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
+from shardwell_server.admin.metrics import Vitals
+from shardwell_server.cluster_status import (
+    Answer,
+    as_json,
+    blockers,
+    given,
+    in_order,
+    step_of,
+    verdict,
+)
+
+_NAME_COUNT_MAX = 100
+"""Workers that are told of each parameter or table."""
+
+
+def own_status(vitals: Vitals, address: str) -> ShardStatus:
+    """What this shard says of itself, without a call."""
+    shard, config = vitals.shard, vitals.shard.config
+    attending = shard.sessions.by_worker()
+    return ShardStatus(
+        shard_index=config.shard_index,
+        shard_count=config.shard_count,
+        cluster_id=config.cluster_id,
+        address=address,
+        software_version=shardwell.__version__,
+        arithmetic=native.describe(),
+        uptime_s=time.monotonic() - shard.started_s,
+        stored_bytes=shard.stored_bytes,
+        received_payload_bytes=shard.traffic.received_bytes,
+        sent_payload_bytes=shard.traffic.sent_bytes,
+        open_stream_count=vitals.stream_count(),
+        parameters=tuple(
+            ParameterStatus.from_proto(each.describe(_NAME_COUNT_MAX, attending))
+            for each in shard.parameters.all()
+        ),
+        tables=tuple(
+            TableStatus.from_proto(each.describe(_NAME_COUNT_MAX, attending))
+            for each in shard.tables.all()
+        ),
+    )
+
+
+def view(
+    answers: Sequence[Answer], vitals: Vitals, is_shown: Callable[[str], bool]
+) -> dict[str, Any]:
+    """All that the page shows.
+
+    Args:
+        answers: Of all shards, in order.
+        vitals: Of the shard that serves the page.
+        is_shown: Whether a parameter or table of that name is told of.
+    """
+    statuses = [status for _, status in given(answers)]
+    config, limits = vitals.shard.config, vitals.shard.config.limits
+    return {
+        "cluster": config.cluster_id,
+        "shards": [_shard(index, answers) for index in range(len(answers))],
+        "waits": [
+            {**as_json(each), "words": str(each)}
+            for each in blockers(statuses)
+            if is_shown(each.name)
+        ],
+        "parameters": _merged((s.parameters for s in statuses), is_shown),
+        "tables": _merged((s.tables for s in statuses), is_shown),
+        "here": {
+            "shard_index": config.shard_index,
+            "durability": config.durability.setting,
+            "has_files": vitals.data_dir is not None,
+            "disk": _disk(vitals),
+            "limits": {
+                "stored bytes": [vitals.shard.stored_bytes, limits.stored_bytes_max],
+                "clients": [vitals.shard.sessions.count, limits.session_count_max],
+                "streams": [vitals.stream_count(), limits.stream_count_max],
+                "shared memory": [vitals.arena_bytes(), limits.arena_bytes_max],
+            },
+            "refused": vitals.refusals(),
+        },
+    }
+
+
+def _disk(vitals: Vitals) -> list[int] | None:
+    """Bytes used and there are, where the shard's files are."""
+    if vitals.data_dir is None:
+        return None
+    try:
+        usage = shutil.disk_usage(vitals.data_dir)
+    except OSError:
+        return None
+    return [usage.total - usage.free, usage.total]
+
+
+def _shard(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
+    address, answer = answers[index]
+    state, fault = verdict(index, answers)
+    found: dict[str, Any] = {"index": index, "address": address, "state": state, "fault": fault}
+    if isinstance(answer, ShardwellError):
+        return found
+    return found | {
+        "version": answer.software_version,
+        "arithmetic": answer.arithmetic,
+        "up_s": answer.uptime_s,
+        "stored_bytes": answer.stored_bytes,
+        "in_bytes": answer.received_payload_bytes,
+        "out_bytes": answer.sent_payload_bytes,
+        "streams": answer.open_stream_count,
+    }
+
+
+def _merged(
+    by_shard: Iterable[Sequence[ParameterStatus | TableStatus]], is_shown: Callable[[str], bool]
+) -> list[dict[str, Any]]:
+    """Each parameter or table once, as all shards together have it."""
+    found: dict[str, list[ParameterStatus | TableStatus]] = {}
+    for parts in by_shard:
+        for part in parts:
+            if is_shown(part.spec.name):
+                found.setdefault(part.spec.name, []).append(part)
+    return [_whole(name, parts) for name, parts in sorted(found.items())]
+
+
+def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[str, Any]:
+    first = parts[0]
+    spec = first.spec
+    oldest = min(parts, key=step_of)
+    missing = {worker for part in parts for worker in part.missing_worker_ids}
+    whole: dict[str, Any] = {
+        "name": name,
+        "mode": spec.mode,
+        "codec": spec.codec,
+        "optimizer": type(spec.optimizer).__name__,
+        "learning_rate": oldest.learning_rate,
+        "step": step_of(oldest),
+        "worker_count": spec.worker_count,
+        "in_step": in_order(set(oldest.contributed_worker_ids) - missing)[:_NAME_COUNT_MAX],
+        "missing": in_order(missing)[:_NAME_COUNT_MAX],
+        "unknown": max(part.unknown_worker_count for part in parts),
+        "done": in_order({w for part in parts for w in part.done_worker_ids})[:_NAME_COUNT_MAX],
+    }
+    if isinstance(first, ParameterStatus):
+        whole["elements"] = first.spec.size
+        whole["ready"] = all(p.initialized for p in parts if isinstance(p, ParameterStatus))
+    else:
+        whole["rows"] = sum(part.row_count for part in parts if isinstance(part, TableStatus))
+        whole["dim"] = first.spec.dim
+        whole["ready"] = not any(p.loading for p in parts if isinstance(p, TableStatus))
+    return whole

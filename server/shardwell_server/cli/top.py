@@ -1,0 +1,167 @@
+"""`shardwell top`: what `status` tells, again and again, with rates."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import click
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from shardwell.errors import ShardwellError
+from shardwell.rpc.credentials import Credentials
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import ParameterStatus, TableStatus
+from shardwell.specs.names import parse_target
+from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.options import shards_option, usage_errors
+from shardwell_server.cli.tables import table
+from shardwell_server.cluster_status import (
+    Answer,
+    ask,
+    blockers,
+    duration,
+    given,
+    in_order,
+    size,
+    step_of,
+    verdict,
+)
+from shardwell_server.terminal import console
+
+_RATE_S = 5.0
+"""Rates are those of so long."""
+_WAIT_S = 1.0
+"""A step that is open for less is one of many, and waits for nobody in particular."""
+_NAME_COUNT = 4
+"""Workers that are named in a line."""
+_Part = ParameterStatus | TableStatus
+
+
+@click.command()
+@shards_option
+@click.option(
+    "--interval-s", type=Duration(0.1), default=1.0, show_default=True, help="Between two looks."
+)
+@click.option("--once", is_flag=True, help="Look twice, for the rates, print, and end.")
+@click.option(
+    "--timeout-s", type=Duration(), default=2.0, show_default=True, help="For each shard's answer."
+)
+def top(*, target: str, interval_s: float, once: bool, timeout_s: float) -> None:
+    """Watch a cluster: for whom everybody waits, steps and bytes a second; Ctrl-C ends it."""
+    with usage_errors():
+        credentials = Credentials.of()
+        addresses = parse_target(target)
+        credentials.check_private(addresses)
+    channels = [
+        ShardChannel(index, address, credentials=credentials)
+        for index, address in enumerate(addresses)
+    ]
+    rates, screen = _Rates(), console()
+    with ThreadPoolExecutor(min(len(channels), 16)) as threads:
+
+        def look() -> Group:
+            answers = list(threads.map(partial(ask, timeout_s=timeout_s), channels))
+            return _picture(answers, rates)
+
+        look()
+        time.sleep(interval_s)
+        if once or not screen.is_terminal:
+            screen.print(look())
+            return
+        with Live(look(), console=screen, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval_s)
+                live.update(look(), refresh=True)
+
+
+class _Rates:
+    """How fast counters grow, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, deque[tuple[float, float]]] = {}
+
+    def of(self, key: str, count: float) -> float:
+        """A second; 0 as long as there is nothing to compare with."""
+        now_s = time.monotonic()
+        past = self._kept.setdefault(key, deque())
+        if past and count < past[-1][1]:  # it began anew
+            past.clear()
+        past.append((now_s, count))
+        while now_s - past[0][0] > _RATE_S:
+            past.popleft()
+        first_s, first = past[0]
+        return (count - first) / (now_s - first_s) if now_s > first_s else 0.0
+
+
+def _picture(answers: Sequence[Answer], rates: _Rates) -> Group:
+    """All that is shown."""
+    statuses = [status for _, status in given(answers)]
+    faults = [verdict(index, answers)[1] for index in range(len(answers))]
+    lines = [Text(fault, style="red") for fault in faults if fault]
+    waits = [each for each in blockers(statuses) if each.open_for_s >= _WAIT_S]
+    lines += [Text(str(each), style="yellow") for each in waits]
+    if not lines:
+        lines = [Text("nobody waits for anybody for longer than a second", style="green")]
+    parts: dict[tuple[str, str], list[_Part]] = {}
+    for status in statuses:
+        for parameter in status.parameters:
+            parts.setdefault(("parameter", parameter.spec.name), []).append(parameter)
+        for found in status.tables:
+            parts.setdefault(("table", found.spec.name), []).append(found)
+    return Group(*lines, Text(), _shards(answers, rates), _names(parts, rates))
+
+
+def _shards(answers: Sequence[Answer], rates: _Rates) -> Table:
+    shards = table("", "shard", "address", "state", ">up", ">stored", ">in/s", ">out/s", ">streams")
+    for index, (address, answer) in enumerate(answers):
+        state, fault = verdict(index, answers)
+        shown = Text(state, style="red" if fault else "green")
+        if isinstance(answer, ShardwellError):
+            shards.add_row(str(index), address, shown)
+            continue
+        shards.add_row(
+            str(index),
+            address,
+            shown,
+            duration(answer.uptime_s),
+            size(answer.stored_bytes),
+            size(rates.of(f"in {index}", answer.received_payload_bytes)),
+            size(rates.of(f"out {index}", answer.sent_payload_bytes)),
+            str(answer.open_stream_count),
+        )
+    return shards
+
+
+def _names(parts: dict[tuple[str, str], list[_Part]], rates: _Rates) -> Table:
+    names = table("", "name", ">step", ">steps/s", "optimizer", "in the open step", "missing")
+    for (kind, name), found in sorted(parts.items()):
+        oldest = min(found, key=step_of)
+        optimizer = type(oldest.spec.optimizer).__name__
+        missing = {worker for part in found for worker in part.missing_worker_ids}
+        unknown = max(part.unknown_worker_count for part in found)
+        names.add_row(
+            name if kind == "parameter" else f"{name} (table)",
+            f"{step_of(oldest):,}",
+            f"{rates.of(f'{kind} {name}', step_of(oldest)):.3g}",
+            f"{optimizer} {oldest.learning_rate:g}" if oldest.learning_rate else optimizer,
+            _some(set(oldest.contributed_worker_ids) - missing),
+            _some(missing, unknown) if oldest.spec.mode == "sync" else "asynchronous",
+        )
+    if not parts:
+        names.add_row("none")
+    return names
+
+
+def _some(worker_ids: set[str], unknown: int = 0) -> str:
+    """Names, of many the first, and how many more."""
+    names = in_order(worker_ids)
+    more = len(names) - _NAME_COUNT
+    words = names[:_NAME_COUNT] + ([f"{more} more"] if more > 0 else [])
+    return ", ".join(words + ([f"{unknown} never seen"] if unknown else []))

@@ -1,0 +1,181 @@
+"""What a cluster is like now, as its shards tell it: for `status`, `top` and the status page."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shardwell.errors import (
+    AuthenticationError,
+    DeadlineError,
+    ShardUnavailableError,
+    ShardwellError,
+)
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import (
+    MissingWorker,
+    ParameterStatus,
+    ShardStatus,
+    TableStatus,
+    ask_status,
+)
+from shardwell.specs.initializers import Initializer
+from shardwell.specs.optimizers import Optimizer
+
+Answer = tuple[str, ShardStatus | ShardwellError]
+"""An address, and what came from there."""
+
+
+def ask(channel: ShardChannel, timeout_s: float) -> Answer:
+    """What a shard says of itself, or why it says nothing; blocks twice `timeout_s` at most."""
+    try:
+        return channel.address, ask_status(channel, timeout_s)
+    except ShardwellError as error:
+        return channel.address, _reason(channel, error, timeout_s)
+
+
+def _reason(channel: ShardChannel, error: ShardwellError, timeout_s: float) -> ShardwellError:
+    """Why a shard gives no answer: TLS, where that keeps the two sides apart, else the error."""
+    try:
+        if isinstance(error, ShardUnavailableError):
+            channel.check_trust(timeout_s)
+    except AuthenticationError as apart:
+        return apart
+    return error
+
+
+def given(answers: Sequence[Answer]) -> list[tuple[str, ShardStatus]]:
+    """Those of shards that answered."""
+    return [(a, status) for a, status in answers if not isinstance(status, ShardwellError)]
+
+
+def verdict(index: int, answers: Sequence[Answer]) -> tuple[str, str]:
+    """How the shard at a place is, in a word or two, and what is wrong; "": nothing."""
+    address, answer = answers[index]
+    if isinstance(answer, (DeadlineError, ShardUnavailableError)):
+        return "no answer", answer.message
+    if isinstance(answer, AuthenticationError):
+        return "not let in", answer.message
+    if isinstance(answer, ShardwellError):
+        return "failing", f"{address}: {answer.message}"
+    expected_id = given(answers)[0][1].cluster_id
+    is_in_place = (answer.shard_index, answer.shard_count) == (index, len(answers))
+    if is_in_place and answer.cluster_id == expected_id:
+        return "serving", ""
+    return "wrong place" if not is_in_place else "other cluster", (
+        f"{address} should be shard {index} of {len(answers)} of cluster {expected_id!r}; it is "
+        f"shard {answer.shard_index} of {answer.shard_count} of cluster {answer.cluster_id!r}; "
+        "give all addresses, in the order of the shards"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocker:
+    """For whom an open step waits, on all shards together."""
+
+    kind: str
+    """"parameter" or "table"."""
+    name: str
+    """Its name."""
+    step: int
+    """The step that is open."""
+    open_for_s: float
+    """Seconds since the first contribution to it on any shard."""
+    workers: tuple[MissingWorker, ...]
+    """Known workers that are missing on some shard; of very many, some."""
+    unknown_count: int
+    """Workers of worker_count that never opened it."""
+
+    def __str__(self) -> str:
+        names = [str(each) for each in self.workers]
+        if self.unknown_count:
+            workers = "workers that were" if self.unknown_count > 1 else "worker that was"
+            names.append(f"{self.unknown_count} {workers} never seen")
+        return (
+            f"step {self.step} of {self.kind} {self.name!r} has waited {duration(self.open_for_s)} "
+            f"for {', '.join(names)}"
+        )
+
+
+def blockers(statuses: Iterable[ShardStatus]) -> list[Blocker]:
+    """For whom everybody waits; of each parameter and table the oldest open step."""
+    found: dict[tuple[str, str], list[ParameterStatus | TableStatus]] = {}
+    for status in statuses:
+        for parameter in status.parameters:
+            found.setdefault(("parameter", parameter.spec.name), []).append(parameter)
+        for table in status.tables:
+            found.setdefault(("table", table.spec.name), []).append(table)
+    return [
+        blocker
+        for (kind, name), parts in sorted(found.items())
+        if (blocker := _blocker(kind, name, parts)) is not None
+    ]
+
+
+def _blocker(
+    kind: str, name: str, parts: Sequence[ParameterStatus | TableStatus]
+) -> Blocker | None:
+    begun = [
+        (step_of(part), part.wait.open_for_s, part)
+        for part in parts
+        if part.wait.open_for_s is not None and (part.wait.workers or part.unknown_worker_count)
+    ]
+    if not begun:
+        return None
+    step = min(each for each, _, _ in begun)
+    of_step = [(open_for_s, part) for each, open_for_s, part in begun if each == step]
+    workers = {worker.worker_id: worker for _, part in of_step for worker in part.wait.workers}
+    return Blocker(
+        kind=kind,
+        name=name,
+        step=step,
+        open_for_s=max(open_for_s for open_for_s, _ in of_step),
+        workers=tuple(workers[worker_id] for worker_id in in_order(workers)),
+        unknown_count=max(part.unknown_worker_count for _, part in of_step),
+    )
+
+
+def step_of(part: ParameterStatus | TableStatus) -> int:
+    """The step that is open on a shard."""
+    return part.version if isinstance(part, TableStatus) else part.version_min
+
+
+def in_order(worker_ids: Iterable[str]) -> list[str]:
+    """Names as people count: worker-2 before worker-10."""
+
+    def key(worker_id: str) -> list[str | int]:
+        parts = re.split(r"([0-9]+)", worker_id)  # words at even places, numbers between
+        return [int(part) if place % 2 else part for place, part in enumerate(parts)]
+
+    return sorted(worker_ids, key=key)
+
+
+def duration(seconds: float) -> str:
+    """In two digits for four days."""
+    for unit, length_s in (("s", 1), ("min", 60), ("h", 3600)):
+        if seconds < 100 * length_s:
+            return f"{seconds // length_s:.0f} {unit}"
+    return f"{seconds // 86400:.0f} d"
+
+
+def size(count: float) -> str:
+    """Of bytes, in three digits, from 0.1 MB on."""
+    amount, unit = count / 1e6, "MB"
+    for larger in ("GB", "TB"):
+        if amount < 999.5:
+            break
+        amount, unit = amount / 1e3, larger
+    return f"{amount:.1f} {unit}" if amount < 99.95 else f"{amount:.0f} {unit}"
+
+
+def as_json(value: Any) -> Any:
+    """Fields by name; of what comes in kinds, such as optimizers, the kind's name too."""
+    if isinstance(value, tuple):
+        return [as_json(one) for one in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    kind = {"kind": type(value).__name__} if isinstance(value, (Optimizer, Initializer)) else {}
+    names = [field.name for field in dataclasses.fields(value)]
+    return kind | {name: as_json(getattr(value, name)) for name in names}

@@ -1,0 +1,90 @@
+"""How long steps take and wait, in plain counters that are read when somebody asks.
+
+A step of a parameter or table begins, on this shard, with the first contribution to any of its
+parts, and ends when the last part has closed it. Several may be open at once, as a worker may be
+one ahead of the others in some parts.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable
+
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+"""Upper ends of what is counted together: from a step of ten elements to a worker that is lost."""
+_OPEN_COUNT_MAX = 4
+"""Steps that are open at once; more there are only where some never close, as after a restore."""
+
+
+class Durations:
+    """A histogram."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        """Of each bound and, last, of what is longer."""
+        self.total_s = 0.0
+        """Of all."""
+
+    def add(self, seconds: float) -> None:
+        """Counts one."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
+
+
+class StepTimes:
+    """Of one parameter or table on this shard. Any thread may call it.
+
+    Args:
+        part_count: What closes a step one by one: the chunks of a slice, or 1 for a table.
+        now_s: A clock that never goes back.
+    """
+
+    def __init__(self, part_count: int, now_s: Callable[[], float]) -> None:
+        self._part_count = part_count
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._begun_s: dict[int, float] = {}
+        """When open steps began."""
+        self._closed_counts: dict[int, int] = {}
+        """In how many parts they have closed."""
+        self._last_s: float | None = None
+        """When a step closed last."""
+        self.waits = Durations()
+        """From the first contribution to a step to its end."""
+        self.periods = Durations()
+        """From the end of a step to that of the next."""
+
+    def contributed(self, step: int) -> None:
+        """A contribution to a step was counted."""
+        if step in self._begun_s:  # as almost always
+            return
+        with self._lock:
+            self._begun_s.setdefault(step, self._now_s())
+            while len(self._begun_s) > _OPEN_COUNT_MAX:
+                self._forget(min(self._begun_s))
+
+    def closed(self, step: int) -> None:
+        """A part has closed a step."""
+        with self._lock:
+            count = self._closed_counts[step] = self._closed_counts.get(step, 0) + 1
+            if count < self._part_count:
+                return
+            now_s, begun_s = self._now_s(), self._begun_s.get(step)
+            if begun_s is not None:
+                self.waits.add(now_s - begun_s)
+            if self._last_s is not None:
+                self.periods.add(now_s - self._last_s)
+            self._last_s = now_s
+            for each in [*self._begun_s, *self._closed_counts]:
+                if each <= step:
+                    self._forget(each)
+
+    def open_for_s(self, step: int) -> float | None:
+        """How long ago a step began; None: nobody has contributed to it."""
+        begun_s = self._begun_s.get(step)
+        return None if begun_s is None else max(self._now_s() - begun_s, 0.0)
+
+    def _forget(self, step: int) -> None:
+        self._begun_s.pop(step, None)
+        self._closed_counts.pop(step, None)

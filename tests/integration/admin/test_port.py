@@ -1,0 +1,411 @@
+"""Goal: the admin port tells probes, Prometheus and people what is so, and nobody else anything.
+
+Method: real shards and workers, of which one is stopped, killed, or never comes; what HTTP answers
+is compared with what was done. Metrics are read by Prometheus' own parser, the page by a browser.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+import shardwell
+from harness.certificates import authority, of_server
+from harness.polling import PATIENCE_S, eventually
+from harness.threads import in_background
+from harness.tokens import Tokens
+from shardwell_server import LocalCluster
+from shardwell_server.admin.port import AdminPort
+from shardwell_server.cli import commands
+from shardwell_server.config import ShardConfig
+
+SGD = shardwell.SGD(learning_rate=0.5)
+ONES = np.ones(10, np.float32)
+WORKER = """
+import sys
+import numpy as np, shardwell
+target, worker_id, count = sys.argv[1:]
+with shardwell.connect(target, worker_id=worker_id, token_file=False) as client:
+    sgd = shardwell.SGD(learning_rate=0.5)
+    net = client.parameter("net", size=10, optimizer=sgd, worker_count=2)
+    net.init(np.zeros(10, np.float32))
+    for _ in range(int(count)):
+        net.exchange(np.ones(10, np.float32))
+    print("done", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def open_cluster(cluster: Any) -> Any:
+    """Clusters with an admin port, without tokens."""
+
+    def start(shard_count: int = 2, **options: Any) -> LocalCluster:
+        options.setdefault("tokens", None)
+        return cluster(shard_count, admin_listen="127.0.0.1:0", **options)
+
+    return start
+
+
+def get(url: str, **headers: str) -> tuple[int, str]:
+    """Status and text."""
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def view(running: LocalCluster, shard_index: int = 0) -> Any:
+    status, text = get(running.admin_urls[shard_index] + "status.json")
+    assert status == 200
+    return json.loads(text)
+
+
+def metrics(running: LocalCluster, shard_index: int = 0, **headers: str) -> dict[Any, float]:
+    """Values by name and labels."""
+    status, text = get(running.admin_urls[shard_index] + "metrics", **headers)
+    assert status == 200
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@contextlib.contextmanager
+def worker(running: LocalCluster, worker_id: str, count: int) -> Any:
+    """A worker process that takes part in so many steps of two workers."""
+    command = [sys.executable, "-c", WORKER, running.target, worker_id, str(count)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+# Probes.
+
+
+def test_probes_before_files_are_read() -> None:
+    """As a shard's that takes long to recover: it lives, and is neither started nor ready."""
+    config = ShardConfig(shard_index=0, shard_count=1, admin_listen="127.0.0.1:0")
+    port = AdminPort(config)
+    with contextlib.closing(port):
+        assert get(port.url + "live") == (200, "alive\n")
+        for path in ("startup", "ready", "metrics", "status.json", ""):
+            assert get(port.url + path) == (503, "starting: files are being read\n")
+        assert get(port.url + "else")[0] == 404
+
+
+def test_probes_of_a_shard_that_serves_and_stops(open_cluster, connect) -> None:
+    running = open_cluster(1, grace_s=20.0)
+    url = running.admin_urls[0]
+    assert [get(url + path)[0] for path in ("live", "startup", "ready")] == [200] * 3
+    client = connect(running, "w0")
+    net = client.parameter("net", size=10, optimizer=SGD, worker_count=2)
+    net.init(ONES)
+    waiting = in_background(lambda: net.exchange(ONES))
+    eventually("it waits", lambda: view(running)["parameters"][0]["in_step"] == ["w0"])
+    stopped = in_background(running.servers[0].stop)
+    eventually("it says so", lambda: get(url + "ready") == (503, "stopping\n"))
+    assert get(url + "live")[0] == 200
+    client.close()
+    with pytest.raises(shardwell.ClosedError):
+        waiting.result(PATIENCE_S)
+    stopped.result(PATIENCE_S)
+    with pytest.raises(urllib.error.URLError):
+        get(url + "live")
+
+
+def test_not_ready_without_files(open_cluster, tmp_path) -> None:
+    running = open_cluster(1, data_dir=tmp_path / "data")
+    assert get(running.admin_urls[0] + "ready")[0] == 200
+    shutil.rmtree(tmp_path / "data")
+    eventually("it says so", lambda: get(running.admin_urls[0] + "ready")[0] == 503)
+    assert "shard-0" in get(running.admin_urls[0] + "ready")[1]
+    assert get(running.admin_urls[0] + "live")[0] == 200
+    with pytest.raises(shardwell.StorageError):
+        running.close()
+
+
+def test_who_says_nothing_keeps_no_probe_out(open_cluster) -> None:
+    running = open_cluster(1)
+    host, _, port = running.admin_urls[0].removeprefix("http://").strip("/").partition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            silent = stack.enter_context(socket.create_connection((host, int(port))))
+            silent.sendall(b"GET /live HT")
+        for _ in range(5):
+            assert get(running.admin_urls[0] + "live") == (200, "alive\n")
+
+
+@pytest.mark.parametrize(
+    "spoken", [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"\0" * 70_000]
+)
+def test_what_is_no_request(open_cluster, spoken) -> None:
+    running = open_cluster(1)
+    host, _, port = running.admin_urls[0].removeprefix("http://").strip("/").partition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.settimeout(PATIENCE_S)
+        with contextlib.suppress(OSError):
+            connection.sendall(spoken)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):
+                pass
+    assert get(running.admin_urls[0] + "live")[0] == 200
+
+
+# Who may ask.
+
+
+def test_tokens(cluster, connect, tmp_path) -> None:
+    """Of what a token may not read, nothing is told; probes need none."""
+    tokens = Tokens(tmp_path)
+    running = cluster(1, tokens=tokens.path, admin_listen="127.0.0.1:0")
+    url = running.admin_urls[0]
+    client = connect(running, "w0", token_file=tokens.add("all", "create"))
+    for name in ("prod-a", "test-b"):
+        client.parameter(name, size=10, optimizer=SGD).init(ONES)
+    assert get(url + "live")[0] == 200
+    for path in ("", "metrics", "status.json"):
+        status, text = get(url + path)
+        assert status == 401
+        assert "token" in text
+        assert get(url + path, Authorization="Bearer wrong")[0] == 401
+    secret = tokens.add("prod", "read:prod-").read_text().strip()
+    basic = base64.b64encode(f"anybody:{secret}".encode()).decode()
+    for header in (f"Bearer {secret}", f"Basic {basic}"):
+        assert get(url, Authorization=header)[0] == 200
+        found = json.loads(get(url + "status.json", Authorization=header)[1])
+        assert [each["name"] for each in found["parameters"]] == ["prod-a"]
+        told = metrics(running, Authorization=header)
+        names = {dict(key[1:]).get("name") for key in told}
+        assert "prod-a" in names
+        assert "test-b" not in names
+
+
+def test_tls(cluster) -> None:
+    files = authority()
+    running = cluster(1, tokens=None, admin_listen="127.0.0.1:0", tls=of_server(files))
+    url = running.admin_urls[0]
+    assert url.startswith("https://")
+    trusting = ssl.create_default_context(cafile=os.fspath(files.ca))
+    with urllib.request.urlopen(url + "ready", timeout=PATIENCE_S, context=trusting) as answer:
+        assert answer.read() == b"serving\n"
+    with pytest.raises((urllib.error.URLError, OSError)):
+        get(url.replace("https", "http") + "ready")
+
+
+def test_it_is_as_closed_as_the_shard() -> None:
+    with pytest.raises(shardwell.ArgumentError, match="can be reached from other machines"):
+        ShardConfig(shard_index=0, shard_count=1, admin_listen="0.0.0.0:0")
+    with pytest.raises(shardwell.ArgumentError, match="admin_listen must be HOST:PORT"):
+        ShardConfig(shard_index=0, shard_count=1, admin_listen="here")
+
+
+# What everybody waits for.
+
+
+def test_a_worker_that_was_stopped_is_named_and_where_it_is(open_cluster, connect) -> None:
+    running = open_cluster(2)
+    client = connect(running, "w0")
+    net = client.parameter("net", size=10, optimizer=SGD, worker_count=2)
+    net.init(ONES)
+    with worker(running, "w1", 3) as process:
+        for _ in range(3):
+            net.exchange(ONES)
+        assert process.stdout.readline() == b"done\n"
+        process.send_signal(signal.SIGSTOP)
+        waiting = in_background(lambda: net.exchange(ONES))
+        for shard_index in range(2):
+            (wait,) = eventually(
+                "it is told", lambda index=shard_index: view(running, index)["waits"]
+            )
+            (who,) = wait["workers"]
+            assert (wait["kind"], wait["name"], wait["step"]) == ("parameter", "net", 3)
+            assert (who["worker_id"], who["pid"], who["connected"]) == ("w1", process.pid, True)
+            assert who["host"] == socket.gethostname()
+        assert f"process {process.pid}" in wait["words"]
+        told = metrics(running)
+        labels = ("kind", "parameter"), ("name", "net")
+        assert told["shardwell_step_missing_workers", *labels] == 1
+        assert told["shardwell_step_open_seconds", *labels] > 0
+        host = ("host", socket.gethostname())
+        assert told["shardwell_step_waits_for", host, *labels, ("worker", "w1")] == 1
+        process.kill()
+        eventually("it is gone", lambda: not view(running)["waits"][0]["workers"][0]["connected"])
+        assert "which is gone" in view(running)["waits"][0]["words"]
+    other = connect(running, "w1")
+    again = other.parameter("net")
+    again.exchange(ONES)
+    waiting.result(PATIENCE_S)
+    eventually("nobody waits", lambda: not view(running)["waits"])
+
+
+def test_a_worker_that_never_came(open_cluster, connect) -> None:
+    running = open_cluster(1)
+    net = connect(running, "w0").parameter("net", size=10, optimizer=SGD, worker_count=3)
+    net.init(ONES)
+    net.put_gradient(ONES)
+    (wait,) = view(running)["waits"]
+    assert wait["unknown_count"] == 2
+    assert wait["words"].endswith("for 2 workers that were never seen")
+
+
+def test_a_table(open_cluster, connect) -> None:
+    running = open_cluster(2)
+    given = {"row_count": 10, "dim": 2, "optimizer": SGD, "worker_count": 2}
+    tables = [connect(running, f"w{rank}").table("rows", **given) for rank in range(2)]
+    ids, gradients = np.arange(10), np.ones((10, 2), np.float32)
+    for _ in range(3):
+        for table in tables:
+            table.put_row_gradients(ids, gradients)
+    tables[0].put_row_gradients(ids, gradients)
+    (wait,) = view(running)["waits"]
+    assert (wait["kind"], wait["step"], wait["workers"][0]["worker_id"]) == ("table", 3, "w1")
+    told = metrics(running)
+    assert told["shardwell_barrier_wait_seconds_count", ("kind", "table"), ("name", "rows")] == 3
+    (found,) = view(running)["tables"]
+    assert (found["rows"], found["step"], found["missing"]) == (10, 3, ["w1"])
+
+
+def test_a_shard_that_is_gone(open_cluster) -> None:
+    running = open_cluster(2, processes=True)
+    os.kill(running.children[1].pid, signal.SIGKILL)
+    found = eventually(
+        "it is told", lambda: [s for s in view(running)["shards"] if s["state"] == "no answer"]
+    )
+    assert [each["index"] for each in found] == [1]
+    assert "ready" not in found[0]
+
+
+# Metrics.
+
+
+def test_metrics_count_what_was_done(open_cluster, connect) -> None:
+    running = open_cluster(1, chunk_size_bytes=64)
+    client = connect(running, "w0")
+    size = 100  # of fp16: four chunks
+    net = client.parameter("net", size=size, optimizer=SGD)
+    net.init(np.zeros(size, np.float32))
+    for _ in range(7):
+        net.exchange(np.ones(size, np.float32))
+    with pytest.raises(shardwell.SpecMismatchError):
+        connect(running, "w1").parameter("net", size=9, optimizer=SGD)
+    told = metrics(running)
+    labels = ("kind", "parameter"), ("name", "net")
+    assert told["shardwell_version", *labels] == 7
+    assert told["shardwell_gradients_counted_total", *labels] == 4 * 7
+    assert told["shardwell_barrier_wait_seconds_count", *labels] == 7
+    assert told["shardwell_step_duration_seconds_count", *labels] == 6
+    assert told["shardwell_learning_rate", *labels] == 0.5
+    assert told["shardwell_stored_bytes",] == running.servers[0].shard.stored_bytes > 0
+    assert told["shardwell_sessions",] == 2
+    assert told["shardwell_calls_refused_total", ("reason", "SpecMismatchError")] == 1
+    moved = told["shardwell_payload_bytes_total", ("direction", "in")]
+    assert moved >= 7 * 2 * size
+    assert told["process_resident_memory_bytes",] > 1e6
+
+
+def test_steps_that_close_by_their_norm_are_timed(open_cluster, connect) -> None:
+    running = open_cluster(1)
+    clipped = shardwell.SGD(learning_rate=0.5, clip_norm=1.0)
+    nets = [
+        connect(running, f"w{rank}").parameter("net", size=10, optimizer=clipped, worker_count=2)
+        for rank in range(2)
+    ]
+    nets[0].init(ONES)
+    for _ in range(3):
+        other = in_background(lambda: nets[1].exchange(ONES))
+        nets[0].exchange(ONES)
+        other.result(PATIENCE_S)
+    labels = ("kind", "parameter"), ("name", "net")
+    assert metrics(running)["shardwell_barrier_wait_seconds_count", *labels] == 3
+
+
+def test_names_follow_prometheus_guide(open_cluster, connect) -> None:
+    running = open_cluster(1)
+    connect(running, "w0").parameter("net", size=10, optimizer=SGD)
+    text = get(running.admin_urls[0] + "metrics")[1]
+    for family in text_string_to_metric_families(text):
+        assert re.fullmatch(r"(shardwell|process)_[a-z_]+", family.name), family.name
+        assert family.documentation, family.name
+        if family.type == "counter" and family.name.startswith("shardwell"):
+            assert all(sample.name.endswith("_total") for sample in family.samples)
+        assert not family.name.endswith(("_ms", "_mb", "_percent"))
+
+
+# What people look at.
+
+
+def test_the_page_in_a_browser(open_cluster, connect, tmp_path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no browser here")
+    running = open_cluster(2)
+    net = connect(running, "w0").parameter("net", size=10, optimizer=SGD, worker_count=2)
+    net.init(ONES)
+    net.put_gradient(ONES)
+    eventually("it waits", lambda: [w for w in view(running)["waits"] if w["open_for_s"] >= 1])
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", running.admin_urls[0]]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = re.sub(r"<[^>]+>", " ", page[page.index("<main>") : page.index("</main>")])
+    assert re.search(
+        r"step 0 of parameter 'net' has waited \d+ s for 1 worker that was never", shown
+    )
+    assert shown.count("serving") == 2
+    assert "in: w0" in shown
+    assert "no answer" not in shown
+
+
+def test_the_page_needs_nothing_from_elsewhere(open_cluster) -> None:
+    page = get(open_cluster(1).admin_urls[0])[1]
+    assert not re.search(r"(src|href)=\"?(https?:)?//", page)
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_top(open_cluster, connect) -> None:
+    running = open_cluster(2)
+    net = connect(running, "w0").parameter("net", size=10, optimizer=SGD, worker_count=2)
+    net.init(ONES)
+    net.put_gradient(ONES)
+    eventually("it waits", lambda: [w for w in view(running)["waits"] if w["open_for_s"] >= 1])
+    shards = ["--shards", running.target, "--once", "--interval-s", "0.2"]
+    shown = CliRunner().invoke(commands, ["top", *shards], catch_exceptions=False).output
+    assert "step 0 of parameter 'net' has waited" in shown
+    assert shown.count("serving") == 2
+    assert "1 never seen" in shown
+
+
+def test_serve_tells_the_page(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardwell_server", "serve", "--shard-index=0"]
+    command += ["--shard-count=1", "--listen=127.0.0.1:0", "--admin-listen=127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        told = process.stdout.readline()
+        assert told.startswith("status page: http://127.0.0.1:")
+        assert get(told.split()[-1] + "ready")[0] == 200
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
