@@ -8,6 +8,7 @@ take turns. Its buffers are the caller's: nothing is kept of a gradient after th
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +17,13 @@ from typing import Any, Generic
 
 import numpy as np
 
-from shardwell.errors import ArgumentError, DeadlineError, DivergedError, WorkersMissingError
+from shardwell.errors import (
+    ArgumentError,
+    DeadlineError,
+    DivergedError,
+    LimitError,
+    WorkersMissingError,
+)
 from shardwell.numerics.arguments import check_integer, finite_peak
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.update_rules import TensorRules, clip_factor
@@ -36,6 +43,9 @@ from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
+
+_REPORT_S = 10.0
+"""After so long a report is given up."""
 
 
 class Parameter(Generic[ValuesT]):
@@ -73,6 +83,8 @@ class Parameter(Generic[ValuesT]):
         self._traffic = traffic
         self._values = values_of(spec)
         self._rules = TensorRules(spec.optimizer, spec.layout)
+        self._reporting: Future[None] | None = None
+        """The report that was sent last."""
         self._closed_version = 0
         """Steps before it have closed everywhere, where they close by their norm."""
         what = f"parameter {spec.name!r}"
@@ -371,6 +383,48 @@ class Parameter(Generic[ValuesT]):
 
         self._calls.run(set_rate, timeout_s, in_turn=True)
 
+    def report(self, *, step: int | None = None, **figures: float) -> None:
+        """Tells whoever looks at the cluster figures of a step: `net.report(loss=0.3)`.
+
+        They are shown as curves on the status page, the mean of all workers' for each step, and as
+        a metric; training does not depend on them. Never blocks and never fails for want of a
+        shard: what can't be sent now, or comes while the last report is under way, is left out.
+
+        Args:
+            step: Which step they are of; default: `next_step`, whose gradient they came with.
+            figures: Numbers by name; up to 16 names a parameter.
+
+        Raises:
+            ArgumentError: a figure is no number, or there is none.
+            ClosedError: the parameter or its client was closed.
+        """
+        values = {name: _figure(name, value) for name, value in figures.items()}
+        if not values:
+            raise ArgumentError("report figures by name, such as report(loss=0.3); got none")
+        number = self.next_step if step is None else check_integer("step", step, 0, STEP_MAX)
+        if self._reporting is not None and not self._reporting.done():
+            self._calls.check_open()
+            return
+
+        def send(attempts: Attempts) -> None:
+            channel = self._shards.channels[0]
+            request = pb.ReportRequest(
+                shard=channel.identity,
+                parameter=self.name,
+                step=number,
+                figures=[pb.Figure(name=name, value=value) for name, value in values.items()],
+            )
+            channel.call(
+                "Report",
+                request,
+                pb.ReportResponse,
+                timeout_s=attempts.rest_s,
+                parameter=self.name,
+            )
+
+        with contextlib.suppress(LimitError):
+            self._reporting = self._calls.start(send, _REPORT_S)
+
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
 
@@ -507,3 +561,11 @@ class Parameter(Generic[ValuesT]):
             timeout_s=attempts.rest_s,
             parameter=self.name,
         )
+
+
+def _figure(name: str, value: Any) -> float:
+    """A figure as a number; a torch tensor or NumPy array of one element is one, too."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"figure {name!r} must be a number; got {value!r:.80}") from None

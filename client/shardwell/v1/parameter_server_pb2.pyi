@@ -293,6 +293,32 @@ class SetLearningRateResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ReportRequest(_message.Message):
+    __slots__ = ("shard", "parameter", "step", "figures", "crc32c")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    parameter: str
+    step: int
+    figures: _containers.RepeatedCompositeFieldContainer[Figure]
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., step: _Optional[int] = ..., figures: _Optional[_Iterable[_Union[Figure, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class Figure(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class ReportResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ("identity_only", "parameter", "after")
     IDENTITY_ONLY_FIELD_NUMBER: _ClassVar[int]

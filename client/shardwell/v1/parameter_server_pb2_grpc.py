@@ -85,6 +85,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.SetLearningRateRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.SetLearningRateResponse.FromString,
                 _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/shardwell.v1.ParameterServerService/Report',
+                request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.ReportRequest.SerializeToString,
+                response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.ReportResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/shardwell.v1.ParameterServerService/GetStatus',
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.GetStatusRequest.SerializeToString,
@@ -234,6 +239,16 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Report(self, request, context):
+        """Notes figures that a worker reports of a step, such as its loss, for whoever looks at the cluster.
+        Training does not depend on them: they are kept in memory, the last 512 steps of 16 figures, and
+        one that is sent again counts again. Call it on shard 0. Errors: NOT_FOUND, INVALID_ARGUMENT (no
+        figure, or a name that is none), RESOURCE_EXHAUSTED (too many figures).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Who this shard is, what it holds, and who is missing. Safe to repeat.
         """
@@ -293,6 +308,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.SetLearningRate,
                     request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.SetLearningRateRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.SetLearningRateResponse.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.ReportRequest.FromString,
+                    response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.ReportResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -571,6 +591,33 @@ class ParameterServerService(object):
             '/shardwell.v1.ParameterServerService/SetLearningRate',
             shardwell_dot_v1_dot_parameter__server__pb2.SetLearningRateRequest.SerializeToString,
             shardwell_dot_v1_dot_parameter__server__pb2.SetLearningRateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ParameterServerService/Report',
+            shardwell_dot_v1_dot_parameter__server__pb2.ReportRequest.SerializeToString,
+            shardwell_dot_v1_dot_parameter__server__pb2.ReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

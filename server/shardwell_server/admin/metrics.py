@@ -184,6 +184,11 @@ class _ShardCollector(Collector):
             "From the end of a step to that of the next.",
             labels=label,
         )
+        reported = GaugeMetricFamily(
+            "shardwell_reported",
+            "What workers reported of the last step, such as a loss: the mean.",
+            labels=[*label, "figure"],
+        )
         shard = self._vitals.shard
         attending = shard.sessions.by_worker()
         for parameter in shard.parameters.all():
@@ -198,6 +203,8 @@ class _ShardCollector(Collector):
             missing_count = status.missing_worker_count + status.unknown_worker_count
             missing.add_metric(names, missing_count if parameter.spec.mode == "sync" else 0)
             _add_wait(open_for, waited_for, names, status.wait)
+            for figure, means in parameter.reports.means().items():
+                reported.add_metric([*names, figure], means[-1][1])
             _add_times(waits, names, parameter.times.waits)
             _add_times(periods, names, parameter.times.periods)
         for table in shard.tables.all():
@@ -215,7 +222,7 @@ class _ShardCollector(Collector):
             _add_times(waits, names, table.times.waits)
             _add_times(periods, names, table.times.periods)
         yield from (
-            version, counted, again, rate, open_for, missing, waited_for, waits, periods
+            version, counted, again, rate, open_for, missing, waited_for, reported, waits, periods
         )  # fmt: skip
 
 

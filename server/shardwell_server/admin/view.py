@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -73,7 +74,10 @@ def view(
             for each in blockers(statuses)
             if is_shown(each.name)
         ],
-        "parameters": _merged((s.parameters for s in statuses), is_shown),
+        "parameters": [
+            {**each, "reports": _reports(vitals, each["name"])}
+            for each in _merged((s.parameters for s in statuses), is_shown)
+        ],
         "tables": _merged((s.tables for s in statuses), is_shown),
         "here": {
             "shard_index": config.shard_index,
@@ -88,6 +92,16 @@ def view(
             },
             "refused": vitals.refusals(),
         },
+    }
+
+
+def _reports(vitals: Vitals, name: str) -> dict[str, list[list[float | None]]]:
+    """What workers have reported to this shard: by figure, steps with means; None: not finite."""
+    if not vitals.shard.parameters.has(name):
+        return {}
+    return {
+        figure: [[step, mean if math.isfinite(mean) else None] for step, mean in means]
+        for figure, means in vitals.shard.parameters.get(name).reports.means().items()
     }
 
 

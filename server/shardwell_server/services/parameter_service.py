@@ -91,6 +91,7 @@ class ParameterServerService:
             "ConfirmInit": calls.unary(self.confirm_init, pb.ConfirmInitRequest),
             "CloseStep": calls.unary(self.close_step, pb.CloseStepRequest),
             "SetLearningRate": calls.unary(self.set_learning_rate, pb.SetLearningRateRequest),
+            "Report": calls.unary(self.report, pb.ReportRequest),
             "GetStatus": calls.unary(self.get_status, pb.GetStatusRequest),
             "InitWeights": calls.messages(self.init_weights),
             "PutGradient": calls.messages(self.put_gradient),
@@ -396,6 +397,13 @@ class ParameterServerService:
             extra={"parameter": request.parameter, "learning_rate": rate},
         )
         return pb.SetLearningRateResponse()
+
+    def report(self, request: pb.ReportRequest, call: Call) -> pb.ReportResponse:
+        self._shard.check_identity(request.shard)
+        call.check(Right.CONTRIBUTE, "parameter", request.parameter)
+        figures = {figure.name: figure.value for figure in request.figures}
+        self._shard.parameters.get(request.parameter).reports.note(request.step, figures)
+        return pb.ReportResponse()
 
     def get_status(self, request: pb.GetStatusRequest, call: Call) -> pb.GetStatusResponse:
         shard, config = self._shard, self._shard.config

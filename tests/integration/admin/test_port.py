@@ -409,3 +409,52 @@ def test_serve_tells_the_page(tmp_path: Path) -> None:
         assert get(told.split()[-1] + "ready")[0] == 200
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
+
+
+# What workers report.
+
+
+def test_reports_are_curves(open_cluster, connect) -> None:
+    running = open_cluster(2)
+    nets = [
+        connect(running, f"w{rank}").parameter("net", size=10, optimizer=SGD, worker_count=2)
+        for rank in range(2)
+    ]
+    nets[0].init(np.zeros(10, np.float32))
+
+    def told() -> Any:
+        return view(running)["parameters"][0]["reports"]
+
+    for step in range(4):
+        for rank, net in enumerate(nets):
+            net.report(loss=10.0 - step + 2 * rank, accuracy=np.float32(0.25))
+            eventually(
+                "it came",
+                lambda s=step, r=rank: (
+                    told().get("loss", [])[s:] and (r == 0 or (told()["loss"][s][1] == 11.0 - s))
+                ),
+            )
+            net.put_gradient(ONES)
+    assert told() == {
+        "loss": [[step, 11.0 - step] for step in range(4)],
+        "accuracy": [[step, 0.25] for step in range(4)],
+    }
+    nets[0].report(step=9, loss=float("nan"))
+    eventually("it came", lambda: told()["loss"][-1] == [9, None])
+    labels = ("figure", "accuracy"), ("kind", "parameter"), ("name", "net")
+    assert metrics(running)["shardwell_reported", *labels] == 0.25
+
+
+def test_a_report_never_fails_for_want_of_a_shard(cluster, connect) -> None:
+    running = cluster(1)
+    client = connect(running, "w0")
+    net = client.parameter("net", size=10, optimizer=SGD)
+    for bad in ({}, {"loss": "low"}, {"loss": np.ones(2)}, {"loss": None}):
+        with pytest.raises(shardwell.ArgumentError, match="figure"):
+            net.report(**bad)
+    running.close()
+    for _ in range(1000):
+        net.report(loss=1.0)
+    client.close()
+    with pytest.raises(shardwell.ClosedError):
+        net.report(loss=1.0)

@@ -150,6 +150,9 @@ ROWS: dict[str, list[Row]] = {
             Code.INVALID_ARGUMENT,
         )
     ],
+    "ParameterServerService/Report": [
+        Row("contribute", _named("parameter", "prod-p", step=1), Code.INVALID_ARGUMENT)
+    ],
     "ParameterServerService/GetStatus": [
         Row("any", lambda shard: {}),
         Row("any", lambda shard: {"identity_only": True}),

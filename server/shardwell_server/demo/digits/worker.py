@@ -125,6 +125,7 @@ def train(
         while model.next_step < task.step_count:
             batch = batches[model.next_step]
             loss, gradient = MODEL.loss_and_gradient(weights, batch.images, batch.labels)
+            model.report(loss=loss)
             model.exchange(gradient, sample_count=len(batch), out=weights)
             reporter.add(model.next_step, loss, last=model.next_step == task.step_count)
         return weights

@@ -45,6 +45,7 @@ from shardwell_server.shard.parameter.clipping import NORM_SIZE_BYTES, ClippedSt
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
+from shardwell_server.shard.reports import Reports
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
 from shardwell_server.store import NO_SEAT, ChunkRecord, ParameterStorage, Transition
@@ -119,6 +120,8 @@ class ParameterSlice:
         """How steps close that are clipped by their norm."""
         self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
+        self.reports = Reports()
+        """What workers report of its steps."""
         self.times = StepTimes(len(self._chunks), time.monotonic)
         """Of its synchronous steps."""
         self._replay()
