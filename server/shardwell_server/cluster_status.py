@@ -137,6 +137,28 @@ def _blocker(
     )
 
 
+def losses(statuses: Sequence[ShardStatus]) -> list[str]:
+    """Parameters and tables that have begun on some shards, and that others do not have."""
+    found: dict[tuple[str, str], dict[int, int]] = {}
+    for status in statuses:
+        for parameter in status.parameters:
+            steps = found.setdefault(("parameter", parameter.spec.name), {})
+            steps[status.shard_index] = parameter.version_max
+        for table in status.tables:
+            steps = found.setdefault(("table", table.spec.name), {})
+            steps[status.shard_index] = table.version
+    words = []
+    for (kind, name), steps in sorted(found.items()):
+        lacking = [s.shard_index for s in statuses if s.shard_index not in steps]
+        if lacking and any(steps.values()):
+            which = ", ".join(map(str, lacking))
+            words.append(
+                f"{kind} {name!r} has begun, and shard {which} does not have it: it lost its "
+                "memory; stop it and start it with its files, or restore a checkpoint"
+            )
+    return words
+
+
 def step_of(part: ParameterStatus | TableStatus) -> int:
     """The step that is open on a shard."""
     return part.version if isinstance(part, TableStatus) else part.version_min

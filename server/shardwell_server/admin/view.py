@@ -19,6 +19,7 @@ from shardwell_server.cluster_status import (
     blockers,
     given,
     in_order,
+    losses,
     step_of,
     verdict,
 )
@@ -69,6 +70,7 @@ def view(
     return {
         "cluster": config.cluster_id,
         "shards": [_shard(index, answers) for index in range(len(answers))],
+        "lost": losses(statuses) if is_shown("") else [],
         "waits": [
             {**as_json(each), "words": str(each)}
             for each in blockers(statuses)

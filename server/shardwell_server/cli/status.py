@@ -24,6 +24,7 @@ from shardwell_server.cluster_status import (
     duration,
     given,
     in_order,
+    losses,
     size,
     verdict,
 )
@@ -42,7 +43,8 @@ _WAIT_S = 1.0
 def status(*, target: str, as_json: bool, timeout_s: float) -> None:
     """Show shards, parameters, tables, versions, and who is missing from the open step.
 
-    Exit code 1 if a shard does not answer, or is not the one that its place in the list says.
+    Exit code 1 if a shard does not answer, is not the one that its place in the list says, or lacks
+    what others have.
     """
     answers: list[Answer] = []
     with usage_errors():
@@ -55,6 +57,7 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         finally:
             channel.close()
     faults = [verdict(index, answers)[1] for index in range(len(answers))]
+    lost = losses([status for _, status in given(answers)])
     if as_json:
         for (address, answer), fault in zip(answers, faults, strict=True):
             _print_json(address, answer, fault)
@@ -70,9 +73,9 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         for blocker in blockers(status for _, status in given(answers)):
             if blocker.open_for_s >= _WAIT_S:
                 screen.print(str(blocker), style="yellow", markup=False, soft_wrap=True)
-        for fault in filter(None, faults):
+        for fault in (*filter(None, faults), *lost):
             screen.print(fault, style="red", markup=False, soft_wrap=True)
-    if any(faults):
+    if any(faults) or lost:
         raise click.exceptions.Exit(1)
 
 

@@ -29,6 +29,7 @@ from shardwell_server.cluster_status import (
     duration,
     given,
     in_order,
+    losses,
     size,
     step_of,
     verdict,
@@ -104,7 +105,7 @@ def _picture(answers: Sequence[Answer], rates: _Rates) -> Group:
     """All that is shown."""
     statuses = [status for _, status in given(answers)]
     faults = [verdict(index, answers)[1] for index in range(len(answers))]
-    lines = [Text(fault, style="red") for fault in faults if fault]
+    lines = [Text(fault, style="red") for fault in (*filter(None, faults), *losses(statuses))]
     waits = [each for each in blockers(statuses) if each.open_for_s >= _WAIT_S]
     lines += [Text(str(each), style="yellow") for each in waits]
     if not lines:

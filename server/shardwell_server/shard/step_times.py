@@ -44,6 +44,10 @@ class StepTimes:
         self._part_count = part_count
         self._now_s = now_s
         self._lock = threading.Lock()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forgets all, as nobody else knows of it yet."""
         self._begun_s: dict[int, float] = {}
         """When open steps began."""
         self._closed_counts: dict[int, int] = {}

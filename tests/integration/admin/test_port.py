@@ -458,3 +458,21 @@ def test_a_report_never_fails_for_want_of_a_shard(cluster, connect) -> None:
     client.close()
     with pytest.raises(shardwell.ClosedError):
         net.report(loss=1.0)
+
+
+def test_a_shard_that_lost_its_memory(open_cluster, connect) -> None:
+    running = open_cluster(2, processes=True)
+    net = connect(running, "w0").parameter("net", size=10, optimizer=SGD)
+    net.init(ONES)
+    shards = ["--shards", running.target]
+    fresh = CliRunner().invoke(commands, ["status", *shards])
+    assert fresh.exit_code == 0, fresh.output
+    net.exchange(ONES)
+    os.kill(running.children[1].pid, signal.SIGKILL)
+    running.children[1].wait(PATIENCE_S)
+    running.start_again(1)
+    words = "parameter 'net' has begun, and shard 1 does not have it: it lost its memory"
+    told = CliRunner().invoke(commands, ["status", *shards])
+    assert (told.exit_code, words in told.output) == (1, True)
+    assert words in CliRunner().invoke(commands, ["top", *shards, "--once"]).output
+    assert view(running)["lost"][0].startswith(words)

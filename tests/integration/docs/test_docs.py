@@ -30,6 +30,7 @@ PAGES = [
     *(f"docs/{name}.md" for name in (
         "pytorch", "jax", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
         "guarantees", "errors", "performance", "wire", "architecture", "security", "operations",
+        "runbook",
     )),
 ]  # fmt: skip
 END_TIMEOUT_S = 120.0

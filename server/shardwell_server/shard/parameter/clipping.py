@@ -20,7 +20,7 @@ the first that it is told for a step, and then to the chunks, one by one. Invari
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from shardwell_server.shard.parameter.averaging import close_full_step, squared_
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
+from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import StepTracker
 from shardwell_server.store import NO_SEAT, ChunkRecord, ParameterStorage, Transition
 
@@ -62,7 +63,7 @@ class ClippedSteps:
         storage: ParameterStorage,
         rules: TensorRules,
         snapshots: Snapshots,
-        closed: Callable[[int], object],
+        times: StepTimes,
     ) -> None:
         self._spec = spec
         self._chunks = chunks
@@ -71,7 +72,7 @@ class ClippedSteps:
         self._storage = storage
         self._rules = rules
         self._snapshots = snapshots
-        self._closed = closed
+        self._times = times
         self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(chunks)
         """By chunk: the step, and its mean's."""
 
@@ -191,4 +192,4 @@ class ClippedSteps:
                 )
             change.commit(following, NO_SEAT, -1)
         self._tracker.records[index] = following
-        self._closed(record.version)
+        self._times.closed(record.version)

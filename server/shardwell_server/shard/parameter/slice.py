@@ -107,6 +107,8 @@ class ParameterSlice:
             count_max=limits.snapshot_count_max,
         )
         """Of this slice, under way."""
+        self.times = StepTimes(len(self._chunks), time.monotonic)
+        """Of its synchronous steps."""
         self.clipped_steps = ClippedSteps(
             spec,
             self._chunks,
@@ -115,17 +117,15 @@ class ParameterSlice:
             storage,
             self._rules,
             self.snapshots,
-            lambda step: self.times.closed(step),
+            self.times,
         )
         """How steps close that are clipped by their norm."""
         self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
         self.reports = Reports()
         """What workers report of its steps."""
-        self.times = StepTimes(len(self._chunks), time.monotonic)
-        """Of its synchronous steps."""
         self._replay()
-        self.times = StepTimes(len(self._chunks), time.monotonic)  # they were not of this process
+        self.times.begin_anew()  # what was replayed was another process's
         self.clipped_steps.recovered()
         if storage.is_torn:
             for index in range(self.chunk_count):
