@@ -29,6 +29,8 @@ _LOG = logging.getLogger("shardwell_server")
 _CONNECTION_COUNT_MAX = 32
 _SILENCE_S = 10.0
 """How long a connection may say nothing."""
+_LOOK_S = 0.1
+"""How often it looks whether it is to end: for so long a shard that stops waits for it."""
 _REALM = 'Basic realm="shardwell: any name, and a token as the password"'
 
 
@@ -69,7 +71,7 @@ class HttpServer:
         self.address = f"{host}:{self._server.server_address[1]}"
         """HOST:PORT."""
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="shardwell-admin", daemon=True
+            target=lambda: self._server.serve_forever(_LOOK_S), name="shardwell-admin", daemon=True
         )
         self._thread.start()
 
@@ -90,8 +92,8 @@ class _Server(ThreadingMixIn, TCPServer):
         self._tls = tls
         self._context: tuple[Contents, ssl.SSLContext] | None = None
         self._lock = threading.Lock()
-        self._open: dict[Any, None] = {}
-        """Connections, the one that came first first."""
+        self._open: dict[Any, socket.socket] = {}
+        """Connections as they came, and as they are spoken over; the one that came first first."""
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
@@ -99,9 +101,9 @@ class _Server(ThreadingMixIn, TCPServer):
     @override
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            self._open[request] = None
+            self._open[request] = request
             surplus = len(self._open) - _CONNECTION_COUNT_MAX
-            oldest = next(iter(self._open)) if surplus > 0 else None
+            oldest = next(iter(self._open.values())) if surplus > 0 else None
         if oldest is not None:  # so that those who say nothing keep no probe out
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
@@ -128,7 +130,12 @@ class _Server(ThreadingMixIn, TCPServer):
         if self._tls is None:
             super().finish_request(request, client_address)
             return
-        with self._secure(self._tls).wrap_socket(request, server_side=True) as secured:
+        with self._secure(self._tls).wrap_socket(
+            request, server_side=True, do_handshake_on_connect=False
+        ) as secured:
+            with self._lock:
+                self._open[request] = secured
+            secured.do_handshake()
             super().finish_request(secured, client_address)
 
     @override

@@ -17,6 +17,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -148,15 +149,25 @@ def test_not_ready_without_files(open_cluster, tmp_path) -> None:
         running.close()
 
 
-def test_who_says_nothing_keeps_no_probe_out(open_cluster) -> None:
-    running = open_cluster(1)
-    host, _, port = running.admin_urls[0].removeprefix("http://").strip("/").partition(":")
+@pytest.mark.parametrize("speaks", ["http", "half of TLS", "TLS"])
+def test_who_says_nothing_keeps_no_probe_out(open_cluster, speaks) -> None:
+    """And has few threads, as the oldest connections end."""
+    files = authority()
+    trusting = ssl.create_default_context(cafile=os.fspath(files.ca))
+    running = open_cluster(1, tls=None if speaks == "http" else of_server(files))
+    url = running.admin_urls[0]
+    host, _, port = url.partition("//")[2].strip("/").partition(":")
+    before = threading.active_count()
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             silent = stack.enter_context(socket.create_connection((host, int(port))))
-            silent.sendall(b"GET /live HT")
+            if speaks == "TLS":
+                silent = stack.enter_context(trusting.wrap_socket(silent, server_hostname=host))
+            silent.sendall(b"\x16\x03\x01" if speaks == "half of TLS" else b"GET /live HT")
         for _ in range(5):
-            assert get(running.admin_urls[0] + "live") == (200, "alive\n")
+            with urllib.request.urlopen(url + "live", timeout=5, context=trusting) as answer:
+                assert answer.read() == b"alive\n"
+        eventually("few are left", lambda: threading.active_count() - before <= 40)
 
 
 @pytest.mark.parametrize(
