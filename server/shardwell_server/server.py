@@ -129,6 +129,7 @@ class ShardServer:
                 arena_bytes=lambda: self._arenas.mapped_bytes,
                 refusals=lambda: dict(self._calls.refusal_counts),
                 data_dir=None if data_dir is None else data_dir.path,
+                groups=self._meetings.describe,
             )
             self.admin.attach(vitals, self._access, self.address, self._is_alive)
 

@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import shardwell
+from shardwell.group.rendezvous.members import GroupState
 from shardwell.numerics import native
 from shardwell.v1.types_pb2 import StepWait
 from shardwell_server.shard.shard import Shard
@@ -45,6 +46,8 @@ class Vitals(NamedTuple):
     """Calls that were refused, by the name of the error."""
     data_dir: Path | None
     """Where its files are; None: it has none."""
+    groups: Callable[[], list[GroupState]]
+    """Groups that meet at it."""
 
 
 def exposition(vitals: Vitals, is_shown: Callable[[str], bool]) -> bytes:
@@ -69,6 +72,7 @@ class _ShardCollector(Collector):
         yield from self._of_shard()
         yield from self._of_disk()
         yield from self._of_names()
+        yield from self._of_groups()
 
     def _of_shard(self) -> Iterator[Metric]:
         shard = self._vitals.shard
@@ -144,6 +148,20 @@ class _ShardCollector(Collector):
             "shardwell_disk_free_bytes", "Room where the shard's files are.", usage.free
         )
         yield GaugeMetricFamily("shardwell_disk_size_bytes", "All of it.", usage.total)
+
+    def _of_groups(self) -> Iterator[Metric]:
+        label = ["group"]
+        size = GaugeMetricFamily(
+            "shardwell_group_ranks", "Ranks that a group is to have.", labels=label
+        )
+        missing = GaugeMetricFamily(
+            "shardwell_group_missing_ranks", "Ranks that nobody has.", labels=label
+        )
+        for group in self._vitals.groups():
+            if self._is_shown(group.name):
+                size.add_metric([group.name], group.size)
+                missing.add_metric([group.name], len(group.missing_ranks))
+        yield from (size, missing)
 
     def _of_names(self) -> Iterator[Metric]:
         label = ["kind", "name"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import shardwell
 from shardwell.errors import ShardwellError
+from shardwell.group.rendezvous.members import GroupState
 from shardwell.numerics import native
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
 from shardwell_server.admin.metrics import Vitals
@@ -17,6 +18,7 @@ from shardwell_server.cluster_status import (
     Answer,
     as_json,
     blockers,
+    duration,
     given,
     in_order,
     losses,
@@ -81,6 +83,11 @@ def view(
             for each in _merged((s.parameters for s in statuses), is_shown)
         ],
         "tables": _merged((s.tables for s in statuses), is_shown),
+        "groups": [
+            {**as_json(group), "words": _of_group(group)}
+            for group in vitals.groups()
+            if is_shown(group.name)
+        ],
         "here": {
             "shard_index": config.shard_index,
             "durability": config.durability.setting,
@@ -95,6 +102,18 @@ def view(
             "refused": vitals.refusals(),
         },
     }
+
+
+def _of_group(group: GroupState) -> str:
+    """For whom a group waits, if it does."""
+    if not group.missing_ranks or not group.waited_s:
+        return ""
+    ranks = ", ".join(map(str, group.missing_ranks[:_NAME_COUNT_MAX]))
+    refused = f"; refused: {'; '.join(group.notes)}" if group.notes else ""
+    return (
+        f"group {group.name!r} has waited {duration(group.waited_s)} for rank {ranks} of "
+        f"{group.size}{refused}"
+    )
 
 
 def _reports(vitals: Vitals, name: str) -> dict[str, list[list[float | None]]]:

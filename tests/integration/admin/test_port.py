@@ -487,3 +487,44 @@ def test_a_shard_that_lost_its_memory(open_cluster, connect) -> None:
     assert (told.exit_code, words in told.output) == (1, True)
     assert words in CliRunner().invoke(commands, ["top", *shards, "--once"]).output
     assert view(running)["lost"][0].startswith(words)
+
+
+# Groups.
+
+
+def join(running: LocalCluster, rank: int, size: int) -> shardwell.Group:
+    return shardwell.join_group(
+        "job", rank, size, None, running.target, token_file=False, join_timeout_s=PATIENCE_S
+    )
+
+
+def test_a_group_that_lacks_a_rank_says_which(open_cluster) -> None:
+    running = open_cluster(2)
+    waiting = [in_background(lambda rank=rank: join(running, rank, 3)) for rank in (0, 2)]
+    (group,) = eventually(
+        "both wait", lambda: [g for g in view(running)["groups"] if len(g["members"]) == 2]
+    )
+    assert (group["name"], group["size"], group["missing_ranks"]) == ("job", 3, [1])
+    assert f"process {os.getpid()}" in group["members"][0]
+    assert re.match(r"group 'job' has waited \d+ s for rank 1 of 3", group["words"])
+    assert metrics(running)["shardwell_group_missing_ranks", ("group", "job")] == 1
+    with pytest.raises(shardwell.GroupMismatchError):
+        join(running, 1, 2)
+    (group,) = view(running)["groups"]
+    assert "refused" in group["words"]
+    with join(running, 1, 3) as last:
+        for each in waiting:
+            with each.result(PATIENCE_S):
+                pass
+        del last
+    eventually("it is over", lambda: not view(running)["groups"])
+
+
+def test_a_group_that_has_formed(open_cluster) -> None:
+    running = open_cluster(1)
+    other = in_background(lambda: join(running, 1, 2))
+    with join(running, 0, 2):
+        (group,) = view(running)["groups"]
+        assert group["generation"] > 0
+        assert (len(group["members"]), group["missing_ranks"], group["words"]) == (2, [], "")
+        other.result(PATIENCE_S).close()

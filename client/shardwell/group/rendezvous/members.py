@@ -221,6 +221,25 @@ def incarnation_of(number: int) -> int:
     return number & (1 << INCARNATION_BITS) - 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupState:
+    """How far a group is, for whoever looks at it."""
+
+    name: str
+    size: int
+    """Ranks that it is to have."""
+    generation: int
+    """Number of the generation that lives; 0: none does."""
+    members: tuple[str, ...]
+    """Who lives of it, or waits for the others, each with its rank and where it is."""
+    missing_ranks: tuple[int, ...]
+    """Those that nobody has."""
+    waited_s: float
+    """How long the one waits for them that asked first; 0: nobody does."""
+    notes: tuple[str, ...]
+    """Who was refused lately, and why."""
+
+
 def described(rank: int, member: pb.Member | None) -> str:
     """A worker, for messages."""
     if member is None:

@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from shardwell.errors import LimitError
-from shardwell.group.rendezvous.members import GenerationNumbers
+from shardwell.group.rendezvous.members import GenerationNumbers, GroupState
 from shardwell.group.rendezvous.state import Gathering
 from shardwell.group.rendezvous.validation import (
     MeetingLimits,
@@ -57,6 +57,10 @@ class Meetings:
     def group_count(self) -> int:
         """Groups that are held."""
         return len(self._gatherings)
+
+    def describe(self, now_s: float) -> list[GroupState]:
+        """How all groups stand, by name."""
+        return [self._gatherings[name].describe(now_s) for name in sorted(self._gatherings)]
 
     def join(
         self, request: pb.JoinGroupRequest, now_s: float, owner: Owner = NOBODY

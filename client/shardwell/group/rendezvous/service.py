@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from shardwell.errors import WrongShardError
-from shardwell.group.rendezvous.members import INCARNATION_BITS
+from shardwell.group.rendezvous.members import INCARNATION_BITS, GroupState
 from shardwell.group.rendezvous.registry import Meetings, Owner
 from shardwell.group.rendezvous.validation import MeetingLimits
 from shardwell.rpc.credentials import SameToken, authorization_of
@@ -78,6 +78,11 @@ class GroupService:
         }
         assert set(handlers) == {method.name for method in _SERVICE.methods}
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+
+    def describe(self) -> list[GroupState]:
+        """How all groups stand that meet here, by name."""
+        with self._lock:
+            return self._meetings.describe(time.monotonic())
 
     def join_group(self, request: pb.JoinGroupRequest, context: Any) -> pb.JoinGroupResponse:
         """See the .proto."""

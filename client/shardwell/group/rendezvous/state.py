@@ -26,6 +26,7 @@ from shardwell.group.rendezvous.members import (
     Applicant,
     Forming,
     GenerationNumbers,
+    GroupState,
     Roster,
     Seat,
     described,
@@ -123,6 +124,26 @@ class Gathering:
         self._settle(now_s)
 
     # What others ask.
+
+    def describe(self, now_s: float) -> GroupState:
+        """How it stands; nothing changes."""
+        spec, generation = self.seating.spec, self.seating.generation
+        living = [s for s in self.seating.living() if s.lease.end_s > now_s]
+        placed = {
+            rank: one for rank, one in self.seating.placed().items() if one.lease.end_s > now_s
+        }
+        found = {seat.rank: described(seat.rank, seat.member) for seat in living}
+        found |= {rank: described(rank, one.member) for rank, one in placed.items()}
+        asked_s = [one.asked_s for one in placed.values()]
+        return GroupState(
+            name=spec.name,
+            size=spec.size,
+            generation=0 if generation is None or not living else generation.number,
+            members=tuple(found[rank] for rank in sorted(found)),
+            missing_ranks=tuple(rank for rank in range(spec.size) if rank not in found),
+            waited_s=max(now_s - min(asked_s), 0.0) if asked_s else 0.0,
+            notes=tuple(self._refusals.texts),
+        )
 
     def is_over(self) -> bool:
         """Nobody is there, and nobody needs to be told anything."""
