@@ -111,3 +111,23 @@ def test_what_is_cut_here_is_nobodys_failure(outgoing: Outgoing, failures: list[
     outgoing.cut()
     context.end()
     assert failures == []
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+def test_a_stream_that_is_opened_when_all_is_done(
+    outgoing: Outgoing, failures: list[str], finishes: bool
+) -> None:
+    """As by a rank on a busy machine that nothing had to be sent to: it is told that that is all.
+
+    Else it would take this rank, which has left by then, for dead; as it does where that left in
+    the middle.
+    """
+    if finishes:
+        outgoing.finish()
+        outgoing.await_received(0.0)  # nobody is there, and nothing was sent
+    else:
+        outgoing.cut()
+    context: Any = Context()
+    told = [pb.ReceiveChunksResponse.FromString(each).last for each in outgoing.serve(context)]
+    assert told == ([True] if finishes else [])
+    assert failures == []

@@ -120,6 +120,8 @@ class Outgoing:
         self._waits_for_room = False
         self._is_open = False
         self._is_cut = False
+        self._is_finished = False
+        """Whether what was sent is all there is."""
         self._has_ended = threading.Event()
 
     def send(self, message: bytes, element_count: int) -> None:
@@ -175,7 +177,8 @@ class Outgoing:
                 yield self._leaving([message])
         if held:
             yield self._leaving(held)
-        if not self._is_cut:
+        # A rank that opens its stream when all is done, and this rank about to leave, is told that.
+        if self._is_finished or not self._is_cut:
             yield _LAST
             self._has_ended.wait(LEAVE_TIMEOUT_S)
 
@@ -191,6 +194,7 @@ class Outgoing:
 
     def finish(self) -> None:
         """Nothing more is sent; does not block."""
+        self._is_finished = True
         self._messages.put(None)
 
     def await_received(self, timeout_s: float) -> None:
