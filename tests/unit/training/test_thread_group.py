@@ -312,6 +312,7 @@ def test_seats_are_kept_given_up_and_freed_by_their_threads_end() -> None:
     sync.take_seat(1)
     assert sync.rank == 1
     assert in_background(lambda: sync.rank).result(PATIENCE_S) == 0
+    eventually("its thread has ended", lambda: not sync._seats[0].is_alive())
     in_background(lambda: sync.take_seat(0)).result(PATIENCE_S)
     eventually("its thread has ended", lambda: not sync._seats[0].is_alive())
     sync.take_seat(0)
