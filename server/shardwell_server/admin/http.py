@@ -85,7 +85,7 @@ class HttpServer:
 class _Server(ThreadingMixIn, TCPServer):
     daemon_threads = True
     allow_reuse_address = True
-    request_queue_size = 16
+    request_queue_size = 128  # a probe that finds it full is late by a second or more
 
     def __init__(self, address: tuple[str, int], respond: Respond, tls: TlsFiles | None) -> None:
         self.respond = respond
