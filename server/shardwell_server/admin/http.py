@@ -103,7 +103,7 @@ class _Server(ThreadingMixIn, TCPServer):
         with self._lock:
             self._open[request] = request
             surplus = len(self._open) - _CONNECTION_COUNT_MAX
-            oldest = next(iter(self._open.values())) if surplus > 0 else None
+            oldest = self._open.pop(next(iter(self._open))) if surplus > 0 else None
         if oldest is not None:  # so that those who say nothing keep no probe out
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
@@ -134,7 +134,8 @@ class _Server(ThreadingMixIn, TCPServer):
             request, server_side=True, do_handshake_on_connect=False
         ) as secured:
             with self._lock:
-                self._open[request] = secured
+                if request in self._open:  # it has not given way
+                    self._open[request] = secured
             secured.do_handshake()
             super().finish_request(secured, client_address)
 
