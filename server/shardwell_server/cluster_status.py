@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardwell.errors import (
@@ -26,6 +26,10 @@ from shardwell.specs.optimizers import Optimizer
 
 Answer = tuple[str, ShardStatus | ShardwellError]
 """An address, and what came from there."""
+LONG_WAIT_S = 1.0
+"""A step that is open for less is one of many, and waits for nobody in particular."""
+NAME_COUNT_MAX = 100
+"""Workers of each kind that are told of a parameter or table."""
 
 
 def ask(channel: ShardChannel, timeout_s: float) -> Answer:
@@ -157,6 +161,52 @@ def losses(statuses: Sequence[ShardStatus]) -> list[str]:
                 "memory; stop it and start it with its files, or restore a checkpoint"
             )
     return words
+
+
+def merged(
+    by_shard: Iterable[Sequence[ParameterStatus | TableStatus]],
+    is_shown: Callable[[str], bool] = lambda name: True,
+) -> list[dict[str, Any]]:
+    """Each parameter or table once, by name, as all shards together have it.
+
+    Args:
+        by_shard: What each shard says of its own.
+        is_shown: Whether one of that name is wanted.
+    """
+    found: dict[str, list[ParameterStatus | TableStatus]] = {}
+    for parts in by_shard:
+        for part in parts:
+            if is_shown(part.spec.name):
+                found.setdefault(part.spec.name, []).append(part)
+    return [_whole(name, parts) for name, parts in sorted(found.items())]
+
+
+def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[str, Any]:
+    first = parts[0]
+    spec = first.spec
+    oldest = min(parts, key=step_of)
+    missing = {worker for part in parts for worker in part.missing_worker_ids}
+    whole: dict[str, Any] = {
+        "name": name,
+        "mode": spec.mode,
+        "codec": spec.codec,
+        "optimizer": type(spec.optimizer).__name__,
+        "learning_rate": oldest.learning_rate,
+        "step": step_of(oldest),
+        "worker_count": spec.worker_count,
+        "in_step": in_order(set(oldest.contributed_worker_ids) - missing)[:NAME_COUNT_MAX],
+        "missing": in_order(missing)[:NAME_COUNT_MAX],
+        "unknown": max(part.unknown_worker_count for part in parts),
+        "done": in_order({w for part in parts for w in part.done_worker_ids})[:NAME_COUNT_MAX],
+    }
+    if isinstance(first, ParameterStatus):
+        whole["elements"] = first.spec.size
+        whole["ready"] = all(p.initialized for p in parts if isinstance(p, ParameterStatus))
+    else:
+        whole["rows"] = sum(part.row_count for part in parts if isinstance(part, TableStatus))
+        whole["dim"] = first.spec.dim
+        whole["ready"] = not any(p.loading for p in parts if isinstance(p, TableStatus))
+    return whole
 
 
 def step_of(part: ParameterStatus | TableStatus) -> int:

@@ -144,7 +144,8 @@ class Codec:
             )
             peak = _float_of(found.peak_bits)
             if not math.isfinite(peak):
-                _finite_peak(values, scratch, allow_non_finite=False)  # says where
+                # Says where; or it has gone meanwhile, as the caller writes there.
+                peak = _finite_peak(values, scratch, allow_non_finite=False)
             if self._exponent_for(peak) == found.exponent and peak <= self._largest():
                 return found
         if peak is not None:

@@ -9,6 +9,7 @@ take turns. Its buffers are the caller's: nothing is kept of a gradient after th
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,9 +20,11 @@ import numpy as np
 
 from shardwell.errors import (
     ArgumentError,
+    ClosedError,
     DeadlineError,
     DivergedError,
     LimitError,
+    ShardUnavailableError,
     WorkersMissingError,
 )
 from shardwell.numerics.arguments import check_integer, finite_peak
@@ -39,6 +42,7 @@ from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.stream_pool import IdleStreams, StreamPool
+from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.traffic import Traffic
@@ -46,6 +50,9 @@ from shardwell.v1 import parameter_server_pb2 as pb
 
 _REPORT_S = 10.0
 """After so long a report is given up."""
+_REPORT_ERROR_COUNT = 10
+"""Reasons that are logged why reports were refused."""
+_LOG = logging.getLogger("shardwell")
 
 
 class Parameter(Generic[ValuesT]):
@@ -85,6 +92,8 @@ class Parameter(Generic[ValuesT]):
         self._rules = TensorRules(spec.optimizer, spec.layout)
         self._reporting: Future[None] | None = None
         """The report that was sent last."""
+        self._report_errors: set[str] = set()
+        """Why reports were refused, as it was logged."""
         self._closed_version = 0
         """Steps before it have closed everywhere, where they close by their norm."""
         what = f"parameter {spec.name!r}"
@@ -394,8 +403,10 @@ class Parameter(Generic[ValuesT]):
             step: Which step they are of; default: `next_step`, whose gradient they came with.
             figures: Numbers by name; up to 16 names a parameter.
 
+        A shard that refuses it is told of in the log, once for each reason.
+
         Raises:
-            ArgumentError: a figure is no number, or there is none.
+            ArgumentError: a figure is no number, its name is none, or there is none.
             ClosedError: the parameter or its client was closed.
         """
         values = {name: _figure(name, value) for name, value in figures.items()}
@@ -422,8 +433,17 @@ class Parameter(Generic[ValuesT]):
                 parameter=self.name,
             )
 
-        with contextlib.suppress(LimitError):
+        with contextlib.suppress(LimitError):  # as many calls are under way as there may be
             self._reporting = self._calls.start(send, _REPORT_S)
+            self._reporting.add_done_callback(self._note_report)
+
+    def _note_report(self, call: Future[None]) -> None:
+        error = call.exception()
+        if error is None or isinstance(error, ClosedError | DeadlineError | ShardUnavailableError):
+            return
+        if str(error) not in self._report_errors and len(self._report_errors) < _REPORT_ERROR_COUNT:
+            self._report_errors.add(str(error))
+            _LOG.warning("reports of parameter %r are refused: %s", self.name, error)
 
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
@@ -565,6 +585,7 @@ class Parameter(Generic[ValuesT]):
 
 def _figure(name: str, value: Any) -> float:
     """A figure as a number; a torch tensor or NumPy array of one element is one, too."""
+    check_name("figure", name)
     try:
         return float(value)
     except (TypeError, ValueError):

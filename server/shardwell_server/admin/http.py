@@ -13,6 +13,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -109,7 +110,7 @@ class _Server(ThreadingMixIn, TCPServer):
                 oldest.shutdown(socket.SHUT_RDWR)
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread
+        except (RuntimeError, MemoryError):  # no thread
             self._forget(request)
             self.shutdown_request(request)
 
@@ -142,17 +143,37 @@ class _Server(ThreadingMixIn, TCPServer):
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Connections that break, or speak something else, are nobody's concern."""
+        if not isinstance(sys.exception(), OSError):
+            _LOG.exception("a connection for administration has failed")
 
     def _secure(self, tls: TlsFiles) -> ssl.SSLContext:
-        """With the certificate that is there now."""
-        contents = tls.contents()
-        if self._context is None or self._context[0] is not contents:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            if tls.tls.cert is None:
-                raise ArgumentError("whoever listens needs a certificate and its key")
-            context.load_cert_chain(tls.tls.cert, tls.tls.key)
-            self._context = (contents, context)
-        return self._context[1]
+        """With the certificate that is there now, or the last that could be used."""
+        contents, known = tls.contents(), self._context
+        if known is not None and known[0] is contents:
+            return known[1]
+        try:
+            context = _context_of(tls)
+        except OSError as error:  # of another one that is being written, say
+            _LOG.warning("the admin port can't use the certificate that is there: %s", error)
+            if known is None:
+                raise
+            return known[1]
+        self._context = (contents, context)
+        return context
+
+
+def _context_of(tls: TlsFiles) -> ssl.SSLContext:
+    """From the files as they are.
+
+    Raises:
+        ArgumentError: there is no certificate.
+        OSError: it can't be used.
+    """
+    if tls.tls.cert is None:
+        raise ArgumentError("whoever listens needs a certificate and its key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.tls.cert, tls.tls.key)
+    return context
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -188,7 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_failure(self) -> None:
         """Of a response that could not be made."""
-        _LOG.exception("could not answer %s", self.path[:200])
+        _LOG.exception("could not answer %r", self.path[:200])
 
     @override
     def log_message(self, format: str, *args: Any) -> None:

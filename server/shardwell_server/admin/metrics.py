@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -25,13 +25,29 @@ from prometheus_client.registry import Collector
 import shardwell
 from shardwell.group.rendezvous.members import GroupState
 from shardwell.numerics import native
+from shardwell.v1 import parameter_server_pb2, table_pb2
 from shardwell.v1.types_pb2 import StepWait
+from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.step_times import BOUNDS_S, Durations
+from shardwell_server.shard.table.slice import TableSlice
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _WORKER_COUNT_MAX = 256
 """Workers of a parameter or table whose lag is told."""
+
+
+_Part: TypeAlias = ParameterSlice | TableSlice
+_Status: TypeAlias = parameter_server_pb2.ParameterStatus | table_pb2.TableStatus
+
+
+class _Figures(NamedTuple):
+    """What parameters and tables call by other names."""
+
+    version: int
+    counted: int
+    again: int
+    missing: int
 
 
 class Vitals(NamedTuple):
@@ -207,41 +223,55 @@ class _ShardCollector(Collector):
             "What workers reported of the last step, such as a loss: the mean.",
             labels=[*label, "figure"],
         )
-        shard = self._vitals.shard
-        attending = shard.sessions.by_worker()
-        for parameter in shard.parameters.all():
-            names = ["parameter", parameter.spec.name]
-            if not self._is_shown(parameter.spec.name):
-                continue
-            status = parameter.describe(_WORKER_COUNT_MAX, attending)
-            version.add_metric(names, status.version_min)
-            counted.add_metric(names, status.counted_chunk_count)
-            again.add_metric(names, status.duplicate_chunk_count)
+        for kind, part, status, figures in self._parts():
+            names = [kind, part.spec.name]
+            version.add_metric(names, figures.version)
+            counted.add_metric(names, figures.counted)
+            again.add_metric(names, figures.again)
             rate.add_metric(names, status.learning_rate)
-            missing_count = status.missing_worker_count + status.unknown_worker_count
-            missing.add_metric(names, missing_count if parameter.spec.mode == "sync" else 0)
+            missing.add_metric(names, figures.missing if part.spec.mode == "sync" else 0)
             _add_wait(open_for, waited_for, names, status.wait)
-            for figure, means in parameter.reports.means().items():
-                reported.add_metric([*names, figure], means[-1][1])
-            _add_times(waits, names, parameter.times.waits)
-            _add_times(periods, names, parameter.times.periods)
-        for table in shard.tables.all():
-            names = ["table", table.spec.name]
-            if not self._is_shown(table.spec.name):
-                continue
-            found = table.describe(_WORKER_COUNT_MAX, attending)
-            version.add_metric(names, found.version)
-            counted.add_metric(names, found.counted_row_count)
-            again.add_metric(names, found.duplicate_part_count)
-            rate.add_metric(names, found.learning_rate)
-            missing_count = len(found.missing_worker_ids) + found.unknown_worker_count
-            missing.add_metric(names, missing_count if table.spec.mode == "sync" else 0)
-            _add_wait(open_for, waited_for, names, found.wait)
-            _add_times(waits, names, table.times.waits)
-            _add_times(periods, names, table.times.periods)
+            _add_times(waits, names, part.times.waits)
+            _add_times(periods, names, part.times.periods)
+            if isinstance(part, ParameterSlice):
+                for figure, means in part.reports.means().items():
+                    reported.add_metric([*names, figure], means[-1][1])
         yield from (
             version, counted, again, rate, open_for, missing, waited_for, reported, waits, periods
         )  # fmt: skip
+
+    def _parts(self) -> Iterator[tuple[str, _Part, _Status, _Figures]]:
+        """Parameters and tables that are told of, with what they say of themselves."""
+        shard = self._vitals.shard
+        attending = shard.sessions.by_worker()
+        for parameter in shard.parameters.all():
+            if self._is_shown(parameter.spec.name):
+                status = parameter.describe(_WORKER_COUNT_MAX, attending)
+                yield (
+                    "parameter",
+                    parameter,
+                    status,
+                    _Figures(
+                        status.version_min,
+                        status.counted_chunk_count,
+                        status.duplicate_chunk_count,
+                        status.missing_worker_count + status.unknown_worker_count,
+                    ),
+                )
+        for table in shard.tables.all():
+            if self._is_shown(table.spec.name):
+                found = table.describe(_WORKER_COUNT_MAX, attending)
+                yield (
+                    "table",
+                    table,
+                    found,
+                    _Figures(
+                        found.version,
+                        found.counted_row_count,
+                        found.duplicate_part_count,
+                        len(found.missing_worker_ids) + found.unknown_worker_count,
+                    ),
+                )
 
 
 def _with_limit(name: str, text: str, now: float, limit: float) -> Iterator[Metric]:

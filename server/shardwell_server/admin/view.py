@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import shardwell
@@ -20,14 +20,13 @@ from shardwell_server.cluster_status import (
     blockers,
     duration,
     given,
-    in_order,
     losses,
-    step_of,
+    merged,
     verdict,
 )
 
 _NAME_COUNT_MAX = 100
-"""Workers that are told of each parameter or table."""
+"""Workers, or ranks, that are told of each parameter, table or group."""
 
 
 def own_status(vitals: Vitals, address: str) -> ShardStatus:
@@ -80,9 +79,9 @@ def view(
         ],
         "parameters": [
             {**each, "reports": _reports(vitals, each["name"])}
-            for each in _merged((s.parameters for s in statuses), is_shown)
+            for each in merged((s.parameters for s in statuses), is_shown)
         ],
-        "tables": _merged((s.tables for s in statuses), is_shown),
+        "tables": merged((s.tables for s in statuses), is_shown),
         "groups": [
             {**as_json(group), "words": _of_group(group)}
             for group in vitals.groups()
@@ -152,43 +151,3 @@ def _shard(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
         "out_bytes": answer.sent_payload_bytes,
         "streams": answer.open_stream_count,
     }
-
-
-def _merged(
-    by_shard: Iterable[Sequence[ParameterStatus | TableStatus]], is_shown: Callable[[str], bool]
-) -> list[dict[str, Any]]:
-    """Each parameter or table once, as all shards together have it."""
-    found: dict[str, list[ParameterStatus | TableStatus]] = {}
-    for parts in by_shard:
-        for part in parts:
-            if is_shown(part.spec.name):
-                found.setdefault(part.spec.name, []).append(part)
-    return [_whole(name, parts) for name, parts in sorted(found.items())]
-
-
-def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[str, Any]:
-    first = parts[0]
-    spec = first.spec
-    oldest = min(parts, key=step_of)
-    missing = {worker for part in parts for worker in part.missing_worker_ids}
-    whole: dict[str, Any] = {
-        "name": name,
-        "mode": spec.mode,
-        "codec": spec.codec,
-        "optimizer": type(spec.optimizer).__name__,
-        "learning_rate": oldest.learning_rate,
-        "step": step_of(oldest),
-        "worker_count": spec.worker_count,
-        "in_step": in_order(set(oldest.contributed_worker_ids) - missing)[:_NAME_COUNT_MAX],
-        "missing": in_order(missing)[:_NAME_COUNT_MAX],
-        "unknown": max(part.unknown_worker_count for part in parts),
-        "done": in_order({w for part in parts for w in part.done_worker_ids})[:_NAME_COUNT_MAX],
-    }
-    if isinstance(first, ParameterStatus):
-        whole["elements"] = first.spec.size
-        whole["ready"] = all(p.initialized for p in parts if isinstance(p, ParameterStatus))
-    else:
-        whole["rows"] = sum(part.row_count for part in parts if isinstance(part, TableStatus))
-        whole["dim"] = first.spec.dim
-        whole["ready"] = not any(p.loading for p in parts if isinstance(p, TableStatus))
-    return whole

@@ -17,6 +17,7 @@ from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import shards_option, usage_errors
 from shardwell_server.cli.tables import table
 from shardwell_server.cluster_status import (
+    LONG_WAIT_S,
     Answer,
     as_json,
     ask,
@@ -29,9 +30,6 @@ from shardwell_server.cluster_status import (
     verdict,
 )
 from shardwell_server.terminal import console
-
-_WAIT_S = 1.0
-"""A step that is open for less is one of many, and waits for nobody in particular."""
 
 
 @click.command()
@@ -71,7 +69,7 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         if any(status.tables for _, status in given(answers)):
             screen.print(_tables_table(answers))
         for blocker in blockers(status for _, status in given(answers)):
-            if blocker.open_for_s >= _WAIT_S:
+            if blocker.open_for_s >= LONG_WAIT_S:
                 screen.print(str(blocker), style="yellow", markup=False, soft_wrap=True)
         for fault in (*filter(None, faults), *lost):
             screen.print(fault, style="red", markup=False, soft_wrap=True)

@@ -17,32 +17,29 @@ from rich.text import Text
 from shardwell.errors import ShardwellError
 from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.shard_status import ParameterStatus, TableStatus
+from shardwell.rpc.shard_status import ShardStatus
 from shardwell.specs.names import parse_target
 from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import shards_option, usage_errors
 from shardwell_server.cli.tables import table
 from shardwell_server.cluster_status import (
+    LONG_WAIT_S,
     Answer,
     ask,
     blockers,
     duration,
     given,
-    in_order,
     losses,
+    merged,
     size,
-    step_of,
     verdict,
 )
 from shardwell_server.terminal import console
 
 _RATE_S = 5.0
 """Rates are those of so long."""
-_WAIT_S = 1.0
-"""A step that is open for less is one of many, and waits for nobody in particular."""
 _NAME_COUNT = 4
 """Workers that are named in a line."""
-_Part = ParameterStatus | TableStatus
 
 
 @click.command()
@@ -106,17 +103,11 @@ def _picture(answers: Sequence[Answer], rates: _Rates) -> Group:
     statuses = [status for _, status in given(answers)]
     faults = [verdict(index, answers)[1] for index in range(len(answers))]
     lines = [Text(fault, style="red") for fault in (*filter(None, faults), *losses(statuses))]
-    waits = [each for each in blockers(statuses) if each.open_for_s >= _WAIT_S]
+    waits = [each for each in blockers(statuses) if each.open_for_s >= LONG_WAIT_S]
     lines += [Text(str(each), style="yellow") for each in waits]
     if not lines:
         lines = [Text("nobody waits for anybody for longer than a second", style="green")]
-    parts: dict[tuple[str, str], list[_Part]] = {}
-    for status in statuses:
-        for parameter in status.parameters:
-            parts.setdefault(("parameter", parameter.spec.name), []).append(parameter)
-        for found in status.tables:
-            parts.setdefault(("table", found.spec.name), []).append(found)
-    return Group(*lines, Text(), _shards(answers, rates), _names(parts, rates))
+    return Group(*lines, Text(), _shards(answers, rates), _names(statuses, rates))
 
 
 def _shards(answers: Sequence[Answer], rates: _Rates) -> Table:
@@ -140,29 +131,32 @@ def _shards(answers: Sequence[Answer], rates: _Rates) -> Table:
     return shards
 
 
-def _names(parts: dict[tuple[str, str], list[_Part]], rates: _Rates) -> Table:
+def _names(statuses: Sequence[ShardStatus], rates: _Rates) -> Table:
     names = table("", "name", ">step", ">steps/s", "optimizer", "in the open step", "missing")
-    for (kind, name), found in sorted(parts.items()):
-        oldest = min(found, key=step_of)
-        optimizer = type(oldest.spec.optimizer).__name__
-        missing = {worker for part in found for worker in part.missing_worker_ids}
-        unknown = max(part.unknown_worker_count for part in found)
-        names.add_row(
-            name if kind == "parameter" else f"{name} (table)",
-            f"{step_of(oldest):,}",
-            f"{rates.of(f'{kind} {name}', step_of(oldest)):.3g}",
-            f"{optimizer} {oldest.learning_rate:g}" if oldest.learning_rate else optimizer,
-            _some(set(oldest.contributed_worker_ids) - missing),
-            _some(missing, unknown) if oldest.spec.mode == "sync" else "asynchronous",
-        )
-    if not parts:
+    kinds = {
+        "": merged(status.parameters for status in statuses),
+        " (table)": merged(status.tables for status in statuses),
+    }
+    for kind, found in kinds.items():
+        for each in found:
+            name, rate = each["name"] + kind, each["learning_rate"]
+            names.add_row(
+                name,
+                f"{each['step']:,}",
+                f"{rates.of(name, each['step']):.3g}",
+                f"{each['optimizer']} {rate:g}" if rate else each["optimizer"],
+                _some(each["in_step"]),
+                "asynchronous"
+                if each["mode"] == "async"
+                else _some(each["missing"], each["unknown"]),
+            )
+    if not any(kinds.values()):
         names.add_row("none")
     return names
 
 
-def _some(worker_ids: set[str], unknown: int = 0) -> str:
+def _some(names: Sequence[str], unknown: int = 0) -> str:
     """Names, of many the first, and how many more."""
-    names = in_order(worker_ids)
     more = len(names) - _NAME_COUNT
-    words = names[:_NAME_COUNT] + ([f"{more} more"] if more > 0 else [])
+    words = [*names[:_NAME_COUNT]] + ([f"{more} more"] if more > 0 else [])
     return ", ".join(words + ([f"{unknown} never seen"] if unknown else []))

@@ -460,7 +460,7 @@ def test_a_report_never_fails_for_want_of_a_shard(cluster, connect) -> None:
     running = cluster(1)
     client = connect(running, "w0")
     net = client.parameter("net", size=10, optimizer=SGD)
-    for bad in ({}, {"loss": "low"}, {"loss": np.ones(2)}, {"loss": None}):
+    for bad in ({}, {"loss": "low"}, {"loss": np.ones(2)}, {"loss": None}, {"a b": 1.0}):
         with pytest.raises(shardwell.ArgumentError, match="figure"):
             net.report(**bad)
     running.close()
@@ -487,6 +487,20 @@ def test_a_shard_that_lost_its_memory(open_cluster, connect) -> None:
     assert (told.exit_code, words in told.output) == (1, True)
     assert words in CliRunner().invoke(commands, ["top", *shards, "--once"]).output
     assert view(running)["lost"][0].startswith(words)
+
+
+def test_reports_that_are_refused_are_told_once(open_cluster, connect, caplog) -> None:
+    running = open_cluster(1)
+    net = connect(running, "w0").parameter("net", size=10, optimizer=SGD)
+    net.report(**{f"f{index}": 1.0 for index in range(16)})
+    eventually("they came", lambda: len(view(running)["parameters"][0]["reports"]) == 16)
+    for _ in range(3):
+        eventually("it was sent", lambda: net._reporting.done())
+        net.report(another=1.0)
+    eventually("it was sent", lambda: net._reporting.done())
+    told = [each for each in caplog.messages if "reports of parameter 'net' are refused" in each]
+    assert len(told) == 1
+    assert "16 figures at the most" in told[0]
 
 
 # Groups.
