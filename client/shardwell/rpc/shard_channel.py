@@ -23,6 +23,7 @@ from shardwell.errors import (
     ClosedError,
     CorruptChunkError,
     LimitError,
+    SessionUnknownError,
     ShardUnavailableError,
     ShardwellError,
     StepOrderError,
@@ -465,6 +466,8 @@ def told_of(channels: Iterable[ShardChannel]) -> Iterator[None]:
     away = -1
     try:
         yield
+    except SessionUnknownError:  # it has answered
+        raise
     except ShardUnavailableError as error:
         away = -1 if error.shard_index is None else error.shard_index
         raise

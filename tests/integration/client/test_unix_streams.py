@@ -34,6 +34,7 @@ from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 from shardwell_server import LocalCluster
 from shardwell_server.config import Limits
 from shardwell_server.services import unix_streams
+from shardwell_server.shard.sessions import Sessions
 
 pytestmark = [
     pytest.mark.same_host,
@@ -212,6 +213,26 @@ def test_a_socket_that_only_breaks_calls(cluster, connect, monkeypatch, kind) ->
         np.testing.assert_allclose(table.exchange_rows([1], np.ones((1, 1))), before - 1, 1e-2)
     assert len(tried) == 2
     assert not any(call.is_active() for call in unix_calls(client))
+
+
+def test_a_shard_that_does_not_know_the_session_yet(cluster, connect, monkeypatch) -> None:
+    """It has answered, so that it is there; however often that is the answer."""
+    client = connect(cluster(1), "w0")
+    net = opened(client)
+    net.exchange(np.ones(10, np.float32))
+    real, refused = Sessions.check, [3]
+
+    def check(self: Sessions, *args: Any, **options: Any) -> Any:
+        if refused[0]:
+            refused[0] -= 1
+            raise shardwell.SessionUnknownError("this shard does not know the session")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Sessions, "check", check)
+    unix_calls(client)[0].cancel()
+    assert net.exchange(np.ones(10, np.float32))[0] == -2
+    assert refused == [0]
+    assert sum(call.is_active() for call in unix_calls(client)) == 1
 
 
 def test_a_peer_of_another_user(cluster, connect, monkeypatch) -> None:
