@@ -25,11 +25,11 @@ from shardwell.process.allocator import tune_malloc
 from shardwell.process.closeable import Closing
 from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.asking import ask_all
-from shardwell.rpc.attendance import unique_worker_id
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
 from shardwell.rpc.credentials import Credentials, TokenFileArgument
 from shardwell.rpc.retry import Attempts
+from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
 from shardwell.rpc.shard_status import ShardStatus, ask_status
 from shardwell.rpc.stream_pool import Connections, IdleStreams

@@ -41,6 +41,7 @@ from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
 from shardwell_server.services.parameter_service import ParameterServerService
 from shardwell_server.services.sessions import SESSION_SERVICE_NAME, SessionService
 from shardwell_server.services.table_service import TableService
+from shardwell_server.services.trace_service import TRACE_SERVICE_NAME, TraceService
 from shardwell_server.services.unix_streams import UnixStreams
 from shardwell_server.services.work_threads import WorkThreads
 from shardwell_server.shard.shard import Shard
@@ -155,7 +156,7 @@ class ShardServer:
                 config.session_lease_s, config.connection_age_s if config.tls else None
             ),
             maximum_concurrent_rpcs=(
-                limits.session_count_max + limits.stream_count_max + _UNARY_CALL_COUNT_MAX
+                2 * limits.session_count_max + limits.stream_count_max + _UNARY_CALL_COUNT_MAX
             ),
         )
         self._arenas = ArenaOffers(
@@ -166,10 +167,16 @@ class ShardServer:
         service = ParameterServerService(self.shard, self._calls, self._streams, self._arenas)
         tables = TableService(self.shard, self._calls)
         sessions = SessionService(self.shard, self._calls)
+        traces = TraceService(self.shard, self._calls)
         self._meetings = GroupService(shard_index=config.shard_index, admit=_admit)
         with_streams = (service.handler(), tables.handler())
         self._server.add_generic_rpc_handlers(
-            (*with_streams, sessions.handler(), self._meetings.handler(self._calls.unary))
+            (
+                *with_streams,
+                sessions.handler(),
+                traces.handler(),
+                self._meetings.handler(self._calls.unary),
+            )
         )
         self._unix_streams = UnixStreams(
             with_streams, limits.stream_count_max + _UNARY_CALL_COUNT_MAX
@@ -182,6 +189,7 @@ class ShardServer:
                 SERVICE_NAME,
                 TABLE_SERVICE_NAME,
                 SESSION_SERVICE_NAME,
+                TRACE_SERVICE_NAME,
                 GROUP_SERVICE_NAME,
                 health.SERVICE_NAME,
                 reflection.SERVICE_NAME,
@@ -283,6 +291,7 @@ class ShardServer:
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         stopped = asyncio.gather(self._server.stop(grace_s), self._unix_streams.stop(grace_s))
         self.shard.sessions.stop()
+        self.shard.recordings.stop()
         self._streams.end_idle(LAST_READS_S)
         answering_s = max(grace_s - _LAST_ANSWERS_S, 0.0)
         reading_s = min(answering_s, LAST_READS_S)

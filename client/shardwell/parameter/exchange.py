@@ -26,6 +26,7 @@ from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
 from shardwell.placement.slices import Slice
 from shardwell.process.shared_memory import HEAD_BYTES
+from shardwell.process.spans import ALL_CHUNKS, now_ns
 from shardwell.rpc.arena import Arena, Places, batch_count, payload_of, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
@@ -35,6 +36,15 @@ from shardwell.specs.parameter import ParameterSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
+from shardwell.v1.trace_pb2 import (
+    SPAN_KIND_DECODE,
+    SPAN_KIND_ENCODE,
+    SPAN_KIND_EXCHANGE,
+    SPAN_KIND_GET,
+    SPAN_KIND_PUT,
+    SPAN_KIND_SEND,
+    SPAN_KIND_WAIT,
+)
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec
@@ -124,7 +134,11 @@ class Transfer:
     def get_weights(self, weights: Pieces, min_version: int, attempts: Attempts) -> int:
         """Fills `weights`; returns the fewest updates that a chunk of them has seen."""
         parts = self.parts
-        with self._lent(parts, attempts) as arenas, CallGroup() as call_group:
+        with (
+            self._spanned(SPAN_KIND_GET, min_version - 1),
+            self._lent(parts, attempts) as arenas,
+            CallGroup() as call_group,
+        ):
             calls = [
                 call_group.add(
                     part.channel,
@@ -149,6 +163,7 @@ class Transfer:
                 min_version,
                 call_group,
                 Progress(),
+                step=min_version - 1,
                 arenas=arenas,
             )
 
@@ -183,7 +198,11 @@ class Transfer:
         parts = [
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
-        with self._lent(parts, attempts) as arenas, CallGroup() as call_group:
+        with (
+            self._spanned(SPAN_KIND_PUT, work.step),
+            self._lent(parts, attempts) as arenas,
+            CallGroup() as call_group,
+        ):
             outgoing = self._outgoing(
                 pb.PutGradientRequest, parts, work, [True] * len(parts), arenas, attempts
             )
@@ -277,6 +296,7 @@ class Transfer:
         parts = [part for part in self.parts if len(part.chunks) > progress.row]
         channels = [part.channel for part in parts]
         with (
+            self._spanned(SPAN_KIND_EXCHANGE, work.step),
             told_of(channels),
             self._pool.borrowed(attempts.rest_s) as streams,
             _emptied() as arenas,
@@ -298,10 +318,21 @@ class Transfer:
                 min_version,
                 streams.call_group,
                 progress,
+                step=work.step,
                 stop=stop,
                 is_exchange=True,
                 arenas=arenas,
             )
+
+    @contextlib.contextmanager
+    def _spanned(self, kind: int, step: int) -> Iterator[None]:
+        """Notes how long the block took."""
+        begin_ns = now_ns()
+        try:
+            yield
+        finally:
+            spans = self.parts[0].channel.spans
+            spans.add(kind, self._spec.name, step, ALL_CHUNKS, "", begin_ns)
 
     @contextlib.contextmanager
     def _lent(
@@ -394,7 +425,9 @@ class Transfer:
         places = None if arena is None else Places(arena.memory)
         last = len(part.chunks[:stop]) - 1
         batch = framing.Batch(header_type, batch_count(last + 1 - first))
+        spans, name, peer = part.channel.spans, self._spec.name, part.channel.name
         for index in range(first, last + 1):
+            at_ns = now_ns()
             where = part.chunks[index]
             header = header_type()
             if opens and index == first:
@@ -437,7 +470,10 @@ class Transfer:
                 ) from None
             shared_bytes = gradient.chunk.shared.size
             self._traffic.add_sent(len(message) + shared_bytes, where.size, shared_bytes)
+            at_ns = spans.add(SPAN_KIND_ENCODE, name, work.step, index, peer, at_ns)
             yield from batch.add(message, waits=shared_bytes > 0)
+            if leaves:
+                spans.add(SPAN_KIND_SEND, name, work.step, index, peer, at_ns)
         yield from batch.rest()
 
     def _receive(
@@ -449,6 +485,7 @@ class Transfer:
         call_group: CallGroup,
         progress: Progress,
         *,
+        step: int,
         stop: int | None = None,
         is_exchange: bool = False,
         arenas: Sequence[Arena | None],
@@ -465,6 +502,7 @@ class Transfer:
             min_version: The version that is waited for.
             call_group: The calls that are read from.
             progress: Where to begin; then, after an error too, how far it came.
+            step: After which the weights are wanted.
             stop: Before which row to end; None: the last.
             is_exchange: Whether versions must be `min_version` exactly.
             arenas: What each part's stream shares with its shard.
@@ -477,6 +515,7 @@ class Transfer:
         """
         stop = self.row_count if stop is None else stop
         read_ahead: list[_Answers] = [iter(()) for _ in parts]
+        name, at_ns = self._spec.name, now_ns()
         while progress.row < stop:
             index, version = progress.row, progress.version
             for number, part in enumerate(parts):
@@ -489,6 +528,10 @@ class Transfer:
                             raise call_group.error_of(
                                 part.channel, error, parameter=self._spec.name
                             ) from None
+                        channel = part.channel
+                        at_ns = channel.spans.add(
+                            SPAN_KIND_WAIT, name, step, index, channel.name, at_ns
+                        )
                         read_ahead[number] = framing.parse_all(pb.ExchangeResponse, message)
                         answer = next(read_ahead[number])
                     found = self._decode(
@@ -501,6 +544,10 @@ class Transfer:
                         arena=arenas[number],
                     )
                     version = min(version, found)
+                    channel = part.channel
+                    at_ns = channel.spans.add(
+                        SPAN_KIND_DECODE, name, step, index, channel.name, at_ns
+                    )
             progress.row, progress.version = index + 1, version
         for part, answers in zip(parts, read_ahead, strict=True):
             if next(answers, None) is not None:

@@ -20,10 +20,11 @@ from shardwell.errors import (
     WrongShardError,
 )
 from shardwell.process.descriptors import check_descriptors
-from shardwell.rpc.attendance import new_session
+from shardwell.process.spans import Spans
 from shardwell.rpc.calls import CallThreads, current_call
 from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.retry import Attempts
+from shardwell.rpc.session import new_session
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.names import parse_target
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -60,8 +61,17 @@ class Shards:
     ) -> None:
         self.session = new_session()
         """Of this client."""
+        self.spans = Spans()
+        """What this client did last."""
         self.channels = [
-            ShardChannel(i, address, self.session, same_host=same_host, credentials=credentials)
+            ShardChannel(
+                i,
+                address,
+                self.session,
+                same_host=same_host,
+                credentials=credentials,
+                spans=self.spans,
+            )
             for i, address in enumerate(addresses)
         ]
         """One a shard, by index."""

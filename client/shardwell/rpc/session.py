@@ -1,14 +1,18 @@
 """What a session is: one life of a client process, which both sides tell others from by a number.
 
-Pure. Two processes with one worker_id have two sessions; a process that is restarted has another
+Two processes with one worker_id have two sessions; a process that is restarted has another
 one (docs/adr/0012-sessions.md).
 """
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 from typing import NamedTuple
 
 HOST_LENGTH_MAX = 255
+_ID_BYTES = 4
 
 
 class Session(NamedTuple):
@@ -23,3 +27,16 @@ class Session(NamedTuple):
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host!r}"
+
+
+def new_session() -> Session:
+    """That of a client which connects now, in this process."""
+    return Session(secrets.randbits(63) + 1, socket.gethostname() or "localhost", os.getpid())
+
+
+def unique_worker_id() -> str:
+    """A worker id for a worker that is never restarted.
+
+    Host, process, and a random number that tells apart containers on one host.
+    """
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(_ID_BYTES)}"

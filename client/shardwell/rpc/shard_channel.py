@@ -29,19 +29,21 @@ from shardwell.errors import (
     StepOrderError,
 )
 from shardwell.process.descriptors import check_descriptors
+from shardwell.process.spans import Spans
 from shardwell.process.unix_sockets import connected
+from shardwell.rpc import recording
 from shardwell.rpc.arena import Arenas
-from shardwell.rpc.attendance import Attendance, new_session
 from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.channel import Channel
 from shardwell.rpc.credentials import NO_CREDENTIALS, Credentials
 from shardwell.rpc.error_codes import from_rpc_error
+from shardwell.rpc.held_call import HeldCall
 from shardwell.rpc.neighbour import PAUSE_S, Neighbour
 from shardwell.rpc.options import unary_stub
-from shardwell.rpc.session import Session
+from shardwell.rpc.session import Session, new_session
 from shardwell.rpc.tls import check_trust
 from shardwell.rpc.unix_call import UnixCall, UnixCalls
-from shardwell.v1 import arena_pb2, session_pb2, table_pb2, types_pb2
+from shardwell.v1 import arena_pb2, session_pb2, table_pb2, trace_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 
@@ -95,12 +97,17 @@ class ShardChannel:
         *,
         same_host: bool = True,
         credentials: Credentials = NO_CREDENTIALS,
+        spans: Spans | None = None,
     ) -> None:
         self.shard_index = shard_index
         self.address = address
+        self.name = f"shard {shard_index}"
+        """For people."""
+        self.spans = spans or Spans()
+        """What the client did last, with all shards."""
         self.identity = types_pb2.ShardIdentity()
         self.arenas = Arenas(
-            f"shard {shard_index}",
+            self.name,
             lambda: arena_pb2.ArenaOffer(shard=self.identity),
             is_wanted=same_host,
         )
@@ -129,7 +136,10 @@ class ShardChannel:
         """Connections beside that, by number."""
         self._lock = threading.Lock()
         self._bind()
-        self._attendance = Attendance(self._attended, self.translate)
+        self._attendance = HeldCall(self._attended, self.translate)
+        self._giver = recording.SpanGiver(
+            self.spans, lambda: self._channel.current, self._asks_for_recordings, self.translate
+        )
 
     def _bind(self) -> None:
         """Makes what calls the shard over the channel that is used now."""
@@ -225,9 +235,11 @@ class ShardChannel:
             LimitError: too many clients are connected.
         """
         if self.worker_id and self._attended_with != self._authorization():
-            self._attendance.begin_anew()  # its session is that of the token by which it attends
+            self._begin_anew()  # its session is that of the token by which it attends
         if self.worker_id:
             self._attendance.ensure()
+        if self.worker_id and self.shard_index == 0:
+            self._giver.ensure()
 
     def _attended(self) -> Any:
         self._renew()  # also of a client that does nothing the connections end
@@ -240,6 +252,16 @@ class ShardChannel:
             pid=self.session.pid,
         )
         return self._attend(request, wait_for_ready=True)
+
+    def _begin_anew(self) -> None:
+        """Makes what is held open over the channel, and with the token, that is used now."""
+        self._attendance.begin_anew()
+        self._giver.begin_anew()
+
+    def _asks_for_recordings(self) -> trace_pb2.AwaitRecordingRequest:
+        return trace_pb2.AwaitRecordingRequest(
+            shard=self.identity, session=self.session.number, worker_id=self.worker_id
+        )
 
     def _authorization(self) -> str:
         """What calls bring now; empty: nothing."""
@@ -336,6 +358,21 @@ class ShardChannel:
                 )
         return response
 
+    def clock_offset(self, timeout_s: float) -> recording.ClockOffset:
+        """How far the shard's clock is ahead of this process's; blocks 4 timeouts at most."""
+        with self.translated():
+            return recording.clock_offset(self._channel.current, self.identity, timeout_s)
+
+    def record(self, wait_s: float, timeout_s: float) -> Iterator[trace_pb2.RecordResponse]:
+        """What the shard did last, then what its clients did; blocks up to `timeout_s` in all.
+
+        Args:
+            wait_s: How long clients have to give theirs; 0: they are not asked.
+            timeout_s: For all of it.
+        """
+        with self.translated():
+            yield from recording.record(self._channel.current, self.identity, wait_s, timeout_s)
+
     def answers(self, timeout_s: float) -> bool:
         """Waits until the shard answers; False if it has not, or the connection broke again.
 
@@ -348,7 +385,7 @@ class ShardChannel:
         until_s = time.monotonic() + timeout_s
         while True:
             if self._renew():
-                self._attendance.begin_anew()
+                self._begin_anew()
             rest_s = max(until_s - time.monotonic(), 0.0)
             # Without certificates there is nothing to look at meanwhile.
             part_s = rest_s if self._tls is None else min(rest_s, _CERTIFICATES_S)
@@ -453,6 +490,7 @@ class ShardChannel:
             self._closed = True
             others = list(self._others.values())
         self._attendance.close()
+        self._giver.close()
         for channel in (self._channel, *others):
             channel.close()
         for call in list(self._unix_calls):

@@ -10,6 +10,7 @@ that a small call does not queue behind what a large one has sent.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,6 +23,7 @@ from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.stream import ShardStream
 from shardwell.rpc.unix_call import UnixCalls
 
+_LOG = logging.getLogger("shardwell")
 STREAM_SET_COUNT_MAX = 8
 """Calls on one parameter or table that have streams at once; further ones wait."""
 CONNECTION_COUNT_MAX = 4
@@ -96,7 +98,8 @@ class StreamSet:
         try:
             for channel in channels:
                 self._open(channel, timeout_s)
-        except OSError:  # then none of them is used
+        except OSError as error:  # then none of them is used
+            _LOG.debug("a call goes over gRPC: %s", error)
             self._unix_calls = None
             self._end_streams()
             self._opened.clear()

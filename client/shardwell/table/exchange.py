@@ -22,6 +22,7 @@ from shardwell.errors import (
 )
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import Float32
+from shardwell.process.spans import ALL_CHUNKS, NO_STEP, now_ns
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, told_of, went_on_elsewhere
 from shardwell.rpc.stream import ShardStream
@@ -31,6 +32,14 @@ from shardwell.table.batch import ShardedIds, Span
 from shardwell.table.gradient_sums import RowSums
 from shardwell.traffic import Traffic
 from shardwell.v1 import table_pb2 as pb
+from shardwell.v1.trace_pb2 import (
+    SPAN_KIND_DECODE,
+    SPAN_KIND_ENCODE,
+    SPAN_KIND_EXCHANGE,
+    SPAN_KIND_GET,
+    SPAN_KIND_PUT,
+    SPAN_KIND_WAIT,
+)
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.rows import RowCodec
@@ -203,8 +212,16 @@ class RowTransfer:
         asked = [one for one in every if one.answer_count]
         if asked:
             channels = [one.channel for one in asked]
-            with told_of(channels), self._pool.borrowed(attempts.rest_s) as streams:
-                self._run(asked, streams, put, fetch, attempts)
+            begin_ns = now_ns()
+            try:
+                with told_of(channels), self._pool.borrowed(attempts.rest_s) as streams:
+                    self._run(asked, streams, put, fetch, attempts)
+            finally:
+                kind = SPAN_KIND_EXCHANGE if put is not None else SPAN_KIND_GET
+                if fetch is None:
+                    kind = SPAN_KIND_PUT
+                step = _step_of(put, fetch)
+                channels[0].spans.add(kind, self._spec.name, step, ALL_CHUNKS, "", begin_ns)
 
     def _run(
         self,
@@ -223,12 +240,15 @@ class RowTransfer:
                 put.is_sent = True
             messages = self.messages(one, put, fetch, wait_ms, opens=opens)
             stream.submit(messages, is_short=self._is_short(one))
+        name, step, at_ns = self._spec.name, _step_of(put, fetch), now_ns()
         # In turns, so that no shard's stream stands still while another's is read.
         for number in range(max(one.answer_count for one in asked)):
             for one, (stream, _) in zip(asked, opened, strict=True):
                 if number >= one.answer_count:
                     continue
                 message = self._read(one.channel, stream, streams, put)
+                channel = one.channel
+                at_ns = channel.spans.add(SPAN_KIND_WAIT, name, step, number, channel.name, at_ns)
                 question = number - bool(one.parts)
                 if question < 0:
                     assert put is not None
@@ -236,6 +256,7 @@ class RowTransfer:
                 else:
                     assert fetch is not None
                     self.take_rows(one, message, fetch, one.questions[question])
+                at_ns = channel.spans.add(SPAN_KIND_DECODE, name, step, number, channel.name, at_ns)
 
     def _is_short(self, one: Asked) -> bool:
         """Whether what is asked and answered is less than a socket holds, and soon made."""
@@ -274,8 +295,12 @@ class RowTransfer:
             header.open.session = asked.channel.session.number
             header.open.tenure = self.tenure
         if put is not None:
+            spans, peer = asked.channel.spans, asked.channel.name
             for index, span in enumerate(asked.parts):
-                yield self._part(header, put, asked, index, span, wait_timeout_ms)
+                begin_ns = now_ns()
+                message = self._part(header, put, asked, index, span, wait_timeout_ms)
+                spans.add(SPAN_KIND_ENCODE, self._spec.name, put.step, index, peer, begin_ns)
+                yield message
                 header = pb.ExchangeRowsRequest()
         if fetch is not None:
             for span in asked.questions:
@@ -399,3 +424,10 @@ class RowTransfer:
             shard_index=asked.channel.shard_index,
             table=self._spec.name,
         )
+
+
+def _step_of(put: RowPut | None, fetch: RowFetch | None) -> int:
+    """The step that a call is of, or whose effect it fetches."""
+    if put is not None:
+        return put.step
+    return NO_STEP if fetch is None else fetch.min_version - 1

@@ -26,6 +26,7 @@ _COMMANDS = {
     "table": ("table", "table"),
     "token": ("token", "token"),
     "top": ("top", "top"),
+    "trace": ("trace", "trace"),
     "train-digits": ("train_digits", "train_digits"),
 }
 """Name, and the module here and attribute where its code is."""

@@ -24,8 +24,8 @@ from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.scratch import Scratch
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.probe import SliceProbe
-from shardwell.rpc.attendance import unique_worker_id
 from shardwell.rpc.credentials import Credentials
+from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.names import parse_target
 from shardwell.specs.parameter import CodecName

@@ -339,17 +339,28 @@ class Calls:
     # What gRPC takes.
 
     def unary(
-        self, handler: Callable[[Any, Call], Any], request_type: Any, *, is_urgent: bool = False
+        self,
+        handler: Callable[[Any, Call], Any],
+        request_type: Any,
+        *,
+        is_urgent: bool = False,
+        is_counted: bool = True,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """One request, one response; `handler(request, call)` may be a plain function.
 
-        An urgent one waits for no rate: others' seats depend on it.
+        An urgent one waits for no rate: others' seats depend on it. One that is not counted is none
+        of the calls that a token may have open, as each session has one at the most.
         """
         begin = parsed(handler, request_type)
 
         async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             return await self._served(
-                context, handler, begin, has_request=True, is_urgent=is_urgent
+                context,
+                handler,
+                begin,
+                has_request=True,
+                is_urgent=is_urgent,
+                is_counted=is_counted,
             )
 
         # Whose one message is read here: gRPC would wait for it before anybody knows who calls.
@@ -408,6 +419,7 @@ class Calls:
         is_stream: bool = False,
         has_request: bool = False,
         is_urgent: bool = False,
+        is_counted: bool = True,
     ) -> Any:
         """The response; or the call has ended with the status that stands for its error.
 
@@ -418,12 +430,13 @@ class Calls:
             is_stream: Whether it counts as a stream.
             has_request: Whether it has one message, which comes at once.
             is_urgent: Whether it waits for no rate.
+            is_counted: Whether it is one of the calls that its token may have open.
         """
         call = Call(context, _method_of(handler), self._note)
         self._open.add(call)
         try:
             if self._access.asks:
-                await self._identify(call, is_urgent=is_urgent)
+                await self._identify(call, is_urgent=is_urgent, is_counted=is_counted)
             if has_request:
                 begin = partial(begin, await self._request(call))
             if is_stream:
@@ -446,7 +459,7 @@ class Calls:
             if call.is_counted and call.usage is not None:
                 call.usage.add("calls", -1)
 
-    async def _identify(self, call: Call, *, is_urgent: bool) -> None:
+    async def _identify(self, call: Call, *, is_urgent: bool, is_counted: bool) -> None:
         """Finds out who makes a call, and counts it; returns when it may begin.
 
         Raises:
@@ -459,8 +472,9 @@ class Calls:
             call.usage = usage = self._usages.of(principal.name, principal.quota)
             if not is_urgent:
                 usage.check_rate()
-            usage.take("calls")
-            call.is_counted = True
+            if is_counted:
+                usage.take("calls")
+                call.is_counted = True
             delay_s = usage.delay_s(CALL_BYTES)
             if delay_s > 0 and not is_urgent:
                 await asyncio.sleep(delay_s)

@@ -29,6 +29,7 @@ from shardwell.numerics.codec import CODECS
 from shardwell.numerics.update_rules import UpdateRule
 from shardwell.placement.rows import RowPlacement
 from shardwell.placement.slices import slice_of
+from shardwell.process.spans import Spans
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2, types_pb2
@@ -67,6 +68,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         stored_bytes: Of the shard.
         sessions: Which are alive.
         usages: What the owners of tokens use.
+        spans: What the shard did last.
         spool_dir: See Shard.
     """
 
@@ -83,6 +85,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         stored_bytes: ByteBudget,
         sessions: Liveness,
         usages: Usages,
+        spans: Spans,
         spool_dir: Path | None = None,
     ) -> None:
         self._usages = usages
@@ -91,6 +94,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         self._lock = lock
         self._stored_bytes = stored_bytes
         self._sessions = sessions
+        self._spans = spans
         self._spool_dir = spool_dir
         self._by_name: dict[str, OwnedT] = {}
 
@@ -318,6 +322,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
             is_first_shard=config.shard_index == 0,
             limits=config.limits,
             sessions=self._sessions,
+            spans=self._spans,
             spool_dir=self._spool_dir,
         )
 
@@ -387,5 +392,6 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
             limits=self._config.limits,
             stored_bytes=stored,
             sessions=self._sessions,
+            spans=self._spans,
             spool_dir=self._spool_dir,
         )

@@ -14,10 +14,12 @@ from shardwell.errors import (
     StorageError,
     WrongShardError,
 )
+from shardwell.process.spans import Spans
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.shard.quotas import Usages
+from shardwell_server.shard.recordings import Recordings
 from shardwell_server.shard.registry import Parameters, Tables
 from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
 from shardwell_server.store import Store
@@ -76,14 +78,32 @@ class Shard:
             return_s=min(config.session_lease_s, RETURN_S_MAX),
         )
         """Clients that are connected."""
+        self.spans = Spans()
+        """What it did last."""
+        self.recordings = Recordings()
+        """Who records what all did last."""
         lock = threading.Lock()
         self.parameters = Parameters(
-            config, store, lock, self._stored_bytes, self.sessions, self.usages, spool_dir
+            config,
+            store,
+            lock,
+            self._stored_bytes,
+            self.sessions,
+            self.usages,
+            self.spans,
+            spool_dir,
         )
         """Those of this shard."""
         self.parameters.recover(store.recover())
         self.tables = Tables(
-            config, store, lock, self._stored_bytes, self.sessions, self.usages, spool_dir
+            config,
+            store,
+            lock,
+            self._stored_bytes,
+            self.sessions,
+            self.usages,
+            self.spans,
+            spool_dir,
         )
         """The same."""
         self.tables.recover(store.recover_tables())

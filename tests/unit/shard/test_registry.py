@@ -17,6 +17,7 @@ import shardwell
 from harness.data.sessions import AllAlive
 from harness.stories.crash import SameMachine
 from shardwell.errors import LimitError, SpecMismatchError, StorageError, UnknownTableError
+from shardwell.process.spans import Spans
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
@@ -43,7 +44,7 @@ def tables_of(
 ) -> Tables:
     limit = stored or ByteBudget(config.limits.stored_bytes_max)
     kept = store or MemoryStore()
-    tables = Tables(config, kept, threading.Lock(), limit, AllAlive(), Usages())
+    tables = Tables(config, kept, threading.Lock(), limit, AllAlive(), Usages(), Spans())
     tables.recover(kept.recover_tables())
     return tables
 

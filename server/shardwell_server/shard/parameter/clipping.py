@@ -26,7 +26,9 @@ import numpy as np
 
 from shardwell.errors import ArgumentError, StepOrderError
 from shardwell.numerics.update_rules import TensorRules, clip_factor
+from shardwell.process.spans import Spans, now_ns
 from shardwell.specs.parameter import ParameterSpec
+from shardwell.v1.trace_pb2 import SPAN_KIND_UPDATE
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import workers_missing
 from shardwell_server.shard.parameter.averaging import close_full_step, squared_mean_norm
@@ -64,6 +66,7 @@ class ClippedSteps:
         rules: TensorRules,
         snapshots: Snapshots,
         times: StepTimes,
+        spans: Spans,
     ) -> None:
         self._spec = spec
         self._chunks = chunks
@@ -73,6 +76,7 @@ class ClippedSteps:
         self._rules = rules
         self._snapshots = snapshots
         self._times = times
+        self._spans = spans
         self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(chunks)
         """By chunk: the step, and its mean's."""
 
@@ -132,12 +136,14 @@ class ClippedSteps:
         for index, chunk in enumerate(self._chunks):
             with chunk.changed:
                 if self._tracker.records[index].version == step:
+                    begin_ns = now_ns()
                     chunk.verify()
                     rate = self._register.learning_rate(step)
                     payload = np.array([counted]).view(np.uint8)
                     self._storage.journal(index, NO_SEAT, step, 0, 0, rate, payload)
                     self._close(chunk, index, counted, rate)
                     chunk.changed.notify_all()
+                    self._spans.add(SPAN_KIND_UPDATE, self._spec.name, step, index, "", begin_ns)
         return counted
 
     def replay(

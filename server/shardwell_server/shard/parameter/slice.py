@@ -21,11 +21,18 @@ from shardwell.numerics.codec import Bytes, Float32, peak_of
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules
 from shardwell.placement.slices import Slice
+from shardwell.process.spans import Spans, now_ns
 from shardwell.rpc.session import Session
 from shardwell.specs.optimizers import Average, check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
+from shardwell.v1.trace_pb2 import (
+    SPAN_KIND_ADD,
+    SPAN_KIND_ENCODE_WEIGHTS,
+    SPAN_KIND_FLUSH,
+    SPAN_KIND_UPDATE,
+)
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits
@@ -68,9 +75,11 @@ class ParameterSlice:
         is_first_shard: bool,
         limits: Limits,
         sessions: Liveness,
+        spans: Spans,
         spool_dir: Path | None = None,
     ) -> None:
         self.spec = spec
+        self._spans = spans
         self.where = where
         self.chunk_element_count = chunk_element_count
         self.storage = storage
@@ -118,6 +127,7 @@ class ParameterSlice:
             self._rules,
             self.snapshots,
             self.times,
+            spans,
         )
         """How steps close that are clipped by their norm."""
         self._image_lock = threading.Lock()
@@ -305,7 +315,9 @@ class ParameterSlice:
         Raises:
             StorageError: the disk failed.
         """
+        begin_ns = now_ns()
         self.storage.make_durable()
+        self._spans.add_long(SPAN_KIND_FLUSH, self.spec.name, begin_ns)
 
     def sync(self) -> None:
         """Writes the journal to disk.
@@ -369,6 +381,7 @@ class ParameterSlice:
             StepOrderError: see the tracker.
             WorkersMissingError: the earlier step did not close in time.
         """
+        begin_ns = now_ns()
         header = gradient.chunk
         context = checksum.gradient_context(self.spec.name, contributor.worker_id)
         start = checksum.gradient(context, gradient)
@@ -425,8 +438,11 @@ class ParameterSlice:
                 self._count(chunk, index, contribution, seat, step, learning_rate, header.crc32c)
             seat.contributed(contributor.session)
             chunk.counted_count += 1
-            if self._tracker.records[index].version != version or self._tracker.is_full(index):
+            closed = self._tracker.records[index].version != version
+            if closed or self._tracker.is_full(index):
                 chunk.changed.notify_all()
+            kind = SPAN_KIND_UPDATE if closed else SPAN_KIND_ADD
+            self._spans.add(kind, self.spec.name, step, index, contributor.worker_id, begin_ns)
             return True
 
     def _brought_rate(self, gradient: types_pb2.GradientChunk) -> float | None:
@@ -634,8 +650,12 @@ class ParameterSlice:
             version = self._tracker.records[chunk_index].version
             message = self._encoded.get(chunk_index, version)
             if message is None:
+                begin_ns = now_ns()
                 chunk.verify()
                 message = self._encoded.make(chunk, chunk_index, version)
+                self._spans.add(
+                    SPAN_KIND_ENCODE_WEIGHTS, self.spec.name, version - 1, chunk_index, "", begin_ns
+                )
             return message
 
     # The rest.

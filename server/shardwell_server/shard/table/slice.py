@@ -23,9 +23,16 @@ from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE
 from shardwell.placement.rows import RowPlacement
+from shardwell.process.spans import ALL_CHUNKS, Spans, now_ns
 from shardwell.rpc.session import Session
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
+from shardwell.v1.trace_pb2 import (
+    SPAN_KIND_ADD,
+    SPAN_KIND_ENCODE_WEIGHTS,
+    SPAN_KIND_FLUSH,
+    SPAN_KIND_UPDATE,
+)
 from shardwell.wire import checksum
 from shardwell.wire.rows import RowCodec
 from shardwell_server.config import Limits
@@ -67,6 +74,7 @@ class TableSlice:
         limits: Of this shard.
         stored_bytes: The same.
         sessions: Which are alive.
+        spans: What the shard did last.
         spool_dir: Where scans keep copies meanwhile; None: the system's temporary directory.
 
     Raises:
@@ -84,9 +92,11 @@ class TableSlice:
         limits: Limits,
         stored_bytes: OwnedBytes,
         sessions: Liveness,
+        spans: Spans,
         spool_dir: Path | None = None,
     ) -> None:
         self.spec = spec
+        self._spans = spans
         self.layout = layout
         self.storage = storage
         self._draws_incarnation = shard_index == 0
@@ -241,6 +251,7 @@ class TableSlice:
             StepOrderError: see the tracker.
             WorkersMissingError: the earlier step did not close in time.
         """
+        begin_ns = now_ns()
         part = self._reader.open(contributor.worker_id, header, payload)
         with self._changed:
             self.loading.check_committed()
@@ -259,10 +270,20 @@ class TableSlice:
                 self._duplicate_part_count += not header.abandons
                 return False
             self._check_sample_count(seat, header)
+            version = self.storage.record.version
             self._count(seat, part)
             seat.contributed(contributor.session)
             self._counted_row_count += part.ids.size
             self._finish_step()
+            closed = self.storage.record.version != version
+            self._spans.add(
+                SPAN_KIND_UPDATE if closed else SPAN_KIND_ADD,
+                self.spec.name,
+                header.step,
+                header.part_index,
+                contributor.worker_id,
+                begin_ns,
+            )
             return True
 
     def _seat(self, contributor: Contributor[Seat]) -> Seat:
@@ -402,14 +423,19 @@ class TableSlice:
         ids = self._reader.open_ids(fetch, payload)
         self.loading.check_committed()
         self._wait_for(fetch.min_version, deadline)
+        begin_ns = now_ns()
         values = np.empty((ids.size, self.spec.dim), np.float32)
         header = pb.ExchangeRowsResponse(version=self._rows.read(ids, values))
         context = checksum.rows_answer_context(self.spec.name)
         start = checksum.rows_answer(context, ids, header.version)
         try:
-            return self._codec.encode(header, header.rows, None, values, start=start)
+            message = self._codec.encode(header, header.rows, None, values, start=start)
         except NonFiniteValueError as error:
             raise diverged_row(self.spec, ids, error.index, header.version) from None
+        self._spans.add(
+            SPAN_KIND_ENCODE_WEIGHTS, self.spec.name, header.version - 1, ALL_CHUNKS, "", begin_ns
+        )
+        return message
 
     def _wait_for(self, version: int, deadline: RequestDeadline) -> None:
         if self._tracker.is_sync and self.version < version:
@@ -447,7 +473,9 @@ class TableSlice:
 
     def make_durable(self) -> None:
         """Returns when what was counted may be acknowledged; StorageError if the disk failed."""
+        begin_ns = now_ns()
         self.storage.make_durable()
+        self._spans.add_long(SPAN_KIND_FLUSH, self.spec.name, begin_ns)
 
     def sync(self) -> None:
         """Writes to disk what is not there yet; StorageError if the disk failed."""

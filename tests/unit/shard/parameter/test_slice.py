@@ -23,6 +23,7 @@ from shardwell.errors import (
 from shardwell.numerics.scratch import Scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE, UpdateRule
 from shardwell.placement.slices import Slice
+from shardwell.process.spans import Spans
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
@@ -70,6 +71,7 @@ def slice_of(
         is_first_shard=True,
         limits=Limits(),
         sessions=AllAlive(),
+        spans=Spans(),
     )
     if not isinstance(optimizer, Average):
         made.finish_init(made.claim_init("w0", deadline()).epoch)
@@ -188,6 +190,7 @@ def test_nothing_is_taken_before_the_first_weights() -> None:
         is_first_shard=True,
         limits=Limits(),
         sessions=AllAlive(),
+        spans=Spans(),
     )
     with pytest.raises(NotInitializedError, match="init"):
         give(made, "w0", 0, 1.0, 2.0, 3.0, 4.0)
@@ -215,6 +218,7 @@ def test_weights_that_stand_elsewhere_are_confirmed() -> None:
         is_first_shard=False,
         limits=Limits(),
         sessions=AllAlive(),
+        spans=Spans(),
     )
     with pytest.raises(StepOrderError, match="epoch 1 is refused"):
         made.confirm_init(1)

@@ -26,6 +26,7 @@ from shardwell.errors import (
 from shardwell.numerics.scratch import Scratch
 from shardwell.numerics.update_rules import UpdateRule
 from shardwell.placement.slices import Slice
+from shardwell.process.spans import Spans
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
@@ -71,6 +72,7 @@ def make(
         is_first_shard=True,
         limits=Limits(snapshot_count_max=2),
         sessions=AllAlive(),
+        spans=Spans(),
         spool_dir=spool_dir,
     )
     if initialized:

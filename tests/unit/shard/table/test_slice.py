@@ -30,6 +30,7 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.placement.rows import RowPlacement
+from shardwell.process.spans import Spans
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
@@ -134,6 +135,7 @@ def table_of(
         limits=Limits(),
         stored_bytes=OwnedBytes(stored, Usage("")),
         sessions=AllAlive(),
+        spans=Spans(),
     )
     return made, storage, stored
 

@@ -11,7 +11,7 @@ import pytest
 
 from harness.polling import eventually
 from shardwell.errors import LimitError, ShardUnavailableError, ShardwellError
-from shardwell.rpc.attendance import Attendance
+from shardwell.rpc.held_call import HeldCall
 
 
 class Call:
@@ -48,8 +48,8 @@ class Shard:
         return self.calls[-1]
 
 
-def attendance_of(shard: Shard) -> Attendance:
-    return Attendance(shard.attend, lambda call: call.error)
+def attendance_of(shard: Shard) -> HeldCall:
+    return HeldCall(shard.attend, lambda call: call.error)
 
 
 def is_open(shard: Shard) -> bool:

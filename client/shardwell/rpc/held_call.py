@@ -1,4 +1,4 @@
-"""A client's attendance on one shard: a call that stays open, by which the shard knows it lives.
+"""A call to one shard that stays open: by which the shard knows that its client lives, say.
 
 The call is made when the client connects, and made again when it broke: by gRPC's thread, at once,
 as gRPC holds it back until there is a connection; or by whoever needs it, see `ensure`. Nothing
@@ -9,9 +9,6 @@ attempted again. See docs/adr/0012-sessions.md.
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import socket
 import threading
 import time
 import weakref
@@ -19,41 +16,34 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import grpc
+
 from shardwell.errors import AuthenticationError, ShardUnavailableError, ShardwellError
 from shardwell.process.owner import OwnerProcess
-from shardwell.rpc.session import Session
 
 _LIFE_S_MIN = 1.0
 """A call that ended sooner is made again after so long, so that no shard is asked in a loop."""
-_ID_BYTES = 4
 
 
-def new_session() -> Session:
-    """That of a client which connects now, in this process."""
-    return Session(secrets.randbits(63) + 1, socket.gethostname() or "localhost", os.getpid())
-
-
-def unique_worker_id() -> str:
-    """A worker id for a worker that is never restarted.
-
-    Host, process, and a random number that tells apart containers on one host.
-    """
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(_ID_BYTES)}"
-
-
-class Attendance:
-    """The call of one shard. Any thread may use it.
+class HeldCall:
+    """Any thread may use it.
 
     Args:
-        attend: Makes the call, which does not end by itself, without waiting for anything.
+        call: Makes the call without waiting for anything.
         translate: The Shardwell error that the end of a call stands for.
+        answered: Called with a call that has ended well, before it is made again; it never waits.
+            None: the call does not end by itself.
     """
 
     def __init__(
-        self, attend: Callable[[], Any], translate: Callable[[Any], ShardwellError]
+        self,
+        call: Callable[[], Any],
+        translate: Callable[[Any], ShardwellError],
+        answered: Callable[[Any], None] | None = None,
     ) -> None:
-        self._attend = attend
+        self._make = call
         self._translate = translate
+        self._answered = answered
         self._lock = threading.Lock()
         self._call: Any = None
         self._count = 0
@@ -102,7 +92,7 @@ class Attendance:
         """Makes the call; the lock is held."""
         self._began_s = time.monotonic()
         self._count += 1
-        self._call = self._attend()
+        self._call = self._make()
         if not self._call.add_callback(partial(_ended, weakref.ref(self), self._count)):
             self._go_on()  # it has ended already
 
@@ -117,12 +107,15 @@ class Attendance:
     def _go_on(self) -> None:
         """Makes a call that has ended again, now or after a while; the lock is held."""
         call, self._call = self._call, None
-        error = self._translate(call)
-        self._is_distrusted = isinstance(error, AuthenticationError)
-        is_for_now = self._is_distrusted or isinstance(error, ShardUnavailableError)
-        self._refusal = None if is_for_now else error  # it is not made again by itself
-        if self._refusal is not None:
-            return
+        if self._answered is not None and call.code() is grpc.StatusCode.OK:
+            self._answered(call)
+        else:
+            error = self._translate(call)
+            self._is_distrusted = isinstance(error, AuthenticationError)
+            is_for_now = self._is_distrusted or isinstance(error, ShardUnavailableError)
+            self._refusal = None if is_for_now else error  # it is not made again by itself
+            if self._refusal is not None:
+                return
         with contextlib.suppress(ValueError, RuntimeError):  # the channel, or Python, is closed
             if time.monotonic() - self._began_s >= _LIFE_S_MIN:
                 self._begin()
@@ -140,14 +133,14 @@ class Attendance:
 # call, which ends when nothing keeps it.
 
 
-def _ended(attendance: weakref.ref[Attendance], number: int) -> None:
-    found = attendance()
+def _ended(held: weakref.ref[HeldCall], number: int) -> None:
+    found = held()
     if found is not None:
         found.ended(number)
 
 
-def _ensured(attendance: weakref.ref[Attendance]) -> None:
-    found = attendance()
+def _ensured(held: weakref.ref[HeldCall]) -> None:
+    found = held()
     if found is not None:
         with contextlib.suppress(ShardwellError, ValueError):
             found.ensure()

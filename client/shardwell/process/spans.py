@@ -1,0 +1,91 @@
+"""What this process did last, in memory: see docs/adr/0021-trace.md."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from functools import cache
+
+from shardwell.v1 import trace_pb2 as pb
+
+SPAN_COUNT_MAX = 16_384
+"""Kept of one client or shard: about a hundred steps of 64 MB, or thousands of small ones."""
+LONG_NS = 100_000
+"""See `add_long`. A disk takes longer; to find that nothing is to be written does not."""
+NO_STEP = -1
+"""Of a span that belongs to no step."""
+ALL_CHUNKS = -1
+"""Of a span that is of no chunk in particular."""
+_MESSAGE_BYTES_MAX = 900 * 1024
+"""Of spans in a message; older ones are left out."""
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_TIME_NAMESPACE = "/proc/self/ns/time"
+
+now_ns = time.monotonic_ns
+"""The clock of all spans."""
+
+
+class Spans:
+    """The last spans of one client or shard. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, str, int, int, str, int, int]] = deque(maxlen=SPAN_COUNT_MAX)
+
+    def add(self, kind: int, subject: str, step: int, chunk: int, peer: str, begin_ns: int) -> int:
+        """Notes a span that ends now; returns when that is, as the next one may begin there.
+
+        Args:
+            kind: A SpanKind of trace.proto.
+            subject: Name of the parameter or table.
+            step: Its step, or NO_STEP.
+            chunk: Which one, or ALL_CHUNKS.
+            peer: With whom, see trace.proto; may be empty.
+            begin_ns: When it began.
+        """
+        end_ns = now_ns()
+        self._kept.append((kind, subject, step, chunk, peer, begin_ns, end_ns))
+        return end_ns
+
+    def add_long(self, kind: int, subject: str, begin_ns: int) -> None:
+        """The same of no step or chunk, and only if it took as long as is worth looking at."""
+        if now_ns() - begin_ns >= LONG_NS:
+            self.add(kind, subject, NO_STEP, ALL_CHUNKS, "", begin_ns)
+
+    def to_proto(self) -> pb.ProcessSpans:
+        """All that is kept, or of very much the last, as a message."""
+        kept = list(self._kept)
+        while True:
+            message = _message(kept)
+            if message.ByteSize() <= _MESSAGE_BYTES_MAX:
+                return message
+            kept = kept[len(kept) // 2 :]
+
+
+def _message(kept: list[tuple[int, str, int, int, str, int, int]]) -> pb.ProcessSpans:
+    words = {"": 0}
+    message = pb.ProcessSpans(host=socket.gethostname(), pid=os.getpid(), now_ns=now_ns())
+    if kept:
+        kinds, subjects, steps, chunks, peers, begins_ns, ends_ns = zip(*kept, strict=True)
+        message.kinds.extend(kinds)
+        message.subjects.extend([words.setdefault(word, len(words)) for word in subjects])
+        message.steps.extend(steps)
+        message.chunks.extend(chunks)
+        message.peers.extend([words.setdefault(word, len(words)) for word in peers])
+        message.begins_ns.extend(begins_ns)
+        message.durations_ns.extend(
+            [end_ns - begin_ns for begin_ns, end_ns in zip(begins_ns, ends_ns, strict=True)]
+        )
+    message.words.extend(words)
+    return message
+
+
+@cache
+def clock_id() -> str:
+    """Tells this process's clock from others: the same text, the same clock; empty: not known."""
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink(_TIME_NAMESPACE)}"
+    except OSError:
+        return ""

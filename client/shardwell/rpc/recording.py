@@ -1,0 +1,140 @@
+"""How processes' last steps become one timeline: see trace.proto and docs/adr/0021-trace.md."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import grpc
+
+from shardwell.errors import ShardwellError
+from shardwell.process.spans import Spans, clock_id, now_ns
+from shardwell.rpc.held_call import HeldCall
+from shardwell.rpc.options import unary_stub
+from shardwell.v1 import trace_pb2 as pb
+from shardwell.v1 import types_pb2
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["TraceService"].full_name
+_CLOCK_COUNT = 4
+"""Times that a clock is asked for; the quickest answer counts."""
+_GIVE_S = 2.0
+"""For spans on their way; a recording does not wait for longer."""
+
+
+class ClockOffset(NamedTuple):
+    """Between this process's clock and a shard's. Nanoseconds."""
+
+    offset_ns: int
+    """To be added to a time of this process's."""
+    error_ns: int
+    """How far that may be wrong, either way; 0: it is the same clock."""
+
+
+def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float) -> ClockOffset:
+    """How far a shard's clock is ahead of this process's. Blocks up to `timeout_s` a few times.
+
+    Args:
+        channel: gRPC's, to the shard.
+        shard: Who that is.
+        timeout_s: For each answer.
+
+    Raises:
+        grpc.RpcError: the shard does not say.
+    """
+    ask = unary_stub(channel, f"/{_SERVICE}/GetClock", pb.GetClockResponse)
+    found = []
+    for _ in range(_CLOCK_COUNT):
+        begin_ns = now_ns()
+        answer = ask(pb.GetClockRequest(shard=shard), timeout=timeout_s)
+        end_ns = now_ns()
+        if answer.clock_id and answer.clock_id == clock_id():
+            return ClockOffset(0, 0)
+        error_ns = (end_ns - begin_ns + 1) // 2
+        found.append(ClockOffset(answer.now_ns - begin_ns - error_ns, error_ns))
+    return min(found, key=lambda each: each.error_ns)
+
+
+def record(
+    channel: Any, shard: types_pb2.ShardIdentity, wait_s: float, timeout_s: float
+) -> Iterator[pb.RecordResponse]:
+    """What a shard did last, then what its clients did: see TraceService.Record. Blocks.
+
+    Args:
+        channel: gRPC's, to the shard.
+        shard: Who that is.
+        wait_s: How long clients have to give theirs; 0: they are not asked.
+        timeout_s: For all of it.
+
+    Raises:
+        grpc.RpcError: the shard does not say.
+    """
+    call: Any = channel.unary_stream(
+        f"/{_SERVICE}/Record",
+        request_serializer=pb.RecordRequest.SerializeToString,
+        response_deserializer=pb.RecordResponse.FromString,
+    )
+    request = pb.RecordRequest(shard=shard, wait_timeout_ms=round(wait_s * 1000))
+    yield from call(request, timeout=timeout_s)
+
+
+class SpanGiver:
+    """Gives a client's spans to whoever records on shard 0. Any thread may use it.
+
+    Args:
+        spans: The client's.
+        channel: gRPC's to shard 0, the one that is used now.
+        who: What the shard is to be asked with; once the client attends.
+        translate: The Shardwell error that the end of a call stands for.
+    """
+
+    def __init__(
+        self,
+        spans: Spans,
+        channel: Callable[[], Any],
+        who: Callable[[], pb.AwaitRecordingRequest],
+        translate: Callable[[Any], ShardwellError],
+    ) -> None:
+        self._spans = spans
+        self._channel = channel
+        self._who = who
+        self._held = HeldCall(self._await, translate, self._answered)
+
+    def ensure(self) -> None:
+        """Makes the call if it is not open. Never fails."""
+        with contextlib.suppress(ShardwellError, ValueError):  # a shard that knows no such call
+            self._held.ensure()
+
+    def begin_anew(self) -> None:
+        """Makes the call over the channel that is used now."""
+        self._held.begin_anew()
+
+    def close(self) -> None:
+        """Ends the call, and makes none from now on. Safe to repeat."""
+        self._held.close()
+
+    def _await(self) -> Any:
+        ask = unary_stub(self._channel(), f"/{_SERVICE}/AwaitRecording", pb.AwaitRecordingResponse)
+        return ask.future(self._who(), wait_for_ready=True)
+
+    def _answered(self, call: Any) -> None:
+        recording = call.result().recording
+        if recording:
+            # gRPC's thread is not to be held up.
+            thread = threading.Thread(target=self._give, args=(recording,), daemon=True)
+            thread.name = "shardwell-trace"
+            thread.start()
+
+    def _give(self, recording: int) -> None:
+        with contextlib.suppress(grpc.RpcError, ValueError):  # nobody depends on it
+            channel, who = self._channel(), self._who()
+            offset = clock_offset(channel, who.shard, _GIVE_S)
+            process = self._spans.to_proto()
+            process.worker_id = who.worker_id
+            process.clock_offset_ns, process.clock_error_ns = offset
+            give = unary_stub(channel, f"/{_SERVICE}/GiveSpans", pb.GiveSpansResponse)
+            request = pb.GiveSpansRequest(
+                shard=who.shard, session=who.session, recording=recording, process=process
+            )
+            give(request, timeout=_GIVE_S)

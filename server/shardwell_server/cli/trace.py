@@ -1,0 +1,216 @@
+"""`shardwell trace`: the last steps of all shards and workers, as a timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from shardwell.errors import ShardwellError
+from shardwell.process.spans import now_ns
+from shardwell.rpc.credentials import Credentials
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import ask_status
+from shardwell.specs.names import parse_target
+from shardwell.v1 import types_pb2
+from shardwell_server import timeline
+from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.options import GivenPath, shards_option, usage_errors
+from shardwell_server.cli.tables import table
+from shardwell_server.terminal import console
+
+_REST_S = 5.0
+"""For a shard's own answers, beside the time that workers have."""
+
+
+@click.command()
+@click.argument("file", type=GivenPath())
+@shards_option
+@click.option(
+    "--last-s",
+    type=Duration(0.001),
+    default=None,
+    help="Only of the last so many seconds; default: all that is remembered.",
+)
+@click.option(
+    "--timeout-s", type=Duration(), default=2.0, show_default=True, help="For workers' answers."
+)
+def trace(*, file: Path, target: str, last_s: float | None, timeout_s: float) -> None:
+    """Write the last steps of all shards and workers to FILE, as a timeline.
+
+    Open it at https://ui.perfetto.dev, or in Chrome at chrome://tracing. A name that ends in .gz is
+    compressed. Exit code 1 if a shard does not answer.
+    """
+    with usage_errors():
+        credentials = Credentials.of()
+        addresses = parse_target(target)
+        credentials.check_private(addresses)
+    if not file.absolute().parent.is_dir():
+        raise click.UsageError(f"there is no directory {file.absolute().parent}")
+    since_ns = 0 if last_s is None else now_ns() - int(last_s * 1e9)
+    channels = [
+        ShardChannel(index, address, credentials=credentials)
+        for index, address in enumerate(addresses)
+    ]
+    try:
+        with ThreadPoolExecutor(min(len(channels), 16)) as threads:
+            record = partial(_recorded, wait_s=timeout_s, since_ns=since_ns)
+            answers = list(threads.map(record, channels))
+    finally:
+        for channel in channels:
+            channel.close()
+    processes, silent, faults = _joined(answers)
+    screen = console()
+    if processes:
+        made = timeline.chrome_trace(processes)
+        _write(file, made)
+        screen.print(_summary(file, processes, made), markup=False, soft_wrap=True)
+        workers = [each for each in processes if each.shard_index is None]
+        if any(timeline.spent(each) for each in workers):
+            screen.print(_table(workers))
+        for last in timeline.lasts(processes):
+            screen.print(
+                f"{last.worker_id} was last in {last.step_count} of {last.of_count} steps, and "
+                f"waited for by {last.median_s * 1000:.3g} ms in the median",
+                markup=False,
+                soft_wrap=True,
+            )
+        for wait in _open_waits(processes):
+            screen.print(wait, style="yellow", markup=False, soft_wrap=True)
+    if silent:
+        screen.print(
+            f"gave nothing within {timeout_s:g} s: {', '.join(silent)}; what they did is missing",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
+    for fault in faults:
+        screen.print(fault, style="red", markup=False, soft_wrap=True)
+    if faults:
+        raise click.exceptions.Exit(1)
+
+
+_Recorded = tuple[list[timeline.Process], list[str]]
+"""A shard and its clients, and workers that gave nothing."""
+
+
+def _recorded(channel: ShardChannel, *, wait_s: float, since_ns: int) -> _Recorded | ShardwellError:
+    """What a shard and, of shard 0, its clients did; on this process's clock."""
+    try:
+        status = ask_status(channel, _REST_S)
+        channel.identity = types_pb2.ShardIdentity(
+            cluster_id=status.cluster_id,
+            shard_index=status.shard_index,
+            shard_count=status.shard_count,
+        )
+        offset_ns, error_ns = channel.clock_offset(_REST_S)
+        processes: list[timeline.Process] = []
+        silent: list[str] = []
+        for answer in channel.record(wait_s, wait_s + _REST_S):
+            silent += answer.silent_worker_ids
+            if not answer.HasField("process"):
+                continue
+            is_shard = not processes
+            processes.append(
+                timeline.Process(
+                    answer.process,
+                    status.shard_index if is_shard else None,
+                    answer.process.clock_offset_ns - offset_ns,
+                    answer.process.clock_error_ns + error_ns,
+                    since_ns,
+                    list(answer.open_steps),
+                )
+            )
+    except ShardwellError as error:
+        return error
+    return processes, silent
+
+
+def _joined(
+    answers: Sequence[_Recorded | ShardwellError],
+) -> tuple[list[timeline.Process], list[str], list[str]]:
+    """All processes, shards first; workers that gave nothing; what is wrong with shards."""
+    processes: list[timeline.Process] = []
+    silent: list[str] = []
+    faults: list[str] = []
+    for answer in answers:
+        if isinstance(answer, ShardwellError):
+            faults.append(answer.message)
+        else:
+            processes += answer[0]
+            silent += answer[1]
+    # Of workers by name; a sort leaves shards in their order.
+    return (
+        sorted(processes, key=lambda each: "" if each.shard_index is not None else each.name),
+        sorted(silent),
+        faults,
+    )
+
+
+def _write(file: Path, made: dict[str, Any]) -> None:
+    """Writes a file as a whole or not at all."""
+    contents = json.dumps(made, separators=(",", ":")).encode()
+    if file.suffix == ".gz":
+        contents = gzip.compress(contents)
+    try:
+        handle, name = tempfile.mkstemp(dir=file.absolute().parent, prefix=f".{file.name}.")
+        try:
+            with os.fdopen(handle, "wb") as opened:
+                opened.write(contents)
+            os.chmod(name, 0o644)
+            os.replace(name, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise click.ClickException(f"{file}: {error.strerror}") from None
+
+
+def _summary(file: Path, processes: Sequence[timeline.Process], made: dict[str, Any]) -> str:
+    shard_count = sum(each.shard_index is not None for each in processes)
+    worker_count = len(processes) - shard_count
+    spans = [event for event in made["traceEvents"] if event["ph"] == "X"]
+    end_us = max((event["ts"] + event["dur"] for event in spans), default=0.0)
+    return (
+        f"{file}: {len(spans)} spans of {shard_count} shards and {worker_count} workers, over "
+        f"{end_us / 1e6:.3g} s; open it at https://ui.perfetto.dev"
+    )
+
+
+def _table(workers: Sequence[timeline.Process]) -> Table:
+    """What workers' steps were spent on."""
+    made = table(
+        "a step, in ms", "worker", ">steps", ">call", ">encode", ">wait", ">decode", ">between"
+    )
+    for worker in workers:
+        spent = timeline.spent(worker)
+        if spent is not None:
+            times = (spent.call_s, spent.encode_s, spent.wait_s, spent.decode_s, spent.between_s)
+            shown = (f"{1000 * each:.3g}" for each in times)
+            made.add_row(spent.worker_id, str(spent.step_count), *shown)
+    return made
+
+
+def _open_waits(processes: Sequence[timeline.Process]) -> list[str]:
+    """Of steps that are open, for whom they wait; once for all shards."""
+    found = {}
+    for process in processes:
+        for step in process.open_steps:
+            names = ", ".join(each.worker_id for each in step.wait.workers)
+            if step.wait.open_for_s >= 1.0:
+                found[step.kind, step.name] = (
+                    f"step {step.step} of {step.kind} {step.name!r} is open for "
+                    f"{step.wait.open_for_s:.3g} s, and waits for {names or 'workers never seen'}"
+                )
+    return list(found.values())

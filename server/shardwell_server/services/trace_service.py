@@ -1,0 +1,179 @@
+"""TraceService: what the shard and its clients did last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from shardwell.errors import ArgumentError, WrongShardError
+from shardwell.process.spans import SPAN_COUNT_MAX, clock_id, now_ns
+from shardwell.specs.names import check_name
+from shardwell.v1 import trace_pb2 as pb
+from shardwell.v1 import types_pb2
+from shardwell_server.services.calls import Call, Calls, Handling
+from shardwell_server.services.deadlines import deadline_of
+from shardwell_server.shard.deadline import until
+from shardwell_server.shard.shard import Shard
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["TraceService"]
+TRACE_SERVICE_NAME = _SERVICE.full_name
+_WAIT_S_MAX = 60.0
+"""For clients to give spans."""
+_WORD_LENGTH_MAX = 256
+_WORKER_COUNT_MAX = 100
+"""That are named as missing."""
+_COLUMNS = ("kinds", "subjects", "steps", "chunks", "peers", "begins_ns", "durations_ns")
+
+
+class TraceService:
+    """Handlers, one method an RPC."""
+
+    def __init__(self, shard: Shard, calls: Calls) -> None:
+        self._shard = shard
+        self._calls = calls
+        self._recordings = shard.recordings
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All methods, for grpc.aio.Server."""
+        calls = self._calls
+        handlers = {
+            "GetClock": calls.unary(self.get_clock, pb.GetClockRequest),
+            "AwaitRecording": calls.unary(
+                self.await_recording, pb.AwaitRecordingRequest, is_urgent=True, is_counted=False
+            ),
+            "GiveSpans": calls.unary(self.give_spans, pb.GiveSpansRequest),
+            "Record": calls.answers(self.record, pb.RecordRequest),
+        }
+        assert set(handlers) == {method.name for method in _SERVICE.methods}
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+
+    def get_clock(self, request: pb.GetClockRequest, call: Call) -> pb.GetClockResponse:
+        self._shard.check_identity(request.shard)
+        return pb.GetClockResponse(now_ns=now_ns(), clock_id=clock_id())
+
+    def await_recording(self, request: pb.AwaitRecordingRequest, call: Call) -> Handling:
+        self._check_first(request.shard)
+        worker_id = check_name("worker_id", request.worker_id)
+        self._shard.sessions.check(request.session, worker_id, call.principal.name)
+        deadline = deadline_of(self._shard, call, 0)
+        with self._recordings.asking(request.session):
+            number = yield from until(self._recordings.news, request.session, deadline)
+        return pb.AwaitRecordingResponse(recording=number)
+
+    def give_spans(self, request: pb.GiveSpansRequest, call: Call) -> pb.GiveSpansResponse:
+        self._check_first(request.shard)
+        process = request.process
+        _check_spans(process)
+        worker_id = check_name("worker_id", process.worker_id)
+        session = self._shard.sessions.check(request.session, worker_id, call.principal.name)
+        process.host, process.pid = session.host, session.pid
+        self._recordings.give(request.recording, request.session, process)
+        return pb.GiveSpansResponse()
+
+    def record(self, request: pb.RecordRequest, call: Call) -> Handling:
+        self._shard.check_identity(request.shard)
+
+        def is_shown(name: str) -> bool:
+            return bool(call.principal.best(name))
+
+        wait_s = min(request.wait_timeout_ms / 1000, _WAIT_S_MAX)
+        asks = bool(wait_s) and self._shard.config.shard_index == 0
+        sessions = self._shard.sessions
+        there = {each.number for each in sessions.by_worker().values()}
+        number = self._recordings.begin(there) if asks else 0
+        given: set[int] = set()
+        try:
+            own = pb.RecordResponse(process=_shown(self._shard.spans.to_proto(), is_shown))
+            own.open_steps.extend(self._open_steps(is_shown))
+            yield own.SerializeToString()
+            deadline = deadline_of(self._shard, call, wait_s)
+            while asks:
+                process = yield from until(self._recordings.next, number, deadline)
+                if process is None:
+                    break
+                shown = pb.RecordResponse(process=_shown(process, is_shown))
+                yield shown.SerializeToString()
+        finally:
+            if asks:
+                given = self._recordings.end(number)
+        if asks:
+            attending = sessions.by_worker().items()
+            silent = [worker for worker, session in attending if session.number not in given]
+            last = pb.RecordResponse(silent_worker_ids=silent[:_WORKER_COUNT_MAX])
+            yield last.SerializeToString()
+
+    def _check_first(self, meant: types_pb2.ShardIdentity) -> None:
+        self._shard.check_identity(meant)
+        if self._shard.config.shard_index != 0:
+            raise WrongShardError("clients are asked for spans by shard 0 alone; call it there")
+
+    def _open_steps(self, is_shown: Callable[[str], bool]) -> list[pb.OpenStep]:
+        """Those that somebody has begun."""
+        attending = self._shard.sessions.by_worker()
+        found = []
+        for parameter in self._shard.parameters.all():
+            if is_shown(parameter.spec.name):
+                of = parameter.describe(_WORKER_COUNT_MAX, attending)
+                found.append(_open_step("parameter", of.spec.name, of.version_min, of.wait))
+        for table in self._shard.tables.all():
+            if is_shown(table.spec.name):
+                of_rows = table.describe(_WORKER_COUNT_MAX, attending)
+                found.append(_open_step("table", of_rows.spec.name, of_rows.version, of_rows.wait))
+        return [step for step in found if step is not None]
+
+
+def _open_step(kind: str, name: str, step: int, wait: types_pb2.StepWait) -> pb.OpenStep | None:
+    """None: nobody has begun it."""
+    if not wait.HasField("open_for_s"):
+        return None
+    begin_ns = max(now_ns() - int(wait.open_for_s * 1e9), 0)
+    return pb.OpenStep(kind=kind, name=name, step=step, begin_ns=begin_ns, wait=wait)
+
+
+def _check_spans(process: pb.ProcessSpans) -> None:
+    """Refuses what would not be shown as it is meant.
+
+    Raises:
+        ArgumentError: says what is wrong.
+    """
+    counts = {name: len(getattr(process, name)) for name in _COLUMNS}
+    if len(set(counts.values())) > 1 or counts["kinds"] > SPAN_COUNT_MAX:
+        raise ArgumentError(
+            f"columns of spans must be of one length, up to {SPAN_COUNT_MAX}; got {counts}"
+        )
+    word_count = len(process.words)
+    for name in ("subjects", "peers"):
+        if max(getattr(process, name), default=-1) >= word_count:
+            raise ArgumentError(
+                f"{name} of spans are numbers of words, below {word_count}; got a larger one"
+            )
+    for word in process.words:
+        if len(word) > _WORD_LENGTH_MAX or not word.isprintable():
+            raise ArgumentError(
+                f"words of spans have up to {_WORD_LENGTH_MAX} printable characters; "
+                f"got {word!r:.80}"
+            )
+
+
+def _shown(process: pb.ProcessSpans, is_shown: Callable[[str], bool]) -> pb.ProcessSpans:
+    """The same, with spans of those subjects alone that may be seen, and their words."""
+    words = process.words
+    kept_subjects = {number for number, word in enumerate(words) if is_shown(word)}
+    kept = [i for i, number in enumerate(process.subjects) if number in kept_subjects]
+    if len(kept) == len(process.subjects):
+        return process
+    numbers = {"": 0}
+    for name in ("subjects", "peers"):
+        column = getattr(process, name)
+        renumbered = [numbers.setdefault(words[column[i]], len(numbers)) for i in kept]
+        del column[:]
+        column.extend(renumbered)
+    for name in set(_COLUMNS) - {"subjects", "peers"}:
+        column = getattr(process, name)
+        rest = [column[i] for i in kept]
+        del column[:]
+        column.extend(rest)
+    del process.words[:]
+    process.words.extend(numbers)
+    return process

@@ -1,0 +1,311 @@
+"""What shards and workers did last, as one timeline in the format of Chrome's tracing.
+
+Pure. Who waits for whom is not noted by anybody: it follows from when contributions came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from shardwell.v1 import trace_pb2 as pb
+
+_NAMES: dict[int, str] = {
+    pb.SPAN_KIND_EXCHANGE: "exchange",
+    pb.SPAN_KIND_PUT: "put",
+    pb.SPAN_KIND_GET: "get",
+    pb.SPAN_KIND_ENCODE: "encode",
+    pb.SPAN_KIND_SEND: "send",
+    pb.SPAN_KIND_WAIT: "wait",
+    pb.SPAN_KIND_DECODE: "decode",
+    pb.SPAN_KIND_ADD: "add",
+    pb.SPAN_KIND_UPDATE: "update",
+    pb.SPAN_KIND_ENCODE_WEIGHTS: "encode weights",
+    pb.SPAN_KIND_FLUSH: "flush",
+}
+_CALLS = (pb.SPAN_KIND_EXCHANGE, pb.SPAN_KIND_PUT, pb.SPAN_KIND_GET)
+_TO_SHARD = (pb.SPAN_KIND_ENCODE, pb.SPAN_KIND_SEND)
+_CONTRIBUTIONS = (pb.SPAN_KIND_ADD, pb.SPAN_KIND_UPDATE)
+_LANES: dict[int, str] = {
+    pb.SPAN_KIND_WAIT: "answers",
+    pb.SPAN_KIND_DECODE: "answers",
+    pb.SPAN_KIND_ENCODE_WEIGHTS: "weights",
+    pb.SPAN_KIND_FLUSH: "disk",
+}
+
+
+class Span(NamedTuple):
+    """Something that a process did; on the timeline's clock."""
+
+    kind: int
+    """A SpanKind; one that is not known has none of the names above."""
+    subject: str
+    """Name of the parameter or table."""
+    step: int
+    """-1: of none."""
+    chunk: int
+    """-1: of all."""
+    peer: str
+    """With whom; may be empty."""
+    begin_ns: int
+    end_ns: int
+
+
+class Wait(NamedTuple):
+    """A worker had contributed to a step, and others had not; on the timeline's clock."""
+
+    worker_id: str
+    subject: str
+    step: int
+    whom: tuple[str, ...]
+    """For whom: of a step that has closed, the one who was last."""
+    begin_ns: int
+    end_ns: int
+    is_over: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """One that was recorded.
+
+    Args:
+        message: What it gave.
+        shard_index: Which shard it is; None: a worker.
+        offset_ns: To be added to its times for those of the timeline's clock.
+        error_ns: How far that may be wrong, either way.
+        since_ns: What ended before is left out; on the timeline's clock.
+        open_steps: Of a shard: steps that have begun and not ended.
+    """
+
+    message: pb.ProcessSpans
+    shard_index: int | None
+    offset_ns: int
+    error_ns: int
+    since_ns: int = 0
+    open_steps: Sequence[pb.OpenStep] = ()
+
+    @property
+    def name(self) -> str:
+        """Who it is."""
+        if self.shard_index is None:
+            return self.message.worker_id
+        return f"shard {self.shard_index}"
+
+    def spans(self) -> list[Span]:
+        """All of them, in the order in which they ended."""
+        m, offset_ns = self.message, self.offset_ns
+        words = list(m.words)
+        columns = (m.kinds, m.subjects, m.steps, m.chunks, m.peers, m.begins_ns, m.durations_ns)
+        return [
+            Span(
+                kind,
+                words[subject],
+                step,
+                chunk,
+                words[peer],
+                begin_ns + offset_ns,
+                begin_ns + offset_ns + duration_ns,
+            )
+            for kind, subject, step, chunk, peer, begin_ns, duration_ns in zip(
+                *columns, strict=True
+            )
+            if begin_ns + offset_ns + duration_ns >= self.since_ns
+        ]
+
+
+def waits(process: Process) -> list[Wait]:
+    """Who waited for whom on a shard."""
+    by_step: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    for span in process.spans():
+        if span.kind in _CONTRIBUTIONS:
+            by_step[span.subject, span.step].append(span)
+    missing = {
+        (each.name, each.step): tuple(one.worker_id for one in each.wait.workers)
+        for each in process.open_steps
+    }
+    now_ns = process.message.now_ns + process.offset_ns
+    found = []
+    for (subject, step), spans in by_step.items():
+        lasts: dict[str, Span] = {}
+        for span in spans:
+            if span.peer:
+                lasts[span.peer] = max(lasts.get(span.peer, span), span, key=lambda s: s.end_ns)
+        if (subject, step) in missing:
+            whom, until_ns, is_over = missing[subject, step], now_ns, False
+        elif lasts and any(span.kind == pb.SPAN_KIND_UPDATE for span in spans):
+            last = max(lasts.values(), key=lambda span: span.end_ns)
+            whom, until_ns, is_over = (last.peer,), last.begin_ns, True
+        else:
+            continue  # its end is not kept, or is to come
+        for worker_id, span in lasts.items():
+            if worker_id not in whom and span.end_ns < until_ns:
+                found.append(Wait(worker_id, subject, step, whom, span.end_ns, until_ns, is_over))
+    return found
+
+
+def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
+    """The timeline of all of them, as JSON has it; shown in that order."""
+    spans = [process.spans() for process in processes]
+    begin_ns = min((span.begin_ns for each in spans for span in each), default=0)
+    events: list[dict[str, Any]] = []
+    for number, (process, own) in enumerate(zip(processes, spans, strict=True), 1):
+        message = process.message
+        where = f"process {message.pid} on {message.host}"
+        clock = f", clock ±{process.error_ns / 1000:.0f} µs" if process.error_ns else ""
+        events.append(_named("process_name", number, f"{process.name} ({where}{clock})"))
+        events.append(
+            {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+        )
+        shown = [(_lane(span), *_told(span)) for span in own]
+        if process.shard_index is not None:
+            shown += [_told_wait(wait) for wait in waits(process)]
+        events += _laid_out(number, shown, begin_ns)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+_Shown = tuple[str, str, int, int, dict[str, Any]]
+"""Lane, name, begin, end, and what is told of it."""
+
+
+def _lane(span: Span) -> str:
+    if span.kind in _CALLS:
+        return "calls"
+    if span.kind in _TO_SHARD:
+        return f"to {span.peer}"
+    if span.kind in _CONTRIBUTIONS:
+        return f"gradients of {span.peer}" if span.peer else "gradients"
+    return _LANES.get(span.kind, "other")
+
+
+def _told(span: Span) -> tuple[str, int, int, dict[str, Any]]:
+    told: dict[str, Any] = {"of": span.subject}
+    if span.step >= 0:
+        told["step"] = span.step
+    if span.chunk >= 0:
+        told["chunk"] = span.chunk
+    if span.peer:
+        told["with"] = span.peer
+    return _NAMES.get(span.kind, f"kind {span.kind}"), span.begin_ns, span.end_ns, told
+
+
+def _told_wait(wait: Wait) -> _Shown:
+    name = f"waits for {', '.join(wait.whom) or 'workers that were never seen'}"
+    told = {"of": wait.subject, "step": wait.step, "is over": wait.is_over}
+    return f"{wait.worker_id} waits", name, wait.begin_ns, wait.end_ns, told
+
+
+def _laid_out(process: int, shown: Iterable[_Shown], begin_ns: int) -> Iterator[dict[str, Any]]:
+    """Events of one process; in a lane, each lies beside or wholly inside another."""
+    lanes: dict[str, list[list[int]]] = {}
+    """By label: of each of its lanes, the ends of what is open there."""
+    numbers: dict[tuple[str, int], int] = {}
+    for label, name, from_ns, to_ns, told in sorted(shown, key=lambda s: (s[2], -s[3])):
+        place = _place(lanes.setdefault(label, []), from_ns, to_ns)
+        thread = numbers.get((label, place))
+        if thread is None:
+            thread = numbers[label, place] = len(numbers) + 1
+            shown_label = label if place == 0 else f"{label} ({place + 1})"
+            yield {**_named("thread_name", process, shown_label), "tid": thread}
+        yield {
+            "ph": "X",
+            "name": name,
+            "pid": process,
+            "tid": thread,
+            "ts": (from_ns - begin_ns) / 1000,
+            "dur": (to_ns - from_ns) / 1000,
+            "args": told,
+        }
+
+
+def _place(lanes: list[list[int]], from_ns: int, to_ns: int) -> int:
+    """The first lane with room for a span, which it takes; one more where there is none."""
+    for place, ends in enumerate(lanes):
+        while ends and ends[-1] <= from_ns:
+            ends.pop()
+        if not ends or to_ns <= ends[-1]:
+            ends.append(to_ns)
+            return place
+    lanes.append([to_ns])
+    return len(lanes) - 1
+
+
+def _named(kind: str, process: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "args": {"name": name}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """What a worker's steps were spent on: means of a step, in seconds."""
+
+    worker_id: str
+    step_count: int
+    call_s: float
+    """In its calls, from begin to end."""
+    encode_s: float
+    wait_s: float
+    decode_s: float
+    between_s: float
+    """From a call to the next: computing, mostly."""
+
+
+def spent(process: Process) -> Spent | None:
+    """Of a worker's steps; None: it made none."""
+    calls = [span for span in process.spans() if span.kind in _CALLS and span.step >= 0]
+    if not calls:
+        return None
+    of_calls = {(span.subject, span.step) for span in calls}
+    sums: dict[int, int] = defaultdict(int)
+    for span in process.spans():
+        if (span.subject, span.step) in of_calls:
+            sums[span.kind] += span.end_ns - span.begin_ns
+    # Calls of several threads overlap: what lies between is where there is none at all.
+    gaps_ns, until_ns = [], calls[0].begin_ns
+    for span in sorted(calls, key=lambda call: call.begin_ns):
+        if span.begin_ns > until_ns:
+            gaps_ns.append(span.begin_ns - until_ns)
+        until_ns = max(until_ns, span.end_ns)
+    steps = len({span.step for span in calls})
+    return Spent(
+        process.name,
+        steps,
+        sum(sums[kind] for kind in _CALLS) / steps / 1e9,
+        sums[pb.SPAN_KIND_ENCODE] / steps / 1e9,
+        sums[pb.SPAN_KIND_WAIT] / steps / 1e9,
+        sums[pb.SPAN_KIND_DECODE] / steps / 1e9,
+        sum(gaps_ns) / steps / 1e9,
+    )
+
+
+class Last(NamedTuple):
+    """How often the others waited for a worker, on one shard."""
+
+    worker_id: str
+    step_count: int
+    """Steps in which it was last."""
+    of_count: int
+    """Steps that anybody waited in."""
+    median_s: float
+    """How long the first one waited for it, in the median of these steps."""
+
+
+def lasts(processes: Sequence[Process]) -> list[Last]:
+    """For whom the others waited, in steps that have closed; whoever was last most often first."""
+    longest: dict[tuple[str, int], tuple[str, int]] = {}
+    for process in processes:
+        if process.shard_index is None:
+            continue
+        for wait in waits(process):
+            key, took_ns = (wait.subject, wait.step), wait.end_ns - wait.begin_ns
+            if wait.is_over and took_ns > longest.get(key, ("", -1))[1]:
+                longest[key] = wait.whom[0], took_ns
+    by_worker: dict[str, list[int]] = defaultdict(list)
+    for worker_id, took_ns in longest.values():
+        by_worker[worker_id].append(took_ns)
+    found = [
+        Last(worker_id, len(took), len(longest), statistics.median(took) / 1e9)
+        for worker_id, took in by_worker.items()
+    ]
+    return sorted(found, key=lambda last: (-last.step_count, last.worker_id))

@@ -1,0 +1,65 @@
+"""Goal: the last spans are kept, whatever their number, and fit a message.
+
+Method: more than are kept, names as long as they may be, and what a message says of them.
+"""
+
+from __future__ import annotations
+
+from shardwell.process.spans import LONG_NS, SPAN_COUNT_MAX, Spans, clock_id, now_ns
+from shardwell.v1 import trace_pb2 as pb
+from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
+
+
+def test_what_is_noted_is_told_column_by_column() -> None:
+    spans = Spans()
+    begin_ns = now_ns()
+    middle_ns = spans.add(pb.SPAN_KIND_ENCODE, "net", 7, 2, "shard 1", begin_ns)
+    end_ns = spans.add(pb.SPAN_KIND_SEND, "net", 7, 2, "", middle_ns)
+    told = spans.to_proto()
+    assert begin_ns <= middle_ns <= end_ns <= told.now_ns
+    assert list(told.words) == ["", "net", "shard 1"]
+    assert [*zip(told.kinds, told.subjects, told.steps, told.chunks, told.peers, strict=True)] == [
+        (pb.SPAN_KIND_ENCODE, 1, 7, 2, 2),
+        (pb.SPAN_KIND_SEND, 1, 7, 2, 0),
+    ]
+    assert list(told.begins_ns) == [begin_ns, middle_ns]
+    assert list(told.durations_ns) == [middle_ns - begin_ns, end_ns - middle_ns]
+
+
+def test_nothing_is_told_of_nothing() -> None:
+    told = Spans().to_proto()
+    assert not told.kinds
+    assert list(told.words) == [""]
+
+
+def test_the_oldest_give_way() -> None:
+    spans = Spans()
+    for step in range(SPAN_COUNT_MAX + 5):
+        spans.add(pb.SPAN_KIND_ADD, "net", step, 0, "w0", now_ns())
+    told = spans.to_proto()
+    assert list(told.steps) == list(range(5, SPAN_COUNT_MAX + 5))
+    assert told.ByteSize() < MESSAGE_SIZE_MAX_BYTES
+
+
+def test_what_no_message_holds_is_halved() -> None:
+    spans = Spans()
+    for number in range(SPAN_COUNT_MAX):
+        spans.add(pb.SPAN_KIND_ADD, f"{number:0128}", number, 0, "w0", now_ns())
+    told = spans.to_proto()
+    assert told.ByteSize() < MESSAGE_SIZE_MAX_BYTES
+    assert SPAN_COUNT_MAX // 4 <= len(told.steps) < SPAN_COUNT_MAX
+    assert told.steps[-1] == SPAN_COUNT_MAX - 1
+    assert told.words[told.subjects[-1]] == f"{SPAN_COUNT_MAX - 1:0128}"
+
+
+def test_only_what_took_long_is_worth_a_look() -> None:
+    spans = Spans()
+    spans.add_long(pb.SPAN_KIND_FLUSH, "net", now_ns())
+    assert not spans.to_proto().kinds
+    spans.add_long(pb.SPAN_KIND_FLUSH, "net", now_ns() - LONG_NS)
+    assert list(spans.to_proto().kinds) == [pb.SPAN_KIND_FLUSH]
+    assert list(spans.to_proto().steps) == [-1]
+
+
+def test_a_process_has_one_clock() -> None:
+    assert clock_id() == clock_id() != ""

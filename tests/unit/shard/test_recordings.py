@@ -1,0 +1,147 @@
+"""Goal: each session that asks is told of a recording once, gives once, and holds nobody up.
+
+Method: the state machine's events in the orders that matter, with a deadline that is over or not.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwell.errors import LimitError
+from shardwell.v1 import trace_pb2 as pb
+from shardwell_server.shard.deadline import NotYet, RequestDeadline
+from shardwell_server.shard.recordings import RECORDING_COUNT_MAX, Recordings
+
+ALL = range(10)
+
+
+def later() -> RequestDeadline:
+    return RequestDeadline(60.0)
+
+
+def over() -> RequestDeadline:
+    return RequestDeadline(0.0)
+
+
+def of(worker_id: str) -> pb.ProcessSpans:
+    return pb.ProcessSpans(worker_id=worker_id)
+
+
+def test_who_asks_is_told_once_and_gives_once() -> None:
+    recordings = Recordings()
+    with recordings.asking(1), pytest.raises(NotYet):
+        recordings.news(1, later())
+    with recordings.asking(1):
+        number = recordings.begin(ALL)
+        assert recordings.news(1, later()) == number
+        with pytest.raises(NotYet):
+            recordings.news(1, later())
+        with pytest.raises(NotYet):
+            recordings.next(number, later())
+        recordings.give(number, 1, of("w1"))
+        recordings.give(number, 1, of("w1 again"))
+        assert recordings.next(number, later()) == of("w1")
+        assert recordings.next(number, later()) is None
+        assert recordings.end(number) == {1}
+        with pytest.raises(NotYet):
+            recordings.news(1, later())  # it is over
+
+
+def test_who_asks_is_woken() -> None:
+    recordings, woken = Recordings(), []
+    with pytest.raises(NotYet):
+        recordings.news(1, RequestDeadline(60.0, wake=lambda: woken.append("asks")))
+    number = recordings.begin(ALL)
+    assert woken == ["asks"]
+    assert recordings.news(1, later()) == number
+    assert recordings.next(number, later()) is None  # nobody is sure to give
+    recordings.give(number, 1, of("w1"))  # who came later may
+    assert recordings.next(number, later()) == of("w1")
+
+
+def test_who_gives_wakes_who_records() -> None:
+    recordings, woken = Recordings(), []
+    with recordings.asking(1), recordings.asking(2):
+        number = recordings.begin(ALL)
+        recordings.news(1, later())
+        with pytest.raises(NotYet):
+            recordings.next(number, RequestDeadline(60.0, wake=lambda: woken.append("records")))
+        recordings.give(number, 1, of("w1"))
+        assert woken == ["records"]
+        assert recordings.next(number, later()) == of("w1")
+        with pytest.raises(NotYet):
+            recordings.next(number, later())  # for session 2
+        assert recordings.next(number, over()) is None
+        assert recordings.end(number) == {1}
+
+
+def test_what_is_unasked_or_late_is_dropped() -> None:
+    recordings = Recordings()
+    with recordings.asking(1):
+        number = recordings.begin(ALL)
+        recordings.give(number, 1, of("not told yet"))
+        recordings.give(number + 1, 1, of("no such recording"))
+        assert recordings.next(number, over()) is None
+        recordings.news(1, later())
+        assert recordings.end(number) == set()
+        recordings.give(number, 1, of("late"))
+        another = recordings.begin(ALL)
+        assert recordings.next(another, over()) is None
+
+
+def test_two_at_once_have_all_spans_each() -> None:
+    recordings = Recordings()
+    with recordings.asking(1):
+        numbers = [recordings.begin(ALL), recordings.begin(ALL)]
+        assert [recordings.news(1, later()), recordings.news(1, later())] == numbers
+        for number in reversed(numbers):
+            recordings.give(number, 1, of("w1"))
+        assert [recordings.next(number, later()) for number in numbers] == [of("w1")] * 2
+
+
+def test_not_too_many_at_once() -> None:
+    recordings = Recordings()
+    numbers = [recordings.begin(ALL) for _ in range(RECORDING_COUNT_MAX)]
+    with pytest.raises(LimitError, match=f"{RECORDING_COUNT_MAX} recordings"):
+        recordings.begin(ALL)
+    recordings.end(numbers[0])
+    assert recordings.begin(ALL) not in numbers
+
+
+def test_who_stopped_asking_is_not_waited_for() -> None:
+    recordings = Recordings()
+    with recordings.asking(1):
+        pass
+    assert recordings.next(recordings.begin(ALL), later()) is None
+
+
+def test_who_was_just_told_is_waited_for_though_it_pauses() -> None:
+    recordings = Recordings()
+    with recordings.asking(1):
+        first = recordings.begin(ALL)
+        recordings.news(1, later())
+    recordings.give(first, 1, of("w1"))
+    recordings.end(first)
+    second = recordings.begin(ALL)
+    with pytest.raises(NotYet):
+        recordings.next(second, later())
+    assert recordings.news(1, later()) == second
+
+
+def test_who_has_left_is_not_waited_for() -> None:
+    recordings = Recordings()
+    with recordings.asking(1), recordings.asking(2):
+        number = recordings.begin({2})
+        recordings.news(2, later())
+        recordings.give(number, 2, of("w2"))
+        assert recordings.next(number, later()) == of("w2")
+        assert recordings.next(number, later()) is None
+
+
+def test_nobody_waits_for_a_shard_that_stops() -> None:
+    recordings, woken = Recordings(), []
+    with pytest.raises(NotYet):
+        recordings.news(1, RequestDeadline(60.0, wake=lambda: woken.append(1)))
+    recordings.stop()
+    assert woken == [1]
+    assert recordings.news(1, later()) == 0
