@@ -22,6 +22,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, NoReturn
 
+from shardwell.process import telemetry
+
 _LOG = logging.getLogger("shardwell_server")
 _is_shard = False
 """Whether this process is a shard's."""
@@ -152,6 +154,7 @@ def end_process(code: int) -> NoReturn:
     system did not have.
     """
     if _is_shard:
+        telemetry.flush()
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

@@ -13,19 +13,6 @@ from typing import Any, NamedTuple
 
 from shardwell.v1 import trace_pb2 as pb
 
-_NAMES: dict[int, str] = {
-    pb.SPAN_KIND_EXCHANGE: "exchange",
-    pb.SPAN_KIND_PUT: "put",
-    pb.SPAN_KIND_GET: "get",
-    pb.SPAN_KIND_ENCODE: "encode",
-    pb.SPAN_KIND_SEND: "send",
-    pb.SPAN_KIND_WAIT: "wait",
-    pb.SPAN_KIND_DECODE: "decode",
-    pb.SPAN_KIND_ADD: "add",
-    pb.SPAN_KIND_UPDATE: "update",
-    pb.SPAN_KIND_ENCODE_WEIGHTS: "encode weights",
-    pb.SPAN_KIND_FLUSH: "flush",
-}
 _CALLS = (pb.SPAN_KIND_EXCHANGE, pb.SPAN_KIND_PUT, pb.SPAN_KIND_GET)
 _TO_SHARD = (pb.SPAN_KIND_ENCODE, pb.SPAN_KIND_SEND)
 _CONTRIBUTIONS = (pb.SPAN_KIND_ADD, pb.SPAN_KIND_UPDATE)
@@ -188,7 +175,16 @@ def _told(span: Span) -> tuple[str, int, int, dict[str, Any]]:
         told["chunk"] = span.chunk
     if span.peer:
         told["with"] = span.peer
-    return _NAMES.get(span.kind, f"kind {span.kind}"), span.begin_ns, span.end_ns, told
+    return _name(span.kind), span.begin_ns, span.end_ns, told
+
+
+def _name(kind: int) -> str:
+    """What people call it: "encode weights"."""
+    try:
+        name = pb.SpanKind.Name(kind)
+    except ValueError:
+        return f"kind {kind}"  # of a later version
+    return name.removeprefix("SPAN_KIND_").replace("_", " ").lower()
 
 
 def _told_wait(wait: Wait) -> _Shown:

@@ -396,6 +396,7 @@ class Transfer:
                 stop=stop,
                 arena=arena,
                 leaves=not are_shared,
+                trace_parent=attempts.trace_parent,
             )
             is_short = part.where.size <= _SHORT_ELEMENT_COUNT
             if are_shared:
@@ -416,6 +417,7 @@ class Transfer:
         stop: int | None = None,
         arena: Arena | None = None,
         leaves: bool = True,
+        trace_parent: str = "",
     ) -> Iterator[bytes]:
         """Chunks [first, stop) of a gradient for one shard; runs on a thread of gRPC's.
 
@@ -442,6 +444,8 @@ class Transfer:
             gradient.sample_count = work.sample_count
             gradient.wait_timeout_ms = wait_timeout_ms
             gradient.end_of_step = index == last
+            if trace_parent and index == first:
+                gradient.trace_parent = trace_parent
             if work.learning_rate is not None:
                 gradient.learning_rate = work.learning_rate
             try:

@@ -192,7 +192,7 @@ class Parameter(Generic[ValuesT]):
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
         get = partial(self._get_weights, out, min_version)
-        return self._calls.run(get, timeout_s)
+        return self._calls.run(get, timeout_s, verb="get_weights")
 
     def get_weights_async(
         self, *, out: ValuesT | None = None, min_version: int = 0, timeout_s: float | None = None
@@ -251,7 +251,7 @@ class Parameter(Generic[ValuesT]):
             self.next_step = work.step + 1
             return work.step
 
-        return self._calls.run(put, timeout_s, in_turn=True)
+        return self._calls.run(put, timeout_s, in_turn=True, verb="put_gradient")
 
     def exchange(
         self,
@@ -290,7 +290,7 @@ class Parameter(Generic[ValuesT]):
             self._exchange_rest(work, room.pieces, Progress(), attempts)
             return room.result
 
-        return self._calls.run(exchange, timeout_s, in_turn=True)
+        return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange")
 
     def begin_exchange(
         self,
@@ -350,7 +350,7 @@ class Parameter(Generic[ValuesT]):
                 return room.result
 
             try:
-                return self._calls.run(exchange, timeout_s, in_turn=True)
+                return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange")
             except DeadlineError as error:
                 if type(error) is DeadlineError and missing:  # its piece had taken the time
                     raise missing.pop() from None

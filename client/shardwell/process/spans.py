@@ -7,6 +7,7 @@ import socket
 import time
 from collections import deque
 from functools import cache
+from typing import NamedTuple
 
 from shardwell.v1 import trace_pb2 as pb
 
@@ -25,6 +26,18 @@ _TIME_NAMESPACE = "/proc/self/ns/time"
 
 now_ns = time.monotonic_ns
 """The clock of all spans."""
+
+
+class KeptSpan(NamedTuple):
+    """What is kept of one."""
+
+    kind: int
+    subject: str
+    step: int
+    chunk: int
+    peer: str
+    begin_ns: int
+    end_ns: int
 
 
 class Spans:
@@ -52,6 +65,16 @@ class Spans:
         """The same of no step or chunk, and only if it took as long as is worth looking at."""
         if now_ns() - begin_ns >= LONG_NS:
             self.add(kind, subject, NO_STEP, ALL_CHUNKS, "", begin_ns)
+
+    def since(self, begin_ns: int, subject: str) -> list[KeptSpan]:
+        """Those of a subject that began since then, the first first, as far as they are kept."""
+        found = []
+        for span in reversed(self._kept.copy()):
+            if span[6] < begin_ns:  # ends are in order, but for threads that race
+                break
+            if span[1] == subject and span[5] >= begin_ns:
+                found.append(KeptSpan(*span))
+        return found[::-1]
 
     def to_proto(self) -> pb.ProcessSpans:
         """All that is kept, or of very much the last, as a message."""

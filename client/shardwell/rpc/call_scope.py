@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from shardwell.errors import ClosedError, DeadlineError, ShardwellError
 from shardwell.numerics.arguments import check_timeout
+from shardwell.process.telemetry import call_span
 from shardwell.rpc.calls import current_call
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
@@ -51,6 +52,7 @@ class CallScope:
         timeout_s: float | None = None,
         *,
         in_turn: bool = False,
+        verb: str = "",
     ) -> ResultT:
         """What `body` returns. Blocks until then, or until the deadline.
 
@@ -58,6 +60,7 @@ class CallScope:
             body: Runs on another thread; is given its deadline and its attempts.
             timeout_s: Default: the client's.
             in_turn: Whether to wait until no other call in turn is under way.
+            verb: What OpenTelemetry's span of it is called, if it is to have one.
 
         Raises:
             ArgumentError: no such timeout can be.
@@ -66,8 +69,11 @@ class CallScope:
             ShardwellError: whatever `body` raises.
         """
         bound_s = self._bound_s(timeout_s)
-        call = partial(self._attempted, body, bound_s, in_turn=in_turn)
-        return self._shards.threads.run(call, bound_s, scope=self)
+        with call_span(verb, self._shards.spans, self._shards.worker_id, self._where) as span:
+            call = partial(
+                self._attempted, body, bound_s, in_turn=in_turn, trace_parent=span.trace_parent
+            )
+            return self._shards.threads.run(call, bound_s, scope=self)
 
     def start(
         self,
@@ -105,9 +111,15 @@ class CallScope:
     # On a thread of the client's.
 
     def _attempted(
-        self, body: Callable[[Attempts], ResultT], timeout_s: float, *, in_turn: bool = False
+        self,
+        body: Callable[[Attempts], ResultT],
+        timeout_s: float,
+        *,
+        in_turn: bool = False,
+        trace_parent: str = "",
     ) -> ResultT:
         attempts = Attempts(timeout_s, self._shards)
+        attempts.trace_parent = trace_parent
         with self._turn(attempts) if in_turn else contextlib.nullcontext():
             try:
                 self.check_open()

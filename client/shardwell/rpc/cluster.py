@@ -80,6 +80,11 @@ class Shards:
         self._closed = threading.Event()
         self._end = weakref.finalize(self, threads.close, _Closing(self.channels, self._closed))
 
+    @property
+    def worker_id(self) -> str:
+        """Under which the client contributes; empty before it attends."""
+        return self.channels[0].worker_id
+
     def now_s(self) -> float:
         """See `Surroundings`."""
         return time.monotonic()

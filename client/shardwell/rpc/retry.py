@@ -73,6 +73,8 @@ class Attempts:
         self._attempt_began_s = self._began_s
         self._pause_bound_s = PAUSE_S_FIRST
         self._corrupt_count = 0
+        self.trace_parent = ""
+        """What shards are told of the call's span, see `process.telemetry`."""
 
     def beside(self) -> Attempts:
         """Attempts of a part of the call on another thread, with the same deadline."""

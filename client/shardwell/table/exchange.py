@@ -238,7 +238,9 @@ class RowTransfer:
         for one, (stream, opens) in zip(asked, opened, strict=True):
             if put is not None and one.parts:
                 put.is_sent = True
-            messages = self.messages(one, put, fetch, wait_ms, opens=opens)
+            messages = self.messages(
+                one, put, fetch, wait_ms, opens=opens, trace_parent=attempts.trace_parent
+            )
             stream.submit(messages, is_short=self._is_short(one))
         name, step, at_ns = self._spec.name, _step_of(put, fetch), now_ns()
         # In turns, so that no shard's stream stands still while another's is read.
@@ -284,6 +286,7 @@ class RowTransfer:
         wait_timeout_ms: int,
         *,
         opens: bool,
+        trace_parent: str = "",
     ) -> Iterator[bytes]:
         """What a shard is sent: parts of a gradient, then questions. On a thread of gRPC's."""
         header = pb.ExchangeRowsRequest()
@@ -298,6 +301,8 @@ class RowTransfer:
             spans, peer = asked.channel.spans, asked.channel.name
             for index, span in enumerate(asked.parts):
                 begin_ns = now_ns()
+                if trace_parent and index == 0:
+                    header.gradient.trace_parent = trace_parent
                 message = self._part(header, put, asked, index, span, wait_timeout_ms)
                 spans.add(SPAN_KIND_ENCODE, self._spec.name, put.step, index, peer, begin_ns)
                 yield message

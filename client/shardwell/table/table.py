@@ -192,7 +192,7 @@ class Table(Closing):
                 self._view.version = version
             return rows
 
-        return self._calls.run(get, timeout_s)
+        return self._calls.run(get, timeout_s, verb="get_rows")
 
     def prefetch_rows(self, ids: Any, *, min_version: int = 0) -> None:
         """Begins to fetch rows on a thread of the client's; returns at once.
@@ -258,7 +258,7 @@ class Table(Closing):
             batch, sums, count = self._checked(ids, gradients, sample_count)
             return self._steps.put(batch.distinct, sums, count, None, attempts)
 
-        return self._calls.run(put, timeout_s, in_turn=True)
+        return self._calls.run(put, timeout_s, in_turn=True, verb="put_row_gradients")
 
     def exchange_rows(
         self,
@@ -309,7 +309,7 @@ class Table(Closing):
             self._steps.put(batch.distinct, sums, count, fetch, attempts, take)
             return rows
 
-        return self._calls.run(exchange, timeout_s, in_turn=True)
+        return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange_rows")
 
     def abandon_step(self, *, timeout_s: float | None = None) -> int:
         """Ends `next_step` on all shards with what was counted of it; returns which it was.

@@ -30,6 +30,7 @@ from shardwell.numerics.codec import CODECS, Bytes, Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.process.shared_memory import SharedMemory
+from shardwell.process.telemetry import StepSpans
 from shardwell.rpc.arena import BATCH_COUNT, Places, batch_count, payload_of, shared_message
 from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.specs.names import check_name
@@ -241,7 +242,9 @@ class ParameterServerService:
                     continue
                 payload = payload_of(request.gradient.chunk, payload, arena)
                 self._count(call, received=payload.size)
-                gradient, (parameter, contributor) = request.gradient, source
+                gradient, (parameter, contributor, _) = request.gradient, source
+                if gradient.trace_parent:
+                    source.spans.begin(gradient.trace_parent, gradient.step)
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
                 is_new = yield from until(
                     parameter.contribute, contributor, gradient, payload, deadline
@@ -253,6 +256,7 @@ class ParameterServerService:
             message = yield Read.NEXT
         if source is not None:
             source.parameter.make_durable()
+            source.spans.end()
         return response
 
     def get_weights(self, request: pb.GetWeightsRequest, call: Call) -> Handling:
@@ -341,11 +345,13 @@ class ParameterServerService:
                     arena = self._arena(request.arena)
                 if not _has_gradient(request, payload):
                     continue
-                gradient, (parameter, contributor) = request.gradient, source
+                gradient, (parameter, contributor, _) = request.gradient, source
                 if was_short and gradient.chunk.HasField("shared"):
                     yield LONG  # however short the message
                 payload = payload_of(gradient.chunk, payload, arena)
                 self._count(call, received=payload.size)
+                if gradient.trace_parent:
+                    source.spans.begin(gradient.trace_parent, gradient.step)
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
                 yield from until(parameter.contribute, contributor, gradient, payload, deadline)
                 version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
@@ -364,6 +370,8 @@ class ParameterServerService:
             del message, request, payload  # not to be held while answers wait
             if source is not None:
                 yield from self._answers(call, source.parameter, pending, all_=is_between_steps)
+                if is_between_steps:
+                    source.spans.end()
         if source is not None:
             yield from self._answers(call, source.parameter, pending, all_=True)
 
@@ -471,7 +479,15 @@ class ParameterServerService:
     def _source(self, request: Any, call: Call) -> _GradientSource:
         parameter, worker_id = self._opened(request, call, Right.CONTRIBUTE), request.open.worker_id
         session = self._shard.sessions.check(request.open.session, worker_id, call.principal.name)
-        return _GradientSource(parameter, Contributor(worker_id, session, request.open.tenure))
+        spans = StepSpans(
+            self._shard.spans,
+            self._shard.config.shard_index,
+            worker_id,
+            {"parameter": parameter.spec.name},
+        )
+        return _GradientSource(
+            parameter, Contributor(worker_id, session, request.open.tenure), spans
+        )
 
     def _answers(
         self,
@@ -538,6 +554,8 @@ class _GradientSource(NamedTuple):
 
     parameter: ParameterSlice
     contributor: Contributor[Seat]
+    spans: StepSpans
+    """OpenTelemetry's, of its steps."""
 
 
 def _ranges(

@@ -12,6 +12,7 @@ import grpc
 
 from shardwell.errors import ArgumentError, CorruptChunkError, DivergedError, NonFiniteError
 from shardwell.numerics.codec import Bytes
+from shardwell.process.telemetry import StepSpans
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import STEP_MAX
@@ -242,6 +243,9 @@ class _RowExchange:
         self._opening = opening
         self._contributor: Contributor[Seat] | None = None
         self._counted = pb.RowsCounted()
+        self._spans = StepSpans(
+            shard.spans, shard.config.shard_index, opening.worker_id, {"table": opening.table}
+        )
         self.is_between_steps = True
         """Whether nothing of a step has come, or all of it."""
 
@@ -271,11 +275,14 @@ class _RowExchange:
             return
         self._shard.traffic.add(sent=len(message))
         self._call.add_bytes(len(message))
+        self._spans.end()
         yield message
 
     def _take(
         self, gradient: pb.RowGradients, payload: Bytes, deadline: RequestDeadline
     ) -> Handling:
+        if gradient.trace_parent:
+            self._spans.begin(gradient.trace_parent, gradient.step)
         counted = self._counted
         if counted.step != gradient.step or self.is_between_steps:
             counted = self._counted = pb.RowsCounted(step=gradient.step)

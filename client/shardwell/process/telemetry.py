@@ -1,0 +1,211 @@
+"""OpenTelemetry's spans of calls and steps, where this process uses it: docs/adr/0021-trace.md.
+
+Whoever wants them has imported opentelemetry.trace and set up its SDK; nothing is imported here.
+What a call is spent on is made of the spans that are kept anyway (spans.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from shardwell.process.spans import KeptSpan, Spans, now_ns
+from shardwell.v1 import trace_pb2 as pb
+
+_MODULE = "opentelemetry.trace"
+_FLUSH_MS = 2000
+"""For an exporter, whose receiver may be gone."""
+_TRACE_PARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+"""W3C's traceparent."""
+_OF_CALL = (pb.SPAN_KIND_ENCODE, pb.SPAN_KIND_SEND, pb.SPAN_KIND_WAIT, pb.SPAN_KIND_DECODE)
+_OF_STEP = (
+    pb.SPAN_KIND_ADD,
+    pb.SPAN_KIND_UPDATE,
+    pb.SPAN_KIND_ENCODE_WEIGHTS,
+    pb.SPAN_KIND_FLUSH,
+)
+_CONTRIBUTIONS = (pb.SPAN_KIND_ADD, pb.SPAN_KIND_UPDATE)
+
+
+class NoSpan:
+    """Where nobody wants one."""
+
+    trace_parent = ""
+    """What tells others whose doing theirs is; empty: nobody's."""
+
+    def __enter__(self) -> NoSpan:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return
+
+
+_NO_SPAN = NoSpan()
+
+
+def call_span(verb: str, spans: Spans, worker_id: str, where: dict[str, str]) -> NoSpan:
+    """A span for a block, with what is noted in it, in the caller's context.
+
+    Args:
+        verb: What is called: "exchange"; empty: nothing that is to have a span.
+        spans: The client's.
+        worker_id: Whose call it is.
+        where: {"parameter": its name}, or {"table": its name}.
+    """
+    if not verb or _MODULE not in sys.modules:
+        return _NO_SPAN
+    return _CallSpan(verb, spans, worker_id, where)
+
+
+class _CallSpan(NoSpan):
+    def __init__(self, verb: str, spans: Spans, worker_id: str, where: dict[str, str]) -> None:
+        self._verb = verb
+        self._spans = spans
+        (self._kind, self._name), *_ = where.items()
+        self._attributes = {
+            "shardwell.worker_id": worker_id,
+            f"shardwell.{self._kind}": self._name,
+        }
+        self._otel: Any = sys.modules[_MODULE]
+        self._span: Any = None
+        self._begin_ns = 0
+
+    def __enter__(self) -> NoSpan:
+        tracer = self._otel.get_tracer("shardwell")
+        self._span = tracer.start_span(
+            f"shardwell.{self._verb}",
+            kind=self._otel.SpanKind.CLIENT,
+            attributes=self._attributes,
+        )
+        if self._span.is_recording():
+            self._begin_ns = now_ns()
+            context = self._span.get_span_context()
+            self.trace_parent = (
+                f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._span.is_recording():
+            kept = self._spans.since(self._begin_ns, self._name)
+            steps = {span.step for span in kept if span.step >= 0}
+            if steps:
+                self._span.set_attribute("shardwell.step", max(steps))
+            _add_children(self._otel, self._span, [s for s in kept if s.kind in _OF_CALL])
+            if error is not None:
+                self._span.record_exception(error)
+                self._span.set_status(self._otel.StatusCode.ERROR, str(error))
+        self._span.end()
+
+
+def flush() -> None:
+    """Has what has ended exported, for a process that ends at once. Blocks for seconds at most."""
+    otel: Any = sys.modules.get(_MODULE)
+    if otel is not None:
+        provider = otel.get_tracer_provider()
+        with contextlib.suppress(Exception):  # AttributeError where there is no SDK; or others' own
+            provider.force_flush(_FLUSH_MS)
+
+
+class StepSpans:
+    """Of the steps of one worker's stream on a shard. For one thread at a time.
+
+    Args:
+        spans: The shard's.
+        shard_index: Which shard.
+        worker_id: Whose stream it is.
+        where: See `call_span`.
+    """
+
+    def __init__(
+        self, spans: Spans, shard_index: int, worker_id: str, where: dict[str, str]
+    ) -> None:
+        self._spans = spans
+        self._worker_id = worker_id
+        (self._kind, self._name), *_ = where.items()
+        self._attributes = {
+            "shardwell.shard_index": shard_index,
+            "shardwell.worker_id": worker_id,
+            f"shardwell.{self._kind}": self._name,
+        }
+        self._trace_parent = ""
+        self._step = 0
+        self._begin_ns = 0
+
+    def begin(self, trace_parent: str, step: int) -> None:
+        """A step has come whose worker has a span; it begins now."""
+        self._trace_parent, self._step, self._begin_ns = trace_parent, step, now_ns()
+
+    def end(self) -> None:
+        """All of the step is answered. Does nothing if it has no span."""
+        given, self._trace_parent = self._trace_parent, ""
+        found = _TRACE_PARENT.fullmatch(given)
+        if found is None or _MODULE not in sys.modules:
+            return
+        otel: Any = sys.modules[_MODULE]
+        trace_id, span_id, flags = (int(part, 16) for part in found.groups())
+        parent = otel.SpanContext(
+            trace_id, span_id, is_remote=True, trace_flags=otel.TraceFlags(flags)
+        )
+        kept = [s for s in self._spans.since(self._begin_ns, self._name) if s.kind in _OF_STEP]
+        span = otel.get_tracer("shardwell").start_span(
+            "shardwell.step",
+            context=otel.set_span_in_context(otel.NonRecordingSpan(parent)),
+            kind=otel.SpanKind.SERVER,
+            attributes={**self._attributes, "shardwell.step": self._step},
+            start_time=self._begin_ns + _epoch_ns(),
+        )
+        if span.is_recording():
+            self._tell_wait(span, kept)
+            own = [s for s in kept if s.peer in ("", self._worker_id)]
+            _add_children(otel, span, own)
+        span.end()
+
+    def _tell_wait(self, span: Any, kept: Iterable[KeptSpan]) -> None:
+        """For whom the worker waited, and how long."""
+        step = [s for s in kept if s.kind in _CONTRIBUTIONS and s.step == self._step and s.peer]
+        own_ns = max((s.end_ns for s in step if s.peer == self._worker_id), default=0)
+        last = max(step, key=lambda s: s.end_ns, default=None)
+        if last is not None and own_ns and last.peer != self._worker_id:
+            span.set_attribute("shardwell.waited_for", last.peer)
+            span.set_attribute("shardwell.wait_s", max(last.begin_ns - own_ns, 0) / 1e9)
+
+
+def _add_children(otel: Any, parent: Any, kept: Iterable[KeptSpan]) -> None:
+    """A span for each kind: from the first of it to the last, which may overlap others."""
+    by_kind: dict[Any, list[KeptSpan]] = {}
+    for span in kept:
+        by_kind.setdefault(span.kind, []).append(span)
+    tracer, context = otel.get_tracer("shardwell"), otel.set_span_in_context(parent)
+    epoch_ns = _epoch_ns()
+    for kind, spans in by_kind.items():
+        child = tracer.start_span(
+            f"shardwell.{pb.SpanKind.Name(kind).removeprefix('SPAN_KIND_').lower()}",
+            context=context,
+            start_time=min(span.begin_ns for span in spans) + epoch_ns,
+            attributes={
+                "shardwell.count": len(spans),
+                "shardwell.busy_s": sum(span.end_ns - span.begin_ns for span in spans) / 1e9,
+            },
+        )
+        child.end(max(span.end_ns for span in spans) + epoch_ns)
+
+
+def _epoch_ns() -> int:
+    """What makes OpenTelemetry's times of ours."""
+    return time.time_ns() - now_ns()  # noqa: TID251 (orders nothing: others' spans have such times)
