@@ -15,6 +15,7 @@ from shardwell.errors import (
 )
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
+    MemberStatus,
     MissingWorker,
     ParameterStatus,
     ShardStatus,
@@ -199,6 +200,7 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
         "unknown": max(part.unknown_worker_count for part in parts),
         "done": in_order({w for part in parts for w in part.done_worker_ids})[:NAME_COUNT_MAX],
     }
+    whole["members"] = members(parts)[:NAME_COUNT_MAX]
     if isinstance(first, ParameterStatus):
         whole["elements"] = first.spec.size
         whole["ready"] = all(p.initialized for p in parts if isinstance(p, ParameterStatus))
@@ -207,6 +209,27 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
         whole["dim"] = first.spec.dim
         whole["ready"] = not any(p.loading for p in parts if isinstance(p, TableStatus))
     return whole
+
+
+def members(parts: Sequence[ParameterStatus | TableStatus]) -> list[dict[str, Any]]:
+    """Workers with seats, as all shards together have them; those that lag most first."""
+    found: dict[str, list[MemberStatus]] = {}
+    for part in parts:
+        for member in part.members:
+            found.setdefault(member.worker_id, []).append(member)
+    whole = []
+    for worker_id, each in found.items():
+        lags = [member.lag_s for member in each if member.lag_s is not None]
+        idle = [member.idle_s for member in each if member.idle_s is not None]
+        whole.append(
+            {
+                "worker_id": worker_id,
+                "next_step": min(member.next_step for member in each),
+                "lag_s": max(lags, default=None),
+                "idle_s": min(idle, default=None),
+            }
+        )
+    return sorted(whole, key=lambda member: (-(member["lag_s"] or 0.0), member["worker_id"]))
 
 
 def step_of(part: ParameterStatus | TableStatus) -> int:

@@ -176,6 +176,9 @@ class ShardConfig:
     takes a free one; empty: none. What is no probe needs a token there, as calls do."""
     cluster: tuple[str, ...] = ()
     """HOST:PORT of all shards, in order, for the status page; empty: it shows this shard alone."""
+    worker_metrics: bool = True
+    """Metrics of each worker by its name, which is a time series each: too many where workers come
+    and go by the thousand."""
     reflection: bool = False
     """Answer gRPC reflection, for tools such as grpcurl."""
     limits: Limits = field(default_factory=Limits)

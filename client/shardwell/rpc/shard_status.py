@@ -62,6 +62,31 @@ class StepWait:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemberStatus:
+    """A worker with a seat, and how it keeps up on one shard."""
+
+    worker_id: str
+    """Who."""
+    next_step: int
+    """The step that it is to contribute next, in its own count."""
+    lag_s: float | None
+    """In the last step that it contributed to, seconds from the first contribution of anybody to
+    its last; None: asynchronous mode, or it has not since the shard's process began."""
+    idle_s: float | None
+    """Seconds since its last contribution; None: the same."""
+
+    @staticmethod
+    def from_proto(message: types_pb2.MemberStatus) -> MemberStatus:
+        """The value that a message describes."""
+        return MemberStatus(
+            worker_id=message.worker_id,
+            next_step=message.next_step,
+            lag_s=message.lag_s if message.HasField("lag_s") else None,
+            idle_s=message.idle_s if message.HasField("idle_s") else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParameterStatus:
     """What one shard holds of one parameter."""
 
@@ -99,6 +124,8 @@ class ParameterStatus:
     """Of the checkpoint that its first weights came from; 0: none."""
     wait: StepWait
     """What step `version_min` waits for."""
+    members: tuple[MemberStatus, ...]
+    """Workers with seats; of very many, those that lag most."""
 
     @staticmethod
     def from_proto(message: pb.ParameterStatus) -> ParameterStatus:
@@ -125,6 +152,7 @@ class ParameterStatus:
             learning_rate=message.learning_rate,
             load_id=message.load_id,
             wait=StepWait.from_proto(message.wait),
+            members=tuple(map(MemberStatus.from_proto, message.members)),
         )
 
 
@@ -164,6 +192,8 @@ class TableStatus:
     """Tells it from other tables that had its name; where shards differ, one lost its memory."""
     wait: StepWait
     """What step `version` waits for, in synchronous mode."""
+    members: tuple[MemberStatus, ...]
+    """Workers with seats; of very many, those that lag most."""
 
     @staticmethod
     def from_proto(message: table_pb2.TableStatus) -> TableStatus:
@@ -189,6 +219,7 @@ class TableStatus:
             load_id=message.load_id,
             incarnation=message.incarnation,
             wait=StepWait.from_proto(message.wait),
+            members=tuple(map(MemberStatus.from_proto, message.members)),
         )
 
 

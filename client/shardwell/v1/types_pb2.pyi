@@ -305,6 +305,18 @@ class StepWait(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[MissingWorker]
     def __init__(self, open_for_s: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[MissingWorker, _Mapping]]] = ...) -> None: ...
 
+class MemberStatus(_message.Message):
+    __slots__ = ("worker_id", "next_step", "lag_s", "idle_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    next_step: int
+    lag_s: float
+    idle_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., next_step: _Optional[int] = ..., lag_s: _Optional[float] = ..., idle_s: _Optional[float] = ...) -> None: ...
+
 class MissingWorker(_message.Message):
     __slots__ = ("worker_id", "host", "pid", "connected")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

@@ -208,6 +208,20 @@ class _ShardCollector(Collector):
             "1 for each worker that is missing from an open step which has begun.",
             labels=[*label, "worker", "host"],
         )
+        of_worker = [*label, "worker"]
+        lag = GaugeMetricFamily(
+            "shardwell_worker_lag_seconds",
+            "In a worker's last step, from the first contribution of anybody to its own.",
+            labels=of_worker,
+        )
+        idle = GaugeMetricFamily(
+            "shardwell_worker_idle_seconds",
+            "Since the last contribution of a worker.",
+            labels=of_worker,
+        )
+        steps = GaugeMetricFamily(
+            "shardwell_worker_steps", "Steps of a worker, in its own count.", labels=of_worker
+        )
         waits = HistogramMetricFamily(
             "shardwell_barrier_wait_seconds",
             "From the first contribution to a step to its end.",
@@ -230,14 +244,24 @@ class _ShardCollector(Collector):
             again.add_metric(names, figures.again)
             rate.add_metric(names, status.learning_rate)
             missing.add_metric(names, figures.missing if part.spec.mode == "sync" else 0)
-            _add_wait(open_for, waited_for, names, status.wait)
+            open_for.add_metric(names, status.wait.open_for_s)
+            if self._vitals.shard.config.worker_metrics:
+                _add_missing(waited_for, names, status.wait)
+                for member in status.members:
+                    of_member = [*names, member.worker_id]
+                    steps.add_metric(of_member, member.next_step)
+                    if member.HasField("lag_s"):
+                        lag.add_metric(of_member, member.lag_s)
+                    if member.HasField("idle_s"):
+                        idle.add_metric(of_member, member.idle_s)
             _add_times(waits, names, part.times.waits)
             _add_times(periods, names, part.times.periods)
             if isinstance(part, ParameterSlice):
                 for figure, means in part.reports.means().items():
                     reported.add_metric([*names, figure], means[-1][1])
         yield from (
-            version, counted, again, rate, open_for, missing, waited_for, reported, waits, periods
+            version, counted, again, rate, open_for, missing, waited_for, lag, idle, steps,
+            reported, waits, periods,
         )  # fmt: skip
 
     def _parts(self) -> Iterator[tuple[str, _Part, _Status, _Figures]]:
@@ -279,10 +303,7 @@ def _with_limit(name: str, text: str, now: float, limit: float) -> Iterator[Metr
     yield GaugeMetricFamily(f"shardwell_{name}_limit", f"The most there may be. {text}", limit)
 
 
-def _add_wait(
-    open_for: GaugeMetricFamily, waited_for: GaugeMetricFamily, names: list[str], wait: StepWait
-) -> None:
-    open_for.add_metric(names, wait.open_for_s)
+def _add_missing(waited_for: GaugeMetricFamily, names: list[str], wait: StepWait) -> None:
     if wait.HasField("open_for_s"):
         for worker in wait.workers:
             waited_for.add_metric([*names, worker.worker_id, worker.host], 1)

@@ -232,6 +232,13 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="All shards, in order, for the status page. Without: it shows this shard alone.",
 )
 @click.option(
+    "--worker-metrics/--no-worker-metrics",
+    default=True,
+    show_default=True,
+    envvar="SHARDWELL_WORKER_METRICS",
+    help="Metrics of each worker by its name: each is a time series.",
+)
+@click.option(
     "--reflection/--no-reflection",
     default=False,
     envvar="SHARDWELL_REFLECTION",
@@ -266,6 +273,7 @@ def serve(
     audit_log: Path | None,
     admin_listen: str,
     cluster: str,
+    worker_metrics: bool,
     reflection: bool,
     **limits: Any,
 ) -> None:
@@ -299,6 +307,7 @@ def serve(
             audit_log=audit_log,
             admin_listen=admin_listen,
             cluster=tuple(parse_target(cluster)) if admin_listen and cluster else (),
+            worker_metrics=worker_metrics,
             reflection=reflection,
             durability=Durability(durability),
             limits=Limits(**limits),

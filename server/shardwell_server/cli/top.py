@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import click
 from rich.console import Group
@@ -40,6 +41,10 @@ _RATE_S = 5.0
 """Rates are those of so long."""
 _NAME_COUNT = 4
 """Workers that are named in a line."""
+_LAG_COUNT = 2
+"""Workers whose lag is told."""
+_LAG_S_MIN = 0.001
+"""A lag that is worth a word."""
 
 
 @click.command()
@@ -132,7 +137,9 @@ def _shards(answers: Sequence[Answer], rates: _Rates) -> Table:
 
 
 def _names(statuses: Sequence[ShardStatus], rates: _Rates) -> Table:
-    names = table("", "name", ">step", ">steps/s", "optimizer", "in the open step", "missing")
+    names = table(
+        "", "name", ">step", ">steps/s", "optimizer", "in the open step", "missing", "lag"
+    )
     kinds = {
         "": merged(status.parameters for status in statuses),
         " (table)": merged(status.tables for status in statuses),
@@ -149,10 +156,19 @@ def _names(statuses: Sequence[ShardStatus], rates: _Rates) -> Table:
                 "asynchronous"
                 if each["mode"] == "async"
                 else _some(each["missing"], each["unknown"]),
+                _lags(each["members"]),
             )
     if not any(kinds.values()):
         names.add_row("none")
     return names
+
+
+def _lags(members: Sequence[dict[str, Any]]) -> str:
+    """Whoever came late to its last step, and by how much."""
+    late = [member for member in members if (member["lag_s"] or 0.0) >= _LAG_S_MIN]
+    return ", ".join(
+        f"{member['worker_id']} {1000 * member['lag_s']:.0f} ms" for member in late[:_LAG_COUNT]
+    )
 
 
 def _some(names: Sequence[str], unknown: int = 0) -> str:

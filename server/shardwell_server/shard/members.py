@@ -98,6 +98,10 @@ class Seat(ABC):
         """Whether the tenure is."""
         self.was_taken_over = False
         """Whether the owner has it from another session, and has not contributed yet."""
+        self.last_s: float | None = None
+        """When it contributed last, on time.monotonic's clock; None: not to this process."""
+        self.lag_s = 0.0
+        """Then: how long after the first contribution to the same step, anybody's."""
 
     def stored(self, step: int) -> int:
         """What a step of the worker is in the storage."""
@@ -118,8 +122,15 @@ class Seat(ABC):
     def forget_checksums(self) -> None:
         """Forgets what the owner's last payloads were: those of another session may differ."""
 
-    def contributed(self, session: Session) -> None:
-        """Notes that something of a session's, which may have lost the seat meanwhile, counted."""
+    def contributed(self, session: Session, now_s: float, begun_s: float | None) -> None:
+        """Notes that something of a session's, which may have lost the seat meanwhile, counted.
+
+        Args:
+            session: Whose.
+            now_s: When.
+            begun_s: When its step began; None: with this.
+        """
+        self.last_s, self.lag_s = now_s, 0.0 if begun_s is None else now_s - begun_s
         if self.owner is not None and self.owner.number == session.number:
             self.was_taken_over = False
 
@@ -490,6 +501,30 @@ def step_wait(
         host, pid = ("", 0) if session is None else (session.host, session.pid)
         wait.workers.add(worker_id=worker_id, host=host, pid=pid, connected=connected)
     return wait
+
+
+def members_of(
+    seats: Seats[Any], next_step: Callable[[str], int], count_max: int, now_s: float
+) -> list[types_pb2.MemberStatus]:
+    """Whoever has a seat, and how it keeps up; of many those that lag most.
+
+    Args:
+        seats: Of the parameter or table.
+        next_step: The step that a worker is to contribute next.
+        count_max: How many are told of.
+        now_s: On time.monotonic's clock.
+    """
+    found = sorted(seats.seats, key=lambda seat: -seat.lag_s)[:count_max]
+    members = []
+    for seat in found:
+        step = next_step(seat.worker_id)
+        member = types_pb2.MemberStatus(worker_id=seat.worker_id, next_step=step)
+        if seat.last_s is not None:
+            member.idle_s = max(now_s - seat.last_s, 0.0)
+            if seats.is_sync:
+                member.lag_s = seat.lag_s
+        members.append(member)
+    return members
 
 
 def _tenure_is_over(worker_id: str) -> StepOrderError:

@@ -84,6 +84,10 @@ class StepTimes:
                 if each <= step:
                     self._forget(each)
 
+    def begun_s(self, step: int) -> float | None:
+        """When a step began; None: nobody has contributed to it."""
+        return self._begun_s.get(step)
+
     def open_for_s(self, step: int) -> float | None:
         """How long ago a step began; None: nobody has contributed to it."""
         begun_s = self._begun_s.get(step)

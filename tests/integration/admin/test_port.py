@@ -18,6 +18,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -31,9 +32,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import shardwell
 from harness.certificates import authority, of_server
 from harness.polling import PATIENCE_S, eventually
-from harness.threads import in_background
+from harness.threads import in_background, together
 from harness.tokens import Tokens
-from shardwell_server import LocalCluster
+from shardwell_server import LocalCluster, ShardServer
 from shardwell_server.admin.port import AdminPort
 from shardwell_server.cli import commands
 from shardwell_server.config import ShardConfig
@@ -407,6 +408,80 @@ def test_top(open_cluster, connect) -> None:
     assert "step 0 of parameter 'net' has waited" in shown
     assert shown.count("serving") == 2
     assert "1 never seen" in shown
+
+
+@pytest.mark.parametrize("kind", ["parameter", "table"])
+def test_how_late_each_was(open_cluster, connect, kind) -> None:
+    """On the page, in `top`, in status and as metrics, of synchronous steps."""
+    running = open_cluster(2)
+    clients = [connect(running, f"w{rank}") for rank in range(2)]
+    late_s = 0.3
+    began = threading.Barrier(2)
+
+    def train(rank: int) -> None:
+        if kind == "parameter":
+            net = clients[rank].parameter("net", size=600, optimizer=SGD, worker_count=2)
+            net.init(np.zeros(600, np.float32))
+            put = lambda: net.exchange(np.ones(600, np.float32))  # noqa: E731
+        else:
+            rows = clients[rank].table("net", row_count=9, dim=1, optimizer=SGD, worker_count=2)
+            put = lambda: rows.exchange_rows(range(9), np.ones((9, 1), np.float32))  # noqa: E731
+        began.wait(PATIENCE_S)
+        time.sleep(rank * late_s)
+        put()
+
+    together([lambda: train(0), lambda: train(1)])
+    for status in clients[0].status():
+        (held,) = status.parameters or status.tables
+        late, first = held.members  # who is late comes first
+        assert (late.worker_id, first.worker_id) == ("w1", "w0")
+        assert (late.next_step, first.next_step) == (1, 1)
+        assert late.lag_s > first.lag_s + late_s / 2
+        assert 0 <= late.idle_s < first.idle_s
+    (shown,) = view(running)[f"{kind}s"]
+    assert [member["worker_id"] for member in shown["members"]] == ["w1", "w0"]
+    assert shown["members"][0]["lag_s"] > late_s / 2
+    told, of = metrics(running), (("kind", kind), ("name", "net"), ("worker", "w1"))
+    assert told["shardwell_worker_lag_seconds", *of] > late_s / 2
+    assert told["shardwell_worker_steps", *of] == 1
+    assert told["shardwell_worker_idle_seconds", *of] >= 0
+    shards = ["--shards", running.target]
+    output = CliRunner().invoke(commands, ["top", *shards, "--once"], env={"COLUMNS": "200"}).output
+    assert re.search(r"w1 [0-9]+ ms", output)
+
+
+def test_in_asynchronous_mode_nobody_is_late(open_cluster, connect) -> None:
+    running = open_cluster(1)
+    client = connect(running, "w0")
+    net = client.parameter("net", size=10, optimizer=SGD, mode="async")
+    net.init(ONES)
+    (before,) = client.status()[0].parameters
+    assert not before.members
+    net.exchange(ONES)
+    (held,) = client.status()[0].parameters
+    (member,) = held.members
+    assert (member.worker_id, member.next_step, member.lag_s) == ("w0", 1, None)
+    assert member.idle_s >= 0
+
+
+def test_metrics_without_workers(cluster, connect) -> None:
+    config = ShardConfig(
+        shard_index=0, shard_count=1, admin_listen="127.0.0.1:0", worker_metrics=False
+    )
+    with ShardServer(config) as server:
+        client = connect(server.address, "w0")
+        net = client.parameter("net", size=10, optimizer=SGD, worker_count=2)
+        net.init(ONES)
+        net.put_gradient(ONES)
+        _, text = get(server.admin.url + "metrics")
+    labels = {
+        name
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        for name in sample.labels
+    }
+    assert "name" in labels
+    assert "worker" not in labels
 
 
 def test_serve_tells_the_page(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from shardwell_server.config import Limits
 from shardwell_server.shard import errors as refusals
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import non_finite, workers_missing
-from shardwell_server.shard.members import Contributor, Liveness, step_wait
+from shardwell_server.shard.members import Contributor, Liveness, members_of, step_wait
 from shardwell_server.shard.parameter.averaging import (
     Contribution,
     add_to_sum,
@@ -434,15 +434,18 @@ class ParameterSlice:
                 learning_rate,
                 contribution.payload,
             )
+            begun_s = self.times.begun_s(version)
             with np.errstate(all="ignore"):  # overflows are found where weights are encoded
                 self._count(chunk, index, contribution, seat, step, learning_rate, header.crc32c)
-            seat.contributed(contributor.session)
             chunk.counted_count += 1
             closed = self._tracker.records[index].version != version
             if closed or self._tracker.is_full(index):
                 chunk.changed.notify_all()
             kind = SPAN_KIND_UPDATE if closed else SPAN_KIND_ADD
-            self._spans.add(kind, self.spec.name, step, index, contributor.worker_id, begin_ns)
+            end_ns = self._spans.add(
+                kind, self.spec.name, step, index, contributor.worker_id, begin_ns
+            )
+            seat.contributed(contributor.session, end_ns / 1e9, begun_s)
             return True
 
     def _brought_rate(self, gradient: types_pb2.GradientChunk) -> float | None:
@@ -704,4 +707,5 @@ class ParameterSlice:
                     attending or {},
                     self.times.open_for_s(oldest),
                 ),
+                members=members_of(tracker, tracker.next_step, name_count_max, time.monotonic()),
             )

@@ -44,7 +44,7 @@ from shardwell_server.shard.errors import (
     state_overflow,
     table_workers_missing,
 )
-from shardwell_server.shard.members import Contributor, Liveness, step_wait
+from shardwell_server.shard.members import Contributor, Liveness, members_of, step_wait
 from shardwell_server.shard.parameter.averaging import shift_for
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision
@@ -271,12 +271,12 @@ class TableSlice:
                 return False
             self._check_sample_count(seat, header)
             version = self.storage.record.version
+            begun_s = self.times.begun_s(version)
             self._count(seat, part)
-            seat.contributed(contributor.session)
             self._counted_row_count += part.ids.size
             self._finish_step()
             closed = self.storage.record.version != version
-            self._spans.add(
+            end_ns = self._spans.add(
                 SPAN_KIND_UPDATE if closed else SPAN_KIND_ADD,
                 self.spec.name,
                 header.step,
@@ -284,6 +284,7 @@ class TableSlice:
                 contributor.worker_id,
                 begin_ns,
             )
+            seat.contributed(contributor.session, end_ns / 1e9, begun_s)
             return True
 
     def _seat(self, contributor: Contributor[Seat]) -> Seat:
@@ -527,5 +528,11 @@ class TableSlice:
                 missing[:name_count_max],
                 attending or {},
                 self.times.open_for_s(self.version),
+            ),
+            members=members_of(
+                self._tracker,
+                lambda worker_id: self._tracker.next_part(worker_id)[0],
+                name_count_max,
+                time.monotonic(),
             ),
         )
