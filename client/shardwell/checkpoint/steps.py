@@ -90,7 +90,7 @@ class StepPaths:
             raise file_error(self._path.parent, error, "reading it") from None
 
     def newest(self, *, verify: bool = False) -> Checkpoint:
-        """The newest one that is whole; others are told in the log.
+        """The newest one that can be used; others are told in the log.
 
         Args:
             verify: Whether all files are read, too.
@@ -103,10 +103,10 @@ class StepPaths:
             try:
                 return read_checkpoint(self.at(step), verify=verify)
             except StorageError as error:
-                _LOG.warning("passed over a checkpoint that is not whole: %s", error.message)
+                _LOG.warning("passed over a checkpoint that can't be used: %s", error.message)
                 damaged.append(error)
         why = f"; of the newest: {damaged[0].message}" if damaged else ""
-        raise StorageError(f"there is no whole checkpoint {self._path}{why}")
+        raise StorageError(f"there is no checkpoint that can be used at {self._path}{why}")
 
     def make_way(self, made: Checkpoint) -> Checkpoint | None:
         """Before a checkpoint gets its place: what is there already, if that is the same.

@@ -102,8 +102,9 @@ class Shards:
 
     def await_shard(self, shard_index: int, timeout_s: float) -> bool:
         """See `Surroundings`; `close` ends it at once."""
-        channel = self.channels[shard_index]
-        is_there = channel.answers(timeout_s)
+        channel, count = self.channels[shard_index], len(self.channels)
+        with _telling(channel, count, f"the call gives up in {timeout_s:.3g} s (timeout_s)"):
+            is_there = channel.answers(timeout_s)
         if is_there:
             channel.attend()
         return is_there
@@ -201,7 +202,8 @@ def _connected(shards: Shards, worker_id: str, cluster_id: str | None, timeout_s
     try:
         attempts = Attempts(timeout_s, shards)
         for channel in shards.channels:
-            with _telling(channel, len(shards.channels), timeout_s):
+            end = f"connect gives up after {timeout_s:g} s (connect_timeout_s)"
+            with _telling(channel, len(shards.channels), end):
                 _check(channel, shards.channels, cluster_id, attempts)
             channel.worker_id = worker_id
             channel.attend()
@@ -212,21 +214,21 @@ def _connected(shards: Shards, worker_id: str, cluster_id: str | None, timeout_s
 
 
 @contextlib.contextmanager
-def _telling(channel: ShardChannel, shard_count: int, timeout_s: float) -> Iterator[None]:
-    """Logs what the block waits for, once it has waited for long."""
+def _telling(channel: ShardChannel, shard_count: int, end: str) -> Iterator[None]:
+    """Logs what the block waits for, once it has waited for long, and when that is `end`."""
 
     def tell() -> None:
-        _LOG.warning(
-            "still waiting for shard %d of %d at %s, which does not answer; connect gives up after "
-            "%g s (connect_timeout_s)",
-            channel.shard_index,
-            shard_count,
-            channel.address,
-            timeout_s,
-        )
+        if channel.is_worth_telling():
+            _LOG.warning(
+                "still waiting for shard %d of %d at %s, which does not answer; %s",
+                channel.shard_index,
+                shard_count,
+                channel.address,
+                end,
+            )
 
     timer = threading.Timer(_SILENCE_S_MAX, tell)
-    timer.name, timer.daemon = "shardwell-connect", True
+    timer.name, timer.daemon = "shardwell-waiting", True
     timer.start()
     try:
         yield

@@ -58,7 +58,7 @@ _CONNECT_S = 2.0
 _CERTIFICATES_S = 1.0
 """How often a client that waits for a shard looks whether its certificates have changed."""
 _SAID_S = 60.0
-"""How often it is logged that a token is not believed."""
+"""How often it is logged that a token is not believed, or that the shard does not answer."""
 _RESTART_S = 1.0
 """For so long streams of a shard that is not there go over gRPC."""
 _ABSENT = (
@@ -128,6 +128,8 @@ class ShardChannel:
         """Why the token is not believed any more, as it was logged last."""
         self._said_s = 0.0
         """When."""
+        self._told_s = -_SAID_S
+        """When it was logged last that the shard does not answer."""
         self._tls = credentials.tls
         self._token = credentials.token
         self._credentials = credentials
@@ -372,6 +374,15 @@ class ShardChannel:
         """
         with self.translated():
             yield from recording.record(self._channel.current, self.identity, wait_s, timeout_s)
+
+    def is_worth_telling(self) -> bool:
+        """Whether to log that it does not answer: not again for a minute, however many wait."""
+        now_s = time.monotonic()
+        with self._lock:
+            is_due = now_s >= self._told_s + _SAID_S
+            if is_due:
+                self._told_s = now_s
+        return is_due
 
     def answers(self, timeout_s: float) -> bool:
         """Waits until the shard answers; False if it has not, or the connection broke again.

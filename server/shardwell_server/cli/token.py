@@ -196,6 +196,7 @@ def revoke(*, name: str, path: Path) -> None:
 @tokens_option
 def list_tokens(*, path: Path) -> None:
     """Show the tokens of a file: rights, end and quota, no secrets."""
+    from shardwell_server.access.access import wall_clock_s
     from shardwell_server.access.rights import time_of
     from shardwell_server.access.tokens import read_tokens
     from shardwell_server.cli.tables import table
@@ -203,13 +204,17 @@ def list_tokens(*, path: Path) -> None:
 
     with _told():
         found = read_tokens(path)
+    now_s = wall_clock_s()
     shown = table("", "token", "rights", "expires", "quota", "secrets")
     for each in found:
+        end = "" if each.expires_s is None else time_of(each.expires_s)
+        if each.expires_s is not None and each.expires_s <= now_s:
+            end += " (expired)"
         quota = {name: most for name, most in vars(each.quota).items() if most is not None}
         shown.add_row(
             each.name,
             " ".join(map(str, each.grants)),
-            "" if each.expires_s is None else time_of(each.expires_s),
+            end,
             " ".join(f"{name}={most}" for name, most in quota.items()),
             str(len(each.digests)),
         )

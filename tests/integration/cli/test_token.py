@@ -114,6 +114,19 @@ def test_a_file_of_something_else_stays_as_it_is(path, contents) -> None:
     assert run_command("token", "list", f"--tokens={path}")[0] == 1
 
 
+def test_what_has_expired_is_marked(path) -> None:
+    made(path, "old", "--right=read", "--expires-in=1s")
+    made(path, "new", "--right=read", "--expires-in=1h")
+
+    def shown() -> str:
+        _, output, _ = run_command("token", "list", f"--tokens={path}")
+        return " ".join(output.split())
+
+    output = eventually("it has ended", lambda: found if "(expired)" in (found := shown()) else "")
+    assert output.count("(expired)") == 1
+    assert output.index("old") < output.index("(expired)") < output.index("new")
+
+
 def test_several_at_once(path) -> None:
     """None of them is lost."""
     names = [f"t{number}" for number in range(6)]

@@ -6,6 +6,7 @@ Method: small programs in processes of their own, whose standard error is read.
 from __future__ import annotations
 
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,27 @@ except shardwell.ShardUnavailableError:
     print("gave up")
 """
 
+TRAIN = """
+import sys, threading, numpy as np, shardwell
+client = shardwell.connect(sys.argv[1], worker_id="w0", timeout_s=5.0)
+nets = [client.parameter(name, size=100, optimizer=shardwell.SGD(0.1)) for name in "ab"]
+def step(net):
+    try:
+        net.exchange(np.ones(100, np.float32))
+    except shardwell.ShardUnavailableError:
+        print("gave up", flush=True)
+for net in nets:
+    net.init(np.zeros(100, np.float32))
+    step(net)
+print("stepped", flush=True)
+sys.stdin.readline()
+threads = [threading.Thread(target=step, args=(net,)) for net in nets]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
 
 def test_errors_that_a_program_catches_are_not_printed_besides() -> None:
     with Program("-c", REFUSED) as program:
@@ -57,6 +79,21 @@ def test_whoever_waits_for_a_shard_reads_which(free_address: str) -> None:
         (line,) = program.log
         assert f"waiting for shard 0 of 1 at {free_address}" in line
         assert "4 s (connect_timeout_s)" in line
+
+
+def test_whoever_trains_reads_which_shard_does_not_come_back(cluster) -> None:
+    """Once, however many calls wait for it."""
+    running = cluster(2)
+    with Program("-c", TRAIN, running.target, stdin=subprocess.PIPE) as program:
+        assert program.read_line() == "stepped"
+        running.servers[1].stop(0.0)
+        program.process.stdin.write("go on\n")
+        program.process.stdin.flush()
+        assert program.end(60) == 0
+        assert program.lines[1:] == ["gave up", "gave up"]
+        (line,) = program.log
+        assert f"waiting for shard 1 of 2 at {running.addresses[1]}" in line
+        assert "the call gives up in " in line
 
 
 def test_who_does_not_wait_long_reads_nothing(cluster, free_address: str) -> None:
