@@ -26,7 +26,7 @@ from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
 from shardwell.placement.slices import Slice
 from shardwell.process.shared_memory import HEAD_BYTES
-from shardwell.process.spans import ALL_CHUNKS, now_ns
+from shardwell.process.spans import Spanned, now_ns
 from shardwell.rpc.arena import Arena, Places, batch_count, payload_of, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
@@ -324,15 +324,9 @@ class Transfer:
                 arenas=arenas,
             )
 
-    @contextlib.contextmanager
-    def _spanned(self, kind: int, step: int) -> Iterator[None]:
+    def _spanned(self, kind: int, step: int) -> Spanned:
         """Notes how long the block took."""
-        begin_ns = now_ns()
-        try:
-            yield
-        finally:
-            spans = self.parts[0].channel.spans
-            spans.add(kind, self._spec.name, step, ALL_CHUNKS, "", begin_ns)
+        return self.parts[0].channel.spans.spanned(kind, self._spec.name, step)
 
     @contextlib.contextmanager
     def _lent(

@@ -22,7 +22,7 @@ from shardwell.errors import (
 )
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import Float32
-from shardwell.process.spans import ALL_CHUNKS, NO_STEP, now_ns
+from shardwell.process.spans import NO_STEP, now_ns
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, told_of, went_on_elsewhere
 from shardwell.rpc.stream import ShardStream
@@ -212,16 +212,15 @@ class RowTransfer:
         asked = [one for one in every if one.answer_count]
         if asked:
             channels = [one.channel for one in asked]
-            begin_ns = now_ns()
-            try:
-                with told_of(channels), self._pool.borrowed(attempts.rest_s) as streams:
-                    self._run(asked, streams, put, fetch, attempts)
-            finally:
-                kind = SPAN_KIND_EXCHANGE if put is not None else SPAN_KIND_GET
-                if fetch is None:
-                    kind = SPAN_KIND_PUT
-                step = _step_of(put, fetch)
-                channels[0].spans.add(kind, self._spec.name, step, ALL_CHUNKS, "", begin_ns)
+            kind = SPAN_KIND_EXCHANGE if put is not None else SPAN_KIND_GET
+            if fetch is None:
+                kind = SPAN_KIND_PUT
+            with (
+                channels[0].spans.spanned(kind, self._spec.name, _step_of(put, fetch)),
+                told_of(channels),
+                self._pool.borrowed(attempts.rest_s) as streams,
+            ):
+                self._run(asked, streams, put, fetch, attempts)
 
     def _run(
         self,
