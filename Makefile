@@ -45,9 +45,9 @@ help:
 	@echo "make fuzz    properties and state machines again, with new random examples"
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
 	@echo "make lint    ruff, mypy, import-linter, stubs, protos, locks, known vulnerabilities"
-	@echo "make audit   known vulnerabilities of what the image installs, where they can be asked for"
-	@echo "make lock    lock what the image installs, with hashes; UPGRADE=1 takes newer versions"
-	@echo "make sbom    what the image installs, as CycloneDX, in dist/"
+	@echo "make audit   known vulnerabilities of what the images install, where they can be asked for"
+	@echo "make lock    lock what the images install, with hashes; UPGRADE=1 takes newer versions"
+	@echo "make sbom    what each image installs, as CycloneDX, in dist/"
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
 	@echo "make docs    a site of docs/ and an API reference, in site/; links are checked"
 	@echo "make bench   the figures of docs/performance.md"
@@ -113,9 +113,11 @@ lock: $(VENV)/.has-lint
 # A lock has no graph of dependencies, of which the tool would warn. It is valid, or nothing is written.
 sbom: $(VENV)/.has-lint
 	@mkdir -p dist
-	@$(BIN)/python -W ignore::UserWarning -m cyclonedx_py requirements --pyproject pyproject.toml \
-	  --output-reproducible --output-file dist/sbom.cdx.json deploy/requirements.txt
-	@echo "dist/sbom.cdx.json"
+	@set -e; for image in "" -demo; do \
+	  $(BIN)/python -W ignore::UserWarning -m cyclonedx_py requirements --pyproject pyproject.toml \
+	    --output-reproducible --output-file dist/sbom$$image.cdx.json deploy/requirements$$image.txt; \
+	  echo "dist/sbom$$image.cdx.json"; \
+	done
 
 docs: $(VENV)/.has-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "site/index.html"
