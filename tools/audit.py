@@ -112,7 +112,7 @@ def main() -> int:
             print(f"audit: could not look for known vulnerabilities: {' and '.join(SERVICES)}, "
                   "which would tell, are not reached from here")  # fmt: skip
             return 0
-        for lock in (DEMO_LOCK, BUILD_LOCK):  # the first has all of the third
+        for lock in (DEMO_LOCK, BUILD_LOCK):  # the demo's has all that the image's has
             versions = {pin.name: pin.version for pin in read(ROOT / lock)}
             answers = audit(service, versions, AUDIT_TIMEOUT_S)
             for name in versions:

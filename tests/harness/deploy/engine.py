@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from harness.deploy.chart import ROOT, Object, container_of, lay_out, mounts_of
 
@@ -18,22 +20,15 @@ BUILD_TIMEOUT_S = 1800.0
 _UNITS = {"Mi": 2**20, "Gi": 2**30, "M": 10**6, "G": 10**9}
 
 
-@functools.cache
-def what_is_missing() -> str:
-    """Why no container can be run here; nothing where one can."""
+def skip_without(*command: str) -> None:
+    """Skips a test where a command of `docker`, which only asks, fails; says what it says."""
     if shutil.which("docker") is None:
-        return "there is no docker"
+        pytest.skip("there is no docker")
     ran = subprocess.run(
-        ["docker", "info", "--format", "{{.ServerVersion}} {{.OSType}}"],
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_TIMEOUT_S,
+        ["docker", *command], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S
     )
-    if ran.returncode or not ran.stdout.strip():
-        return f"docker info fails: {ran.stderr.strip()[:200]}"
-    if not ran.stdout.strip().endswith("linux"):
-        return f"the engine does not run Linux: {ran.stdout.strip()}"
-    return ""
+    if ran.returncode:
+        pytest.skip(f"docker {' '.join(command)} fails: {' '.join(ran.stderr.split())[:200]}")
 
 
 def docker(*arguments: str, timeout_s: float = COMMAND_TIMEOUT_S, cwd: Path = ROOT) -> str:
@@ -46,10 +41,12 @@ def docker(*arguments: str, timeout_s: float = COMMAND_TIMEOUT_S, cwd: Path = RO
 
 
 def build(target: str, tag: str) -> str:
-    """Makes an image of deploy/Dockerfile; its name."""
+    """Makes an image of deploy/Dockerfile, on $SHARDWELL_BASE if that is set; its name."""
     image = f"{target}:{tag}"
+    base = os.environ.get("SHARDWELL_BASE")
     docker(
         *("build", "--quiet", "--file", "deploy/Dockerfile"),
+        *(["--build-arg", f"BASE={base}"] if base else []),
         *("--target", target, "--tag", image, "."),
         timeout_s=BUILD_TIMEOUT_S,
     )

@@ -4,7 +4,8 @@ with that user, those mounts, a read-only root, no capability, and probes that a
 Method: Helm renders a release of two shards, the commands of its notes make the secrets, and a real
 Docker engine runs the container of each pod with all that the pod says; the probes are asked from
 outside, as the kubelet asks them. Then two containers of the job train on them. Skipped where there
-is no engine. Images are built, or with $SHARDWELL_TEST_TAG are those that have that tag.
+is no engine. Images are built, on $SHARDWELL_BASE if that is set, or with $SHARDWELL_TEST_TAG
+are those that have that tag.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from harness.deploy.chart import (
     shard_settings,
     worker_settings,
 )
-from harness.deploy.engine import Container, build, docker, what_is_missing
+from harness.deploy.engine import Container, build, docker, skip_without
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.ports import free_port
 from shardwell.client import TARGET_VARIABLE
@@ -46,7 +47,6 @@ if importlib.util.find_spec("helm_python") is None:  # not importorskip: see ren
     )
 pytestmark = [
     pytest.mark.containers,
-    pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing()),
     pytest.mark.timeout(2400),  # images are built
 ]
 
@@ -62,6 +62,7 @@ KILLED = 137
 @pytest.fixture(scope="module")
 def images() -> dict[str, str]:
     """By the names that the chart and the job have for them."""
+    skip_without("info")
     tag = os.environ.get("SHARDWELL_TEST_TAG")
     names = ("shardwell", "shardwell-demo")
     return {name: f"{name}:{tag}" if tag else build(name, "of-tests") for name in names}

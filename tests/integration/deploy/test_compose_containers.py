@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import uuid
@@ -21,12 +20,11 @@ from typing import Any
 
 import pytest
 
-from harness.deploy.engine import BUILD_TIMEOUT_S, docker, what_is_missing
+from harness.deploy.engine import BUILD_TIMEOUT_S, docker, skip_without
 from harness.polling import eventually
 
 pytestmark = [
     pytest.mark.containers,
-    pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing()),
     pytest.mark.timeout(2400),  # images are built
 ]
 
@@ -104,13 +102,8 @@ def typed(heading: str) -> list[str]:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     """After `docker compose up`, when its workers have ended."""
-    if (
-        shutil.which("docker") is None
-        or subprocess.run(
-            ["docker", "compose", "version"], capture_output=True, check=False
-        ).returncode
-    ):
-        pytest.skip("there is no docker compose")
+    skip_without("info")
+    skip_without("compose", "version")
     made = Project(tmp_path_factory.mktemp("project"))
     with contextlib.ExitStack() as stack:
         stack.callback(made.type, "docker compose --profile ports down --volumes")
