@@ -54,6 +54,8 @@ SHARD_COUNT = 2
 GRPC_PORT, ADMIN_PORT = 7070, 7071
 NAMES = {"startup": "startupProbe", "live": "livenessProbe", "ready": "readinessProbe"}
 WRITABLE = {"/data", "/tmp"}
+SIZE_BYTES_MAX = 200e6
+"""Of the image above its base."""
 TRAINING_TIMEOUT_S = 180.0
 KILLED = 137
 """The exit code of a container that was."""
@@ -66,6 +68,19 @@ def images() -> dict[str, str]:
     tag = os.environ.get("SHARDWELL_TEST_TAG")
     names = ("shardwell", "shardwell-demo")
     return {name: f"{name}:{tag}" if tag else build(name, "of-tests") for name in names}
+
+
+def test_the_image_of_shards_has_no_scikit_learn_and_is_small(images) -> None:
+    printed = docker(
+        *("history", "--no-trunc", "--human=false", "--format", "{{.Size}} {{.CreatedBy}}"),
+        images["shardwell"],
+    )
+    layers = [line.partition(" ") for line in printed.splitlines()]  # the newest first
+    (first,) = [i for i, (_, _, made_by) in enumerate(layers) if "groupadd --gid" in made_by]
+    assert 10e6 < sum(int(size) for size, _, _ in layers[: first + 1]) < SIZE_BYTES_MAX
+    look = ("-c", "import importlib.util as u; print(u.find_spec('sklearn') is not None)")
+    for name, has in (("shardwell", "False"), ("shardwell-demo", "True")):
+        assert docker("run", "--rm", "--entrypoint", "python", images[name], *look) == has
 
 
 class Shard(NamedTuple):

@@ -184,6 +184,13 @@ def test_memory_of_a_shard_is_three_times_its_weights_and_100_mb() -> None:
     assert 4 * int(elements_millions) / len(SHARDS) == pytest.approx(int(weights_mb), rel=0.05)
 
 
+def test_the_page_has_each_variable_that_can_be_set_with_its_default() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    page = (ROOT / "docs/compose.md").read_text()
+    rows = re.findall(r"^\| `(SHARDWELL_\w+)` \| (?:none|`([^`]*)`) \|", page, re.M)
+    assert sorted(rows) == sorted({*re.findall(r"\$\{(\w+):-(.*?)\}", text)})
+
+
 @each_service
 def test_each_service_has_the_image_of_its_kind(service) -> None:
     image = IMAGES.get(service.partition("-")[0], "shardwell")
