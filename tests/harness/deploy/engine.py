@@ -56,9 +56,10 @@ def build(target: str, tag: str) -> str:
 class Container:
     """The only container of a pod, run by the engine. A context manager that removes all of it.
 
-    User and groups, capabilities, the root's mode, limits and volumes are the pod's. A claim is a
-    volume whose root is the superuser's and the pod's group's, as the kubelet leaves it, and none
-    of what the image has at its place; a secret is a directory of links that lead to files.
+    User and groups, capabilities, the root's mode, limits and volumes are the pod's. A claim or an
+    empty directory is a volume whose root is the superuser's and the pod's group's, as the kubelet
+    leaves it, with none of what the image has at its place; how large it may get is not enforced. A
+    secret is a directory of links that lead to files.
 
     Args:
         pod: Its spec.
@@ -148,15 +149,14 @@ class Container:
         volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
         for mount in mounts_of(self.pod):
             path, volume = mount["mountPath"], volumes.get(mount["name"])
-            if volume is None:  # a claim
-                claimed = f"{self.name}-{mount['name']}"
-                self._volumes.append(claimed)
-                docker("volume", "create", claimed)
-                yield from ("--mount", f"type=volume,src={claimed},dst={path},volume-nocopy")
-                self._own(f"type=volume,src={claimed},dst=/mnt,volume-nocopy", group, "2775")
-            elif "emptyDir" in volume:
-                size = size_bytes(volume["emptyDir"]["sizeLimit"])
-                yield from ("--tmpfs", f"{path}:size={size},mode=0777")
+            if volume is None or "emptyDir" in volume:  # the first is a claim
+                assert volume is None or "medium" not in volume["emptyDir"]
+                own = f"{self.name}-{mount['name']}"
+                self._volumes.append(own)
+                docker("volume", "create", own)
+                yield from ("--mount", f"type=volume,src={own},dst={path},volume-nocopy")
+                mode = "2775" if volume is None else "2777"
+                self._own(f"type=volume,src={own},dst=/mnt,volume-nocopy", group, mode)
             else:
                 here = self._directory / path.lstrip("/")
                 assert mount["readOnly"] is True

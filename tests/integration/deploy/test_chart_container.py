@@ -28,6 +28,7 @@ from harness.deploy.chart import (
     JOB,
     SECURED,
     Object,
+    Values,
     container_of,
     files_of,
     objects_of,
@@ -90,14 +91,17 @@ class Shard(NamedTuple):
     settings: dict[str, str]
     admin_port: int
     """On this machine."""
+    scheme: str
 
     def answers(self, path: str, token: str = "") -> tuple[int, bytes]:
         """What the admin port says; as the kubelet, it does not look at the certificate."""
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(
-            "127.0.0.1", self.admin_port, timeout=PATIENCE_S, context=context
-        )
+        connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=PATIENCE_S)
+        if self.scheme == "HTTPS":
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            connection = http.client.HTTPSConnection(
+                "127.0.0.1", self.admin_port, timeout=PATIENCE_S, context=context
+            )
         with contextlib.closing(connection):
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             connection.request("GET", path, headers=headers)
@@ -108,7 +112,7 @@ class Shard(NamedTuple):
         """The status that a probe of the pod gets; 0: nobody answers."""
         probe = container_of(self.container.pod)[NAMES[kind]]["httpGet"]
         ports = {p["name"]: p["containerPort"] for p in container_of(self.container.pod)["ports"]}
-        assert (ports[probe["port"]], probe["scheme"]) == (ADMIN_PORT, "HTTPS")
+        assert (ports[probe["port"]], probe["scheme"]) == (ADMIN_PORT, self.scheme)
         try:
             return self.answers(probe["path"])[0]
         except (OSError, http.client.HTTPException):
@@ -128,6 +132,39 @@ class Release(NamedTuple):
     network: str
 
 
+@contextlib.contextmanager
+def installed(
+    values: Values, secrets: dict[str, dict[str, bytes]], image: str, directory: Path
+) -> Iterator[tuple[list[Shard], str]]:
+    """The shards of a release, which have just been started, and their network."""
+    pod, stateful = pod_of(values), objects_of(values)["StatefulSet"]
+    assert container_of(pod)["image"].partition(":")[0] == "shardwell"
+    name = f"chart-{uuid.uuid4().hex[:8]}"
+    with contextlib.ExitStack() as stack:
+        docker("network", "create", name)
+        stack.callback(docker, "network", "rm", name)
+        shards = []
+        for index in range(values["shardCount"]):
+            settings = shard_settings(pod, index)
+            host = settings[TARGET_VARIABLE].split(",")[index].rpartition(":")[0]
+            assert host.startswith(f"{stateful['metadata']['name']}-{index}.")
+            admin_port = free_port()
+            container = Container(
+                pod,
+                name=f"{name}-{index}",
+                image=image,
+                settings=settings,
+                secrets=secrets,
+                directory=directory / f"shard-{index}",
+                network=name,
+                host=host,
+                ports={ADMIN_PORT: admin_port},
+            )
+            scheme = "HTTP" if values.get("insecure") else "HTTPS"
+            shards.append(Shard(stack.enter_context(container), settings, admin_port, scheme))
+        yield shards, name
+
+
 @pytest.fixture(scope="module")
 def release(images, tmp_path_factory) -> Iterator[Release]:
     """Shards whose probes are all answered with 200."""
@@ -136,33 +173,20 @@ def release(images, tmp_path_factory) -> Iterator[Release]:
     values = {**SECURED, "tokens": tokens, "shardCount": SHARD_COUNT, "auditLog": True}
     secrets = secrets_of(files_of(values)["NOTES.txt"], directory)
     own = {name: secrets.pop(name) for name in ("shardwell-tls", "shardwell-tokens")}
-    pod, stateful = pod_of(values), objects_of(values)["StatefulSet"]
-    assert container_of(pod)["image"].partition(":")[0] == "shardwell"
-    name = f"chart-{uuid.uuid4().hex[:8]}"
-    with contextlib.ExitStack() as stack:
-        docker("network", "create", name)
-        stack.callback(docker, "network", "rm", name)
-        shards = []
-        for index in range(SHARD_COUNT):
-            settings = shard_settings(pod, index)
-            host = settings[TARGET_VARIABLE].split(",")[index].rpartition(":")[0]
-            assert host.startswith(f"{stateful['metadata']['name']}-{index}.")
-            admin_port = free_port()
-            container = Container(
-                pod,
-                name=f"{name}-{index}",
-                image=images["shardwell"],
-                settings=settings,
-                secrets=own,
-                directory=directory / f"shard-{index}",
-                network=name,
-                host=host,
-                ports={ADMIN_PORT: admin_port},
-            )
-            shards.append(Shard(stack.enter_context(container), settings, admin_port))
+    with installed(values, own, images["shardwell"], directory) as (shards, network):
         for shard in shards:
             shard.become_ready()
-        yield Release(shards, secrets, name)
+        yield Release(shards, secrets, network)
+
+
+def test_a_shard_without_tls_tokens_and_volume(images, tmp_path) -> None:
+    values = {"insecure": True, "persistence": {"enabled": False}, "shardCount": 1}
+    with installed(values, {}, images["shardwell"], tmp_path) as ((shard,), _):
+        shard.become_ready()
+        code, printed = shard.container.run("shardwell", "status")
+        assert (code, printed.count("serving")) == (0, 1), printed
+        assert shard.answers("/status.json")[0] == 200
+        assert shard.container.stop() == 0, shard.container.log
 
 
 def test_it_may_do_nothing_that_it_need_not(release) -> None:
