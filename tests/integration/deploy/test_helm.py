@@ -4,24 +4,21 @@ Method: Helm's own library renders the chart for several values; each object is 
 schemas of the oldest and the newest Kubernetes there are, strictly, and for its promises. Values
 that are wrong are refused. The commands of the release's notes are run, their secrets laid out as
 the kubelet does, and a real shard and a real worker have the settings of the rendered pod and of
-the job in examples/kubernetes. What a cluster does with it is not tried here.
+the job in examples/kubernetes. test_chart_container.py runs their containers; what a cluster does
+with all of it is not tried here.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import importlib.util
 import itertools
 import json
 import re
-import shlex
 import shutil
 import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,24 @@ import click
 import pytest
 import yaml
 
+from harness.deploy.chart import (
+    CHART,
+    JOB,
+    ROOT,
+    SECURED,
+    Object,
+    Values,
+    container_of,
+    files_of,
+    lay_out,
+    mounts_of,
+    objects_of,
+    pod_of,
+    rendered,
+    secrets_of,
+    shard_settings,
+    worker_settings,
+)
 from harness.programs.commands import Program, run_command
 from harness.programs.ports import free_port
 from shardwell.client import TARGET_VARIABLE
@@ -45,28 +60,17 @@ if importlib.util.find_spec("helm_python") is None:  # not importorskip: see ren
         "could not find 'helm_python': pip install helm-python-sdk", allow_module_level=True
     )
 
-Values = dict[str, Any]
-Object = dict[str, Any]
-
-ROOT = Path(__file__).parents[3]
-CHART = ROOT / "deploy/helm/shardwell"
 DASHBOARD = ROOT / "deploy/grafana/shardwell.json"
 DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-JOB: Object = yaml.safe_load((ROOT / "examples/kubernetes/worker-job.yaml").read_text())
 KUBERNETES_VERSIONS = ("1.29", kubernetes_validate.latest_version())
 ADMIN_VARIABLE = "SHARDWELL_ADMIN_LISTEN"
 GRPC_PORT, ADMIN_PORT = 7070, 7071
-INDEX_LABEL = "apps.kubernetes.io/pod-index"
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 ON_NODE_ONLY = 0o440
 VARIABLE_LENGTH_MAX = 128 * 1024 - len("SHARDWELL_SHARDS=\0")
 """Linux starts no program with a longer one."""
 
-SECURED: Values = {
-    "tls": {"existingSecret": "shardwell-tls"},
-    "tokens": {"existingSecret": "shardwell-tokens"},
-}
 MONITORED: Values = {
     **SECURED,
     "serviceMonitor": {
@@ -133,82 +137,6 @@ VALUES: dict[str, Values] = {
 }
 each_values = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 each_version = pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a name that comes twice, as Kubernetes does."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found = super().construct_mapping(node, deep)
-        assert len(found) == len(node.value), f"a name comes twice in {found}"
-        return found
-
-
-@functools.cache
-def _rendered(given: str) -> dict[str, Any]:
-    ran = subprocess.run(
-        [sys.executable, Path(__file__).with_name("render_chart.py")],
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found: dict[str, Any] = json.loads(ran.stdout)
-    return found
-
-
-def rendered(
-    values: Values, *, release: str = "shardwell", namespace: str = "training", chart: Path = CHART
-) -> dict[str, Any]:
-    """What Helm makes of it: its files or an error, and what `helm lint` says."""
-    given = {"chart": str(chart), "values": values, "release": release, "namespace": namespace}
-    return copy.deepcopy(_rendered(json.dumps(given)))
-
-
-def files_of(values: Values, **options: Any) -> dict[str, str]:
-    """Each rendered file by its name; fails where it is refused."""
-    found = rendered(values, **options)
-    assert "error" not in found, found["error"]["message"]
-    return {Path(name).name: text for name, text in found["files"].items()}
-
-
-def objects_of(values: Values, **options: Any) -> dict[str, Object]:
-    """Each rendered object by its kind, of which the chart has one each."""
-    texts = (text for name, text in files_of(values, **options).items() if name != "NOTES.txt")
-    objects = [o for text in texts for o in yaml.load_all(text, _StrictLoader) if o]
-    by_kind = {each["kind"]: each for each in objects}
-    assert len(by_kind) == len(objects)
-    return by_kind
-
-
-def pod_of(values: Values, **options: Any) -> Object:
-    """The pod's spec of the StatefulSet."""
-    spec: Object = objects_of(values, **options)["StatefulSet"]["spec"]["template"]["spec"]
-    return spec
-
-
-def container_of(pod: Object) -> Object:
-    (container,) = pod["containers"]
-    return container
-
-
-def settings_of(pod: Object, **from_fields: str) -> dict[str, str]:
-    """Its environment, as the kubelet gives it to a pod whose fields have these values."""
-    settings: dict[str, str] = {}
-    for entry in container_of(pod)["env"]:
-        assert entry["name"] not in settings
-        value = entry.get("value")
-        if value is None:
-            value = from_fields[
-                re.search(r"'(.*)'", entry["valueFrom"]["fieldRef"]["fieldPath"])[1]
-            ]
-        settings[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda m: settings[m[1]], value)
-    return settings
-
-
-def shard_settings(pod: Object, index: int = 0) -> dict[str, str]:
-    return settings_of(pod, **{INDEX_LABEL: str(index)})
 
 
 def variables_of(command: click.Command) -> set[str]:
@@ -348,11 +276,6 @@ def test_one_shard_at_a_time_is_taken_by_drains(values) -> None:
     spec = objects_of(values)["PodDisruptionBudget"]["spec"]
     assert spec["maxUnavailable"] == 1
     assert "minAvailable" not in spec
-
-
-def mounts_of(pod: Object) -> list[Object]:
-    found: list[Object] = container_of(pod)["volumeMounts"]
-    return found
 
 
 @pytest.fixture(params=[*VALUES, "job"])
@@ -772,7 +695,8 @@ def test_the_job_is_of_the_workers_of_the_chart() -> None:
     pod, spec = JOB["spec"]["template"]["spec"], JOB["spec"]
     settings = [worker_settings(index) for index in range(spec["completions"])]
     shard = pod_of(SECURED, namespace=JOB["metadata"]["namespace"])
-    assert container_of(pod)["image"] == container_of(shard)["image"]
+    (of_worker, tag), of_shard = container_of(pod)["image"].split(":"), container_of(shard)["image"]
+    assert (of_worker, of_shard) == ("shardwell-demo", f"shardwell:{tag}")
     assert {each[TARGET_VARIABLE] for each in settings} == {shard_settings(shard)[TARGET_VARIABLE]}
     ids = [each["SHARDWELL_WORKER_ID"] for each in settings]
     assert ids == ["worker-0", "worker-1", "worker-2", "worker-3"]
@@ -783,42 +707,9 @@ def test_the_job_is_of_the_workers_of_the_chart() -> None:
     assert named - variables_of(train_digits) == by_clients
 
 
-def worker_settings(index: int) -> dict[str, str]:
-    pod = JOB["spec"]["template"]["spec"]
-    return settings_of(pod, **{"batch.kubernetes.io/job-completion-index": str(index)})
-
-
-def secrets_of(notes: str, directory: Path) -> dict[str, dict[str, bytes]]:
-    """Runs the commands of the notes; what `kubectl create secret` would keep."""
-    secrets = {}
-    for line in notes.splitlines():
-        match shlex.split(line) if line.startswith("  ") else ():
-            case ["shardwell", command, *words]:
-                here = [f"{directory}/{w}" if w.startswith("certs") else w for w in words]
-                code, _, log = run_command(command, *here)
-                assert code == 0, log
-            case ["kubectl", "-n", "training", "create", "secret", "generic", name, *files]:
-                pairs = (file.removeprefix("--from-file=").split("=") for file in files)
-                secrets[name] = {key: (directory / path).read_bytes() for key, path in pairs}
-    return secrets
-
-
 def start(pod: Object, settings: dict[str, str], secrets: Any, root: Path) -> dict[str, str]:
-    """Lays out its volumes under a directory, as the kubelet does; its settings there."""
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    for mount in mounts_of(pod):
-        directory = root / mount["mountPath"].lstrip("/")
-        directory.mkdir(parents=True)
-        if secret := volumes.get(mount["name"], {}).get("secret"):
-            found = secrets[secret["secretName"]]
-            items = secret.get("items") or [{"key": key, "path": key} for key in found]
-            (directory / "..1").mkdir()
-            (directory / "..data").symlink_to("..1")
-            for item in items:
-                file = directory / "..1" / item["path"]
-                file.write_bytes(found[item["key"]])
-                file.chmod(secret["defaultMode"])
-                (directory / item["path"]).symlink_to(f"..data/{item['path']}")
+    """Lays out its volumes under a directory; its settings there."""
+    lay_out(pod, secrets, root)
     return {name: re.sub(r"^/", f"{root}/", value) for name, value in settings.items()}
 
 

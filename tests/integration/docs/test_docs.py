@@ -29,8 +29,8 @@ PAGES = [
     "README.md",
     *(f"docs/{name}.md" for name in (
         "pytorch", "jax", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
-        "guarantees", "errors", "performance", "wire", "architecture", "security", "operations",
-        "runbook",
+        "compose", "guarantees", "errors", "performance", "wire", "architecture", "security",
+        "operations", "runbook",
     )),
 ]  # fmt: skip
 END_TIMEOUT_S = 120.0
@@ -48,6 +48,7 @@ CREDENTIALS = ("SHARDWELL_TLS_", "SHARDWELL_TOKEN")
 ONES = r"\[ *((1\.0*|0\.999\d*) *){3}\]"
 PRINTED = {
     "python worker.py w1": ONES,
+    "python mine.py": ONES,
     "python train.py w1": r"loss 0\.[0-4]\d*",
     "docs/jax.md 1": r"\['dense/bias', 'dense/kernel'\]\nloss 0\.\d+",
     "docs/parameters.md 1": "640",

@@ -75,13 +75,13 @@ def knows(*names: str) -> Answer:
 def test_nothing_known_of_any_package(audit, serve, capsys) -> None:
     asked = serve(knows(CANARY))
     assert audit.main() == 0
-    locked = [pin.name for lock in (audit.IMAGE_LOCK, audit.BUILD_LOCK)
+    locked = [pin.name for lock in (audit.DEMO_LOCK, audit.BUILD_LOCK)
               for pin in audit.read(ROOT / lock)]  # fmt: skip
     assert asked == [CANARY, *locked]
     assert f"no vulnerability in {len(locked)} locked packages" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["click", "hatchling"])
+@pytest.mark.parametrize("name", ["click", "scikit-learn", "hatchling"])
 def test_a_finding_fails(audit, serve, capsys, name) -> None:
     serve(knows(CANARY, name))
     assert audit.main() == 1

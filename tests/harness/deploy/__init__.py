@@ -1,0 +1,1 @@
+"""The chart and the images, as whoever deploys them has them."""
