@@ -38,6 +38,7 @@ from shardwell.v1 import (
     peer_pb2,
     session_pb2,
     table_pb2,
+    trace_pb2,
     types_pb2,
     unix_stream_pb2,
 )
@@ -52,6 +53,7 @@ SERVICES = [
         (parameter_server_pb2, "ParameterServerService"),
         (table_pb2, "TableService"),
         (session_pb2, "SessionService"),
+        (trace_pb2, "TraceService"),
         (group_pb2, "GroupService"),
     )
 ]
@@ -201,6 +203,26 @@ ROWS: dict[str, list[Row]] = {
         )
     ],
     "SessionService/EndSession": [Row("any", lambda shard: {"shard": shard, "session": 99})],
+    "TraceService/GetClock": [Row("any", lambda shard: {"shard": shard})],
+    "TraceService/AwaitRecording": [
+        Row(
+            "any",
+            lambda shard: {"shard": shard, "session": 99, "worker_id": "w"},
+            Code.UNAVAILABLE,
+        )
+    ],
+    "TraceService/GiveSpans": [
+        Row(
+            "any",
+            lambda shard: {
+                "shard": shard,
+                "session": 99,
+                "process": trace_pb2.ProcessSpans(worker_id="w"),
+            },
+            Code.UNAVAILABLE,
+        )
+    ],
+    "TraceService/Record": [Row("any", lambda shard: {"shard": shard})],
     "GroupService/JoinGroup": [
         Row(
             "contribute",
