@@ -41,6 +41,9 @@ ELSEWHERE = {
     "make demo": "test_demo.py, and CI runs it",
     "pip install '.[ray]'": "make test-ray installs Ray",
     "python on_ray.py": "tests/integration/ray, as make test-ray runs it",
+    "sbatch --nodes 4 --ntasks-per-node 2 examples/slurm/train.sbatch python worker.py": (
+        "test_train_sbatch.py, where there is Slurm"
+    ),
     "pip install .[torch]": "the Dockerfile installs its wheel; tests use an editable installation",
 }
 """Lines that are not run here, and what does."""
