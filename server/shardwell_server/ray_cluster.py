@@ -27,7 +27,13 @@ from typing import Any
 
 import ray
 from fastcrc import crc32
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -341,14 +347,14 @@ class RayCluster(Closing):
         if owner is None or not owner.is_here or not ray.is_initialized():
             return
         ray.kill(self._coordinator)
-        with contextlib.suppress(Exception):  # what has not stopped by then is ended
-            ray.get(
-                [shard.stop.remote() for shard in self._shards],
-                timeout=self._grace_s + _STOP_MARGIN_S,
-            )
-        for shard in self._shards:
-            ray.kill(shard)
-        remove_placement_group(self._group)
+        try:
+            stopped = [shard.stop.remote() for shard in self._shards]
+            with contextlib.suppress(RayError):  # what has not stopped by then is ended
+                ray.get(stopped, timeout=self._grace_s + _STOP_MARGIN_S)
+        finally:
+            for shard in self._shards:
+                ray.kill(shard)
+            remove_placement_group(self._group)
 
 
 def start_shards(
@@ -397,8 +403,8 @@ def start_shards(
         port: Shard i listens on `port` + i, for firewalls. 0: ports from 20000 to 29999, drawn from
             the cluster's id. A shard that is started again takes the same.
         cluster_id: Default: that of `data_dir` as seen from here, else a random one.
-        timeout_s: How long Ray may take to find room for the shards, and they to start; later, how
-            long `target` waits.
+        timeout_s: How long Ray may take to find room for the shards, and they to start, restored
+            from a checkpoint if there is one; later, how long `target` waits for the same.
         durability: "process", "step" or a number of seconds; see Durability.
         tls: What shards prove themselves with; see ShardConfig. Its certificate names the nodes, or
             one name that workers give as `Tls(server_name=)`.

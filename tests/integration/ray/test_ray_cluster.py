@@ -23,6 +23,7 @@ import pytest
 import shardwell
 from harness.certificates import authority, of_client, of_server
 from harness.polling import eventually
+from harness.programs.ports import free_port
 from harness.threads import in_background
 from harness.tokens import Tokens
 
@@ -170,13 +171,19 @@ def test_what_shards_in_memory_lose_is_told(nodes: Any) -> None:
         assert caught.value.shard_index == 1
 
 
-def test_tls_and_tokens_keep_others_out(nodes: Any, tmp_path: Path) -> None:
+def test_tls_and_tokens_keep_others_out_on_given_ports(nodes: Any, tmp_path: Path) -> None:
     files = authority("ray", (HEAD_HOST, OTHER_HOST))
     tokens = Tokens(tmp_path)
     token_file = tokens.add("workers", "create")
     with shardwell.ray.start_shards(
-        2, tls=of_server(files), tokens=tokens.path, data_dir=tmp_path / "shards"
+        2,
+        tls=of_server(files),
+        tokens=tokens.path,
+        data_dir=tmp_path / "shards",
+        port=(port := free_port()),
     ) as cluster:
+        ports = [int(address.rpartition(":")[2]) for address in cluster.addresses]
+        assert ports == [port, port + 1]
         with pytest.raises(shardwell.AuthenticationError):
             shardwell.connect(cluster.target, connect_timeout_s=5.0)
         with shardwell.connect(
