@@ -82,6 +82,17 @@ def pid_listening_at(address: str) -> int:
     raise AssertionError(f"nobody listens at {address}")
 
 
+def pid_of_coordinator() -> int:
+    """That of this test's Ray, which has the name of its directory for itself."""
+    home = f"RAY_TMPDIR={os.environ['RAY_TMPDIR']}\0".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_one = (entry / "cmdline").read_bytes().startswith(b"ray::_Coordinator")
+            if is_one and home in (entry / "environ").read_bytes():
+                return int(entry.name)
+    raise AssertionError("there is no coordinator")
+
+
 def hosts_of(cluster: Any) -> list[str]:
     return [address.rpartition(":")[0] for address in cluster.addresses]
 
@@ -108,6 +119,8 @@ def test_a_killed_shard_goes_on_from_its_files_at_its_address(nodes: Any, tmp_pa
             training.until(step)
             os.kill(pid_listening_at(addresses[number % 2]), signal.SIGKILL)
             eventually("it is there again", lambda: cluster.addresses == addresses)
+        os.kill(pid_of_coordinator(), signal.SIGKILL)
+        assert cluster.addresses == addresses
         for weights in training.weights():
             np.testing.assert_array_equal(weights, reference(STEP_COUNT))
         assert training.errors == [], "no worker noticed"

@@ -55,9 +55,11 @@ def slurm() -> Iterator[Slurm]:
         yield started
 
 
-def submit(slurm: Slurm, step_count: int = STEP_COUNT, code: int = 0, **variables: str) -> str:
+def submit(
+    slurm: Slurm, step_count: int = STEP_COUNT, code: int = 0, *options: str, **variables: str
+) -> str:
     program = ["python", "worker.py", str(step_count), str(code)]
-    return slurm.submit(SCRIPT, *program, SHARDWELL_PORT=str(free_port()), **variables)
+    return slurm.submit(*options, SCRIPT, *program, SHARDWELL_PORT=str(free_port()), **variables)
 
 
 def until(slurm: Slurm, job: str, text: str) -> None:
@@ -81,10 +83,10 @@ def processes_of(job: str) -> dict[int, str]:
     return found
 
 
-def nothing_is_left(slurm: Slurm, job: str) -> None:
+def nothing_is_left(slurm: Slurm, job: str, shard_count: int = 2) -> None:
     eventually("all processes have ended", lambda: not processes_of(job))
     kept = sorted(path.name for path in (slurm.directory / f"shardwell-{job}").iterdir())
-    assert kept == ["shard-0", "shard-1"], "no credentials"
+    assert kept == [f"shard-{index}" for index in range(shard_count)], "no credentials"
 
 
 def test_training_goes_on_when_a_shard_is_killed(slurm: Slurm) -> None:
@@ -94,7 +96,7 @@ def test_training_goes_on_when_a_shard_is_killed(slurm: Slurm) -> None:
     os.kill(victim, signal.SIGKILL)
     assert slurm.end(job) == ("COMPLETED", "0:0"), slurm.log(job)
     log = slurm.log(job)
-    assert "shard 1 on n2 has ended with code 137; starting it again" in log
+    assert "shard 1 on n2 has ended with code 137, after 0 of 10 restarts" in log
     weights = f"{-float(sum(step % 5 for step in range(STEP_COUNT)))}"
     ends = sorted(re.findall(END, log, re.M))
     assert ends == [("0", "w0", weights), ("1", "w1", weights)], log
@@ -102,9 +104,10 @@ def test_training_goes_on_when_a_shard_is_killed(slurm: Slurm) -> None:
 
 
 def test_it_ends_as_its_workers_do(slurm: Slurm) -> None:
-    job = submit(slurm, 5, 3)
+    job = submit(slurm, 5, 3, "--nodes=1", "--ntasks-per-node=3")
     assert slurm.end(job) == ("FAILED", "3:0"), slurm.log(job)
-    nothing_is_left(slurm, job)
+    assert re.search(r"worker w[01] on n[12] has ended with code 3", slurm.log(job))
+    nothing_is_left(slurm, job, 1)
 
 
 def test_a_cancelled_job_leaves_nothing(slurm: Slurm) -> None:
@@ -125,11 +128,19 @@ def test_shards_that_can_not_start_end_it(slurm: Slurm) -> None:
     log = slurm.log(job)
     assert (state, code) == ("FAILED", "1:0"), log
     assert "Not a directory" in log or "is a file" in log, log
+    assert "shard 1 on n2 has ended with code 2, after 1 of 1 restarts" in log
     assert "the shards have ended before the workers, which are stopped" in log
     eventually("all processes have ended", lambda: not processes_of(job))
 
 
-def test_without_a_program_it_says_what_it_wants(slurm: Slurm) -> None:
-    job = slurm.submit(SCRIPT)
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((SCRIPT,), "usage: sbatch train.sbatch PROGRAM"),
+        (("--ntasks-per-node=1", SCRIPT, "python"), "give --ntasks-per-node, 2 or more"),
+    ],
+)
+def test_what_it_can_not_do_it_says(slurm: Slurm, arguments: tuple[str, ...], told: str) -> None:
+    job = slurm.submit(*arguments)
     assert slurm.end(job) == ("FAILED", "2:0")
-    assert slurm.log(job).startswith("usage: sbatch train.sbatch PROGRAM")
+    assert slurm.log(job).startswith(told)
