@@ -3,7 +3,8 @@
 pip install '.[torch,ray]' 'ray[train]' scikit-learn    # on all nodes
 python examples/ray_torch_trainer.py /shared/digits     # a folder that all nodes reach
 
-Without a Ray cluster it starts one on this machine. Whatever is lost, a worker, a shard or a node,
+It asks Ray for 4 CPUs. Without a Ray cluster it starts one on this machine; where that has fewer
+cores, `ray start --head --num-cpus=4` does it. Whatever is lost, a worker, a shard or a node,
 Ray starts again: the workers ask `cluster.target` where the shards are now, and go on at the step
 that the shards have come to, or at that of the newest checkpoint where a shard lost its memory.
 """
