@@ -15,7 +15,7 @@ UPGRADE ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup docs test test-exhaustive test-torch test-jax test-helm mutants demo demo-embeddings lint audit lock sbom protos bench soak fuzz wheels
+.PHONY: help setup docs test test-exhaustive test-torch test-jax test-ray test-helm mutants demo demo-embeddings lint audit lock sbom protos bench soak fuzz wheels
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -24,6 +24,9 @@ TORCH := torch==2.13.0+cpu
 TORCH_TESTS := tests/unit/numerics/test_update_rules_torch.py tests/unit/numerics/test_arguments.py \
   tests/integration/torch tests/integration/docs
 JAX := jax==0.10.2 optax==0.2.8 keras==3.15.1
+# With what its Trainer needs; the example needs PyTorch, too.
+RAY := ray[train]==2.60.0
+RAY_TESTS := tests/integration/ray
 # Helm as a library, and the schemas of Kubernetes.
 HELM := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0
 HELM_TESTS := tests/integration/deploy/test_helm.py
@@ -41,6 +44,7 @@ help:
 	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
 	@echo "make test-torch    those of shardwell.torch, with PyTorch's CPU build"
 	@echo "make test-jax    those of shardwell.jax, with JAX's CPU build, optax and Keras"
+	@echo "make test-ray    those of shardwell.ray, on two nodes of real Ray, one of which is killed (3 minutes)"
 	@echo "make test-helm    those of the chart, rendered by Helm, held against Kubernetes' schemas and run by Docker"
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
 	@echo "make fuzz    properties and state machines again, with new random examples"
@@ -88,6 +92,14 @@ test-jax: $(VENV)/.has-test
 	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(JAX); then \
 	  $(BIN)/python -m pytest -n $(WORKERS) $(JAX_TESTS); \
 	else echo "no $(JAX) for this Python here: the tests of shardwell.jax were not run"; fi
+
+# The same for Ray. One by one: a Ray of several processes for each of several workers is too much.
+test-ray: $(VENV)/.has-test
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check '$(RAY)'; then \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) || \
+	    echo "no $(TORCH) for this Python here: the example with TorchTrainer was not run"; \
+	  $(BIN)/python -m pytest $(RAY_TESTS); \
+	else echo "no $(RAY) for this Python here: the tests of shardwell.ray were not run"; fi
 
 # The same for Helm, 350 MB with the schemas.
 test-helm: $(VENV)/.has-test

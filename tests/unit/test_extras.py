@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("extra", ["torch", "jax"])
+@pytest.mark.parametrize("extra", ["torch", "jax", "ray"])
 def test_an_extra_that_is_not_installed_is_named(monkeypatch, extra) -> None:
     for name in [each for each in sys.modules if each.startswith(f"shardwell.{extra}")]:
         monkeypatch.delitem(sys.modules, name)

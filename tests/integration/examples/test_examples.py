@@ -97,4 +97,5 @@ def test_the_example_of_keras(backend: str, tmp_path: Path) -> None:
 def test_every_example_is_run() -> None:
     named = {"worker.py", "all_reduce.py", "local_cluster.py", "group.py", "knowledge_graph.py"}
     named |= {"sharded_optimizer.py", "keras_digits.py", "scikit_learn.py"}
+    named |= {"ray_torch_trainer.py"}  # by tests/integration/ray
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == named

@@ -33,6 +33,10 @@ class DataDirError(StorageError):
     """A data directory can't be used; the message says which file, and what to do."""
 
 
+class DataDirInUseError(DataDirError):
+    """Another process has it, which may be about to end."""
+
+
 def _close_to_others(directory: int, found: os.stat_result, path: Path) -> None:
     """Takes from others what rights they have to a directory, as far as this user may."""
     if not found.st_mode & ~_MODE & 0o777:
@@ -132,7 +136,7 @@ class DataDir(Closing):
                 os.close(directory)  # it was moved away meanwhile
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
-                raise DataDirError(
+                raise DataDirInUseError(
                     f"data directory {path} is in use by another process; a shard has its own"
                 ) from None
             if error.errno in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP):
