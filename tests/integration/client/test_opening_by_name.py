@@ -184,7 +184,9 @@ def test_statuses_are_values_that_can_be_printed(cluster, connect) -> None:
     for index, status in enumerate(statuses()):
         (parameter,), (table,) = status.parameters, status.tables
         assert (parameter.spec, table.spec) == (model.spec, users.spec)
-        again = dataclasses.replace(users.status()[index], wait=table.wait)  # which goes on
+        again = users.status()[index]
+        # Which go on.
+        again = dataclasses.replace(again, wait=table.wait, members=table.members)
         assert table == again
         assert hash(table) == hash(again)
         with pytest.raises(AttributeError):

@@ -338,7 +338,7 @@ class SessionMachine(RuleBasedStateMachine):
             return
         assert expected is Decision.COUNT
         self.tracker.record(seat, 0, step, self.tracker.following(0, 1), 7)
-        seat.contributed(session)
+        seat.contributed(session, 0.0, None)
         assert not seat.was_taken_over
         self.counted[worker, tenure] += 1
         assert seat.stored(step) >= self.stored[seat.index]
