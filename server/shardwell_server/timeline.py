@@ -128,7 +128,9 @@ def waits(process: Process) -> list[Wait]:
         else:
             continue  # its end is not kept, or is to come
         for worker_id, span in lasts.items():
-            if worker_id not in whom and span.end_ns < until_ns:
+            # Whose last one closed something waited for nobody: of asynchronous mode, each does.
+            waited = span.kind == pb.SPAN_KIND_ADD and span.end_ns < until_ns
+            if waited and worker_id not in whom:
                 found.append(Wait(worker_id, subject, step, whom, span.end_ns, until_ns, is_over))
     return found
 

@@ -94,6 +94,19 @@ def test_a_step_that_is_open_waits_for_whom_the_shard_names() -> None:
     assert "waits for w1" in names
 
 
+def test_in_asynchronous_mode_nobody_waits() -> None:
+    """Steps have numbers of their workers' own there, and each closes by itself."""
+    shard = process_of(
+        add("w0", 3, 0, 1, chunk=0, closes=True),
+        add("w0", 3, 1, 2, chunk=1, closes=True),
+        add("w1", 3, 500, 501, chunk=0, closes=True),
+        add("w1", 3, 501, 502, chunk=1, closes=True),
+        shard=0,
+    )
+    assert not waits(shard)
+    assert not lasts([shard])
+
+
 def test_one_worker_waits_for_nobody() -> None:
     assert not waits(process_of(add("w0", 0, 0, 1, closes=True), shard=0))
     assert not waits(process_of(add("w0", 0, 0, 1), shard=0))  # the end is not kept

@@ -7,16 +7,19 @@ What a call is spent on is made of the spans that are kept anyway (spans.py).
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
 from shardwell.process.spans import KeptSpan, Spans, now_ns
 from shardwell.v1 import trace_pb2 as pb
 
+_LOG = logging.getLogger("shardwell")
 _MODULE = "opentelemetry.trace"
 _FLUSH_MS = 2000
 """For an exporter, whose receiver may be gone."""
@@ -62,13 +65,26 @@ def call_span(verb: str, spans: Spans, worker_id: str, where: dict[str, str]) ->
         worker_id: Whose call it is.
         where: {"parameter": its name}, or {"table": its name}.
     """
-    if not verb or _MODULE not in sys.modules:
+    otel = sys.modules.get(_MODULE) if verb else None
+    if otel is None:
         return _NO_SPAN
-    return _CallSpan(verb, spans, worker_id, where)
+    return _CallSpan(otel, verb, spans, worker_id, where)
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """For a block of OpenTelemetry's: no call fails because that does, or is half imported."""
+    try:
+        yield
+    except Exception as error:
+        _LOG.debug("OpenTelemetry failed", exc_info=error)
 
 
 class _CallSpan(NoSpan):
-    def __init__(self, verb: str, spans: Spans, worker_id: str, where: dict[str, str]) -> None:
+    def __init__(
+        self, otel: Any, verb: str, spans: Spans, worker_id: str, where: dict[str, str]
+    ) -> None:
+        self._otel = otel
         self._verb = verb
         self._spans = spans
         (self._kind, self._name), *_ = where.items()
@@ -76,11 +92,15 @@ class _CallSpan(NoSpan):
             "shardwell.worker_id": worker_id,
             f"shardwell.{self._kind}": self._name,
         }
-        self._otel: Any = sys.modules[_MODULE]
         self._span: Any = None
         self._begin_ns = 0
 
     def __enter__(self) -> NoSpan:
+        with _apart():
+            self._begin()
+        return self
+
+    def _begin(self) -> None:
         tracer = self._otel.get_tracer("shardwell")
         self._span = tracer.start_span(
             f"shardwell.{self._verb}",
@@ -93,7 +113,6 @@ class _CallSpan(NoSpan):
             self.trace_parent = (
                 f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
             )
-        return self
 
     def __exit__(
         self,
@@ -101,25 +120,42 @@ class _CallSpan(NoSpan):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._span.is_recording():
-            kept = self._spans.since(self._begin_ns, self._name)
-            steps = {span.step for span in kept if span.step >= 0}
-            if steps:
-                self._span.set_attribute("shardwell.step", max(steps))
-            _add_children(self._otel, self._span, [s for s in kept if s.kind in _OF_CALL])
-            if error is not None:
-                self._span.record_exception(error)
-                self._span.set_status(self._otel.StatusCode.ERROR, str(error))
-        self._span.end()
+        if self._span is None:
+            return
+        with _apart():
+            self._tell(error)
+        with _apart():
+            self._span.end()
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Adds what was noted in the block, and how that ended."""
+        if not self._span.is_recording():
+            return
+        kept = self._spans.since(self._begin_ns, self._name)
+        steps = {span.step for span in kept if span.step >= 0}
+        if steps:
+            self._span.set_attribute("shardwell.step", max(steps))
+        _add_children(self._otel, self._span, [s for s in kept if s.kind in _OF_CALL])
+        if error is not None:
+            self._span.record_exception(error)
+            self._span.set_status(self._otel.StatusCode.ERROR, str(error))
 
 
 def flush() -> None:
     """Has what has ended exported, for a process that ends at once. Blocks for seconds at most."""
     otel: Any = sys.modules.get(_MODULE)
-    if otel is not None:
-        provider = otel.get_tracer_provider()
-        with contextlib.suppress(Exception):  # AttributeError where there is no SDK; or others' own
-            provider.force_flush(_FLUSH_MS)
+    if otel is None:
+        return
+
+    def export() -> None:
+        with _apart():  # AttributeError where there is no SDK
+            otel.get_tracer_provider().force_flush(_FLUSH_MS)
+
+    # The SDK's batches take as long as their exporter does, whatever they are asked for.
+    thread = threading.Thread(target=export, name="shardwell-telemetry", daemon=True)
+    with contextlib.suppress(RuntimeError):  # the system has no further thread
+        thread.start()
+        thread.join(_FLUSH_MS / 1000)
 
 
 class StepSpans:
@@ -155,14 +191,17 @@ class StepSpans:
         """All of the step is answered. Does nothing if it has no span."""
         given, self._trace_parent = self._trace_parent, ""
         found = _TRACE_PARENT.fullmatch(given)
-        if found is None or _MODULE not in sys.modules:
-            return
-        otel: Any = sys.modules[_MODULE]
+        otel: Any = sys.modules.get(_MODULE)
+        if found is not None and otel is not None:
+            with _apart():
+                self._make(otel, found)
+
+    def _make(self, otel: Any, found: re.Match[str]) -> None:
+        """The span of the step, as a child of the one that a traceparent names."""
         trace_id, span_id, flags = (int(part, 16) for part in found.groups())
         parent = otel.SpanContext(
             trace_id, span_id, is_remote=True, trace_flags=otel.TraceFlags(flags)
         )
-        kept = [s for s in self._spans.since(self._begin_ns, self._name) if s.kind in _OF_STEP]
         span = otel.get_tracer("shardwell").start_span(
             "shardwell.step",
             context=otel.set_span_in_context(otel.NonRecordingSpan(parent)),
@@ -171,6 +210,7 @@ class StepSpans:
             start_time=self._begin_ns + _epoch_ns(),
         )
         if span.is_recording():
+            kept = [s for s in self._spans.since(self._begin_ns, self._name) if s.kind in _OF_STEP]
             self._tell_wait(span, kept)
             own = [s for s in kept if s.peer in ("", self._worker_id)]
             _add_children(otel, span, own)
@@ -179,11 +219,17 @@ class StepSpans:
     def _tell_wait(self, span: Any, kept: Iterable[KeptSpan]) -> None:
         """For whom the worker waited, and how long."""
         step = [s for s in kept if s.kind in _CONTRIBUTIONS and s.step == self._step and s.peer]
-        own_ns = max((s.end_ns for s in step if s.peer == self._worker_id), default=0)
-        last = max(step, key=lambda s: s.end_ns, default=None)
-        if last is not None and own_ns and last.peer != self._worker_id:
+        own = max((s for s in step if s.peer == self._worker_id), key=_end_ns, default=None)
+        if own is None or own.kind == pb.SPAN_KIND_UPDATE:  # of asynchronous mode, all are
+            return
+        last = max(step, key=_end_ns)
+        if last is not own:
             span.set_attribute("shardwell.waited_for", last.peer)
-            span.set_attribute("shardwell.wait_s", max(last.begin_ns - own_ns, 0) / 1e9)
+            span.set_attribute("shardwell.wait_s", max(last.begin_ns - own.end_ns, 0) / 1e9)
+
+
+def _end_ns(span: KeptSpan) -> int:
+    return span.end_ns
 
 
 def _add_children(otel: Any, parent: Any, kept: Iterable[KeptSpan]) -> None:

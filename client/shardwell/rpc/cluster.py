@@ -229,12 +229,14 @@ def _telling(channel: ShardChannel, shard_count: int, end: str) -> Iterator[None
 
     timer = threading.Timer(_SILENCE_S_MAX, tell)
     timer.name, timer.daemon = "shardwell-waiting", True
-    timer.start()
+    with contextlib.suppress(RuntimeError):  # without a further thread nothing is told
+        timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        timer.join()
+        if timer.ident is not None:
+            timer.join()
 
 
 def _check(

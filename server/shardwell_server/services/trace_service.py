@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 
-from shardwell.errors import ArgumentError, WrongShardError
+from shardwell.errors import ArgumentError, ShardUnavailableError, WrongShardError
 from shardwell.process.spans import SPAN_COUNT_MAX, clock_id, now_ns
 from shardwell.specs.names import check_name
 from shardwell.v1 import trace_pb2 as pb
@@ -57,7 +58,8 @@ class TraceService:
         worker_id = check_name("worker_id", request.worker_id)
         self._shard.sessions.check(request.session, worker_id, call.principal.name)
         deadline = deadline_of(self._shard, call, 0)
-        with self._recordings.asking(request.session):
+        ended = ShardUnavailableError("another call of this session waits for recordings")
+        with self._recordings.asking(request.session, partial(call.end, ended)):
             number = yield from until(self._recordings.news, request.session, deadline)
         return pb.AwaitRecordingResponse(recording=number)
 
@@ -77,15 +79,21 @@ class TraceService:
         def is_shown(name: str) -> bool:
             return bool(call.principal.best(name))
 
+        known: set[str] = set()
+
+        def is_worker_shown(worker_id: str) -> bool:
+            return is_shown("") or worker_id in known
+
         wait_s = min(request.wait_timeout_ms / 1000, _WAIT_S_MAX)
         asks = bool(wait_s) and self._shard.config.shard_index == 0
         sessions = self._shard.sessions
         there = {each.number for each in sessions.by_worker().values()}
-        number = self._recordings.begin(there) if asks else 0
+        number = self._recordings.begin(there, wait_s) if asks else 0
         given: set[int] = set()
         try:
             own = pb.RecordResponse(process=_shown(self._shard.spans.to_proto(), is_shown))
             own.open_steps.extend(self._open_steps(is_shown))
+            known = _workers_of(own)
             yield own.SerializeToString()
             deadline = deadline_of(self._shard, call, wait_s)
             while asks:
@@ -93,13 +101,18 @@ class TraceService:
                 if process is None:
                     break
                 shown = pb.RecordResponse(process=_shown(process, is_shown))
-                yield shown.SerializeToString()
+                if shown.process.kinds or is_worker_shown(process.worker_id):
+                    yield shown.SerializeToString()
         finally:
             if asks:
                 given = self._recordings.end(number)
         if asks:
             attending = sessions.by_worker().items()
-            silent = [worker for worker, session in attending if session.number not in given]
+            silent = [
+                worker
+                for worker, session in attending
+                if session.number not in given and is_worker_shown(worker)
+            ]
             last = pb.RecordResponse(silent_worker_ids=silent[:_WORKER_COUNT_MAX])
             yield last.SerializeToString()
 
@@ -121,6 +134,13 @@ class TraceService:
                 of_rows = table.describe(_WORKER_COUNT_MAX, attending)
                 found.append(_open_step("table", of_rows.spec.name, of_rows.version, of_rows.wait))
         return [step for step in found if step is not None]
+
+
+def _workers_of(own: pb.RecordResponse) -> set[str]:
+    """Those that a shard's message names anyway."""
+    process = own.process
+    named = {process.words[number] for number in set(process.peers)}
+    return named.union(worker.worker_id for step in own.open_steps for worker in step.wait.workers)
 
 
 def _open_step(kind: str, name: str, step: int, wait: types_pb2.StepWait) -> pb.OpenStep | None:

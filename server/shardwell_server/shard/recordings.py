@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter, deque
-from collections.abc import Container, Iterator
+from collections import deque
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 from shardwell.errors import LimitError
@@ -17,6 +17,8 @@ from shardwell_server.shard.deadline import Changes, RequestDeadline
 
 RECORDING_COUNT_MAX = 4
 """At once; each holds up to a megabyte a client."""
+_READ_S = 5.0
+"""For whoever records to read what came in time, where others want to record."""
 _RETURN_S = 2.0
 """A session that was told asks again within this time, mostly."""
 
@@ -26,10 +28,12 @@ class Recording:
 
     Args:
         expected: Sessions that are sure to be asked.
+        until_s: When it is over for certain, on time.monotonic's clock.
     """
 
-    def __init__(self, expected: set[int]) -> None:
+    def __init__(self, expected: set[int], until_s: float) -> None:
         self.expected = expected
+        self.until_s = until_s
         self.told: set[int] = set()
         """Sessions that know of it."""
         self.given: set[int] = set()
@@ -44,23 +48,32 @@ class Recordings:
     def __init__(self) -> None:
         self._changed = Changes()
         self._open: dict[int, Recording] = {}
-        self._asking: Counter[int] = Counter()
-        """Sessions that wait to be told."""
+        self._asking: dict[int, Callable[[], object]] = {}
+        """Sessions that wait to be told, and what ends the call by which they do."""
         self._return_s: dict[int, float] = {}
         """Until when sessions that were told are expected to ask again."""
         self._is_stopping = False
 
     @contextmanager
-    def asking(self, session: int) -> Iterator[None]:
-        """For the time in which a session waits to be told."""
+    def asking(self, session: int, end: Callable[[], object]) -> Iterator[None]:
+        """For the time in which a session waits to be told, which it does by one call.
+
+        An earlier one is ended: its connection has broken, and it would be told in vain.
+
+        Args:
+            session: Which.
+            end: Ends the call.
+        """
         with self._changed:
-            self._asking[session] += 1
+            earlier = self._asking.get(session)
+            self._asking[session] = end
+        if earlier is not None:
+            earlier()
         try:
             yield
         finally:
             with self._changed:
-                self._asking[session] -= 1
-                if not self._asking[session]:
+                if self._asking.get(session) is end:
                     del self._asking[session]
 
     def news(self, session: int, deadline: RequestDeadline) -> int:
@@ -75,25 +88,30 @@ class Recordings:
                 deadline.wait(self._changed)
             return 0
 
-    def begin(self, attending: Container[int]) -> int:
+    def begin(self, attending: Container[int], wait_s: float) -> int:
         """Opens a recording, and has all clients told that ask; its number.
 
         Args:
             attending: Sessions that are there; others that asked are not waited for.
+            wait_s: How long clients have. Whoever does not read what comes keeps others from
+                recording for little longer.
 
         Raises:
             LimitError: too many are open.
         """
         with self._changed:
+            now_s = time.monotonic()
+            if len(self._open) >= RECORDING_COUNT_MAX:
+                self._open = {one: r for one, r in self._open.items() if r.until_s > now_s}
             if len(self._open) >= RECORDING_COUNT_MAX:
                 raise LimitError(
                     f"{RECORDING_COUNT_MAX} recordings are under way; wait for one to end"
                 )
             number = secrets.randbits(63) + 1
-            now_s = time.monotonic()
             self._return_s = {one: s for one, s in self._return_s.items() if s > now_s}
             known = {*self._asking, *self._return_s}
-            self._open[number] = Recording({one for one in known if one in attending})
+            expected = {one for one in known if one in attending}
+            self._open[number] = Recording(expected, now_s + wait_s + _READ_S)
             self._changed.notify_all()
             return number
 
@@ -110,7 +128,9 @@ class Recordings:
     def next(self, number: int, deadline: RequestDeadline) -> pb.ProcessSpans | None:
         """Spans of one more session; None when all have given theirs, or time is over."""
         with self._changed:
-            recording = self._open[number]
+            recording = self._open.get(number)
+            if recording is None:
+                return None
             if recording.waiting:
                 return recording.waiting.popleft()
             if recording.expected <= recording.given:
@@ -127,4 +147,5 @@ class Recordings:
     def end(self, number: int) -> set[int]:
         """Closes a recording; the sessions that gave."""
         with self._changed:
-            return self._open.pop(number).given
+            recording = self._open.pop(number, None)
+            return set() if recording is None else recording.given

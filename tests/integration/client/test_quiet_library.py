@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 import shardwell
+from harness.polling import PATIENCE_S
 from harness.programs.commands import Program, run_command
 from harness.programs.ports import free_port
 from shardwell_server import LocalCluster, ShardConfig, ShardServer
@@ -94,6 +96,17 @@ def test_whoever_trains_reads_which_shard_does_not_come_back(cluster) -> None:
         (line,) = program.log
         assert f"waiting for shard 1 of 2 at {running.addresses[1]}" in line
         assert "the call gives up in " in line
+
+
+def test_without_a_further_thread_a_call_waits_as_well(cluster, connect, monkeypatch) -> None:
+    """It is what tells of the wait that needs one."""
+    shards = connect(cluster(1), "w0")._shards
+
+    def refuse(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", refuse)
+    assert shards.await_shard(0, PATIENCE_S)
 
 
 def test_who_does_not_wait_long_reads_nothing(cluster, free_address: str) -> None:

@@ -10,18 +10,21 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Sampler
 
 import shardwell
+from harness.polling import PATIENCE_S
 from harness.programs.commands import Program
 from harness.threads import together
 from shardwell.process import telemetry
@@ -149,6 +152,71 @@ def test_a_call_that_fails_says_so(cluster, connect, recorder) -> None:
     assert "nan" in call.status.description
     assert [event.name for event in call.events] == ["exception"]
     assert net.exchange(np.ones(6, np.float32))[0] == -1
+
+
+class FailingProcessor(SpanProcessor):
+    """Of somebody who did not see to errors."""
+
+    def __init__(self, when: str) -> None:
+        self._when = when
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        if self._when == "start":
+            raise RuntimeError("no span is wanted")
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if self._when == "end" or (self._when == "shard" and span.name == "shardwell.step"):
+            raise RuntimeError("the exporter failed")
+
+
+@pytest.mark.parametrize("when", ["start", "end", "shard"])
+def test_no_call_fails_because_a_span_does(cluster, connect, recorder, when) -> None:
+    recorder.provider.add_span_processor(FailingProcessor(when))
+    running = cluster(1)
+    net = connect(running, "w0").parameter("net", size=6, optimizer=SGD)
+    net.init(np.zeros(6, np.float32))
+    assert net.exchange(np.ones(6, np.float32))[0] == -1
+    net.put_gradient(np.ones(6, np.float32))
+    assert net.get_weights(min_version=2)[0] == -2
+    assert not running.servers[0]._calls.refusal_counts
+
+
+@pytest.mark.parametrize("module", [None, types.ModuleType("opentelemetry.trace")])
+def test_while_it_is_imported_there_is_no_span(cluster, connect, monkeypatch, module) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", module)
+    net = connect(cluster(1), "w0").parameter("net", size=6, optimizer=SGD)
+    net.init(np.zeros(6, np.float32))
+    assert net.exchange(np.ones(6, np.float32))[0] == -1
+    telemetry.flush()
+
+
+def test_no_exporter_holds_up_the_end_of_a_process(monkeypatch) -> None:
+    is_over, flushed = threading.Event(), threading.Event()
+
+    class Provider:
+        def force_flush(self, timeout_millis: int) -> None:
+            is_over.wait(PATIENCE_S / 10)
+            flushed.set()
+
+    monkeypatch.setattr(trace, "get_tracer_provider", Provider)
+    monkeypatch.setattr(telemetry, "_FLUSH_MS", 10)
+    telemetry.flush()
+    assert not flushed.is_set()
+    is_over.set()
+    assert flushed.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("other", [pb.SPAN_KIND_UPDATE, pb.SPAN_KIND_ADD])
+def test_who_closed_a_step_waited_for_nobody(recorder, other) -> None:
+    """In asynchronous mode each does, and others' steps have the same numbers."""
+    spans = Spans()
+    step = telemetry.StepSpans(spans, 0, "w0", {"parameter": "net"})
+    step.begin("00-" + "1" * 32 + "-" + "2" * 16 + "-01", 0)
+    spans.add(pb.SPAN_KIND_UPDATE, "net", 0, 0, "w0", now_ns())
+    spans.add(other, "net", 0, 0, "w1", now_ns())
+    step.end()
+    (found,) = recorder.spans("step")
+    assert "shardwell.waited_for" not in found.attributes
 
 
 @pytest.mark.parametrize("recorder", [ALWAYS_OFF], indirect=True)

@@ -317,6 +317,30 @@ def test_a_token_sees_what_it_may_read(tmp_path) -> None:
         assert not (tmp_path / "no.json").exists(), output + log
 
 
+@pytest.mark.parametrize("gives", [True, False])
+def test_whoever_may_read_nothing_of_a_worker_s_does_not_learn_of_it(tmp_path, gives) -> None:
+    (tmp_path / "tokens").mkdir()
+    tokens = Tokens(tmp_path / "tokens")
+    theirs, mine = tokens.add("theirs", "create:theirs."), tokens.add("mine", "read:mine.")
+    with (
+        LocalCluster(1, tokens=tokens.path) as running,
+        shardwell.connect(running.target, worker_id="hidden", token_file=theirs) as client,
+    ):
+        trained(client, "theirs.net", worker_count=1)
+        is_asked(running, 1)
+        if not gives:
+            client._shards.channels[0]._giver._give = lambda recording: None
+        for token, is_named in ((mine, False), (theirs, True)):
+            _, output = traced(
+                running.target,
+                tmp_path / "run.json",
+                "--timeout-s=1",
+                **{TOKEN_FILE_VARIABLE: str(token)},
+            )
+            told = output + (tmp_path / "run.json").read_text()
+            assert ("hidden" in told) == is_named
+
+
 def test_a_quota_of_calls_does_not_count_it(tmp_path) -> None:
     """A client has its session, and one call."""
     (tmp_path / "tokens").mkdir()
@@ -410,6 +434,22 @@ def test_sessions_that_do_not_attend_are_refused(wire) -> None:
         with pytest.raises(grpc.RpcError) as refused:
             call()
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_session_has_one_call_that_waits(wire) -> None:
+    """No token's quota counts it."""
+    running, client, stubs = wire
+    client._shards.channels[0]._giver.close()
+    request = pb.AwaitRecordingRequest(
+        shard=identity(running), session=client._shards.session.number, worker_id="w0"
+    )
+    calls = [stubs[0].AwaitRecording.future(request) for _ in range(20)]
+    eventually("one of them waits", lambda: sum(not call.done() for call in calls) == 1)
+    codes = {call.code() for call in calls if call.done()}
+    assert codes == {grpc.StatusCode.UNAVAILABLE}
+    for call in calls:
+        call.cancel()
+    is_asked(running, 0)
 
 
 def test_other_shards_ask_nobody(wire) -> None:

@@ -5,6 +5,8 @@ Method: the state machine's events in the orders that matter, with a deadline th
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
+
 import pytest
 
 from shardwell.errors import LimitError
@@ -23,16 +25,20 @@ def over() -> RequestDeadline:
     return RequestDeadline(0.0)
 
 
+def asking(recordings: Recordings, session: int) -> AbstractContextManager[None]:
+    return recordings.asking(session, lambda: None)
+
+
 def of(worker_id: str) -> pb.ProcessSpans:
     return pb.ProcessSpans(worker_id=worker_id)
 
 
 def test_who_asks_is_told_once_and_gives_once() -> None:
     recordings = Recordings()
-    with recordings.asking(1), pytest.raises(NotYet):
+    with asking(recordings, 1), pytest.raises(NotYet):
         recordings.news(1, later())
-    with recordings.asking(1):
-        number = recordings.begin(ALL)
+    with asking(recordings, 1):
+        number = recordings.begin(ALL, 60.0)
         assert recordings.news(1, later()) == number
         with pytest.raises(NotYet):
             recordings.news(1, later())
@@ -51,7 +57,7 @@ def test_who_asks_is_woken() -> None:
     recordings, woken = Recordings(), []
     with pytest.raises(NotYet):
         recordings.news(1, RequestDeadline(60.0, wake=lambda: woken.append("asks")))
-    number = recordings.begin(ALL)
+    number = recordings.begin(ALL, 60.0)
     assert woken == ["asks"]
     assert recordings.news(1, later()) == number
     assert recordings.next(number, later()) is None  # nobody is sure to give
@@ -61,8 +67,8 @@ def test_who_asks_is_woken() -> None:
 
 def test_who_gives_wakes_who_records() -> None:
     recordings, woken = Recordings(), []
-    with recordings.asking(1), recordings.asking(2):
-        number = recordings.begin(ALL)
+    with asking(recordings, 1), asking(recordings, 2):
+        number = recordings.begin(ALL, 60.0)
         recordings.news(1, later())
         with pytest.raises(NotYet):
             recordings.next(number, RequestDeadline(60.0, wake=lambda: woken.append("records")))
@@ -77,22 +83,22 @@ def test_who_gives_wakes_who_records() -> None:
 
 def test_what_is_unasked_or_late_is_dropped() -> None:
     recordings = Recordings()
-    with recordings.asking(1):
-        number = recordings.begin(ALL)
+    with asking(recordings, 1):
+        number = recordings.begin(ALL, 60.0)
         recordings.give(number, 1, of("not told yet"))
         recordings.give(number + 1, 1, of("no such recording"))
         assert recordings.next(number, over()) is None
         recordings.news(1, later())
         assert recordings.end(number) == set()
         recordings.give(number, 1, of("late"))
-        another = recordings.begin(ALL)
+        another = recordings.begin(ALL, 60.0)
         assert recordings.next(another, over()) is None
 
 
 def test_two_at_once_have_all_spans_each() -> None:
     recordings = Recordings()
-    with recordings.asking(1):
-        numbers = [recordings.begin(ALL), recordings.begin(ALL)]
+    with asking(recordings, 1):
+        numbers = [recordings.begin(ALL, 60.0), recordings.begin(ALL, 60.0)]
         assert [recordings.news(1, later()), recordings.news(1, later())] == numbers
         for number in reversed(numbers):
             recordings.give(number, 1, of("w1"))
@@ -101,28 +107,28 @@ def test_two_at_once_have_all_spans_each() -> None:
 
 def test_not_too_many_at_once() -> None:
     recordings = Recordings()
-    numbers = [recordings.begin(ALL) for _ in range(RECORDING_COUNT_MAX)]
+    numbers = [recordings.begin(ALL, 60.0) for _ in range(RECORDING_COUNT_MAX)]
     with pytest.raises(LimitError, match=f"{RECORDING_COUNT_MAX} recordings"):
-        recordings.begin(ALL)
+        recordings.begin(ALL, 60.0)
     recordings.end(numbers[0])
-    assert recordings.begin(ALL) not in numbers
+    assert recordings.begin(ALL, 60.0) not in numbers
 
 
 def test_who_stopped_asking_is_not_waited_for() -> None:
     recordings = Recordings()
-    with recordings.asking(1):
+    with asking(recordings, 1):
         pass
-    assert recordings.next(recordings.begin(ALL), later()) is None
+    assert recordings.next(recordings.begin(ALL, 60.0), later()) is None
 
 
 def test_who_was_just_told_is_waited_for_though_it_pauses() -> None:
     recordings = Recordings()
-    with recordings.asking(1):
-        first = recordings.begin(ALL)
+    with asking(recordings, 1):
+        first = recordings.begin(ALL, 60.0)
         recordings.news(1, later())
     recordings.give(first, 1, of("w1"))
     recordings.end(first)
-    second = recordings.begin(ALL)
+    second = recordings.begin(ALL, 60.0)
     with pytest.raises(NotYet):
         recordings.next(second, later())
     assert recordings.news(1, later()) == second
@@ -130,8 +136,8 @@ def test_who_was_just_told_is_waited_for_though_it_pauses() -> None:
 
 def test_who_has_left_is_not_waited_for() -> None:
     recordings = Recordings()
-    with recordings.asking(1), recordings.asking(2):
-        number = recordings.begin({2})
+    with asking(recordings, 1), asking(recordings, 2):
+        number = recordings.begin({2}, 60.0)
         recordings.news(2, later())
         recordings.give(number, 2, of("w2"))
         assert recordings.next(number, later()) == of("w2")
@@ -145,3 +151,31 @@ def test_nobody_waits_for_a_shard_that_stops() -> None:
     recordings.stop()
     assert woken == [1]
     assert recordings.news(1, later()) == 0
+
+
+def test_a_session_asks_by_one_call() -> None:
+    """Of two, one is on a connection that has broken: what it is told, nobody hears."""
+    recordings, ended = Recordings(), []
+    with ExitStack() as earlier:
+        earlier.enter_context(recordings.asking(1, lambda: ended.append("first")))
+        with recordings.asking(1, lambda: ended.append("second")):
+            assert ended == ["first"]
+            earlier.close()
+            with pytest.raises(NotYet):  # the second still asks
+                recordings.next(recordings.begin(ALL, 60.0), later())
+        assert recordings.next(recordings.begin(ALL, 60.0), later()) is None
+    assert ended == ["first"]
+
+
+def test_who_reads_nothing_makes_room_when_time_is_over(monkeypatch) -> None:
+    monkeypatch.setattr("shardwell_server.shard.recordings._READ_S", 0.0)
+    recordings = Recordings()
+    kept = [recordings.begin(ALL, 60.0) for _ in range(RECORDING_COUNT_MAX - 1)]
+    unread = recordings.begin(ALL, 0.0)
+    another = recordings.begin(ALL, 60.0)
+    assert recordings.next(unread, later()) is None
+    assert recordings.end(unread) == set()
+    with pytest.raises(LimitError):
+        recordings.begin(ALL, 60.0)
+    for number in (*kept, another):
+        recordings.end(number)
