@@ -192,7 +192,8 @@ def from_rpc_error(
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineError(
                 f"{where} did not answer within the deadline; "
-                "check the network and its load, or raise timeout_s",
+                "check its load, the network, and whether its process was stopped, "
+                "or raise timeout_s",
                 **of,
             )
         case grpc.StatusCode.UNIMPLEMENTED:

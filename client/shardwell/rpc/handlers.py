@@ -81,15 +81,21 @@ class Handlers:
         """Ends a call with the status that stands for `error`."""
         if not context.is_active():
             context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
-        status = status_of(error, self._log, shard_index=self._shard_index, place=self._place)
+        status = status_of(
+            error,
+            self._log,
+            shard_index=self._shard_index,
+            place=self._place,
+            peer=context.peer(),
+        )
         context.set_trailing_metadata(status.trailing_metadata)
         context.abort(status.code, status.details)
 
 
 def status_of(
-    error: Exception, logger: logging.Logger, *, shard_index: int | None, place: str
+    error: Exception, logger: logging.Logger, *, shard_index: int | None, place: str, peer: str
 ) -> Status:
-    """The status that stands for an error, which is logged; see `Handlers`."""
+    """The status that stands for an error, which is logged with the caller's address, `peer`."""
     if isinstance(error, MemoryError):
         error = LimitError(f"the {place} has no memory left for this call; give it more")
     if not isinstance(error, ShardwellError):
@@ -97,7 +103,10 @@ def status_of(
         error = InternalError(f"{type(error).__name__}: {error}; see the {place}'s log")
     error.shard_index = shard_index
     status = to_status(error)
-    logger.warning("request refused", extra={"code": status.code.name, "reason": status.details})
+    logger.warning(
+        "request refused",
+        extra={"code": status.code.name, "reason": status.details, "peer": peer},
+    )
     return status
 
 

@@ -29,10 +29,10 @@ class MissingWorker:
     """Whether that process is connected: one that computes is, and one that was stopped."""
 
     def __str__(self) -> str:
-        if not self.pid:
-            return f"{self.worker_id!r}"
-        gone = "" if self.connected else ", which is gone"
-        return f"{self.worker_id!r} (process {self.pid} on {self.host!r}{gone})"
+        place = f"process {self.pid} on {self.host!r}" if self.pid else ""
+        if not self.connected:
+            place += ", not connected any more" if place else "not connected"
+        return f"{self.worker_id!r} ({place})" if place else f"{self.worker_id!r}"
 
 
 @dataclass(frozen=True, kw_only=True)

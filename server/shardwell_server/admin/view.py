@@ -22,11 +22,14 @@ from shardwell_server.cluster_status import (
     given,
     losses,
     merged,
+    size,
     verdict,
 )
 
 _NAME_COUNT_MAX = 100
 """Workers, or ranks, that are told of each parameter, table or group."""
+_FULL = 0.99
+"""Part of a disk that is used where it counts as full."""
 
 
 def own_status(vitals: Vitals, address: str) -> ShardStatus:
@@ -67,7 +70,7 @@ def view(
         is_shown: Whether a parameter or table of that name is told of.
     """
     statuses = [status for _, status in given(answers)]
-    config, limits = vitals.shard.config, vitals.shard.config.limits
+    config, limits, disk = vitals.shard.config, vitals.shard.config.limits, _disk(vitals)
     return {
         "cluster": config.cluster_id,
         "shards": [_shard(index, answers) for index in range(len(answers))],
@@ -91,7 +94,8 @@ def view(
             "shard_index": config.shard_index,
             "durability": config.durability.setting,
             "has_files": vitals.data_dir is not None,
-            "disk": _disk(vitals),
+            "disk": disk,
+            "words": _of_disk(config.shard_index, disk),
             "limits": {
                 "stored bytes": [vitals.shard.stored_bytes, limits.stored_bytes_max],
                 "clients": [vitals.shard.sessions.count, limits.session_count_max],
@@ -134,6 +138,17 @@ def _disk(vitals: Vitals) -> list[int] | None:
     except OSError:
         return None
     return [usage.total - usage.free, usage.total]
+
+
+def _of_disk(shard_index: int, disk: Sequence[int] | None) -> str:
+    """That the disk of the shard's files is full, or as good as."""
+    if disk is None or disk[0] < _FULL * disk[1]:
+        return ""
+    used, total = disk
+    return (
+        f"the disk of shard {shard_index}'s files is full: {size(total - used)} of {size(total)} "
+        "are free; free space there"
+    )
 
 
 def _shard(index: int, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -111,7 +111,12 @@ def _picture(answers: Sequence[Answer], rates: _Rates) -> Group:
     waits = [each for each in blockers(statuses) if each.open_for_s >= LONG_WAIT_S]
     lines += [Text(str(each), style="yellow") for each in waits]
     if not lines:
-        lines = [Text("nobody waits for anybody for longer than a second", style="green")]
+        lines = [
+            Text(
+                "no step waits for longer than a second; groups: see the status page of shard 0",
+                style="green",
+            )
+        ]
     return Group(*lines, Text(), _shards(answers, rates), _names(statuses, rates))
 
 

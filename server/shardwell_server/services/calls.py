@@ -599,7 +599,13 @@ class Calls:
             error.shard_index = self._shard_index
             status = to_status(error)
         else:
-            status = status_of(error, _LOG, shard_index=self._shard_index, place="shard")
+            status = status_of(
+                error,
+                _LOG,
+                shard_index=self._shard_index,
+                place="shard",
+                peer=urllib.parse.unquote(call.context.peer()),
+            )
         if isinstance(error, AuthenticationError | AccessDeniedError):
             event = "ended" if error is call.ending else "refused"
             kind = "parameter" if error.parameter else "table" if error.table else None

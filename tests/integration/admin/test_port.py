@@ -266,7 +266,7 @@ def test_a_worker_that_was_stopped_is_named_and_where_it_is(open_cluster, connec
         assert told["shardwell_step_waits_for", host, *labels, ("worker", "w1")] == 1
         process.kill()
         eventually("it is gone", lambda: not view(running)["waits"][0]["workers"][0]["connected"])
-        assert "which is gone" in view(running)["waits"][0]["words"]
+        assert "not connected any more" in view(running)["waits"][0]["words"]
     other = connect(running, "w1")
     again = other.parameter("net")
     again.exchange(ONES)

@@ -95,6 +95,7 @@ def test_a_second_worker_of_a_rank_is_refused_and_told(place) -> None:
     assert isinstance(errors[0], shardwell.RankTakenError)
     assert isinstance(errors[1], shardwell.WorkersMissingError)
     assert "refused: rank 1" in errors[1].message
+    assert "correct those that were refused" in errors[1].message
 
 
 def test_nobody_at_the_meeting_place() -> None:

@@ -382,8 +382,11 @@ class _Waiting:
         silence_s = time.monotonic() - self._answered_s
         if self._error is not None and silence_s > _SILENCE_S:
             parts.append(f"the rendezvous has not answered for {silence_s:.3g} s ({self._error})")
-        parts.append(
-            "start the workers that are missing, or raise join_timeout_s (of rebuild: timeout_s) "
-            f"({self._address})"
+        cure = (
+            "correct those that were refused, and start all again"
+            if last.refusals
+            else "start the workers that are missing, or raise join_timeout_s "
+            "(of rebuild: timeout_s)"
         )
+        parts.append(f"{cure} ({self._address})")
         return WorkersMissingError("; ".join(parts), missing_ranks=missing, rank=self._rank)
