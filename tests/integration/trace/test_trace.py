@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -590,3 +591,26 @@ def test_many_record_while_many_train(cluster, connect, tmp_path) -> None:
     for number in range(3):
         traced(running.target, tmp_path / f"{number}.json")
     assert {call.result(PATIENCE_S) for call in training} == {-300.0}
+
+
+def test_without_a_further_thread_the_next_recording_is_told_of(
+    cluster, connect, tmp_path, monkeypatch
+) -> None:
+    running = cluster(1)
+    client = connect(running, "w0")
+    trained(client, worker_count=1)
+    is_asked(running, 1)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "shardwell-trace":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", refuse)
+        _, output = traced(running.target, tmp_path / "run.json", "--timeout-s=0.1")
+        assert "gave nothing within 0.1 s: w0" in output
+    is_asked(running, 1)
+    events, _ = traced(running.target, tmp_path / "run.json")
+    assert "w0" in done(events)
