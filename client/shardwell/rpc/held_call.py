@@ -120,6 +120,8 @@ class HeldCall:
             if time.monotonic() - self._began_s >= _LIFE_S_MIN:
                 self._begin()
             else:
+                if self._timer is not None:  # `ensure` was called meanwhile
+                    self._timer.cancel()
                 self._timer = threading.Timer(_LIFE_S_MIN, _ensured, (weakref.ref(self),))
                 self._timer.daemon = True
                 self._timer.start()

@@ -124,7 +124,8 @@ class SpanGiver:
             # gRPC's thread is not to be held up.
             thread = threading.Thread(target=self._give, args=(recording,), daemon=True)
             thread.name = "shardwell-trace"
-            thread.start()
+            with contextlib.suppress(RuntimeError):  # the system has no further one
+                thread.start()
 
     def _give(self, recording: int) -> None:
         with contextlib.suppress(grpc.RpcError, ValueError):  # nobody depends on it

@@ -71,8 +71,8 @@ class TraceServiceServicer(object):
     def AwaitRecording(self, request, context):
         """Returns when somebody records, once for each recording; at the end of its deadline with none.
 
-        Only shard 0 answers; others FAILED_PRECONDITION. Errors: UNAVAILABLE with
-        ERROR_CODE_SESSION_UNKNOWN (the session does not attend: make the call again after a while).
+        Only shard 0 answers; others FAILED_PRECONDITION. Errors: UNAVAILABLE (the session has made the call
+        again), or with ERROR_CODE_SESSION_UNKNOWN (the session does not attend: make the call again after a while).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

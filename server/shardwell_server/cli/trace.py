@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -62,13 +62,12 @@ def trace(*, file: Path, target: str, last_s: float | None, timeout_s: float) ->
         ShardChannel(index, address, credentials=credentials)
         for index, address in enumerate(addresses)
     ]
-    try:
-        with ThreadPoolExecutor(min(len(channels), 16)) as threads:
-            record = partial(_recorded, wait_s=timeout_s, since_ns=since_ns)
-            answers = list(threads.map(record, channels))
-    finally:
+    # Channels are closed first, so that after Ctrl-C no thread waits for its answer.
+    with ThreadPoolExecutor(min(len(channels), 16)) as threads, contextlib.ExitStack() as opened:
         for channel in channels:
-            channel.close()
+            opened.callback(channel.close)
+        record = partial(_recorded, wait_s=timeout_s, since_ns=since_ns)
+        answers = list(threads.map(record, channels))
     processes, silent, faults = _joined(answers)
     screen = console()
     if processes:
@@ -158,20 +157,23 @@ def _joined(
 
 
 def _write(file: Path, made: dict[str, Any]) -> None:
-    """Writes a file as a whole or not at all."""
+    """Writes a file as a whole or not at all; a pipe or a device is written to."""
     contents = json.dumps(made, separators=(",", ":")).encode()
     if file.suffix == ".gz":
         contents = gzip.compress(contents)
     try:
-        handle, name = tempfile.mkstemp(dir=file.absolute().parent, prefix=f".{file.name}.")
+        if file.exists() and not file.is_file():
+            file.write_bytes(contents)
+            return
+        target = file.resolve()  # of a link, what it names
+        made_file = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
-            with os.fdopen(handle, "wb") as opened:
+            with made_file.open("xb") as opened:
                 opened.write(contents)
-            os.chmod(name, 0o644)
-            os.replace(name, file)
+            os.replace(made_file, target)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(name)
+                made_file.unlink()
             raise
     except OSError as error:
         raise click.ClickException(f"{file}: {error.strerror}") from None

@@ -99,3 +99,17 @@ def test_a_refusal_is_told_once_and_the_call_made_when_it_is_needed() -> None:
     assert is_open(shard)
     attendance.ensure()
     attendance.close()
+
+
+def test_whoever_needs_it_meanwhile_leaves_no_timers() -> None:
+    shard = Shard(dead_count=5)
+    attendance = attendance_of(shard)
+    timers = []
+    for _ in range(4):
+        attendance.ensure()
+        timers.append(attendance._timer)
+    attendance.close()
+    assert len(set(timers)) == 4
+    assert all(timer is not None and timer.finished.is_set() for timer in timers)
+    for timer in timers:
+        timer.join()
