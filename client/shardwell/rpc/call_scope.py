@@ -8,6 +8,7 @@ passed; and once `close` was called, that is the reason of any failure.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from shardwell.rpc.calls import current_call
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 
+_LOG = logging.getLogger("shardwell")
 _TURN_LOOK_INTERVAL_S = 0.1
 """How often a call that waits for its turn looks whether it was cancelled."""
 
@@ -73,7 +75,8 @@ class CallScope:
             call = partial(
                 self._attempted, body, bound_s, in_turn=in_turn, trace_parent=span.trace_parent
             )
-            return self._shards.threads.run(call, bound_s, scope=self)
+            tell = partial(self._tell_wait, verb, bound_s) if verb else None
+            return self._shards.threads.run(call, bound_s, scope=self, tell=tell)
 
     def start(
         self,
@@ -107,6 +110,17 @@ class CallScope:
     def _bound_s(self, timeout_s: float | None) -> float:
         self.check_open()
         return check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+
+    def _tell_wait(self, verb: str, timeout_s: float, waited_s: float) -> None:
+        """Logs that a call takes long."""
+        _LOG.warning(
+            "%s of %s has taken %.0f s, and gives up after %g s (timeout_s); for whom or what it "
+            "waits: shardwell status",
+            verb,
+            self._what,
+            waited_s,
+            timeout_s,
+        )
 
     # On a thread of the client's.
 

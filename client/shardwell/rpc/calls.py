@@ -37,6 +37,10 @@ from shardwell.errors import ClosedError, DeadlineError, LimitError
 from shardwell.process.owner import OwnerProcess
 
 _LOG = logging.getLogger("shardwell")
+_LONG_PART = 0.25
+"""Of a call's time, after which it takes long: who has slow steps gives them more time."""
+_LONG_S_MIN = 10.0
+"""Nothing that takes less does."""
 CALL_COUNT_MAX = 256
 """Calls of one client that are under way at once; each has a thread."""
 LATE_S = 0.25
@@ -184,7 +188,12 @@ class CallThreads:
         self._threads.start()
 
     def run(
-        self, body: Callable[[], ResultT], timeout_s: float, *, scope: object = None
+        self,
+        body: Callable[[], ResultT],
+        timeout_s: float,
+        *,
+        scope: object = None,
+        tell: Callable[[float], None] | None = None,
     ) -> ResultT:
         """What `body` returns or raises, from a thread of these. Blocks up to `timeout_s`.
 
@@ -194,6 +203,7 @@ class CallThreads:
             body: What is to be done.
             timeout_s: When it is cancelled.
             scope: What it is a call of: see `cancel_scope`.
+            tell: Called once it has taken long, with how long.
 
         Raises:
             DeadlineError: it did not end, even though it was cancelled.
@@ -204,7 +214,8 @@ class CallThreads:
         self._check_room()
         try:
             self._threads.queued.put(call)
-            outcome = _awaited(outcomes, timeout_s + LATE_S + ABANDON_S)
+            long_s = max(timeout_s * _LONG_PART, _LONG_S_MIN)
+            outcome = _awaited(outcomes, timeout_s + LATE_S + ABANDON_S, long_s, tell)
         except queue.Empty:
             raise DeadlineError(
                 f"a call of this {self._name} did not end within {ABANDON_S:g} s after it was "
@@ -384,12 +395,21 @@ class _Threads:
             _tried(call.cancel)
 
 
-def _awaited(outcomes: queue.SimpleQueue[_Outcome], timeout_s: float) -> _Outcome:
-    """The outcome, or queue.Empty; signals are handled meanwhile."""
-    until_s = time.monotonic() + timeout_s
+def _awaited(
+    outcomes: queue.SimpleQueue[_Outcome],
+    timeout_s: float,
+    long_s: float,
+    tell: Callable[[float], None] | None,
+) -> _Outcome:
+    """The outcome, or queue.Empty; signals are handled meanwhile, and `tell` called after long."""
+    began_s = time.monotonic()
+    until_s = began_s + timeout_s
     while (rest_s := until_s - time.monotonic()) > SIGNAL_INTERVAL_S:
         with contextlib.suppress(queue.Empty):
             return outcomes.get(timeout=SIGNAL_INTERVAL_S)
+        if tell is not None and time.monotonic() - began_s >= long_s:
+            tell(time.monotonic() - began_s)
+            tell = None
     return outcomes.get(timeout=max(rest_s, 0.0))
 
 

@@ -79,6 +79,9 @@ class Tenure(NamedTuple):
 
 _FOR_GOOD = Tenure()
 
+_MEMBER_COUNT_MAX = 64
+"""That are told of: each takes a look at all chunks, and room in an answer."""
+
 
 class Seat(ABC):
     """One worker's seat. `owner` is None once the owner's session has ended in order.
@@ -514,6 +517,7 @@ def members_of(
         count_max: How many are told of.
         now_s: On time.monotonic's clock.
     """
+    count_max = min(count_max, _MEMBER_COUNT_MAX)
     found = sorted(seats.seats, key=lambda seat: -seat.lag_s)[:count_max]
     members = []
     for seat in found:

@@ -10,12 +10,14 @@ import subprocess
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import shardwell
 from harness.polling import PATIENCE_S
 from harness.programs.commands import Program, run_command
 from harness.programs.ports import free_port
+from shardwell.rpc import calls
 from shardwell_server import LocalCluster, ShardConfig, ShardServer
 
 pytestmark = pytest.mark.timeout(90)
@@ -107,6 +109,21 @@ def test_without_a_further_thread_a_call_waits_as_well(cluster, connect, monkeyp
 
     monkeypatch.setattr(threading.Timer, "start", refuse)
     assert shards.await_shard(0, PATIENCE_S)
+
+
+def test_a_call_that_takes_long_says_so_once(cluster, connect, monkeypatch, caplog) -> None:
+    """A quarter of its time, and no less than some seconds: whoever has slow steps gives more."""
+    monkeypatch.setattr(calls, "_LONG_S_MIN", 0.2)
+    net = connect(cluster(1), "w0", timeout_s=4.0).parameter(
+        "net", size=10, optimizer=shardwell.SGD(0.1), worker_count=2
+    )
+    net.init(np.zeros(10, np.float32))
+    with pytest.raises(shardwell.WorkersMissingError):
+        net.exchange(np.ones(10, np.float32), timeout_s=2.0)
+    (line,) = [record.getMessage() for record in caplog.records if "taken" in record.getMessage()]
+    assert line.startswith("exchange of parameter 'net' has taken")
+    assert "gives up after 2 s (timeout_s)" in line
+    assert "shardwell status" in line
 
 
 def test_who_does_not_wait_long_reads_nothing(cluster, free_address: str) -> None:
