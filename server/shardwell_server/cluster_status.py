@@ -164,6 +164,18 @@ def losses(statuses: Sequence[ShardStatus]) -> list[str]:
     return words
 
 
+def told_troubles(
+    statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
+) -> list[str]:
+    """What shards say is wrong with them, or stands still at them, with which one says it."""
+    return [
+        each.words if each.name else f"shard {status.shard_index}: {each.words}"
+        for status in statuses
+        for each in status.troubles
+        if is_shown(each.name)
+    ]
+
+
 def merged(
     by_shard: Iterable[Sequence[ParameterStatus | TableStatus]],
     is_shown: Callable[[str], bool] = lambda name: True,

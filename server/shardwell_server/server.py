@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -33,6 +34,7 @@ from shardwell_server.access.audit import AuditLog, no_audit
 from shardwell_server.access.rights import Right
 from shardwell_server.admin.metrics import Vitals
 from shardwell_server.admin.port import AdminPort
+from shardwell_server.admin.troubles import troubles
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.calls import Call, Calls
 from shardwell_server.services.event_loop import EventLoop
@@ -69,6 +71,8 @@ _ALIVE_S = 5.0
 _ABANDON_S = 10.0
 """How long after the grace gRPC may take to end, before it is left to itself: it never ends where
 the system had no thread for it."""
+_DAMAGE_COUNT_MAX = 8
+"""Damaged pieces that are told in the status; all are in the log."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NETWORK = "/proc/self/ns/net"
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
@@ -96,6 +100,8 @@ class ShardServer:
         self._is_closed = False
         self._is_stuck = False
         self._has_files = data_dir is not None
+        self._damages: list[str] = []
+        """What was found to be damaged of what an earlier process left."""
         self._audit: AuditLog | None = None
         self._token_looker: Future[None] | None = None
         config.durability.check_files(data_dir is not None)
@@ -123,15 +129,18 @@ class ShardServer:
                 self._audit.close()
             raise
         """HOST:PORT that it listens on; the port is the one that was taken when 0 was asked for."""
+        vitals = Vitals(
+            self.shard,
+            stream_count=lambda: self._streams.count,
+            arena_bytes=lambda: self._arenas.mapped_bytes,
+            refusals=lambda: dict(self._calls.refusal_counts),
+            turned_away_s=lambda: self._calls.turned_away_s,
+            damages=lambda: list(self._damages),
+            data_dir=None if data_dir is None else data_dir.path,
+            groups=self._meetings.describe,
+        )
+        self._service.troubles = partial(troubles, vitals)
         if self.admin is not None:
-            vitals = Vitals(
-                self.shard,
-                stream_count=lambda: self._streams.count,
-                arena_bytes=lambda: self._arenas.mapped_bytes,
-                refusals=lambda: dict(self._calls.refusal_counts),
-                data_dir=None if data_dir is None else data_dir.path,
-                groups=self._meetings.describe,
-            )
             self.admin.attach(vitals, self._access, self.address, self._is_alive)
 
     async def _listen(self) -> str:
@@ -165,6 +174,7 @@ class ShardServer:
             log=_LOG,
         )
         service = ParameterServerService(self.shard, self._calls, self._streams, self._arenas)
+        self._service = service
         tables = TableService(self.shard, self._calls)
         sessions = SessionService(self.shard, self._calls)
         traces = TraceService(self.shard, self._calls)
@@ -312,6 +322,8 @@ class ShardServer:
                 check()
             except ShardwellError as error:
                 _LOG.error("what was stored is damaged", extra={"reason": error.message})
+                if len(self._damages) < _DAMAGE_COUNT_MAX:
+                    self._damages.append(error.message)
 
     def _look_at_files(self) -> None:
         """Stops serving when the files are gone; every call gets the reason then."""

@@ -224,6 +224,21 @@ class TableStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """Something that an operator is to know."""
+
+    name: str
+    """Of the group that it is about; empty: the shard."""
+    words: str
+    """What is wrong and what to do."""
+
+    @staticmethod
+    def from_proto(message: pb.Trouble) -> Trouble:
+        """The value that a message describes."""
+        return Trouble(name=message.name, words=message.words)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardStatus:
     """What one shard says of itself."""
 
@@ -253,6 +268,9 @@ class ShardStatus:
     """What it holds of each parameter, by name."""
     tables: tuple[TableStatus, ...]
     """What it holds of each table, by name."""
+    troubles: tuple[Trouble, ...]
+    """What is wrong with it, or stands still at it: a full disk, damaged files, somebody who was
+    turned away, groups that wait."""
 
 
 def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> pb.GetStatusResponse:
@@ -349,4 +367,5 @@ def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
         open_stream_count=shard.open_stream_count,
         parameters=tuple(ParameterStatus.from_proto(entry) for entry in shard.parameters),
         tables=tuple(TableStatus.from_proto(entry) for entry in found.tables),
+        troubles=tuple(map(Trouble.from_proto, shard.troubles)),
     )

@@ -60,6 +60,10 @@ class Vitals(NamedTuple):
     """Bytes of memory that clients share with it."""
     refusals: Callable[[], dict[str, int]]
     """Calls that were refused, by the name of the error."""
+    turned_away_s: Callable[[], float | None]
+    """When somebody was refused last for want of a token or right, on time.monotonic's clock."""
+    damages: Callable[[], list[str]]
+    """What is known to be damaged of what was stored."""
     data_dir: Path | None
     """Where its files are; None: it has none."""
     groups: Callable[[], list[GroupState]]

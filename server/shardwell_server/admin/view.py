@@ -10,26 +10,23 @@ from typing import Any
 
 import shardwell
 from shardwell.errors import ShardwellError
-from shardwell.group.rendezvous.members import GroupState
 from shardwell.numerics import native
-from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
+from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus, Trouble
 from shardwell_server.admin.metrics import Vitals
+from shardwell_server.admin.troubles import troubles
 from shardwell_server.cluster_status import (
     Answer,
     as_json,
     blockers,
-    duration,
     given,
     losses,
     merged,
-    size,
+    told_troubles,
     verdict,
 )
 
 _NAME_COUNT_MAX = 100
 """Workers, or ranks, that are told of each parameter, table or group."""
-_FULL = 0.99
-"""Part of a disk that is used where it counts as full."""
 
 
 def own_status(vitals: Vitals, address: str) -> ShardStatus:
@@ -56,6 +53,7 @@ def own_status(vitals: Vitals, address: str) -> ShardStatus:
             TableStatus.from_proto(each.describe(_NAME_COUNT_MAX, attending))
             for each in shard.tables.all()
         ),
+        troubles=tuple(map(Trouble.from_proto, troubles(vitals))),
     )
 
 
@@ -70,11 +68,12 @@ def view(
         is_shown: Whether a parameter or table of that name is told of.
     """
     statuses = [status for _, status in given(answers)]
-    config, limits, disk = vitals.shard.config, vitals.shard.config.limits, _disk(vitals)
+    config, limits = vitals.shard.config, vitals.shard.config.limits
     return {
         "cluster": config.cluster_id,
         "shards": [_shard(index, answers) for index in range(len(answers))],
         "lost": losses(statuses) if is_shown("") else [],
+        "troubles": told_troubles(statuses, is_shown),
         "waits": [
             {**as_json(each), "words": str(each)}
             for each in blockers(statuses)
@@ -85,17 +84,12 @@ def view(
             for each in merged((s.parameters for s in statuses), is_shown)
         ],
         "tables": merged((s.tables for s in statuses), is_shown),
-        "groups": [
-            {**as_json(group), "words": _of_group(group)}
-            for group in vitals.groups()
-            if is_shown(group.name)
-        ],
+        "groups": [as_json(group) for group in vitals.groups() if is_shown(group.name)],
         "here": {
             "shard_index": config.shard_index,
             "durability": config.durability.setting,
             "has_files": vitals.data_dir is not None,
-            "disk": disk,
-            "words": _of_disk(config.shard_index, disk),
+            "disk": _disk(vitals),
             "limits": {
                 "stored bytes": [vitals.shard.stored_bytes, limits.stored_bytes_max],
                 "clients": [vitals.shard.sessions.count, limits.session_count_max],
@@ -105,18 +99,6 @@ def view(
             "refused": vitals.refusals(),
         },
     }
-
-
-def _of_group(group: GroupState) -> str:
-    """For whom a group waits, if it does."""
-    if not group.missing_ranks or not group.waited_s:
-        return ""
-    ranks = ", ".join(map(str, group.missing_ranks[:_NAME_COUNT_MAX]))
-    refused = f"; refused: {'; '.join(group.notes)}" if group.notes else ""
-    return (
-        f"group {group.name!r} has waited {duration(group.waited_s)} for rank {ranks} of "
-        f"{group.size}{refused}"
-    )
 
 
 def _reports(vitals: Vitals, name: str) -> dict[str, list[list[float | None]]]:
@@ -138,17 +120,6 @@ def _disk(vitals: Vitals) -> list[int] | None:
     except OSError:
         return None
     return [usage.total - usage.free, usage.total]
-
-
-def _of_disk(shard_index: int, disk: Sequence[int] | None) -> str:
-    """That the disk of the shard's files is full, or as good as."""
-    if disk is None or disk[0] < _FULL * disk[1]:
-        return ""
-    used, total = disk
-    return (
-        f"the disk of shard {shard_index}'s files is full: {size(total - used)} of {size(total)} "
-        "are free; free space there"
-    )
 
 
 def _shard(index: int, answers: Sequence[Answer]) -> dict[str, Any]:

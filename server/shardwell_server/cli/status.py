@@ -27,6 +27,7 @@ from shardwell_server.cluster_status import (
     in_order,
     losses,
     size,
+    told_troubles,
     verdict,
 )
 from shardwell_server.terminal import console
@@ -71,6 +72,8 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         for blocker in blockers(status for _, status in given(answers)):
             if blocker.open_for_s >= LONG_WAIT_S:
                 screen.print(str(blocker), style="yellow", markup=False, soft_wrap=True)
+        for words in told_troubles([status for _, status in given(answers)]):
+            screen.print(words, style="yellow", markup=False, soft_wrap=True)
         for fault in (*filter(None, faults), *lost):
             screen.print(fault, style="red", markup=False, soft_wrap=True)
     if any(faults) or lost:

@@ -33,6 +33,7 @@ from shardwell_server.cluster_status import (
     losses,
     merged,
     size,
+    told_troubles,
     verdict,
 )
 from shardwell_server.terminal import console
@@ -108,15 +109,11 @@ def _picture(answers: Sequence[Answer], rates: _Rates) -> Group:
     statuses = [status for _, status in given(answers)]
     faults = [verdict(index, answers)[1] for index in range(len(answers))]
     lines = [Text(fault, style="red") for fault in (*filter(None, faults), *losses(statuses))]
+    lines += [Text(words, style="yellow") for words in told_troubles(statuses)]
     waits = [each for each in blockers(statuses) if each.open_for_s >= LONG_WAIT_S]
     lines += [Text(str(each), style="yellow") for each in waits]
     if not lines:
-        lines = [
-            Text(
-                "no step waits for longer than a second; groups: see the status page of shard 0",
-                style="green",
-            )
-        ]
+        lines = [Text("nobody waits for anybody for longer than a second", style="green")]
     return Group(*lines, Text(), _shards(answers, rates), _names(statuses, rates))
 
 

@@ -322,6 +322,8 @@ class Calls:
         self._open: set[Call] = set()
         self.refusal_counts: Counter[str] = Counter()
         """Calls that ended with an error, by its name; any thread may read it."""
+        self.turned_away_s: float | None = None
+        """When somebody was refused last for want of a token or right; None: nobody was."""
 
     def wake_all(self) -> None:
         """Has all calls look again that wait for other workers: the shard stops, say."""
@@ -607,6 +609,8 @@ class Calls:
                 peer=urllib.parse.unquote(call.context.peer()),
             )
         if isinstance(error, AuthenticationError | AccessDeniedError):
+            if error is not call.ending:
+                self.turned_away_s = time.monotonic()
             event = "ended" if error is call.ending else "refused"
             kind = "parameter" if error.parameter else "table" if error.table else None
             name = error.parameter or error.table

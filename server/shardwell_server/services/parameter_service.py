@@ -6,12 +6,13 @@ where the handlers run (see calls.py), without the GIL.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import resource
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import grpc
@@ -58,6 +59,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
 _SHORT_ELEMENT_COUNT = 4096
 """Of a slice that is counted and encoded in less time than a thread takes to be woken."""
+_TROUBLE_COUNT_MAX = 32
+"""In one answer, of less than 4 KiB each."""
 _STATUS_SIZE_MAX_BYTES = 2**19
 """Of the parameters in one answer, except one that is larger alone: half of a message."""
 STATUS_NAME_COUNT_MAX = 1500
@@ -82,6 +85,8 @@ class ParameterServerService:
         self._arenas = arenas
         self.stream_address = ""
         """Where clients on this machine open streams; empty: nowhere but over gRPC."""
+        self.troubles: Callable[[], list[pb.Trouble]] = list
+        """What is wrong, for whoever asks for the status."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """All methods, for grpc.aio.Server."""
@@ -440,6 +445,9 @@ class ParameterServerService:
             arithmetic=native.describe(),
             stream_address=self.stream_address,
         )
+        if not (request.identity_only or request.after):
+            shown = (each for each in self.troubles() if call.principal.best(each.name))
+            response.troubles.extend(itertools.islice(shown, _TROUBLE_COUNT_MAX))
         size_bytes = 0
         attending = shard.sessions.by_worker() if parameters else {}
         for parameter in parameters:

@@ -31,6 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import shardwell
 from harness.certificates import authority, of_server
+from harness.faults.disks import small_disk
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
 from harness.tokens import Tokens
@@ -38,6 +39,7 @@ from shardwell_server import LocalCluster, ShardServer
 from shardwell_server.admin.port import AdminPort
 from shardwell_server.cli import commands
 from shardwell_server.config import ShardConfig
+from shardwell_server.store.files.data_dir import DataDir
 
 SGD = shardwell.SGD(learning_rate=0.5)
 ONES = np.ones(10, np.float32)
@@ -595,12 +597,16 @@ def test_a_group_that_lacks_a_rank_says_which(open_cluster) -> None:
     )
     assert (group["name"], group["size"], group["missing_ranks"]) == ("job", 3, [1])
     assert f"process {os.getpid()}" in group["members"][0]
-    assert re.match(r"group 'job' has waited \d+ s for rank 1 of 3", group["words"])
+    told = eventually("it has waited for long", lambda: view(running)["troubles"])
+    assert re.match(r"group 'job' has waited \d+ s for rank 1 of 3", *told)
     assert metrics(running)["shardwell_group_missing_ranks", ("group", "job")] == 1
     with pytest.raises(shardwell.GroupMismatchError):
         join(running, 1, 2)
-    (group,) = view(running)["groups"]
-    assert "refused" in group["words"]
+    eventually("it is told who was refused", lambda: "refused" in view(running)["troubles"][0])
+    shards = ["--shards", running.target]
+    for command in (["top", *shards, "--once"], ["status", *shards]):
+        output = CliRunner().invoke(commands, command, env={"COLUMNS": "200"}).output
+        assert "group 'job' has waited" in output
     with join(running, 1, 3) as last:
         for each in waiting:
             with each.result(PATIENCE_S):
@@ -609,11 +615,75 @@ def test_a_group_that_lacks_a_rank_says_which(open_cluster) -> None:
     eventually("it is over", lambda: not view(running)["groups"])
 
 
+def test_a_full_disk_is_told_everywhere(open_cluster, tmp_path) -> None:
+    """By each shard's page, whichever it is the disk of; and in `top` and `status`."""
+    with small_disk(tmp_path / "small", 20_000_000) as disk:
+        running = open_cluster(2, data_dir=disk.path)
+        assert not view(running)["troubles"]
+        disk.fill()
+        for index in range(2):
+            told = eventually("it is told", lambda index=index: view(running, index)["troubles"])
+            assert told == [
+                f"shard {each}: the disk of its files is full: 0.0 MB of 20.0 MB are free; "
+                "free space there"
+                for each in range(2)
+            ]
+        shards = ["--shards", running.target]
+        for command in (["top", *shards, "--once"], ["status", *shards]):
+            output = CliRunner().invoke(commands, command, env={"COLUMNS": "200"}).output
+            assert "shard 1: the disk of its files is full" in output
+        disk.empty()
+        eventually("it is over", lambda: not view(running)["troubles"])
+        running.close()
+
+
+def test_damaged_files_are_told(cluster, connect, tmp_path) -> None:
+    config = ShardConfig(shard_index=0, shard_count=1)
+    with (
+        DataDir(tmp_path / "data", config) as data_dir,
+        ShardServer(config, data_dir) as server,
+        shardwell.connect(server.address, worker_id="w0") as client,
+    ):
+        net = client.parameter("net", size=100_000, optimizer=SGD)
+        net.init(np.zeros(100_000, np.float32))
+        net.exchange(np.ones(100_000, np.float32))
+    (weights,) = (tmp_path / "data").glob("parameters/*/weights*")
+    with weights.open("r+b") as file:
+        file.seek(1000)
+        file.write(b"\x55\xaa")
+    with (
+        DataDir(tmp_path / "data", config) as data_dir,
+        ShardServer(config, data_dir) as server,
+    ):
+        client = connect(server.address, "w0")
+        (trouble,) = eventually("it is found", lambda: client.status()[0].troubles)
+        assert trouble.words.startswith("what was stored is damaged: ")
+        assert "net" in trouble.words
+
+
+def test_somebody_who_was_turned_away_is_told(tmp_path) -> None:
+    (tmp_path / "tokens").mkdir()
+    tokens = Tokens(tmp_path / "tokens")
+    good, partly = tokens.add("good", "create"), tokens.add("partly", "create:mine.")
+    wrong = tmp_path / "wrong.token"
+    wrong.write_text("no-such-token\n")
+    with LocalCluster(1, tokens=tokens.path) as running:
+        with shardwell.connect(running.target, worker_id="w0", token_file=good) as client:
+            assert not client.status()[0].troubles
+            with pytest.raises(shardwell.AuthenticationError):
+                shardwell.connect(running.target, worker_id="w1", token_file=wrong)
+            (trouble,) = client.status()[0].troubles
+            assert re.match(r"somebody was turned away \d s ago, for want of a", trouble.words)
+        with shardwell.connect(running.target, worker_id="w2", token_file=partly) as client:
+            assert not client.status()[0].troubles  # which may be about others' names
+
+
 def test_a_group_that_has_formed(open_cluster) -> None:
     running = open_cluster(1)
     other = in_background(lambda: join(running, 1, 2))
     with join(running, 0, 2):
         (group,) = view(running)["groups"]
         assert group["generation"] > 0
-        assert (len(group["members"]), group["missing_ranks"], group["words"]) == (2, [], "")
+        assert (len(group["members"]), group["missing_ranks"]) == (2, [])
+        assert not view(running)["troubles"]
         other.result(PATIENCE_S).close()

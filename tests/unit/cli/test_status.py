@@ -10,7 +10,6 @@ from rich.console import Console
 import shardwell
 from shardwell.rpc.shard_status import MissingWorker
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell_server.admin.view import _of_disk
 from shardwell_server.cli.status import _arithmetic, _shard_table, _taking_part
 from shardwell_server.cluster_status import duration, size
 
@@ -31,6 +30,7 @@ def _answer(index: int, count: int, uptime_s: float) -> tuple[str, shardwell.Sha
         open_stream_count=256,
         parameters=(),
         tables=(),
+        troubles=(),
     )
     return address, shard
 
@@ -123,18 +123,3 @@ def test_workers_are_named_in_the_order_of_their_numbers() -> None:
 def test_whether_a_missing_worker_is_connected_is_always_told(pid, connected, words) -> None:
     worker = MissingWorker(worker_id="w1", host="gpu-3", pid=pid, connected=connected)
     assert str(worker) == words
-
-
-@pytest.mark.parametrize(
-    ("disk", "words"),
-    [
-        (None, ""),
-        ([98_000_000, 100_000_000], ""),
-        (
-            [100_000_000, 100_000_000],
-            "the disk of shard 1's files is full: 0.0 MB of 100 MB are free; free space there",
-        ),
-    ],
-)
-def test_a_full_disk_is_told_on_the_page(disk, words) -> None:
-    assert _of_disk(1, disk) == words

@@ -1,0 +1,79 @@
+"""What is wrong with a shard, or stands still at it, in words for whoever is called at night."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwell.group.rendezvous.members import GroupState
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell_server.admin.metrics import Vitals
+from shardwell_server.cluster_status import LONG_WAIT_S, duration, size
+
+_FULL_PART, _FULL_BYTES = 0.01, 1_000_000_000
+"""A disk with less room than either counts as full."""
+_RECENT_S = 300.0
+"""How long it is told that somebody was turned away."""
+_WORDS_LENGTH_MAX = 2000
+"""Of one, as an answer has others, too."""
+_RANK_COUNT_MAX = 100
+"""That are named of a group."""
+
+
+def troubles(vitals: Vitals) -> list[pb.Trouble]:
+    """All there are, the worst first."""
+    return [
+        *_of_disk(vitals.data_dir),
+        *_of_damages(vitals),
+        *_of_strangers(vitals),
+        *_of_groups(vitals),
+    ]
+
+
+def _of_disk(data_dir: Path | None) -> Iterator[pb.Trouble]:
+    if data_dir is None:
+        return
+    try:
+        disk = shutil.disk_usage(data_dir)
+    except OSError:  # the directory is gone, which /ready tells
+        return
+    if disk.free < min(_FULL_PART * disk.total, _FULL_BYTES):
+        yield pb.Trouble(
+            words=f"the disk of its files is full: {size(disk.free)} of {size(disk.total)} are "
+            "free; free space there"
+        )
+
+
+def _of_damages(vitals: Vitals) -> Iterator[pb.Trouble]:
+    for words in vitals.damages():
+        yield pb.Trouble(words=f"what was stored is damaged: {words}"[:_WORDS_LENGTH_MAX])
+
+
+def _of_strangers(vitals: Vitals) -> Iterator[pb.Trouble]:
+    last_s = vitals.turned_away_s()
+    if last_s is not None and (ago_s := time.monotonic() - last_s) < _RECENT_S:
+        yield pb.Trouble(
+            words=f"somebody was turned away {duration(ago_s)} ago, for want of a good token, or "
+            "of a right; the shard's log says from where"
+        )
+
+
+def _of_groups(vitals: Vitals) -> Iterator[pb.Trouble]:
+    for group in vitals.groups():
+        words = _of_group(group)
+        if words:
+            yield pb.Trouble(name=group.name, words=words[:_WORDS_LENGTH_MAX])
+
+
+def _of_group(group: GroupState) -> str:
+    """For whom a group waits, if it does."""
+    if not group.missing_ranks or group.waited_s < LONG_WAIT_S:
+        return ""
+    ranks = ", ".join(map(str, group.missing_ranks[:_RANK_COUNT_MAX]))
+    refused = f"; refused: {'; '.join(group.notes)}" if group.notes else ""
+    return (
+        f"group {group.name!r} has waited {duration(group.waited_s)} for rank {ranks} of "
+        f"{group.size}{refused}"
+    )
