@@ -21,7 +21,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ import shardwell
 from harness.certificates import authority, of_server
 from harness.faults.disks import small_disk
 from harness.polling import PATIENCE_S, eventually
+from harness.programs.commands import ServingShard
 from harness.threads import in_background, together
 from harness.tokens import Tokens
 from shardwell_server import LocalCluster, ShardServer
@@ -486,17 +486,14 @@ def test_metrics_without_workers(cluster, connect) -> None:
     assert "worker" not in labels
 
 
-def test_serve_tells_the_page(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardwell_server", "serve", "--shard-index=0"]
-    command += ["--shard-count=1", "--listen=127.0.0.1:0", "--admin-listen=127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        told = process.stdout.readline()
+def test_serve_tells_the_page() -> None:
+    with ServingShard("--admin-listen=127.0.0.1:0") as shard:
+        shard.address()
+        told = shard.read_line()
         assert told.startswith("status page: http://127.0.0.1:")
         assert get(told.split()[-1] + "ready")[0] == 200
-        process.terminate()
-        assert process.wait(PATIENCE_S) == 0
+        shard.send(signal.SIGTERM)
+        assert shard.end() == 0
 
 
 # What workers report.
