@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from shardwell.v1 import trace_pb2 as pb
 
+_LANE_COUNT_MAX = 64
+"""Of one label: more calls at once than a client makes."""
 _CALLS = (pb.SPAN_KIND_EXCHANGE, pb.SPAN_KIND_PUT, pb.SPAN_KIND_GET)
 _TO_SHARD = (pb.SPAN_KIND_ENCODE, pb.SPAN_KIND_SEND)
 _CONTRIBUTIONS = (pb.SPAN_KIND_ADD, pb.SPAN_KIND_UPDATE)
@@ -219,14 +221,18 @@ def _laid_out(process: int, shown: Iterable[_Shown], begin_ns: int) -> Iterator[
 
 
 def _place(lanes: list[list[int]], from_ns: int, to_ns: int) -> int:
-    """The first lane with room for a span, which it takes; one more where there is none."""
+    """The first lane with room for a span, which it takes; one more where there is none.
+
+    Of very many the last one takes what has no room: nobody makes such, but one who means harm.
+    """
     for place, ends in enumerate(lanes):
         while ends and ends[-1] <= from_ns:
             ends.pop()
         if not ends or to_ns <= ends[-1]:
             ends.append(to_ns)
             return place
-    lanes.append([to_ns])
+    if len(lanes) < _LANE_COUNT_MAX:
+        lanes.append([to_ns])
     return len(lanes) - 1
 
 

@@ -218,3 +218,10 @@ def test_in_a_lane_each_lies_beside_or_inside_another(drawn: list[tuple[int, int
                     begin >= other_begin - 1e-6 and end <= other_end + 1e-6
                 )
                 assert is_beside or is_inside
+
+
+def test_there_are_not_as_many_lanes_as_somebody_makes() -> None:
+    crossing = [Span(pb.SPAN_KIND_ENCODE, "net", 0, 0, "", n, n + 10_000) for n in range(5000)]
+    events = shown(chrome_trace([process_of(*crossing)]))
+    assert len(events) == 5000
+    assert len({event["tid"] for event in events}) == 64

@@ -351,11 +351,12 @@ class ParameterServerService:
                 if not _has_gradient(request, payload):
                     continue
                 gradient, (parameter, contributor, _) = request.gradient, source
-                if was_short and gradient.chunk.HasField("shared"):
+                if was_short and (gradient.chunk.HasField("shared") or gradient.trace_parent):
                     yield LONG  # however short the message
                 payload = payload_of(gradient.chunk, payload, arena)
                 self._count(call, received=payload.size)
                 if gradient.trace_parent:
+                    call.is_short = False  # whoever exports spans may take any time
                     source.spans.begin(gradient.trace_parent, gradient.step)
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
                 yield from until(parameter.contribute, contributor, gradient, payload, deadline)

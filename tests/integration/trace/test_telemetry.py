@@ -181,6 +181,23 @@ def test_no_call_fails_because_a_span_does(cluster, connect, recorder, when) -> 
     assert not running.servers[0]._calls.refusal_counts
 
 
+def test_no_exporter_holds_up_the_loop(cluster, connect, recorder) -> None:
+    """On which all calls of a shard depend, and which short ones are served on."""
+    threads: set[str] = set()
+
+    class Noting(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            if span.name == "shardwell.step":
+                threads.add(threading.current_thread().name)
+
+    recorder.provider.add_span_processor(Noting())
+    net = connect(cluster(1), "w0").parameter("net", size=6, optimizer=SGD)
+    net.init(np.zeros(6, np.float32))
+    for _ in range(5):
+        net.exchange(np.ones(6, np.float32))
+    assert threads == {"shardwell-work"}
+
+
 @pytest.mark.parametrize("module", [None, types.ModuleType("opentelemetry.trace")])
 def test_while_it_is_imported_there_is_no_span(cluster, connect, monkeypatch, module) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", module)
