@@ -7,18 +7,25 @@ from functools import partial
 
 import grpc
 
-from shardwell.errors import ArgumentError, ShardUnavailableError, WrongShardError
+from shardwell.errors import (
+    ArgumentError,
+    SessionUnknownError,
+    ShardUnavailableError,
+    WrongShardError,
+)
 from shardwell.process.spans import SPAN_COUNT_MAX, clock_id, now_ns
 from shardwell.specs.names import check_name
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.services.calls import Call, Calls, Handling
 from shardwell_server.services.deadlines import deadline_of
-from shardwell_server.shard.deadline import until
+from shardwell_server.shard.deadline import RequestDeadline, until
 from shardwell_server.shard.shard import Shard
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["TraceService"]
 TRACE_SERVICE_NAME = _SERVICE.full_name
+_ATTEND_S, _ATTEND_LOOK_S = 1.0, 0.1
+"""For the session of a call to attend, and how often that is looked at."""
 _WAIT_S_MAX = 60.0
 """For clients to give spans."""
 _WORD_LENGTH_MAX = 256
@@ -56,7 +63,8 @@ class TraceService:
     def await_recording(self, request: pb.AwaitRecordingRequest, call: Call) -> Handling:
         self._check_first(request.shard)
         worker_id = check_name("worker_id", request.worker_id)
-        self._shard.sessions.check(request.session, worker_id, call.principal.name)
+        soon = deadline_of(self._shard, call, _ATTEND_S)
+        yield from until(self._check_attends, request.session, worker_id, call, soon)
         deadline = deadline_of(self._shard, call, 0)
         ended = ShardUnavailableError("another call of this session waits for recordings")
         with self._recordings.asking(request.session, partial(call.end, ended)):
@@ -115,6 +123,16 @@ class TraceService:
             ]
             last = pb.RecordResponse(silent_worker_ids=silent[:_WORKER_COUNT_MAX])
             yield last.SerializeToString()
+
+    def _check_attends(
+        self, session: int, worker_id: str, call: Call, deadline: RequestDeadline
+    ) -> None:
+        """Refuses a session that does not attend within the deadline; both calls come at once."""
+        try:
+            self._shard.sessions.check(session, worker_id, call.principal.name)
+        except SessionUnknownError:
+            self._recordings.wait(deadline, look_s=_ATTEND_LOOK_S)
+            raise
 
     def _check_first(self, meant: types_pb2.ShardIdentity) -> None:
         self._shard.check_identity(meant)

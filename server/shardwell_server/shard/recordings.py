@@ -76,6 +76,11 @@ class Recordings:
                 if self._asking.get(session) is end:
                     del self._asking[session]
 
+    def wait(self, deadline: RequestDeadline, *, look_s: float) -> None:
+        """See `RequestDeadline.wait`: until something changes here, or for `look_s`."""
+        with self._changed:
+            deadline.wait(self._changed, look_s=look_s)
+
     def news(self, session: int, deadline: RequestDeadline) -> int:
         """The number of a recording that a session does not know yet; 0 at the deadline."""
         with self._changed:

@@ -34,6 +34,7 @@ from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import trace_pb2_grpc as pb_grpc
 from shardwell.v1 import types_pb2
 from shardwell_server import LocalCluster, ShardConfig, ShardServer
+from shardwell_server.shard.sessions import Sessions
 
 SGD = shardwell.SGD(learning_rate=1.0)
 STEP_COUNT = 4
@@ -477,6 +478,24 @@ def test_a_session_has_one_call_that_waits(wire) -> None:
     for call in calls:
         call.cancel()
     is_asked(running, 0)
+
+
+def test_a_session_that_attends_a_moment_later_is_not_refused(cluster, monkeypatch) -> None:
+    """Both calls leave at once, and either may come first."""
+    running = cluster(1)
+    real, early = Sessions.check, [3]
+
+    def check(self: Sessions, *given: Any, **options: Any) -> Any:
+        if early[0]:
+            early[0] -= 1
+            raise shardwell.SessionUnknownError("it does not attend yet")
+        return real(self, *given, **options)
+
+    monkeypatch.setattr(Sessions, "check", check)
+    with shardwell.connect(running.target, worker_id="w0"):
+        is_asked(running, 1)
+        assert early == [0]
+        assert not running.servers[0]._calls.refusal_counts
 
 
 def test_other_shards_ask_nobody(wire) -> None:
