@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from shardwell.process.span_columns import Span, spans_of
 from shardwell.v1 import trace_pb2 as pb
 
 _LANE_COUNT_MAX = 64
@@ -24,23 +25,6 @@ _LANES: dict[int, str] = {
     pb.SPAN_KIND_ENCODE_WEIGHTS: "weights",
     pb.SPAN_KIND_FLUSH: "disk",
 }
-
-
-class Span(NamedTuple):
-    """Something that a process did; on the timeline's clock."""
-
-    kind: int
-    """A SpanKind; one that is not known has none of the names above."""
-    subject: str
-    """Name of the parameter or table."""
-    step: int
-    """-1: of none."""
-    chunk: int
-    """-1: of all."""
-    peer: str
-    """With whom; may be empty."""
-    begin_ns: int
-    end_ns: int
 
 
 class Wait(NamedTuple):
@@ -61,7 +45,7 @@ class Process:
     """One that was recorded.
 
     Args:
-        message: What it gave.
+        message: What it gave; it was checked.
         shard_index: Which shard it is; None: a worker.
         offset_ns: To be added to its times for those of the timeline's clock.
         error_ns: How far that may be wrong, either way.
@@ -84,25 +68,9 @@ class Process:
         return f"shard {self.shard_index}"
 
     def spans(self) -> list[Span]:
-        """All of them, in the order in which they ended."""
-        m, offset_ns = self.message, self.offset_ns
-        words = list(m.words)
-        columns = (m.kinds, m.subjects, m.steps, m.chunks, m.peers, m.begins_ns, m.durations_ns)
-        return [
-            Span(
-                kind,
-                words[subject],
-                step,
-                chunk,
-                words[peer],
-                begin_ns + offset_ns,
-                begin_ns + offset_ns + duration_ns,
-            )
-            for kind, subject, step, chunk, peer, begin_ns, duration_ns in zip(
-                *columns, strict=True
-            )
-            if begin_ns + offset_ns + duration_ns >= self.since_ns
-        ]
+        """All of them, on the timeline's clock, in the order in which they ended."""
+        spans = spans_of(self.message, self.offset_ns)
+        return [span for span in spans if span.end_ns >= self.since_ns]
 
 
 def waits(process: Process) -> list[Wait]:
@@ -284,7 +252,7 @@ def spent(process: Process) -> Spent | None:
 
 
 class Last(NamedTuple):
-    """How often the others waited for a worker, on one shard."""
+    """How often the others waited for a worker, on whichever shard for longest."""
 
     worker_id: str
     step_count: int

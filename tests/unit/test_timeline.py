@@ -12,9 +12,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwell.process.span_columns import Span
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell_server.timeline import Process, Span, chrome_trace, lasts, spent, waits
+from shardwell_server.timeline import Process, chrome_trace, lasts, spent, waits
 
 MS = 1_000_000
 

@@ -7,12 +7,10 @@ import socket
 import time
 from collections import deque
 from functools import cache
-from typing import NamedTuple
 
+from shardwell.process.span_columns import SPAN_COUNT_MAX, Span, to_message
 from shardwell.v1 import trace_pb2 as pb
 
-SPAN_COUNT_MAX = 16_384
-"""Kept of one client or shard: about a hundred steps of 64 MB, or thousands of small ones."""
 LONG_NS = 100_000
 """See `add_long`. A disk takes longer; to find that nothing is to be written does not."""
 NO_STEP = -1
@@ -26,18 +24,6 @@ _TIME_NAMESPACE = "/proc/self/ns/time"
 
 now_ns = time.monotonic_ns
 """The clock of all spans."""
-
-
-class KeptSpan(NamedTuple):
-    """What is kept of one."""
-
-    kind: int
-    subject: str
-    step: int
-    chunk: int
-    peer: str
-    begin_ns: int
-    end_ns: int
 
 
 class Spanned:
@@ -89,42 +75,25 @@ class Spans:
         if now_ns() - begin_ns >= LONG_NS:
             self.add(kind, subject, NO_STEP, ALL_CHUNKS, "", begin_ns)
 
-    def since(self, begin_ns: int, subject: str) -> list[KeptSpan]:
+    def since(self, begin_ns: int, subject: str) -> list[Span]:
         """Those of a subject that began since then, the first first, as far as they are kept."""
         found = []
         for span in reversed(self._kept.copy()):
             if span[6] < begin_ns:  # ends are in order, but for threads that race
                 break
             if span[1] == subject and span[5] >= begin_ns:
-                found.append(KeptSpan(*span))
+                found.append(Span(*span))
         return found[::-1]
 
     def to_proto(self) -> pb.ProcessSpans:
         """All that is kept, or of very much the last, as a message."""
         kept = list(self._kept)
         while True:
-            message = _message(kept)
+            message = to_message(kept)
+            message.host, message.pid, message.now_ns = socket.gethostname(), os.getpid(), now_ns()
             if message.ByteSize() <= _MESSAGE_BYTES_MAX:
                 return message
             kept = kept[len(kept) // 2 :]
-
-
-def _message(kept: list[tuple[int, str, int, int, str, int, int]]) -> pb.ProcessSpans:
-    words = {"": 0}
-    message = pb.ProcessSpans(host=socket.gethostname(), pid=os.getpid(), now_ns=now_ns())
-    if kept:
-        kinds, subjects, steps, chunks, peers, begins_ns, ends_ns = zip(*kept, strict=True)
-        message.kinds.extend(kinds)
-        message.subjects.extend([words.setdefault(word, len(words)) for word in subjects])
-        message.steps.extend(steps)
-        message.chunks.extend(chunks)
-        message.peers.extend([words.setdefault(word, len(words)) for word in peers])
-        message.begins_ns.extend(begins_ns)
-        message.durations_ns.extend(
-            [end_ns - begin_ns for begin_ns, end_ns in zip(begins_ns, ends_ns, strict=True)]
-        )
-    message.words.extend(words)
-    return message
 
 
 @cache

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-from shardwell.process.spans import KeptSpan, Spans, now_ns
+from shardwell.process.span_columns import Span
+from shardwell.process.spans import Spans, now_ns
 from shardwell.v1 import trace_pb2 as pb
 
 _LOG = logging.getLogger("shardwell")
@@ -216,7 +217,7 @@ class StepSpans:
             _add_children(otel, span, own)
         span.end()
 
-    def _tell_wait(self, span: Any, kept: Iterable[KeptSpan]) -> None:
+    def _tell_wait(self, span: Any, kept: Iterable[Span]) -> None:
         """For whom the worker waited, and how long."""
         step = [s for s in kept if s.kind in _CONTRIBUTIONS and s.step == self._step and s.peer]
         own = max((s for s in step if s.peer == self._worker_id), key=_end_ns, default=None)
@@ -228,13 +229,13 @@ class StepSpans:
             span.set_attribute("shardwell.wait_s", max(last.begin_ns - own.end_ns, 0) / 1e9)
 
 
-def _end_ns(span: KeptSpan) -> int:
+def _end_ns(span: Span) -> int:
     return span.end_ns
 
 
-def _add_children(otel: Any, parent: Any, kept: Iterable[KeptSpan]) -> None:
+def _add_children(otel: Any, parent: Any, kept: Iterable[Span]) -> None:
     """A span for each kind: from the first of it to the last, which may overlap others."""
-    by_kind: dict[Any, list[KeptSpan]] = {}
+    by_kind: dict[Any, list[Span]] = {}
     for span in kept:
         by_kind.setdefault(span.kind, []).append(span)
     tracer, context = otel.get_tracer("shardwell"), otel.set_span_in_context(parent)

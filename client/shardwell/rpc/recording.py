@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from shardwell.errors import ShardwellError
+from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.process.spans import Spans, clock_id, now_ns
 from shardwell.rpc.held_call import HeldCall
 from shardwell.rpc.options import unary_stub
@@ -42,6 +42,7 @@ def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float)
 
     Raises:
         grpc.RpcError: the shard does not say.
+        ShardUnavailableError: all of its answers were damaged.
     """
     ask = unary_stub(channel, f"/{_SERVICE}/GetClock", pb.GetClockResponse)
     found = []
@@ -49,10 +50,14 @@ def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float)
         begin_ns = now_ns()
         answer = ask(pb.GetClockRequest(shard=shard), timeout=timeout_s)
         end_ns = now_ns()
+        if answer is None:  # its frame was damaged on its way
+            continue
         if answer.clock_id and answer.clock_id == clock_id():
             return ClockOffset(0, 0)
         error_ns = (end_ns - begin_ns + 1) // 2
         found.append(ClockOffset(answer.now_ns - begin_ns - error_ns, error_ns))
+    if not found:
+        raise ShardUnavailableError("the shard's clock could not be read; call again")
     return min(found, key=lambda each: each.error_ns)
 
 
@@ -128,7 +133,7 @@ class SpanGiver:
                 thread.start()
 
     def _give(self, recording: int) -> None:
-        with contextlib.suppress(grpc.RpcError, ValueError):  # nobody depends on it
+        with contextlib.suppress(grpc.RpcError, ShardwellError, ValueError):  # nobody depends on it
             channel, who = self._channel(), self._who()
             offset = clock_offset(channel, who.shard, _GIVE_S)
             process = self._spans.to_proto()

@@ -69,10 +69,11 @@ class TraceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AwaitRecording(self, request, context):
-        """Returns when somebody records, once for each recording; at the end of its deadline with none.
+        """Returns when somebody records, once for each recording; at the end of its deadline with none, and at once
+        where the session does not attend.
 
         Only shard 0 answers; others FAILED_PRECONDITION. Errors: UNAVAILABLE (the session has made the call
-        again), or with ERROR_CODE_SESSION_UNKNOWN (the session does not attend: make the call again after a while).
+        again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

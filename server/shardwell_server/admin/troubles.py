@@ -13,11 +13,11 @@ from shardwell_server.admin.metrics import Vitals
 from shardwell_server.cluster_status import LONG_WAIT_S, duration, size
 
 _FULL_PART, _FULL_BYTES = 0.01, 1_000_000_000
-"""A disk with less room than either counts as full."""
+"""A disk with less room than both counts as full."""
 _RECENT_S = 300.0
 """How long it is told that somebody was turned away."""
-_WORDS_LENGTH_MAX = 2000
-"""Of one, as an answer has others, too."""
+_WORDS_LENGTH_MAX = 1000
+"""Of one; a character takes up to 4 bytes."""
 _RANK_COUNT_MAX = 100
 """That are named of a group."""
 

@@ -17,6 +17,7 @@ import click
 from rich.table import Table
 
 from shardwell.errors import ShardwellError
+from shardwell.process import span_columns
 from shardwell.process.spans import now_ns
 from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.shard_channel import ShardChannel
@@ -119,6 +120,7 @@ def _recorded(channel: ShardChannel, *, wait_s: float, since_ns: int) -> _Record
             silent += answer.silent_worker_ids
             if not answer.HasField("process"):
                 continue
+            span_columns.check(answer.process)
             is_shard = not processes
             processes.append(
                 timeline.Process(

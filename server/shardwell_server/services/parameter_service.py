@@ -59,8 +59,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
 _SHORT_ELEMENT_COUNT = 4096
 """Of a slice that is counted and encoded in less time than a thread takes to be woken."""
-_TROUBLE_COUNT_MAX = 32
-"""In one answer, of less than 4 KiB each."""
+_TROUBLE_COUNT_MAX = 16
+"""In one answer, of less than 4 KiB each, as it has others, too."""
 _STATUS_SIZE_MAX_BYTES = 2**19
 """Of the parameters in one answer, except one that is larger alone: half of a message."""
 STATUS_NAME_COUNT_MAX = 1500

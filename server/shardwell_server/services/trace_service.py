@@ -7,31 +7,23 @@ from functools import partial
 
 import grpc
 
-from shardwell.errors import (
-    ArgumentError,
-    SessionUnknownError,
-    ShardUnavailableError,
-    WrongShardError,
-)
-from shardwell.process.spans import SPAN_COUNT_MAX, clock_id, now_ns
+from shardwell.errors import SessionUnknownError, ShardUnavailableError, WrongShardError
+from shardwell.process import span_columns
+from shardwell.process.spans import clock_id, now_ns
 from shardwell.specs.names import check_name
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.services.calls import Call, Calls, Handling
 from shardwell_server.services.deadlines import deadline_of
-from shardwell_server.shard.deadline import RequestDeadline, until
+from shardwell_server.shard.deadline import until
 from shardwell_server.shard.shard import Shard
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["TraceService"]
 TRACE_SERVICE_NAME = _SERVICE.full_name
-_ATTEND_S, _ATTEND_LOOK_S = 1.0, 0.1
-"""For the session of a call to attend, and how often that is looked at."""
 _WAIT_S_MAX = 60.0
 """For clients to give spans."""
-_WORD_LENGTH_MAX = 256
 _WORKER_COUNT_MAX = 100
 """That are named as missing."""
-_COLUMNS = ("kinds", "subjects", "steps", "chunks", "peers", "begins_ns", "durations_ns")
 
 
 class TraceService:
@@ -63,8 +55,10 @@ class TraceService:
     def await_recording(self, request: pb.AwaitRecordingRequest, call: Call) -> Handling:
         self._check_first(request.shard)
         worker_id = check_name("worker_id", request.worker_id)
-        soon = deadline_of(self._shard, call, _ATTEND_S)
-        yield from until(self._check_attends, request.session, worker_id, call, soon)
+        try:
+            self._shard.sessions.check(request.session, worker_id, call.principal.name)
+        except SessionUnknownError:  # its client attends at the same time, and asks again
+            return pb.AwaitRecordingResponse()
         deadline = deadline_of(self._shard, call, 0)
         ended = ShardUnavailableError("another call of this session waits for recordings")
         with self._recordings.asking(request.session, partial(call.end, ended)):
@@ -74,7 +68,7 @@ class TraceService:
     def give_spans(self, request: pb.GiveSpansRequest, call: Call) -> pb.GiveSpansResponse:
         self._check_first(request.shard)
         process = request.process
-        _check_spans(process)
+        span_columns.check(process)
         worker_id = check_name("worker_id", process.worker_id)
         session = self._shard.sessions.check(request.session, worker_id, call.principal.name)
         process.host, process.pid = session.host, session.pid
@@ -99,7 +93,8 @@ class TraceService:
         number = self._recordings.begin(there, wait_s) if asks else 0
         given: set[int] = set()
         try:
-            own = pb.RecordResponse(process=_shown(self._shard.spans.to_proto(), is_shown))
+            own = pb.RecordResponse(process=self._shard.spans.to_proto())
+            span_columns.keep_subjects(own.process, is_shown)
             own.open_steps.extend(self._open_steps(is_shown))
             known = _workers_of(own)
             yield own.SerializeToString()
@@ -108,9 +103,9 @@ class TraceService:
                 process = yield from until(self._recordings.next, number, deadline)
                 if process is None:
                     break
-                shown = pb.RecordResponse(process=_shown(process, is_shown))
-                if shown.process.kinds or is_worker_shown(process.worker_id):
-                    yield shown.SerializeToString()
+                span_columns.keep_subjects(process, is_shown)
+                if process.kinds or is_worker_shown(process.worker_id):
+                    yield pb.RecordResponse(process=process).SerializeToString()
         finally:
             if asks:
                 given = self._recordings.end(number)
@@ -123,16 +118,6 @@ class TraceService:
             ]
             last = pb.RecordResponse(silent_worker_ids=silent[:_WORKER_COUNT_MAX])
             yield last.SerializeToString()
-
-    def _check_attends(
-        self, session: int, worker_id: str, call: Call, deadline: RequestDeadline
-    ) -> None:
-        """Refuses a session that does not attend within the deadline; both calls come at once."""
-        try:
-            self._shard.sessions.check(session, worker_id, call.principal.name)
-        except SessionUnknownError:
-            self._recordings.wait(deadline, look_s=_ATTEND_LOOK_S)
-            raise
 
     def _check_first(self, meant: types_pb2.ShardIdentity) -> None:
         self._shard.check_identity(meant)
@@ -167,51 +152,3 @@ def _open_step(kind: str, name: str, step: int, wait: types_pb2.StepWait) -> pb.
         return None
     begin_ns = max(now_ns() - int(wait.open_for_s * 1e9), 0)
     return pb.OpenStep(kind=kind, name=name, step=step, begin_ns=begin_ns, wait=wait)
-
-
-def _check_spans(process: pb.ProcessSpans) -> None:
-    """Refuses what would not be shown as it is meant.
-
-    Raises:
-        ArgumentError: says what is wrong.
-    """
-    counts = {name: len(getattr(process, name)) for name in _COLUMNS}
-    if len(set(counts.values())) > 1 or counts["kinds"] > SPAN_COUNT_MAX:
-        raise ArgumentError(
-            f"columns of spans must be of one length, up to {SPAN_COUNT_MAX}; got {counts}"
-        )
-    word_count = len(process.words)
-    for name in ("subjects", "peers"):
-        if max(getattr(process, name), default=-1) >= word_count:
-            raise ArgumentError(
-                f"{name} of spans are numbers of words, below {word_count}; got a larger one"
-            )
-    for word in process.words:
-        if len(word) > _WORD_LENGTH_MAX or not word.isprintable():
-            raise ArgumentError(
-                f"words of spans have up to {_WORD_LENGTH_MAX} printable characters; "
-                f"got {word!r:.80}"
-            )
-
-
-def _shown(process: pb.ProcessSpans, is_shown: Callable[[str], bool]) -> pb.ProcessSpans:
-    """The same, with spans of those subjects alone that may be seen, and their words."""
-    words = process.words
-    kept_subjects = {number for number, word in enumerate(words) if is_shown(word)}
-    kept = [i for i, number in enumerate(process.subjects) if number in kept_subjects]
-    if len(kept) == len(process.subjects):
-        return process
-    numbers = {"": 0}
-    for name in ("subjects", "peers"):
-        column = getattr(process, name)
-        renumbered = [numbers.setdefault(words[column[i]], len(numbers)) for i in kept]
-        del column[:]
-        column.extend(renumbered)
-    for name in set(_COLUMNS) - {"subjects", "peers"}:
-        column = getattr(process, name)
-        rest = [column[i] for i in kept]
-        del column[:]
-        column.extend(rest)
-    del process.words[:]
-    process.words.extend(numbers)
-    return process

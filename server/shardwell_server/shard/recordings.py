@@ -16,7 +16,9 @@ from shardwell.v1 import trace_pb2 as pb
 from shardwell_server.shard.deadline import Changes, RequestDeadline
 
 RECORDING_COUNT_MAX = 4
-"""At once; each holds up to a megabyte a client."""
+"""At once."""
+_WAITING_BYTES_MAX = 64 << 20
+"""Of spans of one recording that wait for its reader; more of them are dropped."""
 _READ_S = 5.0
 """For whoever records to read what came in time, where others want to record."""
 _RETURN_S = 2.0
@@ -40,6 +42,7 @@ class Recording:
         """Sessions whose spans have come."""
         self.waiting: deque[pb.ProcessSpans] = deque()
         """What has come and was not taken yet."""
+        self.waiting_bytes = 0
 
 
 class Recordings:
@@ -75,11 +78,6 @@ class Recordings:
             with self._changed:
                 if self._asking.get(session) is end:
                     del self._asking[session]
-
-    def wait(self, deadline: RequestDeadline, *, look_s: float) -> None:
-        """See `RequestDeadline.wait`: until something changes here, or for `look_s`."""
-        with self._changed:
-            deadline.wait(self._changed, look_s=look_s)
 
     def news(self, session: int, deadline: RequestDeadline) -> int:
         """The number of a recording that a session does not know yet; 0 at the deadline."""
@@ -121,13 +119,20 @@ class Recordings:
             return number
 
     def give(self, number: int, session: int, process: pb.ProcessSpans) -> None:
-        """Takes a session's spans; what comes twice, too late or unasked is dropped."""
+        """Takes a session's spans; what comes twice, too late or unasked is dropped.
+
+        So is what comes faster than it is read; the session counts as one that has not given.
+        """
+        size = process.ByteSize()
         with self._changed:
             recording = self._open.get(number)
             if recording is None or session in recording.given or session not in recording.told:
                 return
+            if recording.waiting_bytes + size > _WAITING_BYTES_MAX:
+                return
             recording.given.add(session)
             recording.waiting.append(process)
+            recording.waiting_bytes += size
             self._changed.notify_all()
 
     def next(self, number: int, deadline: RequestDeadline) -> pb.ProcessSpans | None:
@@ -137,7 +142,9 @@ class Recordings:
             if recording is None:
                 return None
             if recording.waiting:
-                return recording.waiting.popleft()
+                process = recording.waiting.popleft()
+                recording.waiting_bytes -= process.ByteSize()
+                return process
             if recording.expected <= recording.given:
                 return None
             deadline.wait(self._changed)

@@ -83,7 +83,7 @@ class Shard:
         self.recordings = Recordings()
         """Who records what all did last."""
         lock = threading.Lock()
-        self.parameters = Parameters(
+        common = (
             config,
             store,
             lock,
@@ -93,18 +93,10 @@ class Shard:
             self.spans,
             spool_dir,
         )
+        self.parameters = Parameters(*common)
         """Those of this shard."""
         self.parameters.recover(store.recover())
-        self.tables = Tables(
-            config,
-            store,
-            lock,
-            self._stored_bytes,
-            self.sessions,
-            self.usages,
-            self.spans,
-            spool_dir,
-        )
+        self.tables = Tables(*common)
         """The same."""
         self.tables.recover(store.recover_tables())
         store.recovered()

@@ -21,6 +21,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -420,16 +421,18 @@ def test_how_late_each_was(open_cluster, connect, kind) -> None:
     late_s = 0.3
     began = threading.Barrier(2)
 
-    def train(rank: int) -> None:
+    def opened(rank: int) -> Any:
         if kind == "parameter":
             net = clients[rank].parameter("net", size=600, optimizer=SGD, worker_count=2)
             net.init(np.zeros(600, np.float32))
-            put = lambda: net.exchange(np.ones(600, np.float32))  # noqa: E731
-        else:
-            rows = clients[rank].table("net", row_count=9, dim=1, optimizer=SGD, worker_count=2)
-            put = lambda: rows.exchange_rows(range(9), np.ones((9, 1), np.float32))  # noqa: E731
+            return partial(net.exchange, np.ones(600, np.float32))
+        rows = clients[rank].table("net", row_count=9, dim=1, optimizer=SGD, worker_count=2)
+        return partial(rows.exchange_rows, range(9), np.ones((9, 1), np.float32))
+
+    def train(rank: int) -> None:
+        put = opened(rank)
         began.wait(PATIENCE_S)
-        time.sleep(rank * late_s)
+        time.sleep(rank * late_s)  # which is what is measured
         put()
 
     together([lambda: train(0), lambda: train(1)])

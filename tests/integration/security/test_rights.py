@@ -207,8 +207,7 @@ ROWS: dict[str, list[Row]] = {
     "TraceService/AwaitRecording": [
         Row(
             "any",
-            lambda shard: {"shard": shard, "session": 99, "worker_id": "w"},
-            Code.UNAVAILABLE,
+            lambda shard: {"shard": shard, "session": 99, "worker_id": "w"},  # it does not attend
         )
     ],
     "TraceService/GiveSpans": [

@@ -30,6 +30,7 @@ from harness.polling import PATIENCE_S, eventually, until_accepted
 from harness.programs.commands import Program, run_command
 from harness.threads import in_background, together
 from harness.tokens import TOKEN_FILE_VARIABLE, Tokens, bearing
+from shardwell.process import span_columns
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import trace_pb2_grpc as pb_grpc
 from shardwell.v1 import types_pb2
@@ -448,20 +449,16 @@ def test_spans_that_are_none_are_refused(wire, changes, words) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_sessions_that_do_not_attend_are_refused(wire) -> None:
+def test_sessions_that_do_not_attend_have_no_part(wire) -> None:
     running, _, stubs = wire
     shard = identity(running)
-    for call in (
-        lambda: stubs[0].AwaitRecording(
-            pb.AwaitRecordingRequest(shard=shard, session=77, worker_id="w0")
-        ),
-        lambda: stubs[0].GiveSpans(
+    request = pb.AwaitRecordingRequest(shard=shard, session=77, worker_id="w0")
+    assert stubs[0].AwaitRecording(request, timeout=PATIENCE_S).recording == 0  # at once
+    with pytest.raises(grpc.RpcError) as refused:
+        stubs[0].GiveSpans(
             pb.GiveSpansRequest(shard=shard, session=77, recording=1, process=spans())
-        ),
-    ):
-        with pytest.raises(grpc.RpcError) as refused:
-            call()
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        )
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_session_has_one_call_that_waits(wire) -> None:
@@ -483,7 +480,7 @@ def test_a_session_has_one_call_that_waits(wire) -> None:
 def test_a_session_that_attends_a_moment_later_is_not_refused(cluster, monkeypatch) -> None:
     """Both calls leave at once, and either may come first."""
     running = cluster(1)
-    real, early = Sessions.check, [3]
+    real, early = Sessions.check, [1]
 
     def check(self: Sessions, *given: Any, **options: Any) -> Any:
         if early[0]:
@@ -537,6 +534,18 @@ def test_a_call_that_ends_ends_its_recording(wire, connect) -> None:
     assert not found[-1].silent_worker_ids
 
 
+def test_a_shard_that_tells_what_is_none_is_told_of(cluster, tmp_path, monkeypatch) -> None:
+    """Whatever it is that answers there: no traceback, and what others told is written."""
+    running = cluster(2)
+    bad = running.servers[1].shard.spans
+    monkeypatch.setattr(bad, "to_proto", lambda: spans(subjects=[9]))
+    monkeypatch.setattr(span_columns, "keep_subjects", lambda *given: None)
+    events, output = traced(running.target, tmp_path / "run.json", "--timeout-s=0.5", code=1)
+    assert "subjects of spans are numbers of words" in output
+    assert "Traceback" not in output
+    assert len(names(events, "process_name")) == 1
+
+
 # Lives of clients and shards.
 
 
@@ -586,11 +595,15 @@ def test_a_fork_answers_for_nobody(cluster, connect, tmp_path) -> None:
     running = cluster(1, processes=True)
     client = connect(running, "w0")
     trained(client, worker_count=1)
+    held, holds = os.pipe()
     pid = os.fork()
     if pid == 0:
-        time.sleep(1.5)
+        os.close(holds)
+        os.read(held, 1)  # until its parent has seen the trace
         os._exit(0)
+    os.close(held)
     events, _ = traced(running.target, tmp_path / "run.json")
+    os.close(holds)
     assert os.waitpid(pid, 0)[1] == 0
     assert [who for who in done(events) if who.startswith("w")] == ["w0"]
 

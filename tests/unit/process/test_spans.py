@@ -5,7 +5,8 @@ Method: more than are kept, names as long as they may be, and what a message say
 
 from __future__ import annotations
 
-from shardwell.process.spans import LONG_NS, SPAN_COUNT_MAX, Spans, clock_id, now_ns
+from shardwell.process.span_columns import SPAN_COUNT_MAX, check, keep_subjects, spans_of
+from shardwell.process.spans import LONG_NS, Spans, clock_id, now_ns
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
@@ -63,3 +64,30 @@ def test_only_what_took_long_is_worth_a_look() -> None:
 
 def test_a_process_has_one_clock() -> None:
     assert clock_id() == clock_id() != ""
+
+
+def test_what_is_told_is_read_again() -> None:
+    spans = Spans()
+    for step in range(3):
+        spans.add(pb.SPAN_KIND_WAIT, f"net{step % 2}", step, -1, "shard 1", 100 + step)
+    told = spans.to_proto()
+    check(told)
+    read = spans_of(told, offset_ns=1000)
+    assert [span[:6] for span in read] == [
+        (pb.SPAN_KIND_WAIT, f"net{step % 2}", step, -1, "shard 1", 1100 + step) for step in range(3)
+    ]
+    assert all(1100 < span.end_ns <= told.now_ns + 1000 for span in read)
+
+
+def test_of_other_subjects_nothing_is_left() -> None:
+    spans = Spans()
+    spans.add(pb.SPAN_KIND_ADD, "mine", 0, 0, "w0", now_ns())
+    spans.add(pb.SPAN_KIND_ADD, "theirs", 1, 0, "w1", now_ns())
+    spans.add(pb.SPAN_KIND_ADD, "mine", 2, 0, "w2", now_ns())
+    told = spans.to_proto()
+    host, whole = told.host, spans_of(told)
+    keep_subjects(told, lambda word: word != "theirs")
+    check(told)
+    assert spans_of(told) == [whole[0], whole[2]]
+    assert set(told.words) == {"", "mine", "w0", "w2"}
+    assert told.host == host

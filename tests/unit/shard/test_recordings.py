@@ -179,3 +179,25 @@ def test_who_reads_nothing_makes_room_when_time_is_over(monkeypatch) -> None:
         recordings.begin(ALL, 60.0)
     for number in (*kept, another):
         recordings.end(number)
+
+
+def test_what_nobody_reads_does_not_pile_up(monkeypatch) -> None:
+    size = of("w1").ByteSize()
+    monkeypatch.setattr("shardwell_server.shard.recordings._WAITING_BYTES_MAX", 2 * size)
+    recordings = Recordings()
+    with ExitStack() as stack:
+        for session in (1, 2, 3):
+            stack.enter_context(asking(recordings, session))
+        number = recordings.begin(ALL, 60.0)
+        for session in (1, 2, 3):
+            recordings.news(session, later())
+            recordings.give(number, session, of(f"w{session}"))
+        assert recordings.next(number, later()) == of("w1")
+        recordings.give(number, 3, of("w3"))  # there is room now
+        assert [recordings.next(number, over()) for _ in range(3)] == [of("w2"), of("w3"), None]
+        assert recordings.end(number) == {1, 2, 3}
+        another = recordings.begin(ALL, 60.0)
+        for session in (1, 2, 3):
+            recordings.news(session, later())
+            recordings.give(another, session, of(f"w{session}"))
+        assert recordings.end(another) == {1, 2}
