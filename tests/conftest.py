@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--share-all"):
-        arena.SHARED_BYTES_MIN = arena.CALL_BYTES_MIN = 1
+        arena.SHARED_BYTES_MIN = 1
     os.environ.pop(TOKEN_FILE_VARIABLE, None)
     if config.getoption("--with-tokens"):
         # One token, which may do everything and is in the environment of all processes.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
@@ -31,6 +31,7 @@ from shardwell.rpc.arena import Arena, Places, batch_count, payload_of, wanted_b
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, told_of, went_on_elsewhere
+from shardwell.rpc.stream import ShardStream
 from shardwell.rpc.stream_pool import StreamPool
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.traffic import Traffic
@@ -104,6 +105,24 @@ class Progress:
     """Shards that have told that they counted the whole gradient."""
 
 
+class _Line(NamedTuple):
+    """One shard in one attempt."""
+
+    part: ShardSlice
+    stream: ShardStream
+    opens: bool
+    """Whether the first message must say what the stream is for."""
+    arena: Arena | None
+    """What the stream shares with the shard."""
+
+
+class _Lines(NamedTuple):
+    """All shards in one attempt."""
+
+    lines: list[_Line]
+    call_group: CallGroup
+
+
 class Transfer:
     """How one parameter's chunks are sent and taken.
 
@@ -127,45 +146,30 @@ class Transfer:
         """Where the elements are, in the order of the shards; once the shards have said it."""
         self._codec = ChunkCodec.of(spec)
         self._gradient_context = checksum.gradient_context(spec.name, worker_id)
+        self._fetch_context = checksum.weights_fetch_context(spec.name)
         self._weights_context = checksum.weights_context(spec.name)
         self.tenure = 0
         """See StreamOpen; once the shards have said it."""
 
     def get_weights(self, weights: Pieces, min_version: int, attempts: Attempts) -> int:
         """Fills `weights`; returns the fewest updates that a chunk of them has seen."""
-        parts = self.parts
-        with (
-            self._spanned(SPAN_KIND_GET, min_version - 1),
-            self._lent(parts, attempts) as arenas,
-            CallGroup() as call_group,
-        ):
-            calls = [
-                call_group.add(
-                    part.channel,
-                    part.channel.get_weights(
-                        pb.GetWeightsRequest(
-                            shard=part.channel.identity,
-                            parameter=self._spec.name,
-                            worker_id=self._worker_id,
-                            min_version=min_version,
-                            wait_timeout_ms=wait_milliseconds(attempts.rest_s),
-                            arena=0 if arena is None else arena.token,
-                        ),
-                        timeout=attempts.rest_s,
-                    ),
+        with self._spanned(SPAN_KIND_GET, min_version - 1), self._lines(self.parts, attempts) as to:
+            for line in to.lines:
+                line.stream.submit(
+                    iter((self._question(line, min_version, attempts),)), is_short=True
                 )
-                for part, arena in zip(parts, arenas, strict=True)
-            ]
-            return self._receive(
-                parts,
-                weights,
-                lambda number: next(calls[number], b""),
-                min_version,
-                call_group,
-                Progress(),
-                step=min_version - 1,
-                arenas=arenas,
-            )
+            return self._receive(to, weights, min_version, Progress(), step=min_version - 1)
+
+    def _question(self, line: _Line, min_version: int, attempts: Attempts) -> bytes:
+        """What asks a shard for its weights."""
+        request = pb.ExchangeRequest()
+        self._begin(request, line)
+        fetch = request.fetch
+        fetch.min_version = min_version
+        fetch.wait_timeout_ms = wait_milliseconds(attempts.rest_s)
+        fetch.in_arena = line.arena is not None
+        fetch.crc32c = checksum.weights_fetch(self._fetch_context, fetch)
+        return request.SerializeToString()
 
     def check_finite(self, work: Gradient, first: int = 0, stop: int | None = None) -> None:
         """Notes the peaks of rows [first, stop), and refuses what is not finite.
@@ -194,40 +198,23 @@ class Transfer:
             NonFiniteError: some of it is not finite; nothing was sent.
             ShardwellError: see `Parameter.put_gradient`.
         """
-        failures: list[BaseException] = []
         parts = [
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
-        with (
-            self._spanned(SPAN_KIND_PUT, work.step),
-            self._lent(parts, attempts) as arenas,
-            CallGroup() as call_group,
-        ):
-            outgoing = self._outgoing(
-                pb.PutGradientRequest, parts, work, [True] * len(parts), arenas, attempts
-            )
-            calls = [
-                call_group.add(
-                    part.channel,
-                    part.channel.put_gradient.future(
-                        _guarded(messages, failures), timeout=attempts.rest_s
-                    ),
-                )
-                for part, (messages, _) in zip(parts, outgoing, strict=True)
-            ]
-            for part, call in zip(parts, calls, strict=True):
-                answer = self._result(call_group, part, call)
-                if failures:
-                    raise failures[0]
-                counted = answer.counted_chunk_count + answer.duplicate_chunk_count
-                if counted != len(part.chunks):
+        with self._spanned(SPAN_KIND_PUT, work.step), self._lines(parts, attempts) as to:
+            self._send(to, work, attempts, counts_only=True)
+            for line in to.lines:
+                answer, _ = framing.parse(pb.ExchangeResponse, self._read(to, line))
+                shard_index, chunk_count = line.part.channel.shard_index, len(line.part.chunks)
+                counted = answer.counted.counted_chunk_count + answer.counted.duplicate_chunk_count
+                if counted != chunk_count:
                     raise CorruptChunkError(
-                        f"shard {part.channel.shard_index} counted {counted} of "
-                        f"{len(part.chunks)} chunks of {self._spec.name!r}; call again",
-                        shard_index=part.channel.shard_index,
+                        f"shard {shard_index} counted {counted} of {chunk_count} chunks of "
+                        f"{self._spec.name!r}; call again",
+                        shard_index=shard_index,
                         parameter=self._spec.name,
                     )
-                progress.counted_shards.add(part.channel.shard_index)
+                progress.counted_shards.add(shard_index)
 
     def close_step(self, step: int, attempts: Attempts) -> None:
         """Closes a step that closes by its norm, once all workers have contributed.
@@ -294,34 +281,13 @@ class Transfer:
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
         parts = [part for part in self.parts if len(part.chunks) > progress.row]
-        channels = [part.channel for part in parts]
         with (
             self._spanned(SPAN_KIND_EXCHANGE, work.step),
-            told_of(channels),
-            self._pool.borrowed(attempts.rest_s) as streams,
-            _emptied() as arenas,
+            self._lines(parts, attempts, progress.row, stop) as to,
         ):
-            opened = streams.streams(channels, (self._spec.name, self.tenure), attempts.rest_s)
-            for part, (stream, _) in zip(parts, opened, strict=True):
-                room = self._room_bytes(part, progress.row, stop)
-                arenas.append(stream.arena(room, attempts.rest_s))
-            opens = [is_new for _, is_new in opened]
-            outgoing = self._outgoing(
-                pb.ExchangeRequest, parts, work, opens, arenas, attempts, progress.row, stop
-            )
-            for (stream, _), (messages, is_short) in zip(opened, outgoing, strict=True):
-                stream.submit(messages, is_short=is_short)
+            self._send(to, work, attempts, progress.row, stop)
             return self._receive(
-                parts,
-                weights,
-                lambda number: opened[number][0].read(),
-                min_version,
-                streams.call_group,
-                progress,
-                step=work.step,
-                stop=stop,
-                is_exchange=True,
-                arenas=arenas,
+                to, weights, min_version, progress, step=work.step, stop=stop, is_exchange=True
             )
 
     def _spanned(self, kind: int, step: int) -> Spanned:
@@ -329,17 +295,26 @@ class Transfer:
         return self.parts[0].channel.spans.spanned(kind, self._spec.name, step)
 
     @contextlib.contextmanager
-    def _lent(
-        self, parts: Sequence[ShardSlice], attempts: Attempts
-    ) -> Iterator[list[Arena | None]]:
-        """An arena for each part, where there is one."""
+    def _lines(
+        self,
+        parts: Sequence[ShardSlice],
+        attempts: Attempts,
+        first: int = 0,
+        stop: int | None = None,
+    ) -> Iterator[_Lines]:
+        """A stream to the shard of each part, for chunks [first, stop), in the order of `parts`."""
         channels = [part.channel for part in parts]
-        with told_of(channels), contextlib.ExitStack() as stack, _emptied() as arenas:
-            for part in parts:
-                room = self._room_bytes(part, 0, None)
-                lent = part.channel.arenas.lent(room, attempts.rest_s)
-                arenas.append(stack.enter_context(lent))
-            yield arenas
+        with (
+            told_of(channels),
+            self._pool.borrowed(attempts.rest_s) as streams,
+            _emptied() as lines,
+        ):
+            subject = (self._spec.name, self.tenure)
+            opened = streams.streams(channels, subject, attempts.rest_s)
+            for part, (stream, opens) in zip(parts, opened, strict=True):
+                room = self._room_bytes(part, first, stop)
+                lines.append(_Line(part, stream, opens, stream.arena(room, attempts.rest_s)))
+            yield _Lines(lines, streams.call_group)
 
     def _room_bytes(self, part: ShardSlice, first: int, stop: int | None) -> int:
         """What an arena needs for chunks [first, stop); 0: nothing is to be shared."""
@@ -348,88 +323,88 @@ class Transfer:
         item_size = self._codec.codec.item_size
         return wanted_bytes([each.size * item_size for each in part.chunks[first:stop]])
 
-    def _outgoing(
+    def _send(
         self,
-        header_type: Any,
-        parts: Sequence[ShardSlice],
+        to: _Lines,
         work: Gradient,
-        opens: Sequence[bool],
-        arenas: Sequence[Arena | None],
         attempts: Attempts,
         first: int = 0,
         stop: int | None = None,
-    ) -> list[tuple[Iterator[bytes], bool]]:
-        """Messages for each part with chunks [first, stop) of a gradient, all of them finite.
+        *,
+        counts_only: bool = False,
+    ) -> None:
+        """Sends chunks [first, stop) of a gradient, all of them finite.
 
-        Where everything is shared, they are made here: whoever encodes looks at the values in the
-        same pass, and nothing has left by then. Elsewhere all values are looked at, and messages
-        made as they leave.
-
-        Returns:
-            By part, its messages, and whether they and their answers are few and small.
+        Where everything is shared, the messages are made here: whoever encodes looks at the values
+        in the same pass, and nothing has left by then. Elsewhere all values are looked at, and
+        messages made as they leave.
         """
-        wait_ms = wait_milliseconds(attempts.rest_s)
         are_shared = all(
-            arena is not None and arena.memory.size_bytes >= HEAD_BYTES + room > HEAD_BYTES
-            for arena, room in (
-                (arena, self._room_bytes(part, first, stop))
-                for part, arena in zip(parts, arenas, strict=True)
+            line.arena is not None
+            and line.arena.memory.size_bytes >= HEAD_BYTES + room > HEAD_BYTES
+            for line, room in (
+                (line, self._room_bytes(line.part, first, stop)) for line in to.lines
             )
         )
         if not are_shared:
             self.check_finite(work, first, stop)
+        wait_ms = wait_milliseconds(attempts.rest_s)
         outgoing: list[tuple[Iterator[bytes], bool]] = []
-        for part, is_new, arena in zip(parts, opens, arenas, strict=True):
+        for line in to.lines:
             messages = self._messages(
-                header_type,
-                part,
+                line,
                 work,
                 wait_ms,
-                opens=is_new,
                 first=first,
                 stop=stop,
-                arena=arena,
                 leaves=not are_shared,
+                counts_only=counts_only,
                 trace_parent=attempts.trace_parent,
             )
-            is_short = part.where.size <= _SHORT_ELEMENT_COUNT
+            is_short = line.part.where.size <= _SHORT_ELEMENT_COUNT
             if are_shared:
                 made = list(messages)
                 messages, is_short = iter(made), sum(map(len, made)) <= _SHORT_BYTES
             outgoing.append((messages, is_short))
-        return outgoing
+        for line, (messages, is_short) in zip(to.lines, outgoing, strict=True):
+            line.stream.submit(messages, is_short=is_short)
+
+    def _begin(self, request: pb.ExchangeRequest, line: _Line) -> None:
+        """Says what the first message of a call has to say about its stream."""
+        if line.opens:
+            request.open.CopyFrom(self._opening(line.part.channel))
+        arena = line.arena
+        if arena is not None and not arena.is_announced:
+            request.arena, arena.is_announced = arena.token, True
 
     def _messages(
         self,
-        header_type: Any,
-        part: ShardSlice,
+        line: _Line,
         work: Gradient,
         wait_timeout_ms: int,
         *,
-        opens: bool,
-        first: int = 0,
-        stop: int | None = None,
-        arena: Arena | None = None,
-        leaves: bool = True,
-        trace_parent: str = "",
+        first: int,
+        stop: int | None,
+        leaves: bool,
+        counts_only: bool,
+        trace_parent: str,
     ) -> Iterator[bytes]:
-        """Chunks [first, stop) of a gradient for one shard; runs on a thread of gRPC's.
+        """Chunks [first, stop) of a gradient for one shard; on another thread, mostly.
 
         With `leaves` each is sent when it is made: its values were looked at before.
         """
+        part, arena = line.part, line.arena
         scratch = thread_scratch()
         places = None if arena is None else Places(arena.memory)
         last = len(part.chunks[:stop]) - 1
-        batch = framing.Batch(header_type, batch_count(last + 1 - first))
+        batch = framing.Batch(pb.ExchangeRequest, batch_count(last + 1 - first))
         spans, name, peer = part.channel.spans, self._spec.name, part.channel.name
         for index in range(first, last + 1):
             at_ns = now_ns()
             where = part.chunks[index]
-            header = header_type()
-            if opens and index == first:
-                header.open.CopyFrom(self._opening(part.channel))
-            if arena is not None and not arena.is_announced:
-                header.arena, arena.is_announced = arena.token, True
+            header = pb.ExchangeRequest()
+            if index == first:
+                self._begin(header, line)
             room = None
             if places is not None:
                 room = places.room(where.size * self._codec.codec.item_size)
@@ -438,6 +413,7 @@ class Transfer:
             gradient.sample_count = work.sample_count
             gradient.wait_timeout_ms = wait_timeout_ms
             gradient.end_of_step = index == last
+            gradient.counts_only = counts_only
             if trace_parent and index == first:
                 gradient.trace_parent = trace_parent
             if work.learning_rate is not None:
@@ -474,19 +450,25 @@ class Transfer:
                 spans.add(SPAN_KIND_SEND, name, work.step, index, peer, at_ns)
         yield from batch.rest()
 
+    def _read(self, to: _Lines, line: _Line) -> bytes:
+        """The next message of a shard; blocks."""
+        try:
+            return line.stream.read()
+        except grpc.RpcError as error:
+            raise to.call_group.error_of(
+                line.part.channel, error, parameter=self._spec.name
+            ) from None
+
     def _receive(
         self,
-        parts: Sequence[ShardSlice],
+        to: _Lines,
         weights: Pieces,
-        read: Callable[[int], bytes],
         min_version: int,
-        call_group: CallGroup,
         progress: Progress,
         *,
         step: int,
         stop: int | None = None,
         is_exchange: bool = False,
-        arenas: Sequence[Arena | None],
     ) -> int:
         """Reads every chunk of every part, in turns, so that no shard's stream stands still.
 
@@ -494,16 +476,13 @@ class Transfer:
         that waits until its answer is taken can never be part of a circle of waits.
 
         Args:
-            parts: What to read, in the order of the shards.
+            to: What to read, in the order of the shards.
             weights: (size,), filled.
-            read: The next message of a part, by its place in `parts`; blocks.
             min_version: The version that is waited for.
-            call_group: The calls that are read from.
             progress: Where to begin; then, after an error too, how far it came.
             step: After which the weights are wanted.
             stop: Before which row to end; None: the last.
             is_exchange: Whether versions must be `min_version` exactly.
-            arenas: What each part's stream shares with its shard.
 
         Returns:
             The fewest updates that a chunk has seen.
@@ -512,63 +491,51 @@ class Transfer:
             ShardwellError: see `Parameter.get_weights`.
         """
         stop = self.row_count if stop is None else stop
-        read_ahead: list[_Answers] = [iter(()) for _ in parts]
+        read_ahead: list[_Answers] = [iter(()) for _ in to.lines]
         name, at_ns = self._spec.name, now_ns()
         while progress.row < stop:
             index, version = progress.row, progress.version
-            for number, part in enumerate(parts):
-                if index < len(part.chunks):
+            for number, line in enumerate(to.lines):
+                if index < len(line.part.chunks):
                     answer = next(read_ahead[number], None)
+                    channel = line.part.channel
                     if answer is None:
-                        try:
-                            message = read(number)
-                        except grpc.RpcError as error:
-                            raise call_group.error_of(
-                                part.channel, error, parameter=self._spec.name
-                            ) from None
-                        channel = part.channel
+                        message = self._read(to, line)
                         at_ns = channel.spans.add(
                             SPAN_KIND_WAIT, name, step, index, channel.name, at_ns
                         )
                         read_ahead[number] = framing.parse_all(pb.ExchangeResponse, message)
                         answer = next(read_ahead[number])
                     found = self._decode(
-                        part,
-                        index,
-                        answer,
-                        weights,
-                        min_version,
-                        is_exchange=is_exchange,
-                        arena=arenas[number],
+                        line, index, answer, weights, min_version, is_exchange=is_exchange
                     )
                     version = min(version, found)
-                    channel = part.channel
                     at_ns = channel.spans.add(
                         SPAN_KIND_DECODE, name, step, index, channel.name, at_ns
                     )
             progress.row, progress.version = index + 1, version
-        for part, answers in zip(parts, read_ahead, strict=True):
+        for line, answers in zip(to.lines, read_ahead, strict=True):
             if next(answers, None) is not None:
                 raise CorruptChunkError(
-                    f"shard {part.channel.shard_index} answered more chunks of "
+                    f"shard {line.part.channel.shard_index} answered more chunks of "
                     f"{self._spec.name!r} than it was asked for; call again",
-                    shard_index=part.channel.shard_index,
+                    shard_index=line.part.channel.shard_index,
                     parameter=self._spec.name,
                 )
         return int(progress.version)
 
     def _decode(
         self,
-        part: ShardSlice,
+        line: _Line,
         index: int,
         answer: _Answer,
         weights: Pieces,
         min_version: int,
         *,
         is_exchange: bool,
-        arena: Arena | None,
     ) -> int:
         """Checks a chunk of weights and writes it where it belongs; returns its version."""
+        part, arena = line.part, line.arena
         header, payload, size_bytes = answer
         where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
@@ -618,18 +585,10 @@ class Transfer:
 
 
 @contextlib.contextmanager
-def _emptied() -> Iterator[list[Arena | None]]:
+def _emptied() -> Iterator[list[_Line]]:
     """A list for the block; whoever keeps the error that ends it keeps no memory with it."""
-    arenas: list[Arena | None] = []
+    lines: list[_Line] = []
     try:
-        yield arenas
+        yield lines
     finally:
-        arenas.clear()
-
-
-def _guarded(messages: Iterator[bytes], failures: list[BaseException]) -> Iterator[bytes]:
-    """Ends a stream early when a message can't be made, and keeps the reason for the caller."""
-    try:
-        yield from messages
-    except Exception as error:
-        failures.append(error)
+        lines.clear()

@@ -86,34 +86,31 @@ class SharedMemory:
 
 
 class OwnMemory:
-    """Memory of this process that is handed over, once or again; empty at first."""
+    """Memory of this process that is handed over.
 
-    def __init__(self) -> None:
-        self.file = -1
-        """Its descriptor."""
-        self.memory: SharedMemory | None = None
-        """What is mapped here."""
+    Args:
+        size_bytes: How much.
 
-    def reserve(self, size_bytes: int) -> None:
-        """Makes it at least so large: other memory, if it was smaller.
+    Raises:
+        OSError: there is not so much.
+    """
 
-        Raises:
-            OSError: there is not so much.
-        """
-        if self.memory is not None and self.memory.size_bytes >= size_bytes:
-            return
-        self.close()
+    def __init__(self, size_bytes: int) -> None:
         self.file = os.memfd_create("shardwell", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.file, size_bytes)
-        os.posix_fallocate(self.file, 0, size_bytes)
-        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS)
-        self.memory = SharedMemory(self.file, size_bytes)
+        """Its descriptor."""
+        try:
+            os.ftruncate(self.file, size_bytes)
+            os.posix_fallocate(self.file, 0, size_bytes)
+            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory = SharedMemory(self.file, size_bytes)
+            """What is mapped here."""
+        except BaseException:
+            os.close(self.file)
+            raise
 
     def close(self) -> None:
-        """Lets go of it; what others hold of it stays. Safe to repeat."""
-        if self.file >= 0:
-            os.close(self.file)
-        self.file, self.memory = -1, None
+        """Lets go of the descriptor; what is mapped, here and elsewhere, stays. Once."""
+        os.close(self.file)
 
 
 def received_memory(file: int, size_bytes: int) -> SharedMemory:

@@ -12,8 +12,7 @@ import logging
 import os
 import secrets
 import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -39,9 +38,6 @@ ARENA_BYTES_MAX = 256 << 20
 """Of one arena: a step of 128 M elements of fp16 to one shard. What is beyond it travels inline."""
 SHARED_BYTES_MIN = 64 * 1024
 """A smaller payload costs no more inline."""
-CALL_BYTES_MIN = 4 << 20
-"""What one call moves at least for an offer to cost less than it saves; a stream makes one for all
-its calls."""
 BATCH_COUNT = 4
 """Messages that leave as one where all of their payloads are shared: a message costs as much as
 converting its chunk, and what waits for others stands still. At most; see `batch_count`."""
@@ -51,8 +47,6 @@ ANSWER_BYTES_MAX = 4096
 """Of a message over the Unix socket."""
 _DESCRIPTOR_BYTES_MAX = 1024
 """A longer message has its payload in it."""
-_KEPT_COUNT_MAX = 2
-"""Memories kept for later calls on one server: as many as calls are made at once, mostly."""
 _OFFER_S = 2.0
 """How long a server may take to look at an offer."""
 PAGE_BYTES = 4096
@@ -66,7 +60,7 @@ def same_host_setting(*, is_wanted: bool) -> str:
 
 
 class Arena:
-    """A client's: the memory, and how the server knows it. For one stream, or one call."""
+    """A client's: the memory, and how the server knows it. For one stream."""
 
     def __init__(self, memory: SharedMemory, token: int) -> None:
         self.token = token
@@ -213,10 +207,6 @@ class Arenas:
         """Who takes offers."""
         self._what = what
         self._offer = offer
-        self._lock = threading.Lock()
-        self._kept: list[OwnMemory] = []
-        """Of calls that have ended well, for later ones."""
-        self._is_closed = False
 
     def arena(self, wanted_bytes: int, timeout_s: float = _OFFER_S) -> Arena | None:
         """An arena for that many bytes, or for as many as there may be; None: there is none.
@@ -225,46 +215,10 @@ class Arenas:
         """
         if not self.server.is_there:
             return None
-        with contextlib.closing(OwnMemory()) as own:
-            return self._offered(own, wanted_bytes, timeout_s)
-
-    @contextlib.contextmanager
-    def lent(self, wanted_bytes: int, timeout_s: float) -> Iterator[Arena | None]:
-        """The same for one call; the memory serves another one if the block ends without an error.
-
-        For then the server has ended the call, too, and touches it no more.
-        """
-        if wanted_bytes < max(CALL_BYTES_MIN, 1) or not self.server.is_there:
-            yield None
-            return
-        with self._lock:
-            own = self._kept.pop() if self._kept else OwnMemory()
-        arena = None
+        timeout_s = max(min(timeout_s, _OFFER_S), 0.001)
         try:
-            arena = self._offered(own, wanted_bytes, timeout_s)
-            yield arena
-            with self._lock:
-                if arena is not None and not self._is_closed and len(self._kept) < _KEPT_COUNT_MAX:
-                    self._kept.append(own)
-                    return
-            own.close()
-        except BaseException:
-            own.close()
-            arena = None  # the error, which may be kept, keeps this frame
-            raise
-
-    def close(self) -> None:
-        """Lets go of what is kept. Safe to repeat."""
-        with self._lock:
-            self._is_closed = True
-            while self._kept:
-                self._kept.pop().close()
-
-    def _offered(self, own: OwnMemory, wanted_bytes: int, timeout_s: float) -> Arena | None:
-        try:
-            own.reserve(_arena_bytes(wanted_bytes))
-            timeout_s = max(min(timeout_s, _OFFER_S), 0.001)
-            return _offered(self.server.address, self._offer(), own, timeout_s)
+            with contextlib.closing(OwnMemory(_arena_bytes(wanted_bytes))) as own:
+                return _offered(self.server.address, self._offer(), own, timeout_s)
         except (OSError, SharedMemoryError, DecodeError) as error:
             self.server.pause()
             _LOG.debug(
@@ -276,7 +230,6 @@ class Arenas:
 
 
 def _offered(address: str, offer: arena_pb2.ArenaOffer, own: OwnMemory, timeout_s: float) -> Arena:
-    assert own.memory is not None
     with connected(address, socket.SOCK_SEQPACKET, timeout_s) as connection:
         offer.size_bytes, offer.nonce = own.memory.size_bytes, secrets.randbits(64)
         own.memory.set_number(0, offer.nonce)

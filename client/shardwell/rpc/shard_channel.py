@@ -147,10 +147,6 @@ class ShardChannel:
         """Makes what calls the shard over the channel that is used now."""
         channel = self._channel.current
         self._stubs: dict[str, Any] = {}
-        self.put_gradient: Any = channel.stream_unary(
-            f"/{_SERVICE}/PutGradient",
-            response_deserializer=pb.PutGradientResponse.FromString,
-        )
         self.init_weights: Any = channel.stream_unary(
             f"/{_SERVICE}/InitWeights",
             response_deserializer=pb.InitWeightsResponse.FromString,
@@ -160,10 +156,6 @@ class ShardChannel:
             response_deserializer=pb.InitWeightsResponse.FromString,
         )
         """A stream of one message, which needs no thread that writes it."""
-        self.get_weights: Any = channel.unary_stream(
-            f"/{_SERVICE}/GetWeights",
-            request_serializer=pb.GetWeightsRequest.SerializeToString,
-        )
         self.snapshot: Any = channel.unary_stream(
             f"/{_SERVICE}/Snapshot",
             request_serializer=pb.SnapshotRequest.SerializeToString,
@@ -506,7 +498,6 @@ class ShardChannel:
             channel.close()
         for call in list(self._unix_calls):
             call.cancel()
-        self.arenas.close()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from shardwell.rpc.unix_call import UnixCalls
 
 _LOG = logging.getLogger("shardwell")
 STREAM_SET_COUNT_MAX = 8
-"""Calls on one parameter or table that have streams at once; further ones wait."""
+"""Calls on one table that have streams at once; further ones wait."""
 CONNECTION_COUNT_MAX = 4
 """Connections of a client to a shard, whatever is called at once; further sets share them."""
 IDLE_STREAM_SET_COUNT_MAX = 4
@@ -218,11 +218,15 @@ class StreamPool:
     Args:
         idle: Sets of the client.
         what: For messages: "table 'users'".
+        count_max: Calls that have streams at once; further ones wait.
         where: What errors carry of it.
     """
 
-    def __init__(self, idle: IdleStreams, what: str, **where: Any) -> None:
+    def __init__(
+        self, idle: IdleStreams, what: str, *, count_max: int = STREAM_SET_COUNT_MAX, **where: Any
+    ) -> None:
         self._idle = idle
+        self._count_max = count_max
         self._what = what
         self._where = where
         self._free = threading.Condition()
@@ -263,10 +267,10 @@ class StreamPool:
 
         with cancelled_by(self._wake), self._free:
             if not self._free.wait_for(
-                lambda: is_over() or self._busy_count < STREAM_SET_COUNT_MAX, timeout_s
+                lambda: is_over() or self._busy_count < self._count_max, timeout_s
             ):
                 raise DeadlineError(
-                    f"{STREAM_SET_COUNT_MAX} calls of other threads on {self._what} took longer "
+                    f"{self._count_max} calls of other threads on {self._what} took longer "
                     f"than {timeout_s:.3g} s; raise timeout_s, or call from fewer threads",
                     **self._where,
                 )

@@ -178,12 +178,14 @@ class ParameterServerServiceServicer(object):
     def Exchange(self, request_iterator, context):
         """PutGradient and GetWeights at once: for each gradient chunk, one weights chunk, after the
         step of that chunk has closed (MODE_SYNC) or the gradient is applied (MODE_ASYNC); in the
-        order in which the gradient chunks came. One stream may carry any number of steps, and of
+        order in which the gradient chunks came. And either of them alone: chunks with `counts_only` have no
+        weights chunk, and the last of them, with `end_of_step`, is answered with `counted`, once all are counted;
+        a `fetch` is answered as GetWeights is. One stream may carry any number of steps, and of
         parameters: `open` may come again between two steps. A stream without work may be ended by the
         shard, with CANCELLED, when others need its place: open another.
 
         Read while you write: the shard stops reading while answers are not taken. Idempotency key and
-        errors as for PutGradient.
+        errors as for PutGradient and GetWeights. A stream that only fetches needs no session, and the right to read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

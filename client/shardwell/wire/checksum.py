@@ -45,6 +45,7 @@ class Kind(enum.IntEnum):
     ROWS_SCAN = 8
     ROWS_LOAD = 9
     PEER_CHUNK = 10
+    WEIGHTS_FETCH = 11
 
 
 def extended(crc: int, *values: int | str) -> int:
@@ -123,6 +124,11 @@ def gradient_context(parameter: str, worker_id: str) -> int:
 def weights_context(parameter: str) -> int:
     """Of answers of GetWeights and Exchange, which all workers share."""
     return extended(0, Kind.WEIGHTS, parameter)
+
+
+def weights_fetch_context(parameter: str) -> int:
+    """Of questions for weights that Exchange is sent."""
+    return extended(0, Kind.WEIGHTS_FETCH, parameter)
 
 
 def first_weights_context(opening: parameter_server_pb2.InitWeightsRequest) -> int:
@@ -228,6 +234,11 @@ def gradient(context: int, header: types_pb2.GradientChunk) -> int:
 def weights(context: int, version: int) -> int:
     """Goes on over a chunk of weights."""
     return _with_numbers(context, version)
+
+
+def weights_fetch(context: int, header: parameter_server_pb2.WeightsFetch) -> int:
+    """Goes on over a question for weights, and ends: it has no payload."""
+    return _with_numbers(context, header.min_version, header.in_arena)
 
 
 def first_weights(context: int, array_index: int) -> int:

@@ -12,7 +12,7 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import grpc
@@ -47,7 +47,7 @@ from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import LONG, Call, Calls, Handling, Read
 from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.open_streams import OpenStreams
-from shardwell_server.shard.deadline import RequestDeadline, until
+from shardwell_server.shard.deadline import NotYet, RequestDeadline, until
 from shardwell_server.shard.errors import diverged, non_finite
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
@@ -243,16 +243,13 @@ class ParameterServerService:
             for request, payload, _ in framing.parse_all(pb.PutGradientRequest, message):
                 if source is None:
                     source, arena = self._source(request, call), self._arena(request.arena)
+                    source.contributor()
                 if not _has_gradient(request, payload):
                     continue
-                payload = payload_of(request.gradient.chunk, payload, arena)
-                self._count(call, received=payload.size)
-                gradient, (parameter, contributor, _) = request.gradient, source
-                if gradient.trace_parent:
-                    source.spans.begin(gradient.trace_parent, gradient.step)
+                gradient = request.gradient
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
-                is_new = yield from until(
-                    parameter.contribute, contributor, gradient, payload, deadline
+                is_new = yield from self._contribute(
+                    call, source, gradient, payload, arena, deadline
                 )
                 response.counted_chunk_count += is_new
                 response.duplicate_chunk_count += not is_new
@@ -269,22 +266,9 @@ class ParameterServerService:
         call.check(Right.READ, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
         deadline = self._deadline(call, request.wait_timeout_ms / 1000)
-        arena = self._arena(request.arena)
-        places = None if arena is None else Places(arena)
-        batch = framing.Batch(pb.GetWeightsResponse, batch_count(parameter.chunk_count))
-        for index in range(parameter.chunk_count):
-            if not parameter.is_ready(index, request.min_version):
-                yield from batch.rest()
-            message = yield from until(
-                parameter.weights_message, index, request.min_version, deadline
-            )
-            parameter.make_durable()  # nobody goes on from what could still be lost
-            self._count(call, sent=len(message))
-            shared_bytes = 0
-            if places is not None:
-                message, shared_bytes = shared_message(pb.GetWeightsResponse, message, places.room)
-            yield from batch.add(message, waits=shared_bytes > 0)
-        yield from batch.rest()
+        yield from self._weights(
+            call, parameter, request.min_version, deadline, self._arena(request.arena)
+        )
 
     def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
         """A first message when every chunk is sure to be had, then all chunks in order.
@@ -327,6 +311,7 @@ class ParameterServerService:
 
     def exchange(self, call: Call) -> Handling:
         pending: deque[_Pending] = deque()
+        counted = pb.PutGradientResponse()
         source: _GradientSource | None = None
         arena: SharedMemory | None = None
         is_between_steps = True
@@ -348,31 +333,45 @@ class ParameterServerService:
                     if not is_between_steps:
                         raise ArgumentError("`arena` came in the middle of a step; end it first")
                     arena = self._arena(request.arena)
+                if request.HasField("fetch"):
+                    if request.HasField("gradient") or not is_between_steps:
+                        raise ArgumentError("`fetch` came in the middle of a step; end it first")
+                    if was_short and not call.is_short:
+                        yield LONG
+                    yield from self._fetched(call, source.parameter, request.fetch, arena)
                 if not _has_gradient(request, payload):
                     continue
-                gradient, (parameter, contributor, _) = request.gradient, source
+                gradient, parameter = request.gradient, source.parameter
                 if was_short and (gradient.chunk.HasField("shared") or gradient.trace_parent):
                     yield LONG  # however short the message
-                payload = payload_of(gradient.chunk, payload, arena)
-                self._count(call, received=payload.size)
-                if gradient.trace_parent:
-                    call.is_short = False  # whoever exports spans may take any time
-                    source.spans.begin(gradient.trace_parent, gradient.step)
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
-                yield from until(parameter.contribute, contributor, gradient, payload, deadline)
-                version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
-                room = None
-                if gradient.chunk.HasField("shared") and arena is not None:
-                    shared = gradient.chunk.shared
-                    room = Room(shared.offset, arena.view(shared.offset, shared.size))
-                pending.append(_Pending(gradient.chunk.chunk_index, version, deadline, room))
+                is_new = yield from self._contribute(
+                    call, source, gradient, payload, arena, deadline
+                )
                 is_between_steps = gradient.end_of_step
-                if len(pending) > 2 * parameter.chunk_count:
-                    raise ArgumentError(
-                        f"{len(pending)} chunks were sent without end_of_step, of "
-                        f"{parameter.chunk_count}; read the answers first"
-                    )
-                del gradient, room
+                if gradient.counts_only:
+                    counted.counted_chunk_count += is_new
+                    counted.duplicate_chunk_count += not is_new
+                else:
+                    version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
+                    room = None
+                    if gradient.chunk.HasField("shared") and arena is not None:
+                        shared = gradient.chunk.shared
+                        room = Room(shared.offset, arena.view(shared.offset, shared.size))
+                    pending.append(_Pending(gradient.chunk.chunk_index, version, deadline, room))
+                    if len(pending) > 2 * parameter.chunk_count:
+                        raise ArgumentError(
+                            f"{len(pending)} chunks were sent without end_of_step, of "
+                            f"{parameter.chunk_count}; read the answers first"
+                        )
+                    del room
+                if is_between_steps and gradient.counts_only:
+                    yield from self._answers(call, parameter, pending, all_=True)
+                    parameter.make_durable()
+                    yield pb.ExchangeResponse(counted=counted).SerializeToString()
+                if is_between_steps:
+                    counted.Clear()
+                del gradient
             del message, request, payload  # not to be held while answers wait
             if source is not None:
                 yield from self._answers(call, source.parameter, pending, all_=is_between_steps)
@@ -486,17 +485,69 @@ class ParameterServerService:
         return self._shard.parameters.get(request.open.parameter)
 
     def _source(self, request: Any, call: Call) -> _GradientSource:
-        parameter, worker_id = self._opened(request, call, Right.CONTRIBUTE), request.open.worker_id
-        session = self._shard.sessions.check(request.open.session, worker_id, call.principal.name)
-        spans = StepSpans(
-            self._shard.spans,
-            self._shard.config.shard_index,
-            worker_id,
-            {"parameter": parameter.spec.name},
-        )
+        """Whoever opens a stream, of whom nothing is asked yet but that it may read."""
         return _GradientSource(
-            parameter, Contributor(worker_id, session, request.open.tenure), spans
+            self._shard, self._opened(request, call, Right.READ), request.open, call
         )
+
+    def _contribute(
+        self,
+        call: Call,
+        source: _GradientSource,
+        gradient: types_pb2.GradientChunk,
+        payload: Bytes,
+        arena: SharedMemory | None,
+        deadline: RequestDeadline,
+    ) -> Generator[NotYet, Any, bool]:
+        """Counts a chunk of a gradient; False: it had been counted before."""
+        contributor = source.contributor()
+        payload = payload_of(gradient.chunk, payload, arena)
+        self._count(call, received=payload.size)
+        if gradient.trace_parent:
+            call.is_short = False  # whoever exports spans may take any time
+            source.spans.begin(gradient.trace_parent, gradient.step)
+        return (
+            yield from until(source.parameter.contribute, contributor, gradient, payload, deadline)
+        )
+
+    def _fetched(
+        self,
+        call: Call,
+        parameter: ParameterSlice,
+        fetch: pb.WeightsFetch,
+        arena: SharedMemory | None,
+    ) -> Handling:
+        """The weights that a stream asks for."""
+        context = checksum.weights_fetch_context(parameter.spec.name)
+        if checksum.weights_fetch(context, fetch) != fetch.crc32c:
+            raise CorruptChunkError("a fetch of weights is damaged; send it again")
+        deadline = self._deadline(call, fetch.wait_timeout_ms / 1000)
+        shared = arena if fetch.in_arena else None
+        yield from self._weights(call, parameter, fetch.min_version, deadline, shared)
+
+    def _weights(
+        self,
+        call: Call,
+        parameter: ParameterSlice,
+        min_version: int,
+        deadline: RequestDeadline,
+        arena: SharedMemory | None,
+    ) -> Handling:
+        """All weights, chunk by chunk, each once it has seen so many updates."""
+        places = None if arena is None else Places(arena)
+        # GetWeightsResponse has the same fields.
+        batch = framing.Batch(pb.ExchangeResponse, batch_count(parameter.chunk_count))
+        for index in range(parameter.chunk_count):
+            if not parameter.is_ready(index, min_version):
+                yield from batch.rest()
+            message = yield from until(parameter.weights_message, index, min_version, deadline)
+            parameter.make_durable()  # nobody goes on from what could still be lost
+            self._count(call, sent=len(message))
+            shared_bytes = 0
+            if places is not None:
+                message, shared_bytes = shared_message(pb.ExchangeResponse, message, places.room)
+            yield from batch.add(message, waits=shared_bytes > 0)
+        yield from batch.rest()
 
     def _answers(
         self,
@@ -558,13 +609,38 @@ def _shared_answer(message: bytes, room: Room) -> bytes:
     return shared_message(pb.ExchangeResponse, message, lambda size_bytes: room)[0]
 
 
-class _GradientSource(NamedTuple):
-    """Whose gradients a stream carries, and where they go."""
+class _GradientSource:
+    """Who opened a stream, and where its gradients go."""
 
-    parameter: ParameterSlice
-    contributor: Contributor[Seat]
-    spans: StepSpans
-    """OpenTelemetry's, of its steps."""
+    def __init__(
+        self, shard: Shard, parameter: ParameterSlice, opening: types_pb2.StreamOpen, call: Call
+    ) -> None:
+        self.parameter = parameter
+        """What it is about."""
+        self.spans = StepSpans(
+            shard.spans,
+            shard.config.shard_index,
+            opening.worker_id,
+            {"parameter": parameter.spec.name},
+        )
+        """OpenTelemetry's, of its steps."""
+        self._sessions = shard.sessions
+        self._opening = opening
+        self._call = call
+        self._contributor: Contributor[Seat] | None = None
+
+    def contributor(self) -> Contributor[Seat]:
+        """Whose gradients it brings; whoever only reads needs neither right nor session for that.
+
+        Raises:
+            AccessDeniedError, ShardUnavailableError: it may not, or its session is not known.
+        """
+        if self._contributor is None:
+            opening, call = self._opening, self._call
+            call.check(Right.CONTRIBUTE, "parameter", opening.parameter)
+            session = self._sessions.check(opening.session, opening.worker_id, call.principal.name)
+            self._contributor = Contributor(opening.worker_id, session, opening.tenure)
+        return self._contributor
 
 
 def _ranges(

@@ -14,6 +14,7 @@ from fastcrc import crc32
 
 GRADIENT, WEIGHTS, FIRST_WEIGHTS, SNAPSHOT = 1, 2, 3, 4
 ROW_GRADIENTS, ROWS_FETCH, ROWS_ANSWER, ROWS_SCAN, ROWS_LOAD, PEER_CHUNK = 5, 6, 7, 8, 9, 10
+WEIGHTS_FETCH = 11
 
 Value = int | float | str | bytes
 
@@ -71,6 +72,12 @@ def crc_of(message: Any, *context: Value) -> int:
     names = _HEADS[type(head).__name__]
     values = [*context, *_fields(message), *(getattr(head, name) for name in names)]
     return crc32.iscsi(b"".join(map(_packed, values)) + message.payload)
+
+
+def of_fetch(parameter: str, fetch: Any) -> int:
+    """What the CRC of a WeightsFetch should be."""
+    values = (WEIGHTS_FETCH, parameter, fetch.min_version, fetch.in_arena)
+    return crc32.iscsi(b"".join(map(_packed, values)))
 
 
 def optional(message: Any, name: str) -> tuple[int, float]:

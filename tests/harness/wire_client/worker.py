@@ -352,8 +352,16 @@ class WireParameter:
                     ),
                     timeout=CALL_TIMEOUT_S,
                 )
-                self._take(slice_, answers, weights, min_version)
+                self.take(slice_, answers, weights, min_version)
         return weights
+
+    def fetch(
+        self, shard_index: int, *, min_version: int = 0, wait_timeout_s: float = 0.0
+    ) -> pb.ExchangeRequest:
+        """What asks a stream of Exchange for a slice, and opens it."""
+        fetch = pb.WeightsFetch(min_version=min_version, wait_timeout_ms=int(wait_timeout_s * 1000))
+        fetch.crc32c = wire_crc.of_fetch(self.spec.name, fetch)
+        return pb.ExchangeRequest(open=self.open(shard_index), fetch=fetch)
 
     def exchange(self, gradient: npt.ArrayLike, *, sample_count: int = 1) -> Float32:
         """Exchange on every shard with a slice; the weights after the step."""
@@ -366,7 +374,7 @@ class WireParameter:
         }
         min_version = self.next_step + 1 if self.spec.mode == types.MODE_SYNC else 0
         for shard_index, answers in calls.items():
-            self._take(self.slices[shard_index], answers, weights, min_version)
+            self.take(self.slices[shard_index], answers, weights, min_version)
         self.next_step += 1
         return weights
 
@@ -381,7 +389,7 @@ class WireParameter:
                     self.gradient_messages(kind, index, gradient, sample_count=sample_count),
                 )
 
-    def _take(self, slice_: WireSlice, answers: Any, weights: Float32, min_version: int) -> None:
+    def take(self, slice_: WireSlice, answers: Any, weights: Float32, min_version: int) -> None:
         """Reads the slice's chunks, in order, into `weights`."""
         expected = list(slice_.chunks())
         for (index, start, stop), answer in zip(expected, answers, strict=True):

@@ -59,7 +59,6 @@ OPTIONS: dict[str, Any] = {"optimizer": shardwell.SGD(0.1, momentum=0.5), "worke
 def _usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where all of the suite shares all."""
     monkeypatch.setattr(arena, "SHARED_BYTES_MIN", 64 * 1024)
-    monkeypatch.setattr(arena, "CALL_BYTES_MIN", 64 * 1024)
 
 
 def mapped_bytes(running: LocalCluster) -> list[int]:
@@ -119,33 +118,39 @@ def test_results_are_those_of_the_network(cluster, connect, codec, verb) -> None
 
 
 def test_memory_of_a_call_serves_the_next(cluster, connect) -> None:
+    """Whichever of the verbs it is; and none after one that failed."""
     running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
     client = connect(running, "w0")
     net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(ELEMENTS, np.float32))
-    kept = client._shards.channels[0].arenas._kept
-    memories = set()
+
+    def kept() -> list[arena.Arena]:
+        sets = client._idle_streams._sets
+        return [stream._arena for each in sets for stream in each._streams.values()]
+
+    arenas = set()
     for step in range(4):
         net.put_gradient(np.ones(ELEMENTS, np.float32))
-        (own,) = kept
-        memories.add(own.memory)
+        arenas |= {*kept()}
         before = client.traffic.shared_bytes
-        assert net.get_weights()[-1] == -step - 1
+        assert net.get_weights()[-1] == -2 * step - 1
         assert client.traffic.shared_bytes - before > 2 * ELEMENTS - CHUNK_BYTES
-        (own,) = kept
-        memories.add(own.memory)
-    assert len(memories) == 1
+        arenas |= {*kept()}
+        assert net.exchange(np.ones(ELEMENTS, np.float32))[-1] == -2 * step - 2
+        arenas |= {*kept()}
+    assert len(arenas) == 1
+    arenas.clear()
     with pytest.raises(shardwell.NonFiniteError):
         net.put_gradient(np.full(ELEMENTS, np.nan, np.float32))
     with pytest.raises(shardwell.WorkersMissingError):
         net.get_weights(min_version=99, timeout_s=0.5)
-    assert not kept  # the shard may still write there
+    assert not kept()  # the shard may still write there
     net.put_gradient(np.ones(ELEMENTS, np.float32))
     net.put_gradient(np.ones(ELEMENTS, np.float32))
-    assert len(kept) == 1
-    eventually("the shard has none", lambda: gc.collect() >= 0 and mapped_bytes(running) == [0])
+    assert len(kept()) == 1
     client.close()
-    eventually("the client has none", lambda: not kept)
+    eventually("nobody has any", lambda: gc.collect() >= 0 and mapped_bytes(running) == [0])
+    assert not kept()
 
 
 def test_a_stream_that_needs_more_gets_more_and_its_end_frees_it(cluster, connect) -> None:
@@ -192,17 +197,6 @@ def test_small_payloads_are_inline(cluster, connect) -> None:
     running = cluster(1, chunk_size_bytes=2**20)
     trained(running, connect, size=1000)
     assert mapped_bytes(running) == [0]
-
-
-def test_calls_that_move_little_are_inline(cluster, connect, monkeypatch) -> None:
-    """An offer for each would cost more than it saves."""
-    monkeypatch.setattr(arena, "CALL_BYTES_MIN", 2 * ELEMENTS + 10**6)
-    client = connect(cluster(1, chunk_size_bytes=CHUNK_BYTES), "w0")
-    net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
-    net.init(np.zeros(ELEMENTS, np.float32))
-    net.put_gradient(np.ones(ELEMENTS, np.float32))
-    assert net.get_weights()[0] == -1
-    assert not client.traffic.shared_bytes
 
 
 def test_what_does_not_fit_is_inline(cluster, connect, monkeypatch) -> None:
@@ -852,8 +846,7 @@ with LocalCluster(1) as cluster, shardwell.connect(cluster.target) as client:
 
 
 def test_a_payload_that_no_chunk_has_is_not_copied() -> None:
-    own = OwnMemory()
-    own.reserve(4 << 20)
+    own = OwnMemory(4 << 20)
     chunk = types_pb2.Chunk(shared=types_pb2.Shared(offset=64, size=3 << 20))
     with pytest.raises(shardwell.CorruptChunkError, match="expected at most"):
         arena.payload_of(chunk, np.empty(0, np.uint8), own.memory)
@@ -862,11 +855,9 @@ def test_a_payload_that_no_chunk_has_is_not_copied() -> None:
 
 def test_a_payload_that_may_change_is_told_from_others() -> None:
     """So that a copy is checked, and used, and not what is shared: see tests of wire/chunks.py."""
-    own = OwnMemory()
-    own.reserve(8192)
+    own = OwnMemory(8192)
     memory = own.memory
     own.close()
-    assert memory is not None
     memory.view(64, 32)[:] = 7
     chunk = types_pb2.Chunk(shared=types_pb2.Shared(offset=64, size=32))
     found = arena.payload_of(chunk, np.empty(0, np.uint8), memory)

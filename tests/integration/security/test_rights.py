@@ -137,7 +137,12 @@ ROWS: dict[str, list[Row]] = {
     ],
     "ParameterServerService/GetWeights": [Row("read", _named("parameter", "prod-p"))],
     "ParameterServerService/Exchange": [
-        Row("contribute", _opening(STREAM_OPEN, "prod-p"), Code.UNAVAILABLE)
+        Row("read", _opening(STREAM_OPEN, "prod-p")),
+        Row(
+            "contribute",
+            _opening(STREAM_OPEN, "prod-p", gradient=types_pb2.GradientChunk(step=0)),
+            Code.UNAVAILABLE,
+        ),
     ],
     "ParameterServerService/CloseStep": [
         Row("contribute", _named("parameter", "prod-p", step=7), Code.INVALID_ARGUMENT)

@@ -81,8 +81,7 @@ def test_chunks_that_wait_leave_as_one(
     outgoing: Outgoing, failures: list[str], taken_count: int
 ) -> None:
     """And who goes without the last of them is lost, though it is no more in line."""
-    with contextlib.closing(OwnMemory()) as own:
-        own.reserve(HEAD_BYTES + 8 * PAYLOAD_SIZE_MAX_BYTES)
+    with contextlib.closing(OwnMemory(HEAD_BYTES + 8 * PAYLOAD_SIZE_MAX_BYTES)) as own:
         sent = []
         for index in range(BATCH_COUNT + 1):
             header = pb.ReceiveChunksResponse(call_index=index)

@@ -96,7 +96,6 @@ class Peer:
     def close(self) -> None:
         """Ends the connection and every call on it."""
         self._connection.close()
-        self.arenas.close()
 
 
 class Outgoing:
