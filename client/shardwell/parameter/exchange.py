@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import grpc
 
@@ -204,7 +204,7 @@ class Transfer:
         with self._spanned(SPAN_KIND_PUT, work.step), self._lines(parts, attempts) as to:
             self._send(to, work, attempts, counts_only=True)
             for line in to.lines:
-                answer, _ = framing.parse(pb.ExchangeResponse, self._read(to, line))
+                answer = self._answer(to, line)
                 shard_index, chunk_count = line.part.channel.shard_index, len(line.part.chunks)
                 counted = answer.counted.counted_chunk_count + answer.counted.duplicate_chunk_count
                 if counted != chunk_count:
@@ -236,32 +236,32 @@ class Transfer:
         self, parts: Sequence[ShardSlice], step: int, norm: float | None, attempts: Attempts
     ) -> list[pb.CloseStepResponse]:
         """Asks some shards at once."""
-        with CallGroup() as call_group:
-            calls = []
-            for part in parts:
-                request = pb.CloseStepRequest(
-                    shard=part.channel.identity,
-                    parameter=self._spec.name,
-                    step=step,
-                    norm=norm,
-                    wait_timeout_ms=wait_milliseconds(attempts.rest_s),
-                )
-                call = part.channel.start(
-                    "CloseStep", request, pb.CloseStepResponse, timeout_s=attempts.rest_s
-                )
-                calls.append(call_group.add(part.channel, call))
-            return [
-                self._result(call_group, part, call)
-                for part, call in zip(parts, calls, strict=True)
-            ]
+        with self._lines(parts, attempts, stop=0) as to:
+            for line in to.lines:
+                request = pb.ExchangeRequest()
+                self._begin(request, line)
+                close = request.close
+                close.shard.CopyFrom(line.part.channel.identity)
+                close.parameter = self._spec.name
+                close.step = step
+                if norm is not None:
+                    close.norm = norm
+                close.wait_timeout_ms = wait_milliseconds(attempts.rest_s)
+                close.crc32c = checksum.of_message(close)
+                line.stream.submit(iter((request.SerializeToString(),)), is_short=True)
+            return [self._closed(line, self._answer(to, line)) for line in to.lines]
 
-    def _result(self, call_group: CallGroup, part: ShardSlice, call: Any) -> Any:
-        """What one call of several returns; the error is that of the one that failed first."""
-        try:
-            return part.channel.received(call.result(), self._spec.name)
-        except (grpc.RpcError, grpc.FutureCancelledError):
-            channel, error = call_group.failure(part.channel, call)
-            raise channel.translate(error, self._spec.name) from None
+    def _closed(self, line: _Line, answer: pb.ExchangeResponse) -> pb.CloseStepResponse:
+        """What a shard says of a step that is to close."""
+        channel = line.part.channel
+        if not answer.HasField("closed"):
+            raise CorruptChunkError(
+                f"shard {channel.shard_index} was to close a step of {self._spec.name!r}, and "
+                "answered something else; call again",
+                shard_index=channel.shard_index,
+                parameter=self._spec.name,
+            )
+        return channel.received(answer.closed, self._spec.name)
 
     @property
     def row_count(self) -> int:
@@ -457,6 +457,18 @@ class Transfer:
         except grpc.RpcError as error:
             raise to.call_group.error_of(
                 line.part.channel, error, parameter=self._spec.name
+            ) from None
+
+    def _answer(self, to: _Lines, line: _Line) -> pb.ExchangeResponse:
+        """The same without a payload."""
+        try:
+            return framing.parse(pb.ExchangeResponse, self._read(to, line))[0]
+        except CorruptChunkError as error:
+            shard_index = line.part.channel.shard_index
+            raise CorruptChunkError(
+                f"shard {shard_index} answered for {self._spec.name!r}: {error.message}",
+                shard_index=shard_index,
+                parameter=self._spec.name,
             ) from None
 
     def _receive(

@@ -121,12 +121,21 @@ def parsed(call: Callable[..., Any], request_type: Any) -> Callable[..., Any]:
                 f"{len(message)} bytes that are no {request_type.DESCRIPTOR.full_name}: {error}"
             ) from None
         if checksum.CRC_FIELD in request.DESCRIPTOR.fields_by_name:
-            found = checksum.of_message(request)
-            if found != request.crc32c:
-                raise CorruptChunkError(
-                    f"{request_type.DESCRIPTOR.name}: CRC32C of its fields is {found:#010x}; it "
-                    f"says {request.crc32c:#010x}, so it was damaged; send it again"
-                )
+            check_intact(request)
         return call(request, context)
 
     return with_bytes
+
+
+def check_intact(request: Any) -> None:
+    """Refuses a request without a payload whose CRC does not fit.
+
+    Raises:
+        CorruptChunkError: so it was damaged.
+    """
+    found = checksum.of_message(request)
+    if found != request.crc32c:
+        raise CorruptChunkError(
+            f"{request.DESCRIPTOR.name}: CRC32C of its fields is {found:#010x}; it says "
+            f"{request.crc32c:#010x}, so it was damaged; send it again"
+        )

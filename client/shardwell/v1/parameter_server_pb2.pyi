@@ -190,12 +190,13 @@ class GetWeightsResponse(_message.Message):
     def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("open", "gradient", "arena", "batch", "fetch", "padding", "payload")
+    __slots__ = ("open", "gradient", "arena", "batch", "fetch", "close", "padding", "payload")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     open: _types_pb2.StreamOpen
@@ -203,9 +204,10 @@ class ExchangeRequest(_message.Message):
     arena: int
     batch: _containers.RepeatedScalarFieldContainer[bytes]
     fetch: WeightsFetch
+    close: CloseStepRequest
     padding: bytes
     payload: bytes
-    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., arena: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., fetch: _Optional[_Union[WeightsFetch, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., arena: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., fetch: _Optional[_Union[WeightsFetch, _Mapping]] = ..., close: _Optional[_Union[CloseStepRequest, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class WeightsFetch(_message.Message):
     __slots__ = ("min_version", "wait_timeout_ms", "in_arena", "crc32c")
@@ -220,20 +222,22 @@ class WeightsFetch(_message.Message):
     def __init__(self, min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., in_arena: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("chunk", "version", "batch", "counted", "padding", "payload")
+    __slots__ = ("chunk", "version", "batch", "counted", "closed", "padding", "payload")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     chunk: _types_pb2.Chunk
     version: int
     batch: _containers.RepeatedScalarFieldContainer[bytes]
     counted: PutGradientResponse
+    closed: CloseStepResponse
     padding: bytes
     payload: bytes
-    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., counted: _Optional[_Union[PutGradientResponse, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., counted: _Optional[_Union[PutGradientResponse, _Mapping]] = ..., closed: _Optional[_Union[CloseStepResponse, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class CloseStepRequest(_message.Message):
     __slots__ = ("shard", "parameter", "step", "norm", "wait_timeout_ms", "crc32c")

@@ -180,7 +180,7 @@ class ParameterServerServiceServicer(object):
         step of that chunk has closed (MODE_SYNC) or the gradient is applied (MODE_ASYNC); in the
         order in which the gradient chunks came. And either of them alone: chunks with `counts_only` have no
         weights chunk, and the last of them, with `end_of_step`, is answered with `counted`, once all are counted;
-        a `fetch` is answered as GetWeights is. One stream may carry any number of steps, and of
+        a `fetch` is answered as GetWeights is, a `close` as CloseStep. One stream may carry any number of steps, and of
         parameters: `open` may come again between two steps. A stream without work may be ended by the
         shard, with CANCELLED, when others need its place: open another.
 

@@ -34,6 +34,7 @@ from shardwell.process.shared_memory import SharedMemory
 from shardwell.process.telemetry import StepSpans
 from shardwell.rpc.arena import BATCH_COUNT, Places, batch_count, payload_of, shared_message
 from shardwell.rpc.arena_offers import ArenaOffers
+from shardwell.rpc.handlers import check_intact
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import ParameterSpec
@@ -333,12 +334,14 @@ class ParameterServerService:
                     if not is_between_steps:
                         raise ArgumentError("`arena` came in the middle of a step; end it first")
                     arena = self._arena(request.arena)
-                if request.HasField("fetch"):
+                if request.HasField("fetch") or request.HasField("close"):
                     if request.HasField("gradient") or not is_between_steps:
-                        raise ArgumentError("`fetch` came in the middle of a step; end it first")
+                        raise ArgumentError(
+                            "`fetch` or `close` came in the middle of a step; end it first"
+                        )
                     if was_short and not call.is_short:
                         yield LONG
-                    yield from self._fetched(call, source.parameter, request.fetch, arena)
+                    yield from self._asked(call, source.parameter, request, arena)
                 if not _has_gradient(request, payload):
                     continue
                 gradient, parameter = request.gradient, source.parameter
@@ -510,20 +513,31 @@ class ParameterServerService:
             yield from until(source.parameter.contribute, contributor, gradient, payload, deadline)
         )
 
-    def _fetched(
+    def _asked(
         self,
         call: Call,
         parameter: ParameterSlice,
-        fetch: pb.WeightsFetch,
+        request: pb.ExchangeRequest,
         arena: SharedMemory | None,
     ) -> Handling:
-        """The weights that a stream asks for."""
-        context = checksum.weights_fetch_context(parameter.spec.name)
-        if checksum.weights_fetch(context, fetch) != fetch.crc32c:
-            raise CorruptChunkError("a fetch of weights is damaged; send it again")
-        deadline = self._deadline(call, fetch.wait_timeout_ms / 1000)
-        shared = arena if fetch.in_arena else None
-        yield from self._weights(call, parameter, fetch.min_version, deadline, shared)
+        """What a stream asks for besides its gradients."""
+        if request.HasField("close"):
+            check_intact(request.close)
+            if request.close.parameter != parameter.spec.name:
+                raise ArgumentError(
+                    f"`close` names {request.close.parameter!r:.80} on a stream of "
+                    f"{parameter.spec.name!r}; open that one first"
+                )
+            closed = yield from self.close_step(request.close, call)
+            yield pb.ExchangeResponse(closed=closed).SerializeToString()
+        if request.HasField("fetch"):
+            fetch = request.fetch
+            context = checksum.weights_fetch_context(parameter.spec.name)
+            if checksum.weights_fetch(context, fetch) != fetch.crc32c:
+                raise CorruptChunkError("a fetch of weights is damaged; send it again")
+            deadline = self._deadline(call, fetch.wait_timeout_ms / 1000)
+            shared = arena if fetch.in_arena else None
+            yield from self._weights(call, parameter, fetch.min_version, deadline, shared)
 
     def _weights(
         self,

@@ -169,6 +169,59 @@ def test_a_fetch_that_is_none(worker, made: Callable[[WireParameter], Any], code
     np.testing.assert_array_equal(model.exchange(ONES), -1)
 
 
+def closing(model: WireParameter, **fields: Any) -> pb.ExchangeRequest:
+    """What asks to close step 0 of a clipped parameter."""
+    close = pb.CloseStepRequest(
+        shard=model.worker.identities[0], parameter=model.spec.name, wait_timeout_ms=200, **fields
+    )
+    close.crc32c = wire_crc.of_message(close)
+    return pb.ExchangeRequest(open=model.open(0), close=close)
+
+
+def test_a_step_that_is_clipped_closes_on_a_stream(cluster) -> None:
+    """And whoever asks for one of which gradients are missing is told who has them."""
+    target = cluster(1, chunk_size_bytes=64).target
+    optimizer = sgd(1.0)
+    optimizer.clip_norm = 1.0
+    fields = {"optimizer": optimizer, "worker_count": 2}
+    with WireWorker(target, "one") as one, WireWorker(target, "two") as two:
+        mine, other = (each.create(spec("m", SIZE, **fields)) for each in (one, two))
+        mine.init(np.zeros(SIZE))
+        stream = Stream(one)
+        stream.send(*counting(mine, 0), closing(mine))
+        assert next(stream.answers).counted.counted_chunk_count == CHUNK_COUNT
+        error = stream.error()
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "two" in (error.details() or "") or "1 worker" in (error.details() or "")
+        other.push(ONES)
+        stream = Stream(one)
+        stream.send(closing(mine))
+        closed = next(stream.answers).closed
+        assert closed.squared_norm == SIZE
+        assert closed.crc32c == wire_crc.of_message(closed)
+        stream.send(closing(mine, norm=SIZE**0.5), mine.fetch(0, min_version=1))
+        assert next(stream.answers).closed.norm == SIZE**0.5
+        np.testing.assert_allclose(stream.weights(mine, 1), -(SIZE**-0.5), rtol=1e-5)
+        stream.end()
+
+
+@pytest.mark.parametrize("what", ["damaged", "another", "with a gradient", "not clipped"])
+def test_what_does_not_close_a_step(worker, what) -> None:
+    model = created(worker)
+    request, code = closing(model), grpc.StatusCode.INVALID_ARGUMENT
+    if what == "damaged":
+        request.close.step, code = 1, grpc.StatusCode.DATA_LOSS
+    elif what == "another":
+        request.close.parameter = "another"
+        request.close.crc32c = wire_crc.of_message(request.close)
+    elif what == "with a gradient":
+        request.gradient.CopyFrom(counting(model, 0)[0].gradient)
+    stream = Stream(worker)
+    stream.send(request)
+    assert stream.error().code() is code
+    np.testing.assert_array_equal(model.exchange(ONES), -1)
+
+
 def test_a_fetch_in_the_middle_of_a_step(worker) -> None:
     model = created(worker)
     stream = Stream(worker)
