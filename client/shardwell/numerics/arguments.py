@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.finite import find_peak
 
+_FLOAT32 = np.dtype(np.float32)
 _ACCEPTED = (np.float32, np.float64, np.float16)
 _ANSWER_MARGIN_S_MAX = 2.0
 """What an answer may take on its way between busy machines; of short timeouts, a quarter."""
@@ -98,6 +99,11 @@ def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
     return array.reshape(-1)
 
 
+def is_output(out: Any) -> TypeGuard[Float32]:
+    """Whether it is plainly such an array as `as_output` takes, which others may be, too."""
+    return type(out) is np.ndarray and out.dtype is _FLOAT32 and out.flags.carray
+
+
 def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
     """The caller's `out=`, or `what` it is called, as one dimension that can be written in place.
 
@@ -106,6 +112,8 @@ def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
     Raises:
         ArgumentError: no writable C-contiguous float32 array of `size` elements, if that is given.
     """
+    if is_output(out) and (size is None or out.size == size):
+        return out.reshape(-1)
     given = out
     if hasattr(out, "detach"):
         with contextlib.suppress(Exception):  # on another device, sparse: told below

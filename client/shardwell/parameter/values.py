@@ -17,7 +17,7 @@ import numpy.typing as npt
 from typing_extensions import TypeVar, override
 
 from shardwell.errors import ArgumentError
-from shardwell.numerics.arguments import as_flat, as_floats, as_output
+from shardwell.numerics.arguments import as_flat, as_floats, as_output, is_output
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.pieces import Pieces
 from shardwell.specs.layout import TensorLayout, TensorSpec
@@ -157,9 +157,13 @@ class TensorValues(Values[NamedArrays]):
             return Room(Pieces(as_output(buffer, self._layout.size)), out)
         arrays = []
         for tensor, each in zip(self._layout, self._checked("out", out), strict=True):
-            arrays.append(as_output(each, None, f"out: tensor {tensor.name!r}"))
-            if tuple(each.shape) != tensor.shape:
+            if is_output(each):
+                flat = each.reshape(-1)
+            else:
+                flat = as_output(each, None, f"out: tensor {tensor.name!r}")
+            if each.shape != tensor.shape:
                 raise _misshapen("out", tensor, tuple(each.shape))
+            arrays.append(flat)
         joined = self._joined(arrays)
         return Room(Pieces(*arrays) if joined is None else Pieces(joined), out)
 
@@ -189,7 +193,7 @@ class TensorValues(Values[NamedArrays]):
         """The vector that arrays are, if they lie one behind the other in memory."""
         start, first, base = 0, None, None
         for tensor, array in zip(self._layout, arrays, strict=True):
-            if array.dtype != np.float32 or not array.flags.c_contiguous:
+            if array.dtype is not _FLOAT32 or not array.flags.c_contiguous:
                 return None
             if tensor.size:
                 address = array.__array_interface__["data"][0] - 4 * tensor.offset
