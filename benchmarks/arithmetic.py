@@ -7,6 +7,10 @@ what is measured is what a step pays. "close" is a step's end on a shard: the la
 decoded, added to the sum, averaged, and the optimizer updates weights and state. "One after the
 other" and "in one pass" do the same: what a worker does with a gradient (look for NaN, encode,
 CRC), a shard with what came (copy, CRC, look), and a worker with weights (copy, CRC, decode).
+
+Then all passes of a step of two workers and their shards, by SGD, on one thread: as it is done,
+with payloads of fp16 in shared memory, and as it could be, with float32 there, rounded to fp16 by
+who reads it; of the caller's arrays, and of arrays that lie in that memory.
 """
 
 from __future__ import annotations
@@ -24,7 +28,15 @@ from rich.table import Table
 from shardwell import SGD, Adam
 from shardwell.numerics import native
 from shardwell.numerics.codec import CODECS, peak_of
-from shardwell.numerics.elementwise import Arrays, Operations, add_scaled, run
+from shardwell.numerics.elementwise import (
+    Arrays,
+    Code,
+    Operation,
+    Operations,
+    add_scaled,
+    run,
+    run_checked,
+)
 from shardwell.numerics.scratch import Scratch
 from shardwell.numerics.update_rules import GRADIENT, SECOND_SLOT, UpdateRule
 
@@ -99,6 +111,109 @@ def work(chunk_count: int) -> dict[str, Callable[[int], object]]:
     }
 
 
+def steps(chunk_count: int) -> dict[str, Callable[[int], object]]:
+    """A chunk's way through a step of two workers, by what lies in shared memory."""
+    random = np.random.default_rng(0)
+
+    def arrays(count: int) -> list[np.ndarray]:
+        return [random.standard_normal(count, np.float32) for _ in range(chunk_count)]
+
+    gradients, results = (
+        [arrays(ELEMENT_COUNT) for _ in range(2)],
+        [arrays(ELEMENT_COUNT) for _ in range(2)],
+    )
+    weights, totals = arrays(ELEMENT_COUNT), arrays(ELEMENT_COUNT)
+    shared = [[each.view(np.uint8) for each in arrays(ELEMENT_COUNT)] for _ in range(2)]
+    copies = [np.empty(4 * ELEMENT_COUNT, np.uint8) for _ in range(2)]
+    answer, narrow = np.empty(2 * ELEMENT_COUNT, np.uint8), 2 * ELEMENT_COUNT
+    codec, scratch = CODECS["fp16"], Scratch()
+    update = UpdateRule(SGD(learning_rate=1e-3)).operations(update_count=9, learning_rate=1e-3)
+    mean = codec.reads(GRADIENT, PAYLOAD, 0.5) + add_scaled(GRADIENT, TOTAL, 0.5)
+
+    def narrow_step(index: int) -> None:
+        for rank in range(2):
+            codec.encode(
+                gradients[rank][index],
+                shared[rank][index][:narrow],
+                scratch,
+                is_exact=True,
+                start=lambda _: 0,
+            )
+            codec.take(shared[rank][index][:narrow], copies[rank][:narrow], 0)
+        run(codec.reads(0, 1, 1.0), Arrays(totals[index], copies[0][:narrow]), 0, ELEMENT_COUNT)
+        places = Arrays(weights[index], *(None,) * (PAYLOAD - 1), copies[1][:narrow], totals[index])
+        run(mean + update, places, 0, ELEMENT_COUNT)
+        codec.encode(weights[index], answer, scratch, start=lambda _: 0)
+        for rank in range(2):
+            shared[rank][index][:narrow] = answer
+            codec.decode_checked(
+                shared[rank][index][:narrow], 0, results[rank][index], 0, may_change=True
+            )
+
+    look, copy, check = (
+        Operation(Code.LOOK_32, 0, 1),
+        Operation(Code.COPY_32, 1, 2),
+        Operation(Code.CHECK_32, 0, 1),
+    )
+    given, first, second, other = 2, 3, 4, 5
+
+    def rounded(to: int, source: int, through: int) -> Operations:
+        return (Operation(Code.WRITE_FP16, through, source), *codec.reads(to, through, 1.0))
+
+    combined = (
+        *rounded(GRADIENT, first, other),
+        *rounded(given, second, other),
+        *add_scaled(GRADIENT, given),
+        Operation(Code.SCALE, GRADIENT, factor=0.5),
+        *update,
+        *rounded(6, 0, other),
+        Operation(Code.COPY, 7, 6),
+        Operation(Code.CHECK_32, 0, 6),
+    )
+
+    def wide_step(index: int, *, is_ours: bool) -> None:
+        for rank in range(2):
+            theirs, memory = gradients[rank][index].view(np.uint8), shared[rank][index]
+            if is_ours:
+                run_checked((look, check), Arrays(None, memory), 0, ELEMENT_COUNT, 0)
+            else:
+                run_checked((copy, look, check), Arrays(None, memory, theirs), 0, ELEMENT_COUNT, 0)
+            run_checked((copy, check), Arrays(None, copies[rank], memory), 0, ELEMENT_COUNT, 0)
+        answers = [shared[rank][index].view(np.float32) for rank in range(2)]
+        read = [each.view(np.float32) for each in copies]
+        places = Arrays(weights[index], None, None, *read, None, *answers)
+        run_checked(combined, places, 0, ELEMENT_COUNT, 0)
+        for rank in range(2):
+            memory, mine = shared[rank][index], results[rank][index].view(np.uint8)
+            if is_ours:
+                run_checked((check,), Arrays(None, memory), 0, ELEMENT_COUNT, 0)
+            else:
+                run_checked((copy, check), Arrays(None, mine, memory), 0, ELEMENT_COUNT, 0)
+
+    return {
+        "fp16 in shared memory": narrow_step,
+        "float32, the caller's arrays": lambda index: wide_step(index, is_ours=False),
+        "float32, arrays of ours": lambda index: wide_step(index, is_ours=True),
+    }
+
+
+def compare_steps(chunk_count: int, rounds: int) -> Table:
+    """What the passes of a step take, in turns."""
+    found = Table("a step's passes", "ms", "/ fp16")
+    ways = steps(chunk_count)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, act in ways.items():
+            start = time.perf_counter()
+            for index in range(chunk_count):
+                act(index)
+            times[name].append((time.perf_counter() - start) * 1e3)
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    for name, ms in medians.items():
+        found.add_row(name, f"{ms:.1f}", f"{ms / medians['fp16 in shared memory']:.2f}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=64)
@@ -122,6 +237,7 @@ def main() -> None:
         by_numpy, natively = statistics.median(times[False]), statistics.median(times[True])
         table.add_row(name, f"{by_numpy:.1f}", f"{natively:.1f}", f"{natively / by_numpy:.2f}")
     Console().print(table)
+    Console().print(compare_steps(chunk_count, args.rounds))
 
 
 if __name__ == "__main__":

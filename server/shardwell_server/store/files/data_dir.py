@@ -54,12 +54,17 @@ def kept_cluster_id(path: Path) -> str | None:
     """The cluster that a directory belongs to; None if it belongs to none, or can't be read."""
     try:
         return str(_read(path / _IDENTITY_NAME)["cluster_id"])
-    except (OSError, ValueError):
+    except (OSError, ValueError, DataDirError):
         return None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The identity in a file; ValueError says how it is damaged."""
+    """The identity in a file.
+
+    Raises:
+        ValueError: says how it is damaged.
+        DataDirError: it is another version's.
+    """
     found = json.loads(path.read_text())
     if not isinstance(found, dict):
         raise ValueError("it holds no JSON object")
@@ -67,9 +72,9 @@ def _read(path: Path) -> dict[str, Any]:
     if check != _check_of(found):
         raise ValueError(f"it was damaged: {_CHECK_NAME} {check!r}, expected {_check_of(found)}")
     if found.get("format_version") != _FORMAT_VERSION:
-        raise ValueError(
-            f"format_version {found.get('format_version')!r}, expected {_FORMAT_VERSION}; run the "
-            "version that wrote it"
+        raise DataDirError(
+            f"{path} has format version {found.get('format_version')!r}; expected "
+            f"{_FORMAT_VERSION}: run the version of shardwell that wrote it"
         )
     return found
 
@@ -159,7 +164,7 @@ class DataDir(Closing):
             return True
         except (OSError, ValueError) as error:
             raise DataDirError(
-                f"{path} can't be read ({error}); restore it, or move the directory away"
+                f"{path} can't be read ({error}); restore it, or give another directory"
             ) from None
         if found != identity:
             raise DataDirError(
