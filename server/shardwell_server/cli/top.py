@@ -74,12 +74,12 @@ def top(*, target: str, interval_s: float, once: bool, timeout_s: float) -> None
             answers = list(threads.map(partial(ask, timeout_s=timeout_s), channels))
             return _picture(answers, rates)
 
-        look()
-        time.sleep(interval_s)
+        first = look()
         if once or not screen.is_terminal:
+            time.sleep(interval_s)
             screen.print(look())
             return
-        with Live(look(), console=screen, screen=True, auto_refresh=False) as live:
+        with Live(first, console=screen, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval_s)
                 live.update(look(), refresh=True)
