@@ -38,7 +38,6 @@ from shardwell.parameter.pieces import Pieces
 from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.call_scope import CallScope
-from shardwell.rpc.calls import CALL_COUNT_MAX
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
@@ -99,7 +98,7 @@ class Parameter(Generic[ValuesT]):
         """Steps before it have closed everywhere, where they close by their norm."""
         what = f"parameter {spec.name!r}"
         self._calls = CallScope(shards, timeout_s, what, parameter=spec.name)
-        pool = StreamPool(idle_streams, what, count_max=CALL_COUNT_MAX, parameter=spec.name)
+        pool = StreamPool(idle_streams, what, count_max=None, parameter=spec.name)
         self._has_seat = False
         self._opening = Opening(spec, shards.channels, worker_id)
         self._transfer = Transfer(spec, pool, worker_id=worker_id, traffic=traffic)

@@ -89,10 +89,15 @@ class ShardStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether the stream is alive, as far as is known; for who may read it."""
+        """Whether the stream is alive, as a look shows; for who may read it."""
         if self._unix_call is not None:
             return self._unix_call.receive()
         return bool(self._call.is_active())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known to be dead, without looking."""
+        return not self._call.is_active()
 
     def close(self) -> None:
         """Ends the stream at once. Safe to repeat, from any thread."""

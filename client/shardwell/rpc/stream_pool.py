@@ -137,8 +137,13 @@ class StreamSet:
 
     @property
     def is_open(self) -> bool:
-        """Whether all streams are alive, as far as is known."""
+        """Whether all streams are alive, as a look at each shows."""
         return all(stream.is_open for stream in self._streams.values())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one is known to be dead, without looking."""
+        return any(stream.has_ended for stream in self._streams.values())
 
     @property
     def failure(self) -> BaseException | None:
@@ -218,12 +223,17 @@ class StreamPool:
     Args:
         idle: Sets of the client.
         what: For messages: "table 'users'".
-        count_max: Calls that have streams at once; further ones wait.
+        count_max: Calls that have streams at once; further ones wait. None: any number.
         where: What errors carry of it.
     """
 
     def __init__(
-        self, idle: IdleStreams, what: str, *, count_max: int = STREAM_SET_COUNT_MAX, **where: Any
+        self,
+        idle: IdleStreams,
+        what: str,
+        *,
+        count_max: int | None = STREAM_SET_COUNT_MAX,
+        **where: Any,
     ) -> None:
         self._idle = idle
         self._count_max = count_max
@@ -243,7 +253,11 @@ class StreamPool:
             DeadlineError: as many calls as there can be are under way, and none ended in time.
             BaseException: why messages could not be made, instead of what came of that.
         """
-        with self._room(timeout_s):
+        with (
+            contextlib.nullcontext()
+            if self._count_max is None
+            else self._room(self._count_max, timeout_s)
+        ):
             streams = self._idle.take()
             try:
                 with cancelled_by(streams.close):
@@ -255,11 +269,11 @@ class StreamPool:
                 raise
             finally:
                 self._idle.give_back(streams)
-            if not (streams.is_open and self._idle.keep(streams)):
+            if streams.has_ended or not self._idle.keep(streams):  # whoever takes it looks
                 streams.close()
 
     @contextlib.contextmanager
-    def _room(self, timeout_s: float) -> Iterator[None]:
+    def _room(self, count_max: int, timeout_s: float) -> Iterator[None]:
         call = current_call()
 
         def is_over() -> bool:
@@ -267,10 +281,10 @@ class StreamPool:
 
         with cancelled_by(self._wake), self._free:
             if not self._free.wait_for(
-                lambda: is_over() or self._busy_count < self._count_max, timeout_s
+                lambda: is_over() or self._busy_count < count_max, timeout_s
             ):
                 raise DeadlineError(
-                    f"{self._count_max} calls of other threads on {self._what} took longer "
+                    f"{count_max} calls of other threads on {self._what} took longer "
                     f"than {timeout_s:.3g} s; raise timeout_s, or call from fewer threads",
                     **self._where,
                 )
