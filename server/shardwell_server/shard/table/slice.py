@@ -102,7 +102,8 @@ class TableSlice:
         self._draws_incarnation = shard_index == 0
         self._codec = RowCodec.of(spec)
         self._reader = PartReader(spec, self._codec, placement, shard_index)
-        self._changed = Changes(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = Changes(self._lock)
         self.times = StepTimes(1, time.monotonic)
         """Of its synchronous steps."""
         self._tracker = TableStepTracker(
@@ -151,6 +152,19 @@ class TableSlice:
         with self._changed, contextlib.suppress(StorageError):
             self.loading.drop_unfinished()
             self._finish_step()
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether nothing about its rows waits for a disk."""
+        return not self.storage.undo_bytes
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody changes anything now, and a part changes no rows but its own.
+
+        The last part of a step of several workers closes it, which takes as long as all its rows.
+        """
+        return self.spec.worker_count < 2 and not self._lock.locked()
 
     @property
     def rows_per_message_max(self) -> int:
