@@ -142,7 +142,7 @@ class Codec:
             found = written(
                 self._guess_exponent(values[:_GUESS_ELEMENT_COUNT], scratch), looks=_LOOKS
             )
-            peak = _float_of(found.peak_bits)
+            peak = float_of(found.peak_bits)
             if not math.isfinite(peak):
                 # Says where; or it has gone meanwhile, as the caller writes there.
                 peak = _finite_peak(values, scratch, allow_non_finite=False)
@@ -328,7 +328,7 @@ class Codec:
 
     def _value_of(self, bits: int) -> float:
         """What was written, unscaled."""
-        return _float_of(bits << (32 - 8 * self.item_size))
+        return float_of(bits << (32 - 8 * self.item_size))
 
     def _decodes_finite(self, peak_bits: int, exponent: int) -> bool:
         return True
@@ -464,9 +464,10 @@ def as_plain(block: npt.NDArray[Any], into: npt.NDArray[np.float32]) -> npt.NDAr
 def peak_of(values: Float32) -> float:
     """The largest magnitude of (n,) contiguous float32, 0 of none; infinite or NaN if one is."""
     bits = run(_LOOKS, Arrays(values), 0, values.size)
-    return _float_of(bits)
+    return float_of(bits)
 
 
-def _float_of(bits: int) -> float:
+def float_of(bits: int) -> float:
+    """The float32 that has these bits."""
     (value,) = struct.unpack("<f", bits.to_bytes(4, "little"))
     return float(value)

@@ -194,19 +194,19 @@ def _run_natively(
     crc: int = 0,
 ) -> tuple[int, int]:
     call = library.run_held if stop - start <= _HELD_ELEMENT_COUNT else library.run
-    packed, written = _packed(operations)
+    code, written = packed(operations)
     for place in written:
         array = arrays[place]
         if array is not None and not array.flags.writeable:
             raise ValueError(f"place {place} is read-only")
-    found = call(packed, len(operations), arrays.packed(), start, stop, crc)
+    found = call(code, len(operations), arrays.packed(), start, stop, crc)
     if found < 0:
         raise ValueError(f"operations that do not fit their arrays: {operations}")
     return found & _LARGEST, found >> 31
 
 
 @functools.lru_cache(maxsize=1024)
-def _packed(operations: Operations) -> tuple[bytes, tuple[int, ...]]:
+def packed(operations: Operations) -> tuple[bytes, tuple[int, ...]]:
     """As native code takes them; and the places that they write to."""
     written = {each.to for each in operations if each.code not in _READ_ONLY}
     return b"".join(map(_packed_one, operations)), tuple(written)

@@ -440,7 +440,7 @@ def _under_sanitizers(path: str, *, overruns: bool) -> None:
             told = [size + 64 * overruns for size in sizes]
             packed = elementwise._PACKED_ARRAYS.pack(*places, 0, 0, *told, 0, 0)
             stop = count + 8 * overruns
-            assert library.run(elementwise._packed(operations)[0], 1, packed, 0, stop, 0) >= 0
+            assert library.run(elementwise.packed(operations)[0], 1, packed, 0, stop, 0) >= 0
             for place in places:
                 libc.free(place)
     print("done")

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import numpy as np
 
+from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import Event, Places, Position, TableLayout, TableRecord
 from shardwell_server.store.lazy_memory import lazy_zeros
@@ -15,7 +16,6 @@ from shardwell_server.store.row_arrays import (
     gather,
     make_arrays,
     scatter,
-    scatter_rows,
 )
 
 
@@ -116,11 +116,11 @@ class MemoryRowChange:
     ) -> None:
         of = self._of
         if weights is not None:
-            scatter_rows(of.weights, self._places, weights)
+            row_batches.scatter(of.weights, self._places, weights)
         for array, rows in zip(of.slots, slots, strict=bool(slots)):
-            scatter_rows(array, self._places, rows)
+            row_batches.scatter(array, self._places, rows)
         if sums is not None and of.sums is not None:
-            scatter_rows(of.sums, self._places, sums)
+            row_batches.scatter(of.sums, self._places, sums)
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
         of = self._of

@@ -37,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import StorageError
+from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import Places, Position, TableLayout, TableRecord
 from shardwell_server.store.files.mapped import MappedFile
@@ -59,7 +60,6 @@ from shardwell_server.store.row_arrays import (
     WrittenRows,
     check_capacity,
     make_arrays,
-    scatter_rows,
     write_again,
 )
 
@@ -384,7 +384,7 @@ class MmapRowChange:
         guard = self._of._guard
         assert len(slots) in (0, len(self._of.slots))
         for number, rows in guard.numbered(weights, slots, sums):
-            scatter_rows(guard.arrays[number], self._places, rows)
+            row_batches.scatter(guard.arrays[number], self._places, rows)
             self._given[number] = rows
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
