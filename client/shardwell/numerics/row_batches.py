@@ -150,7 +150,9 @@ def find(ids: Ids, placement: RowPlacement, marks: Array) -> tuple[Ids, int]:
     return places, int(np.count_nonzero(places < 0))
 
 
-def gather(array: Array, places: Ids, into: Array, look_count: int = 0) -> int:
+def gather(
+    array: Array, places: Ids, into: Array, look_count: int = 0, *, may_wait: bool = False
+) -> int:
     """Copies rows of an array.
 
     Args:
@@ -158,13 +160,15 @@ def gather(array: Array, places: Ids, into: Array, look_count: int = 0) -> int:
         places: (n,): which rows; of those at -1, what is copied has no meaning.
         into: (at least n, ...), C-contiguous, of the same dtype; its beginning is overwritten.
         look_count: How many values that were copied, at most, are looked at; then of float32.
+        may_wait: Whether the array may have to come from a disk, so that the GIL is let go of.
 
     Returns:
         The largest magnitude of those, as bits: see `elementwise.run`.
     """
     library = native.LIBRARY
     if library is not None:
-        return _checked(library.gather(array, array.strides[0], places, into, look_count))
+        stride = array.strides[0]
+        return _checked(library.gather(array, stride, places, into, look_count, may_wait))
     part = into[: places.size]
     if places.size:
         np.take(array, places, axis=0, out=part, mode="clip")  # unlike "raise", unbuffered

@@ -93,9 +93,12 @@ def write_again(rows: WrittenRows, arrays: RowArrays, row_used: int) -> None:
         array[rows.new_start : row_used] = batch
 
 
-def gather(array: Rows, places: Places, into: Rows) -> Rows:
-    """Copies rows to the beginning of `into`, and returns that part; places are in range."""
-    row_batches.gather(array, places, into)
+def gather(array: Rows, places: Places, into: Rows, *, may_wait: bool = False) -> Rows:
+    """Copies rows to the beginning of `into`, and returns that part; places are in range.
+
+    `may_wait`: see `row_batches.gather`.
+    """
+    row_batches.gather(array, places, into, may_wait=may_wait)
     return into[: places.size]
 
 

@@ -66,8 +66,10 @@ static int64_t ended(struct objects *objects, int64_t result) {
 
 static int is_aligned(const void *memory, uint64_t size) { return (uintptr_t)memory % size == 0; }
 
-/* Lets go of the GIL where so many bytes take long. */
-static void *begun(uint64_t bytes) { return bytes > HELD_BYTES ? PYTHON.let_go() : NULL; }
+/* Lets go of the GIL where so many bytes take long, or may have to come from a disk. */
+static void *begun(uint64_t bytes, int may_wait) {
+  return bytes > HELD_BYTES || may_wait ? PYTHON.let_go() : NULL;
+}
 
 static void over(void *state) {
   if (state != NULL) PYTHON.take_back(state);
@@ -239,7 +241,7 @@ PUBLIC int64_t shardwell_sort_ids(void *ids_object, uint64_t row_count, uint64_t
   if (shard_count == 0 || shard_count > UINT32_MAX || count > UINT32_MAX || !is_aligned(ids, 8) ||
       !is_aligned(bounds, 8) || room < 8 * count + shard_count + 2)
     return ended(&objects, MISFIT);
-  void *state = begun(count * 8);
+  void *state = begun(count * 8, 0);
   int64_t *distinct = bounds + shard_count + 1, *starts = distinct + count;
   int64_t *places = starts + count + 1, *inverse = places + count;
   struct numbered *from = (struct numbered *)(inverse + count);
@@ -292,9 +294,10 @@ PUBLIC int64_t shardwell_sort_ids(void *ids_object, uint64_t row_count, uint64_t
 /* Rows. */
 
 /* Copies the rows of an array that are at `places` to the beginning of `into`; where a place is -1,
-   nothing. Returns the largest magnitude of its first `look_count` float32, as bits. */
+   nothing. Returns the largest magnitude of its first `look_count` float32, as bits. With `may_wait`
+   the array may have to come from a disk. */
 PUBLIC int64_t shardwell_gather(void *array_object, uint64_t stride, void *places_object,
-                                void *into_object, uint64_t look_count) {
+                                void *into_object, uint64_t look_count, uint64_t may_wait) {
   struct objects objects = {.count = 0};
   uint64_t row_count, count, size;
   const uint8_t *array = memory_of(&objects, array_object, stride, 0, &row_count);
@@ -308,10 +311,13 @@ PUBLIC int64_t shardwell_gather(void *array_object, uint64_t stride, void *place
       (look_count > 0 && (stride % 4 != 0 || !is_aligned(into, 4))) ||
       !are_below(places, count, row_count, -1))
     return ended(&objects, MISFIT);
-  void *state = begun(count * stride);
+  void *state = begun(count * stride, may_wait != 0);
   uint32_t largest = 0;
   uint64_t looked = look_count < count * stride / 4 ? look_count : count * stride / 4;
-  for (uint64_t i = 0; i < count; i++) {
+  const int is_number = stride == 8 && is_aligned(array, 8) && is_aligned(into, 8);
+  for (uint64_t i = 0; is_number && i < count; i++)
+    if (places[i] >= 0) ((uint64_t *)into)[i] = ((const uint64_t *)array)[places[i]];
+  for (uint64_t i = 0; !is_number && i < count; i++) {
     if (i + AHEAD < count && places[i + AHEAD] >= 0)
       ask_for(array + (uint64_t)places[i + AHEAD] * stride, stride);
     if (places[i] < 0) continue;
@@ -337,7 +343,7 @@ PUBLIC int64_t shardwell_scatter(void *array_object, uint64_t stride, void *plac
   if (rows == NULL) return ended(&objects, RAISED);
   if (!fits(count, stride, size) || !is_aligned(places, 8) || !are_below(places, count, row_count, 0))
     return ended(&objects, MISFIT);
-  void *state = begun(count * stride);
+  void *state = begun(count * stride, 0);
   for (uint64_t i = 0; i < count; i++) {
     if (i + AHEAD < count) ask_to_write(array + (uint64_t)places[i + AHEAD] * stride, stride);
     uint8_t *there = array + (uint64_t)places[i] * stride, *here = rows + i * stride;
@@ -395,7 +401,7 @@ PUBLIC int64_t shardwell_spread(const void *packed, void *payload_object, uint64
     return ended(&objects, MISFIT);
   const uint64_t begin = (uint64_t)starts[first], end = (uint64_t)starts[stop];
   if (!are_below(places + begin, end - begin, size / dim, 0)) return ended(&objects, MISFIT);
-  void *state = begun(payload_size);
+  void *state = begun(payload_size, 0);
   const uint64_t row_bytes = item * dim;
   const uint64_t together = row_bytes < 4096 ? 4096 / row_bytes : 1;
   uint32_t inside = ~crc;
@@ -472,7 +478,7 @@ PUBLIC int64_t shardwell_add_up(void *rows_object, uint64_t dim, void *places_ob
       !is_aligned(into, 4) || !is_aligned(levels, 4) || !are_starts(starts, 0, start_count - 1, count) ||
       !are_below(places, count, size / dim, 0))
     return ended(&objects, MISFIT);
-  void *state = begun(count * dim * sizeof *rows);
+  void *state = begun(count * dim * sizeof *rows, 0);
   struct sums sums = {.levels = levels, .dim = dim, .run = run};
   const uint64_t stride = dim * sizeof *rows, last = (uint64_t)starts[start_count - 1];
   uint32_t largest = 0;

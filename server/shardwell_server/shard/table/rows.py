@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError
-from shardwell.numerics.codec import Float32, peak_of
+from shardwell.numerics import row_batches
+from shardwell.numerics.codec import GUESS_ELEMENT_COUNT, Float32, float_of, peak_of
 from shardwell.numerics.initial_rows import initial_rows
 from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.numerics.update_rules import decay_into_state
@@ -88,23 +89,29 @@ class TableRows:
 
     # Reading.
 
-    def read(self, ids: Ids, into: Float32) -> int:
-        """Copies rows to `into`, (n, dim); returns the version at which they were read.
+    def read(self, ids: Ids, into: Float32) -> tuple[int, float]:
+        """Copies rows to `into`, (n, dim).
+
+        Returns:
+            The version at which they were read, and `first_peak` of `Codec.encode`.
 
         Raises:
             StorageError: an earlier process left a damaged row.
         """
         storage = self._storage
         with self._lock.reading():
-            places = self._index.find(ids)
-            is_missing = places < 0
-            some_are_missing = bool(is_missing.any())
-            storage.verify(places[~is_missing] if some_are_missing else places)
-            np.take(storage.weights, places, axis=0, out=into, mode="clip")
+            places, missing_count = self._index.locate(ids)
+            storage.verify(places[places >= 0] if missing_count else places)
+            look_count = 0 if missing_count else GUESS_ELEMENT_COUNT
+            bits = row_batches.gather(
+                storage.weights, places, into, look_count, may_wait=bool(storage.undo_bytes)
+            )
             version = storage.record.version
-        if some_are_missing:
+        if missing_count:
+            is_missing = places < 0
             into[is_missing] = initial_rows(self._spec.initializer, ids[is_missing], self._spec.dim)
-        return version
+            return version, peak_of(into.reshape(-1)[:GUESS_ELEMENT_COUNT])
+        return version, float_of(bits)
 
     def scan(self, start: int, stop: int, *, with_values: bool) -> tuple[Ids, Float32 | None]:
         """Ids of the rows at places from `start` to below `stop`, and their values.
@@ -382,9 +389,8 @@ class TableRows:
 
     def _located(self, ids: Ids) -> tuple[Places, Flags]:
         """Each id's place, and whether it is new, in which case there is room."""
-        places = self._index.find(ids)
+        places, count = self._index.locate(ids)
         is_new = places < 0
-        count = int(np.count_nonzero(is_new))
         if count:
             places[is_new] = self._places.plan(count)
         return places, is_new
