@@ -66,7 +66,11 @@ def _text(value: str) -> bytes:
 
 def _with_numbers(crc: int, *values: int) -> int:
     """`extended` for a few numbers, in one go: it is called for every message."""
-    packed = _NUMBERS[len(values)].pack(*[value & _MASK for value in values])
+    numbers = _NUMBERS[len(values)]
+    try:
+        packed = numbers.pack(*values)
+    except struct.error:  # one is negative
+        packed = numbers.pack(*[value & _MASK for value in values])
     return int(crc32.iscsi(packed, crc))
 
 
