@@ -6,6 +6,7 @@ elsewhere, with the same results, bit for bit. Rows are those of an array's firs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,6 +187,40 @@ def scatter(array: Array, places: Ids, rows: Array) -> None:
         return
     item = np.dtype((np.void, array.strides[0]))
     array.view(item).reshape(-1)[places] = rows.view(item).reshape(-1)
+
+
+def update(
+    operations: Operations,
+    gradients: Float32,
+    places: Ids,
+    arrays: Sequence[Float32],
+    saved: Sequence[Float32],
+) -> None:
+    """Runs an optimizer's operations on rows where they lie.
+
+    Args:
+        operations: On places as in update_rules.py, each value by itself.
+        gradients: (n, dim), C-contiguous, overwritten.
+        places: (n,): which rows, without repeats.
+        arrays: Weights, and at most one array of state: (rows, dim), C-contiguous.
+        saved: (at least n, dim) for each of them, C-contiguous; filled with the rows before it.
+    """
+    library = native.LIBRARY
+    if library is not None:
+        code, _ = packed(operations)
+        slots, saved_slots = (arrays[1], saved[1]) if len(arrays) > 1 else (None, None)
+        what = (code, len(operations), gradients, places, gradients.shape[1])
+        _checked(library.update(*what, arrays[0], saved[0], slots is not None, slots, saved_slots))
+        return
+    rows = []
+    for array, kept in zip(arrays, saved, strict=True):
+        gather(array, places, kept)
+        rows.append(kept[: places.size].copy())
+    of_elements = (rows[0], gradients, None, *rows[1:])
+    every = Arrays(*[None if each is None else each.reshape(-1) for each in of_elements])
+    run(operations, every, 0, gradients.size)
+    for array, new in zip(arrays, rows, strict=True):
+        scatter(array, places, new)
 
 
 def can_spread() -> bool:

@@ -84,6 +84,12 @@ class RowUpdateRule:
         self.learning_rate: float = getattr(optimizer, "learning_rate", 0.0)
         """The spec's rate."""
 
+    def operations(self, learning_rate: float) -> Operations | None:
+        """What updates rows value by value, at places as in update_rules.py; None: no such list."""
+        if self._of_elements is None:
+            return None
+        return self._clips + self._of_elements(0, learning_rate)
+
     def apply(
         self,
         weights: Float32,
@@ -103,8 +109,8 @@ class RowUpdateRule:
             learning_rate: Of this update; with FTRL above 0.
         """
         assert all(rows.flags.c_contiguous for rows in (weights, gradients, *slots))
-        if self._of_elements is not None:
-            operations = self._clips + self._of_elements(0, learning_rate)
+        operations = self.operations(learning_rate)
+        if operations is not None:
             of_slots = [slot.reshape(-1) for slot in slots]
             arrays = Arrays(weights.reshape(-1), gradients.reshape(-1), None, *of_slots)
             run(operations, arrays, 0, weights.size)

@@ -22,9 +22,11 @@ import pytest
 
 from harness.native_library import ROOT, builder, built, library_of
 from harness.oracles.optimizers import OPTIMIZERS
+from shardwell import SGD, Adagrad
 from shardwell.numerics import elementwise, native
 from shardwell.numerics.codec import CODECS
 from shardwell.numerics.elementwise import Arrays, Code, Operation, Operations
+from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.numerics.update_rules import UpdateRule
 
 HALF = (Code.READ_FP16, Code.READ_BF16, Code.LOOK_16, Code.COPY_16, Code.CHECK_16)
@@ -457,6 +459,12 @@ def _rows_under_sanitizers(
     levels, group_count = memory(np.zeros((12, dim), np.float32)), -(-count // 70)
     sums = memory(rows[:group_count])
     assert library.add_up(memory(rows), dim, places, starts, sums, levels) >= 0
+    for has_slots in (False, True):
+        rule = RowUpdateRule(Adagrad(0.1) if has_slots else SGD(0.1))
+        code, _ = elementwise.packed(operations := rule.operations(0.1) or ())
+        every = [memory(rows) for _ in range(5)]
+        arguments = (code, len(operations), every[0], places, dim, *every[1:3], has_slots)
+        assert library.update(*arguments, *every[3:5]) == 0
     for codec in CODECS.values() if library.checks else ():
         payload = memory(np.zeros(group_count * dim * codec.item_size, np.uint8))
         code, _ = elementwise.packed(codec.reads(0, 1, 1.0))

@@ -17,8 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.native_library import library_of
-from shardwell.numerics import native, row_batches
+from shardwell import SGD, Adagrad
+from shardwell.numerics import elementwise, native, row_batches
 from shardwell.numerics.codec import CODECS
+from shardwell.numerics.elementwise import Arrays, Code, Operation
+from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.placement.rows import RowPlacement
 
 KEYS = st.one_of(
@@ -208,6 +211,66 @@ def test_sums_beyond_float32_are_seen() -> None:
     assert bits == 0x7F800000
 
 
+BY_ELEMENT = {
+    "sgd": SGD(learning_rate=0.3),
+    "sgd, all": SGD(learning_rate=0.3, weight_decay=0.2, clip_value=1.0),
+    "adagrad": Adagrad(learning_rate=0.1),
+    "adagrad, all": Adagrad(learning_rate=0.1, weight_decay=0.2, clip_value=0.5),
+}
+
+
+def _values(random: np.random.Generator, *shape: int) -> np.ndarray:
+    """Of every magnitude, with zeros, denormals, infinities and NaN among them."""
+    values = random.standard_normal(shape).astype(np.float32)
+    odd = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-149, 1e-40, 3e38], np.float32)
+    is_odd = random.random(shape) < 0.2
+    values[is_odd] = random.choice(odd, int(is_odd.sum()))
+    return values
+
+
+@pytest.mark.parametrize("optimizer", BY_ELEMENT)
+@pytest.mark.parametrize("dim", [1, 7, 64, 2048, 2049, 5000])
+@pytest.mark.parametrize("count", [0, 1, 33])
+def test_rows_are_updated_where_they_lie(optimizer: str, dim: int, count: int) -> None:
+    """As copies of them are, on which one operation after another is run by NumPy."""
+    rule, random = RowUpdateRule(BY_ELEMENT[optimizer]), np.random.default_rng(dim)
+    operations = rule.operations(0.37)
+    assert operations is not None
+    arrays = [np.abs(_values(random, 40, dim)) for _ in range(1 + len(rule.initial_slots))]
+    before = [array.copy() for array in arrays]
+    saved = [np.zeros_like(array) for array in arrays]
+    gradients, places = _values(random, count, dim), random.permutation(40)[:count]
+    rows = [array[places] for array in arrays]
+    every = (rows[0], gradients.copy(), None, *rows[1:])
+    flat = Arrays(*[None if each is None else each.reshape(-1) for each in every])
+    elementwise._run_by_numpy(operations, flat, 0, count * dim)
+    row_batches.update(operations, gradients, places, arrays, saved)
+    for array, was, kept, new in zip(arrays, before, saved, rows, strict=True):
+        assert kept[:count].tobytes() == was[places].tobytes()
+        found, others = array[places], np.delete(array, places, axis=0)
+        assert others.tobytes() == np.delete(was, places, axis=0).tobytes()
+        is_nan = np.isnan(new)
+        assert (np.isnan(found) == is_nan).all()
+        assert found[~is_nan].tobytes() == new[~is_nan].tobytes()
+
+
+def test_operations_on_other_places_are_refused() -> None:
+    if native.LIBRARY is None:
+        return
+    array = np.ones((4, 8), np.float32)
+    for each in (
+        Operation(Code.COPY, 4, 0),
+        Operation(Code.COPY, 0, 3),
+        Operation(Code.MULTIPLY, 0, 1, 5),
+        Operation(Code.READ_FP16, 0, 1),
+        Operation(Code.CHECK_32, 0, 1),
+        Operation(Code.COPY_32, 0, 1),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            row_batches.update((each,), array.copy(), np.arange(4), [array], [array.copy()])
+    assert (array == 1).all()
+
+
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("dim", [1, 5, 64, 3000])
 def test_rows_are_spread_to_all_their_places(way: str, name: str, dim: int) -> None:
@@ -250,6 +313,10 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     return array
 
 
+_NOTHING = (b"", 0, _FLOATS.copy())
+"""Operations, how many, and gradients."""
+_ONE = (_FLOATS.copy(), _FLOATS.copy())
+"""Weights, and where they are saved."""
 MISFITS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "a place that there is not": ("gather", (_FLOATS, 32, np.array([4]), _FLOATS, 0, 0)),
     "a place below -1": ("gather", (_FLOATS, 32, np.array([-2]), _FLOATS, 0, 0)),
@@ -290,6 +357,22 @@ MISFITS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "no room to add up": (
         "add_up",
         (_FLOATS, 8, _INTS[0], _INTS[1], _FLOATS.copy(), np.empty((11, 8), np.float32)),
+    ),
+    "an update too far": ("update", (*_NOTHING, np.array([4]), 8, *_ONE, 0, None, None)),
+    "an update of a place of none": (
+        "update",
+        (*_NOTHING, np.array([-1]), 8, *_ONE, 0, None, None),
+    ),
+    "an update of more rows": ("update", (*_NOTHING, np.zeros(5, int), 8, *_ONE, 0, None, None)),
+    "an update of slots of none": ("update", (*_NOTHING, _INTS[0], 8, *_ONE, 1, None, None)),
+    "an update of rows without size": ("update", (*_NOTHING, _INTS[0], 0, *_ONE, 0, None, None)),
+    "an update of what is read-only": (
+        "update",
+        (*_NOTHING, _INTS[0], 8, _read_only(_FLOATS), _FLOATS.copy(), 0, None, None),
+    ),
+    "more operations than there can be": (
+        "update",
+        (bytes(33 * 16), 33, _FLOATS.copy(), _INTS[0], 8, *_ONE, 0, None, None),
     ),
     "a row beyond": (
         "add_up",

@@ -40,6 +40,7 @@ class Library(NamedTuple):
     scatter: Any
     spread: Any
     add_up: Any
+    update: Any
 
 
 _OBJECT, _NUMBER, _CRC = ctypes.py_object, ctypes.c_uint64, ctypes.c_uint32
@@ -53,6 +54,10 @@ _OF_ROWS: dict[str, tuple[Any, ...]] = {
         *(ctypes.c_char_p, _OBJECT, _NUMBER, _OBJECT, _OBJECT, _NUMBER, _NUMBER, _OBJECT, _CRC),
     ),
     "add_up": (_OBJECT, _NUMBER, _OBJECT, _OBJECT, _OBJECT, _OBJECT),
+    "update": (
+        *(ctypes.c_char_p, _NUMBER, _OBJECT, _OBJECT, _NUMBER),
+        *(_OBJECT, _OBJECT, _NUMBER, _OBJECT, _OBJECT),
+    ),
 }
 """What each takes."""
 _PYTHONS = (

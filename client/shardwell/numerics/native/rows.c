@@ -45,7 +45,7 @@ PUBLIC void shardwell_attach(void *get, void *release, void *let_go, void *take_
 
 /* The memory of a call's objects. */
 struct objects {
-  python_buffer buffers[6];
+  python_buffer buffers[8];
   int count;
 };
 
@@ -357,6 +357,83 @@ PUBLIC int64_t shardwell_scatter(void *array_object, uint64_t stride, void *plac
       memcpy(before, there + at, part);
       memcpy(there + at, here + at, part);
       memcpy(here + at, before, part);
+    }
+  }
+  over(state);
+  return ended(&objects, 0);
+}
+
+/* Whether operations are elementwise, on weights, gradients, a temporary and slots, as the places of
+   update_rules.py: 0 to 3 or, without slots, 2. */
+static int are_elementwise(const struct operation *operations, uint64_t count, uint8_t last) {
+  for (uint64_t i = 0; i < count; i++) {
+    const struct operation *each = &operations[i];
+    if (each->code < COPY || each->code > CLIP || each->to > last || each->from > last ||
+        each->by > last)
+      return 0;
+  }
+  return 1;
+}
+
+/* Runs operations on the rows at `places` of weights and, with `has_slots`, of slots, and on
+   gradients, which are overwritten; the rows before it go to `saved`. Places are distinct. Returns 0. */
+PUBLIC int64_t shardwell_update(const void *packed, uint64_t operation_count, void *gradients_object,
+                                void *places_object, uint64_t dim, void *weights_object,
+                                void *saved_weights_object, uint64_t has_slots, void *slots_object,
+                                void *saved_slots_object) {
+  enum { WEIGHTS, GRADIENTS, TEMPORARY, SLOTS, PLACE_COUNT, OPERATION_COUNT = 32 };
+  struct objects objects = {.count = 0};
+  struct operation operations[OPERATION_COUNT];
+  float weights_block[BLOCK], slots_block[BLOCK], temporary[BLOCK];
+  uint64_t count, gradient_size, sizes[2], saved_sizes[2];
+  float *gradients = memory_of(&objects, gradients_object, 4, WRITABLE, &gradient_size);
+  if (gradients == NULL) return ended(&objects, RAISED);
+  const int64_t *places = memory_of(&objects, places_object, 8, 0, &count);
+  if (places == NULL) return ended(&objects, RAISED);
+  void *array_objects[2] = {weights_object, slots_object};
+  void *saved_objects[2] = {saved_weights_object, saved_slots_object};
+  float *arrays[2], *saved[2], *blocks[2] = {weights_block, slots_block};
+  const int array_count = has_slots ? 2 : 1;
+  int fit = 1;
+  for (int i = 0; i < array_count; i++) {
+    arrays[i] = memory_of(&objects, array_objects[i], 4, WRITABLE, &sizes[i]);
+    if (arrays[i] == NULL) return ended(&objects, RAISED);
+    saved[i] = memory_of(&objects, saved_objects[i], 4, WRITABLE, &saved_sizes[i]);
+    if (saved[i] == NULL) return ended(&objects, RAISED);
+    fit &= is_aligned(arrays[i], 4) && is_aligned(saved[i], 4) && fits(count, dim, saved_sizes[i]) &&
+           dim != 0 && are_below(places, count, sizes[i] / dim, 0);
+  }
+  run_block *run = shardwell_chosen();
+  if (run == NULL || operation_count > OPERATION_COUNT || dim > UINT32_MAX || !fit ||
+      !fits(count, dim, gradient_size) || !is_aligned(places, 8) || !is_aligned(gradients, 4))
+    return ended(&objects, MISFIT);
+  memcpy(operations, packed, operation_count * sizeof operations[0]);
+  if (!are_elementwise(operations, operation_count, has_slots ? SLOTS : TEMPORARY))
+    return ended(&objects, MISFIT);
+  void *state = begun(count * dim * sizeof(float), 0);
+  /* Some rows at a time, or a part of a row. */
+  const uint64_t together = dim < BLOCK ? BLOCK / dim : 1, width = dim < BLOCK ? dim : BLOCK;
+  for (uint64_t row = 0; row < count; row += together) {
+    const uint64_t rows = count - row < together ? count - row : together;
+    for (uint64_t column = 0; column < dim; column += width) {
+      const uint64_t part = dim - column < width ? dim - column : width;
+      for (int i = 0; i < array_count; i++)
+        for (uint64_t r = 0; r < rows; r++) {
+          if (row + r + AHEAD < count)
+            ask_to_write((const uint8_t *)(arrays[i] + (uint64_t)places[row + r + AHEAD] * dim), 4 * part);
+          const float *from = arrays[i] + (uint64_t)places[row + r] * dim + column;
+          memcpy(blocks[i] + r * part, from, part * sizeof *from);
+          memcpy(saved[i] + (row + r) * dim + column, from, part * sizeof *from);
+        }
+      float *at[PLACE_COUNT] = {weights_block, gradients + row * dim + column, temporary, slots_block};
+      for (uint64_t i = 0; i < operation_count; i++) {
+        const struct operation *each = &operations[i];
+        run(each, at[each->to], at[each->from], at[each->by], rows * part);
+      }
+      for (int i = 0; i < array_count; i++)
+        for (uint64_t r = 0; r < rows; r++)
+          memcpy(arrays[i] + (uint64_t)places[row + r] * dim + column, blocks[i] + r * part,
+                 part * sizeof(float));
     }
   }
   over(state);

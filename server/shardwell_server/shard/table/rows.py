@@ -240,12 +240,21 @@ class TableRows:
         """
         step = self._storage.record.version
         places, is_new = self._located(ids)
-        with self._changing(places, values=True, sums=False) as (change, alone):
-            self._begin(change.weights, change.slots, ids, is_new)
+        operations = self._rule.operations(learning_rate)
+        in_place = operations is not None and self._storage.updates_in_place
+        with self._changing(places, values=True, sums=False, in_place=in_place) as (change, alone):
             counts = self._update_counts(places, is_new)
-            self._rule.apply(change.weights, gradients, change.slots, counts, learning_rate)
-            alone()
-            change.write(weights=change.weights, slots=change.slots)
+            if operations is not None and in_place:
+                first = self._new_rows(ids[is_new]) if is_new.any() else None
+                alone()
+                if first is not None:
+                    self._write_new(places[is_new], *first)
+                change.update(operations, gradients)
+            else:
+                self._begin(change.weights, change.slots, ids, is_new)
+                self._rule.apply(change.weights, gradients, change.slots, counts, learning_rate)
+                alone()
+                change.write(weights=change.weights, slots=change.slots)
             self._note(places, counts, step)
             self._commit(change, ids, places, is_new, record, position)
 
@@ -304,9 +313,7 @@ class TableRows:
             new_places = places[is_new]
             weights, slots = self._new_rows(ids[is_new])
             alone()
-            storage.weights[new_places] = weights
-            for array, rows in zip(storage.slots, slots, strict=True):
-                array[new_places] = rows
+            self._write_new(new_places, weights, slots)
             self._note(new_places, np.zeros(new_places.size, np.int64), step)
             change.write(sums=sums)
             storage.has_sum[places] = True
@@ -372,7 +379,7 @@ class TableRows:
 
     @contextlib.contextmanager
     def _changing(
-        self, places: Places, *, values: bool, sums: bool
+        self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> Iterator[tuple[RowChange, Callable[[], None]]]:
         """A change, and what keeps readers out until it is committed or was taken back."""
 
@@ -383,7 +390,7 @@ class TableRows:
 
         with (
             contextlib.ExitStack() as alone,
-            self._storage.change(places, values=values, sums=sums) as change,
+            self._storage.change(places, values=values, sums=sums, in_place=in_place) as change,
         ):
             yield change, be_alone
 
@@ -402,6 +409,12 @@ class TableRows:
             for width, value in zip(self._spec.slot_widths, self._rule.initial_slots, strict=True)
         ]
         return initial_rows(self._spec.initializer, ids, self._spec.dim), tuple(slots)
+
+    def _write_new(self, places: Places, weights: Float32, slots: tuple[Float32, ...]) -> None:
+        """Writes what new rows begin with."""
+        row_batches.scatter(self._storage.weights, places, weights)
+        for array, rows in zip(self._storage.slots, slots, strict=True):
+            row_batches.scatter(array, places, rows)
 
     def _begin(self, weights: Float32, slots: tuple[Float32, ...], ids: Ids, is_new: Flags) -> None:
         """Puts what new rows begin with into a batch of copies."""
