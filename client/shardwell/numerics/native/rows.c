@@ -150,12 +150,14 @@ PUBLIC int64_t shardwell_check_ids(void *ids_object, uint64_t row_count, uint64_
   if (ids == NULL) return ended(&objects, RAISED);
   if (shard_count == 0 || !is_aligned(ids, 8)) return ended(&objects, MISFIT);
   const struct divisor shards = divisor_of(shard_count);
+  void *state = begun(count * sizeof *ids, 0);
   int is_fine = count == 0 || row_count == 0 ||
                 (ids[0] >= 0 && (uint64_t)ids[count - 1] < row_count && ids[count - 1] >= 0);
   for (uint64_t i = 1; i < count; i++) is_fine &= ids[i] > ids[i - 1];
   if (is_fine && shard_count > 1)
     for (uint64_t i = 0; i < count; i++)
       is_fine &= shard_of((uint64_t)ids[i], row_count, &shards) == shard_index;
+  over(state);
   return ended(&objects, is_fine ? 0 : REFUSED);
 }
 
@@ -175,25 +177,27 @@ PUBLIC int64_t shardwell_find(void *ids_object, uint64_t shard_count, void *mark
       !is_aligned(ids, 8) || !is_aligned(places, 8) || !is_aligned(marks, mark_size))
     return ended(&objects, MISFIT);
   const struct divisor shards = divisor_of(shard_count);
+  void *state = begun(count * sizeof *ids, 0);
   uint64_t last = 0;
   for (uint64_t i = 0; i < count; i++) {
     uint64_t row = quotient((uint64_t)ids[i], &shards);
     last = row > last ? row : last;
   }
-  if (count > 0 && last >= mark_count) return ended(&objects, MISFIT);
+  const int is_fit = count == 0 || last < mark_count;
   int64_t missing = 0;
-  for (uint64_t i = 0; i < count; i++) {
+  for (uint64_t i = 0; is_fit && i < count; i++) {
     uint64_t row = quotient((uint64_t)ids[i], &shards);
     __builtin_prefetch(marks + row * mark_size);
     places[i] = (int64_t)row;
   }
-  for (uint64_t i = 0; i < count; i++) {
+  for (uint64_t i = 0; is_fit && i < count; i++) {
     uint64_t row = (uint64_t)places[i];
     int64_t mark = mark_size == 4 ? ((const int32_t *)marks)[row] : ((const int64_t *)marks)[row];
     places[i] = mark - 1;
     missing += mark == 0;
   }
-  return ended(&objects, missing);
+  over(state);
+  return ended(&objects, is_fit ? missing : MISFIT);
 }
 
 /* Ids of a call. */

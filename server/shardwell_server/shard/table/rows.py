@@ -1,8 +1,8 @@
 """Moves the bytes of a table's rows: out of the storage, and changed back into it.
 
 The caller is the only one who changes; it decides what counts, and gives the record that is to
-stand. A change is computed on copies; readers are kept out only while it is written back, so that
-they see each row before or after it.
+stand. A change is computed on copies, or in place where that takes no longer than to write them;
+readers are kept out only while rows are written, so that they see each row before or after it.
 """
 
 from __future__ import annotations
