@@ -43,12 +43,11 @@ from shardwell.v1.trace_pb2 import (
 )
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
-from shardwell.wire.rows import RowCodec
+from shardwell.wire.rows import ID_SIZE_BYTES, RowCodec
 
 _SHORT_BYTES_MAX = 64 * 1024
-"""Of rows and their ids, which are sent in less time than a thread takes to be woken."""
-_ID_BYTES = 8
-_VALUE_BYTES = 4
+"""Of rows and their ids as they travel, which are sent in less time than a thread takes to be
+woken."""
 
 
 class RowPut:
@@ -196,6 +195,7 @@ class RowTransfer:
         self._worker_id = worker_id
         self._traffic = traffic
         self._codec = RowCodec.of(spec)
+        self._row_bytes = ID_SIZE_BYTES + self._codec.codec.item_size * spec.dim
         self._gradient_context = checksum.row_gradients_context(spec.name, worker_id)
         self._fetch_context = checksum.rows_fetch_context(spec.name)
         self._answer_context = checksum.rows_answer_context(spec.name)
@@ -269,7 +269,7 @@ class RowTransfer:
     def _is_short(self, one: Asked) -> bool:
         """Whether what is asked and answered is less than a socket holds, and soon made."""
         row_count = sum(stop - start for start, stop in [*one.parts, *one.questions])
-        return row_count * (_ID_BYTES + self._spec.dim * _VALUE_BYTES) <= _SHORT_BYTES_MAX
+        return row_count * self._row_bytes <= _SHORT_BYTES_MAX
 
     def _read(
         self, channel: ShardChannel, stream: ShardStream, streams: StreamSet, put: RowPut | None

@@ -34,7 +34,7 @@ from shardwell_server.shard.table.step_tracker import Seat
 
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["TableService"]
-_SHORT_ELEMENT_COUNT = 16 * 1024
+_SHORT_ELEMENT_COUNT = 64 * 1024
 """Values of rows that are read or updated in less time than a thread takes to be woken."""
 _CONTENT = pb.ScanRowsRequest.Content
 _CONTENTS = (_CONTENT.CONTENT_IDS, _CONTENT.CONTENT_VALUES, _CONTENT.CONTENT_STATE)

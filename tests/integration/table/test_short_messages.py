@@ -16,7 +16,7 @@ from shardwell_server.shard.table.slice import TableSlice
 
 LOOP = "shardwell-loop"
 DIM = 64
-MANY = 300
+MANY = 1200
 """Whose ids are a short message, and whose values are many."""
 
 
@@ -45,7 +45,9 @@ def _ones(count: int) -> np.ndarray:
 
 
 def _table(client: shardwell.Client, **options: Any) -> shardwell.Table:
-    return open_table(client, **{"mode": "async", "dim": DIM, "codec": "fp16", **options})
+    return open_table(
+        client, **{"mode": "async", "row_count": 10_000, "dim": DIM, "codec": "fp16", **options}
+    )
 
 
 def _use(table: shardwell.Table) -> None:
