@@ -25,6 +25,7 @@ from harness.data.stored_rows import (
 )
 from harness.stories.images import in_memory
 from shardwell.errors import LimitError, ShardwellError, StorageError
+from shardwell.numerics.elementwise import Code, Operation
 from shardwell_server.store import FREE, Position, Store, TableRecord, TableStorage
 from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
@@ -186,6 +187,35 @@ class TableStoreContract:
         made.verify(some)
         put_rows(made, changing, 6)
         assert_rows(made, changing, 6)
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_a_change_in_place_is_whole_or_never_was(self, store: Store, fails: bool) -> None:
+        made = store.create_table(layout(slot_widths=(3,)))
+        if not made.updates_in_place:
+            return
+        some, changing = places_of(*range(20)), places_of(19, 3, 7, 4)
+        put_rows(made, some, 5)
+        before = rows_of(made, some)
+        operations = (Operation(Code.ADD_SCALED, 0, 1), Operation(Code.COPY, 3, 1))
+
+        def update() -> None:
+            with made.change(changing, values=True, sums=False, in_place=True) as change:
+                change.update(operations, np.full((4, 3), 2, np.float32))
+                made.update_counts[changing] = 8
+                if fails:
+                    raise RuntimeError("half way")
+                change.commit(made.record, None)
+
+        if fails:
+            with pytest.raises(RuntimeError, match="half way"):
+                update()
+            for one, other in zip(rows_of(made, some), before, strict=True):
+                np.testing.assert_array_equal(one, other)
+            return
+        update()
+        np.testing.assert_array_equal(made.weights[changing], 7)
+        np.testing.assert_array_equal(made.slots[0][changing], 2)
+        np.testing.assert_array_equal(made.weights[places_of(0, 18)], 5)
 
     def test_a_new_row_has_no_sum_of_a_change_that_never_was(self, store: Store) -> None:
         made = store.create_table(layout())

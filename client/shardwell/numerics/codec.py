@@ -52,7 +52,7 @@ _SOURCE = _TOTAL
 """Of what a payload is copied from."""
 _LOOKS = (Operation(Code.LOOK_32, _PAYLOAD, _VALUES),)
 
-_GUESS_ELEMENT_COUNT = 64 * 1024
+GUESS_ELEMENT_COUNT = 64 * 1024
 """Elements that a scale is guessed from."""
 _SMALL_ELEMENT_COUNT = 4096
 """Up to here one exact look costs less than a guess and its verification."""
@@ -114,6 +114,7 @@ class Codec:
         *,
         allow_non_finite: bool = False,
         peak: float | None = None,
+        first_peak: float | None = None,
         is_exact: bool = False,
         start: Callable[[int], int] | None = None,
     ) -> Written:
@@ -125,6 +126,8 @@ class Codec:
             scratch: This thread's.
             allow_non_finite: Write NaN and infinity as they are instead of refusing.
             peak: The largest magnitude, if it is known and finite: spares looking at them.
+            first_peak: The largest magnitude of the first GUESS_ELEMENT_COUNT of them, which may be
+                infinite or NaN, if it is known: spares looking at those.
             is_exact: To write what would be written if `peak` were known: all values are looked at,
                 in the pass that writes them. Nothing that is not finite is written then.
             start: What the payload's CRC32C begins with, by scale exponent; None: it is not wanted.
@@ -140,9 +143,9 @@ class Codec:
 
         if is_exact and peak is None:
             found = written(
-                self._guess_exponent(values[:_GUESS_ELEMENT_COUNT], scratch), looks=_LOOKS
+                self._guess_exponent(values[:GUESS_ELEMENT_COUNT], scratch), looks=_LOOKS
             )
-            peak = _float_of(found.peak_bits)
+            peak = float_of(found.peak_bits)
             if not math.isfinite(peak):
                 # Says where; or it has gone meanwhile, as the caller writes there.
                 peak = _finite_peak(values, scratch, allow_non_finite=False)
@@ -152,11 +155,14 @@ class Codec:
             is_low = peak <= self._largest()
             return written(self._exponent_for(peak), math.inf if is_low else self._largest())
         if values.size <= _SMALL_ELEMENT_COUNT:
-            exponent, low_enough = self._exact_exponent(values)
+            exponent, low_enough = self._exact_exponent(values, first_peak)
             if low_enough:
                 return written(exponent)
-        first = values[:_GUESS_ELEMENT_COUNT]
-        guess = written(self._guess_exponent(first, scratch), looks=self._looks)
+        if first_peak is None:
+            guessed = self._guess_exponent(values[:GUESS_ELEMENT_COUNT], scratch)
+        else:
+            guessed = self._exponent_for(first_peak) if math.isfinite(first_peak) else 0
+        guess = written(guessed, looks=self._looks)
         if self._accepts(guess.peak_bits) and self._decodes_finite(guess.peak_bits, guess.exponent):
             return guess
         found_peak = _finite_peak(values, scratch, allow_non_finite=allow_non_finite)
@@ -193,6 +199,14 @@ class Codec:
             operations = self._takes + operations
             arrays = Arrays(values, None, payload)
         return run_checked(operations, arrays, 0, values.size, crc)[1]
+
+    def decode_looked(
+        self, payload: Bytes, exponent: int, values: Float32, crc: int
+    ) -> tuple[int, int]:
+        """`decode`, and in the same pass what `take` returns of a payload that does not change."""
+        reads = self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
+        operations = self._checks + self._looks + reads
+        return run_checked(operations, Arrays(values, payload), 0, values.size, crc)
 
     def take(self, payload: Bytes, into: Bytes | None, crc: int) -> tuple[int, int]:
         """Looks at a payload and checks it, in one pass, copying it before if it may change.
@@ -277,9 +291,12 @@ class Codec:
             self.decode(payload, exponent, values)
         return int(np.argmin(np.isfinite(values)))
 
-    def _exact_exponent(self, values: npt.NDArray[Any]) -> tuple[int, bool]:
+    def _exact_exponent(
+        self, values: npt.NDArray[Any], peak: float | None = None
+    ) -> tuple[int, bool]:
         """The exponent for a few values, and whether they are finite and round to finite ones."""
-        peak = float(np.maximum.reduce(np.abs(values), initial=0.0))
+        if peak is None:
+            peak = float(np.maximum.reduce(np.abs(values), initial=0.0))
         return self._exponent_for(peak), peak <= min(self._largest(), _FLOAT32_MAX)
 
     def _written(
@@ -328,7 +345,7 @@ class Codec:
 
     def _value_of(self, bits: int) -> float:
         """What was written, unscaled."""
-        return _float_of(bits << (32 - 8 * self.item_size))
+        return float_of(bits << (32 - 8 * self.item_size))
 
     def _decodes_finite(self, peak_bits: int, exponent: int) -> bool:
         return True
@@ -464,9 +481,10 @@ def as_plain(block: npt.NDArray[Any], into: npt.NDArray[np.float32]) -> npt.NDAr
 def peak_of(values: Float32) -> float:
     """The largest magnitude of (n,) contiguous float32, 0 of none; infinite or NaN if one is."""
     bits = run(_LOOKS, Arrays(values), 0, values.size)
-    return _float_of(bits)
+    return float_of(bits)
 
 
-def _float_of(bits: int) -> float:
+def float_of(bits: int) -> float:
+    """The float32 that has these bits."""
     (value,) = struct.unpack("<f", bits.to_bytes(4, "little"))
     return float(value)

@@ -134,11 +134,13 @@ class Arrays:
             and what is beyond the end: a temporary, which has no meaning after a run.
     """
 
-    __slots__ = ("_arrays", "_packed")
+    __slots__ = ("_arrays", "_packed", "read_only")
 
     def __init__(self, *arrays: Array | None) -> None:
         self._arrays = arrays
         self._packed = b""
+        self.read_only: list[int] = []
+        """Places that may not be written to, once they are packed."""
 
     def __getitem__(self, place: int) -> Array | None:
         return self._arrays[place] if place < len(self._arrays) else None
@@ -148,14 +150,18 @@ class Arrays:
         if not self._packed:
             addresses, sizes = [0] * _PLACE_COUNT, [0] * _PLACE_COUNT
             for place, array in enumerate(self._arrays):
-                if array is not None:
-                    if array.dtype.str not in _DTYPES or not array.flags.c_contiguous:
-                        raise ValueError(
-                            f"place {place} has {array.dtype} with strides {array.strides}; "
-                            "expected contiguous float32, or bytes"
-                        )
-                    addresses[place] = array.__array_interface__["data"][0]
-                    sizes[place] = array.nbytes
+                if array is None:
+                    continue
+                about = array.__array_interface__  # all at once: each attribute takes as long
+                if about["strides"] is not None or about["typestr"] not in _DTYPES:
+                    raise ValueError(
+                        f"place {place} has {array.dtype} with strides {array.strides}; "
+                        "expected contiguous float32, or bytes"
+                    )
+                addresses[place], is_read_only = about["data"]
+                sizes[place] = array.nbytes
+                if is_read_only:
+                    self.read_only.append(place)
             self._packed = _PACKED_ARRAYS.pack(*addresses, *sizes)
         return self._packed
 
@@ -194,19 +200,19 @@ def _run_natively(
     crc: int = 0,
 ) -> tuple[int, int]:
     call = library.run_held if stop - start <= _HELD_ELEMENT_COUNT else library.run
-    packed, written = _packed(operations)
-    for place in written:
-        array = arrays[place]
-        if array is not None and not array.flags.writeable:
+    code, written = packed(operations)
+    places = arrays.packed()
+    for place in arrays.read_only:
+        if place in written:
             raise ValueError(f"place {place} is read-only")
-    found = call(packed, len(operations), arrays.packed(), start, stop, crc)
+    found = call(code, len(operations), places, start, stop, crc)
     if found < 0:
         raise ValueError(f"operations that do not fit their arrays: {operations}")
     return found & _LARGEST, found >> 31
 
 
 @functools.lru_cache(maxsize=1024)
-def _packed(operations: Operations) -> tuple[bytes, tuple[int, ...]]:
+def packed(operations: Operations) -> tuple[bytes, tuple[int, ...]]:
     """As native code takes them; and the places that they write to."""
     written = {each.to for each in operations if each.code not in _READ_ONLY}
     return b"".join(map(_packed_one, operations)), tuple(written)

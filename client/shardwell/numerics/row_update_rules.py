@@ -27,6 +27,7 @@ from shardwell.numerics.update_rules import (
     WEIGHTS,
     AnyAdam,
     Slots,
+    Step,
     clips_of,
     decay_add,
     follow_momentum,
@@ -72,10 +73,22 @@ class RowUpdateRule:
 
     def __init__(self, optimizer: optimizers.Optimizer) -> None:
         self._clips = clips_of(optimizer)
-        self.initial_slots, self._step = _row_rule_of(optimizer)
+        self._of_elements: Step | None = None
+        """The rule of whole parameters, where that asks for no count; None: it looks at rows."""
+        self._of_rows: _RowStep | None = None
+        if _looks_at_rows(optimizer):
+            self.initial_slots, self._of_rows = _row_rule_of(optimizer)
+        else:
+            self.initial_slots, self._of_elements = rule_of(optimizer)
         """What each array of state is filled with at a row's start."""
         self.learning_rate: float = getattr(optimizer, "learning_rate", 0.0)
         """The spec's rate."""
+
+    def operations(self, learning_rate: float) -> Operations | None:
+        """What updates rows value by value, at places as in update_rules.py; None: no such list."""
+        if self._of_elements is None:
+            return None
+        return self._clips + self._of_elements(0, learning_rate)
 
     def apply(
         self,
@@ -96,6 +109,13 @@ class RowUpdateRule:
             learning_rate: Of this update; with FTRL above 0.
         """
         assert all(rows.flags.c_contiguous for rows in (weights, gradients, *slots))
+        operations = self.operations(learning_rate)
+        if operations is not None:
+            of_slots = [slot.reshape(-1) for slot in slots]
+            arrays = Arrays(weights.reshape(-1), gradients.reshape(-1), None, *of_slots)
+            run(operations, arrays, 0, weights.size)
+            return
+        assert self._of_rows is not None
         row_count, dim = weights.shape
         step = max(BLOCK_ELEMENT_COUNT // dim, 1)
         temporary = np.empty((min(step, row_count), dim), np.float32)
@@ -111,15 +131,20 @@ class RowUpdateRule:
                     counts[block],
                 )
                 rows.run(self._clips)
-                self._step(rows, learning_rate)
+                self._of_rows(rows, learning_rate)
+
+
+def _looks_at_rows(optimizer: optimizers.Optimizer) -> bool:
+    """Whether a row's update depends on more than its elements, one by one."""
+    if isinstance(optimizer, optimizers.SGD):
+        return optimizer.momentum != 0
+    return not isinstance(optimizer, optimizers.Adagrad)
 
 
 def _row_rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], _RowStep]:
     match optimizer:
-        case optimizers.SGD() if optimizer.momentum:
+        case optimizers.SGD():
             return (0.0,), _sgd_with_momentum(optimizer)
-        case optimizers.SGD() | optimizers.Adagrad():
-            return _by_element(optimizer)
         case optimizers.RowWiseAdagrad():
             return (optimizer.initial_accumulator,), _row_wise_adagrad(optimizer)
         case optimizers.Adam() | optimizers.AdamW():
@@ -127,13 +152,6 @@ def _row_rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], _R
         case optimizers.FTRL():
             return (0.0, 0.0), _ftrl(optimizer)
     raise TypeError(f"no update rule for rows with {optimizer!r}")
-
-
-def _by_element(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], _RowStep]:
-    """The rule of whole parameters, where it asks for no count."""
-    initial_slots, dense = rule_of(optimizer)
-
-    return initial_slots, lambda rows, rate: rows.run(dense(0, rate))
 
 
 def _sgd_with_momentum(spec: optimizers.SGD) -> _RowStep:

@@ -1,14 +1,12 @@
 """Ids of one call as they travel: each once, shard by shard, ascending; and back again.
 
-Pure, and whole-array NumPy: a call of 4,096 ids costs about a tenth of a millisecond here. What
-gradients of repeated ids add up to is `row_sums`.
+Pure, and whole arrays at once. What gradients of repeated ids add up to is gradient_sums.py's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +15,9 @@ import numpy.typing as npt
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import as_output
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.row_batches import gather, sort_ids
 from shardwell.placement.rows import Ids, RowPlacement
 
-_DIGIT_BITS = 16
-"""NumPy sorts 16-bit integers by radix, in linear time."""
-_RADIX_COUNT_MIN = 1024
-"""For fewer ids one sort of 64-bit integers is faster than two by radix."""
-_RADIX_COUNT_MIN_OF_WIDE = 16 * 1024
-"""The same where ids take more than two digits."""
 _NO_IDS: Ids = np.empty(0, np.int64)
 
 
@@ -175,81 +168,20 @@ class RowBatch:
         """(n,) int64, as the caller has them."""
         self.shape = shape
         """That of the caller's ids."""
-        self._order: Ids | None = None
-        """(n,): places in `ids`, by id and then by place; None: they ascend already."""
-        self._is_first: npt.NDArray[np.bool_] | None = None
-        """(n,): whether an id differs from the one before it, in that order; None: all do."""
-        self._by_shard: Ids | None = None
-        """(u,): numbers of distinct ids, by id, in the order of `distinct`; None: the same."""
-        distinct = self._distinct()
-        count = placement.shard_count
-        if count == 1 or not distinct.size:
-            self.distinct = ShardedIds(distinct, [0, *[distinct.size] * count])
-            """What travels."""
-            return
-        shards = placement.shards_of(distinct)
-        self._by_shard = np.argsort(shards.astype(np.uint16), kind="stable")
-        bounds = np.bincount(shards, minlength=count).cumsum().tolist()
-        self.distinct = ShardedIds(distinct[self._by_shard], [0, *bounds])
-
-    def _distinct(self) -> Ids:
-        """The ids, ascending, each once."""
-        ids = self.ids
-        if bool(np.all(ids[1:] > ids[:-1])):
-            return ids
-        self._order = stable_order(ids)
-        ascending = ids[self._order]
-        is_first = np.empty(ids.size, np.bool_)
-        is_first[0] = True
-        np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
-        if bool(is_first.all()):
-            return ascending
-        self._is_first = is_first
-        return ascending[is_first]
-
-    @property
-    def is_plain(self) -> bool:
+        found = sort_ids(ids, placement)
+        self.starts = found.starts
+        """(u + 1,): where the places of each distinct id begin in `places`."""
+        self.places = found.places
+        """(n,): places in `ids`, in the order of `distinct` and then ascending."""
+        self.is_plain = found.is_plain
         """Whether rows in the order of `distinct` are in the caller's order too."""
-        return self._order is None and self._by_shard is None
-
-    @property
-    def has_repeats(self) -> bool:
+        self.inverse = found.inverse
+        """(n,): the row, in the order of `distinct`, of each of the caller's ids."""
+        distinct = ids if self.is_plain else found.distinct
+        self.distinct = ShardedIds(distinct, found.bounds)
+        """What travels."""
+        self.has_repeats = distinct.size < ids.size
         """Whether an id is there twice."""
-        return self._is_first is not None
-
-    @cached_property
-    def inverse(self) -> Ids:
-        """(n,) int64: the row, in the order of `distinct`, of each of the caller's ids."""
-        count = self.distinct.ids.size
-        number: Ids = np.arange(count)
-        if self._by_shard is not None:
-            number = np.empty(count, np.int64)
-            number[self._by_shard] = np.arange(count)
-        if self._is_first is not None:
-            number = number[np.cumsum(self._is_first) - 1]
-        if self._order is None:
-            return number
-        inverse = np.empty(self.ids.size, np.int64)
-        inverse[self._order] = number
-        return inverse
-
-    @cached_property
-    def groups(self) -> tuple[Ids, Ids]:
-        """Of each distinct id, by id: where its places begin in `places`, and how many it has."""
-        if self._is_first is None:
-            return np.arange(self.ids.size), np.ones(self.ids.size, np.int64)
-        starts = np.flatnonzero(self._is_first)
-        return starts, np.diff(starts, append=self.ids.size)
-
-    @cached_property
-    def places(self) -> Ids:
-        """(n,): places in `ids`, by id and then by place."""
-        return np.arange(self.ids.size) if self._order is None else self._order
-
-    @property
-    def by_shard(self) -> Ids | None:
-        """(u,): numbers of distinct ids, by id, in the order of `distinct`; None: the same."""
-        return self._by_shard
 
     def spread(self, rows: Float32, out: Float32) -> None:
         """Gives every one of the caller's ids its row.
@@ -259,24 +191,6 @@ class RowBatch:
             out: (n, dim), overwritten; may be `rows` if `is_plain`.
         """
         if not self.is_plain:
-            np.take(rows, self.inverse, axis=0, out=out, mode="clip")
+            gather(rows, self.inverse, out)
         elif out is not rows:
             out[...] = rows
-
-
-def stable_order(ids: Ids) -> Ids:
-    """(n,): places of the ids, ascending, equal ones by place.
-
-    By 16-bit digits, each a radix sort, of what ids have above the lowest: 1.1 ms for 65,536 ids
-    below 2^32, where one sort of the ids takes 3.9.
-    """
-    low = ids.min()
-    digit_count = -(-(int(ids.max()) - int(low)).bit_length() // _DIGIT_BITS)
-    if ids.size < (_RADIX_COUNT_MIN if digit_count <= 2 else _RADIX_COUNT_MIN_OF_WIDE):
-        return np.argsort(ids, kind="stable")
-    words = ids.view(np.uint64) - low.view(np.uint64)
-    order = np.argsort(words.astype(np.uint16), kind="stable")
-    for digit in range(1, digit_count):
-        digits = (words >> np.uint64(_DIGIT_BITS * digit)).astype(np.uint16)
-        order = order[np.argsort(digits[order], kind="stable")]
-    return order

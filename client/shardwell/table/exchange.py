@@ -22,6 +22,7 @@ from shardwell.errors import (
 )
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import Float32
+from shardwell.placement.rows import Ids
 from shardwell.process.spans import NO_STEP, now_ns
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, told_of, went_on_elsewhere
@@ -42,12 +43,11 @@ from shardwell.v1.trace_pb2 import (
 )
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
-from shardwell.wire.rows import RowCodec
+from shardwell.wire.rows import ID_SIZE_BYTES, RowCodec
 
 _SHORT_BYTES_MAX = 64 * 1024
-"""Of rows and their ids, which are sent in less time than a thread takes to be woken."""
-_ID_BYTES = 8
-_VALUE_BYTES = 4
+"""Of rows and their ids as they travel, which are sent in less time than a thread takes to be
+woken."""
 
 
 class RowPut:
@@ -111,7 +111,9 @@ class RowFetch:
 
     Args:
         ids: Which rows.
-        rows: (u, dim) float32, C-contiguous, filled.
+        rows: (n, dim) float32, C-contiguous, filled.
+        places: (n,): where in `rows` they go, by row; see `row_batches.SortedIds`.
+        starts: (u + 1,): the same.
         row_count_max: Rows of one message.
         min_version: Steps that are to have closed.
         known_version: Steps that have closed on every shard, as this worker knows.
@@ -122,12 +124,16 @@ class RowFetch:
         ids: ShardedIds,
         rows: Float32,
         *,
+        places: Ids,
+        starts: Ids,
         row_count_max: int,
         min_version: int = 0,
         known_version: int = 0,
     ) -> None:
         self.ids = ids
         self.rows = rows
+        self.places = places
+        self.starts = starts
         self.min_version = min_version
         self.known_version = known_version
         self.is_exact = False
@@ -189,6 +195,7 @@ class RowTransfer:
         self._worker_id = worker_id
         self._traffic = traffic
         self._codec = RowCodec.of(spec)
+        self._row_bytes = ID_SIZE_BYTES + self._codec.codec.item_size * spec.dim
         self._gradient_context = checksum.row_gradients_context(spec.name, worker_id)
         self._fetch_context = checksum.rows_fetch_context(spec.name)
         self._answer_context = checksum.rows_answer_context(spec.name)
@@ -262,7 +269,7 @@ class RowTransfer:
     def _is_short(self, one: Asked) -> bool:
         """Whether what is asked and answered is less than a socket holds, and soon made."""
         row_count = sum(stop - start for start, stop in [*one.parts, *one.questions])
-        return row_count * (_ID_BYTES + self._spec.dim * _VALUE_BYTES) <= _SHORT_BYTES_MAX
+        return row_count * self._row_bytes <= _SHORT_BYTES_MAX
 
     def _read(
         self, channel: ShardChannel, stream: ShardStream, streams: StreamSet, put: RowPut | None
@@ -372,10 +379,21 @@ class RowTransfer:
             raise self._unexpected(asked, header, f"{count} rows")
         ids = fetch.ids.ids[slice(*span)]
         start = checksum.rows_answer(self._answer_context, ids, header.version)
+        rows = header.rows
         try:
-            opened = self._codec.open(
-                header.rows, payload, start=start, with_ids=False, with_values=True
-            )
+            if rows.row_count == count:
+                self._codec.spread(
+                    rows,
+                    payload,
+                    start=start,
+                    places=fetch.places,
+                    starts=fetch.starts,
+                    first=span.start,
+                    stop=span.stop,
+                    into=fetch.rows,
+                )
+            else:  # which are not damaged, or that is what is told
+                self._codec.open(rows, payload, start=start, with_ids=False, with_values=True)
         except ShardwellError as error:
             raise CorruptChunkError(
                 f"shard {asked.channel.shard_index} answered for {self._spec.name!r}: "
@@ -383,7 +401,7 @@ class RowTransfer:
                 shard_index=asked.channel.shard_index,
                 table=self._spec.name,
             ) from None
-        if header.rows.row_count != count or header.version < fetch.min_version:
+        if rows.row_count != count or header.version < fetch.min_version:
             or_later = "" if fetch.is_exact else " or later"
             raise self._unexpected(
                 asked, header, f"{count} rows at version {fetch.min_version}{or_later}"
@@ -406,9 +424,7 @@ class RowTransfer:
                 shard_index=asked.channel.shard_index,
                 table=self._spec.name,
             )
-        rows = fetch.rows[slice(*span)]
-        self._codec.decode(opened, rows)
-        self._traffic.add_received(len(message), rows.size)
+        self._traffic.add_received(len(message), count * self._spec.dim)
         fetch.answered(asked.channel.shard_index, header.version)
 
     def _unexpected(

@@ -1,13 +1,11 @@
 """Gradients of one call's ids: those of repeated ids added up, all of them checked. Pure.
 
 The sum of an id depends on its own gradients and their order alone, not on what else is in the
-batch nor on the cluster, and is the same bits every time: in segments of up to 8, each added up
-from its first on, and the segments' sums again like that.
+batch nor on the cluster, and is the same bits every time: see `row_batches.add_up`.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,11 @@ from fastcrc import crc32
 
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_floats
-from shardwell.numerics.codec import Float32
+from shardwell.numerics.codec import Float32, float_of
+from shardwell.numerics.elementwise import INFINITY_BITS
 from shardwell.numerics.finite import find_peak
-from shardwell.placement.rows import Ids
+from shardwell.numerics.row_batches import add_up, gather
 from shardwell.table.batch import RowBatch, Span
-
-_SEGMENT_ROW_COUNT = 8
-"""Gradients that are added up one after another; bounds the rounding error, too."""
 
 
 def as_gradients(gradients: Any, shape: tuple[int, ...], dim: int, table: str) -> Float32:
@@ -68,22 +64,25 @@ class RowSums:
         self.gradients = gradients
         """(n, dim): the caller's."""
         self._table = table
-        self._repeated: Ids = np.empty(0, np.int64)
-        self._sums = gradients[:0]
+        self._sums: Float32 | None = None
+        """(u, dim), in the order of `distinct`; None: no id is there twice."""
         self.peak: float | None = None
         """No value is larger; None: that is not known. All messages are scaled by it, so that what
         arrives is the same bits however rows are spread."""
+        sums_bits = 0
         if batch.has_repeats:
-            self._add_up()
+            self._sums, sums_bits = add_up(gradients, batch.places, batch.starts)
         if not allow_non_finite:
-            self.peak = max(self._peak(gradients), self._sums_peak())
+            self.peak = max(self._peak(gradients), self._sums_peak(sums_bits))
 
     def rows(self, span: Span) -> Float32:
-        """The values of rows `span` of `batch.distinct`: (k, dim) float32, C-contiguous, copied."""
-        rows = self.gradients.take(self._firsts[span.start : span.stop], axis=0, mode="clip")
-        if self._repeated.size:
-            first, last = np.searchsorted(self._repeated, span)
-            rows[self._repeated[first:last] - span.start] = self._sums[first:last]
+        """The values of rows `span` of `batch.distinct`: (k, dim) float32, C-contiguous."""
+        if self._sums is not None:
+            return self._sums[span.start : span.stop]
+        if self._batch.is_plain:
+            return self.gradients[span.start : span.stop]
+        rows = np.empty((span.stop - span.start, self.gradients.shape[1]), np.float32)
+        gather(self.gradients, self._batch.places[span.start : span.stop], rows)
         return rows
 
     def element_index(self, span: Span, index: int) -> int:
@@ -92,7 +91,7 @@ class RowSums:
         row, column = divmod(index, dim)
         if not 0 <= row < span.stop - span.start:
             return -1
-        return int(self._firsts[span.start + row]) * dim + column
+        return self._first(span.start + row) * dim + column
 
     def digest(self) -> tuple[int, int]:
         """Tells these ids and gradients from others."""
@@ -101,23 +100,9 @@ class RowSums:
             int(crc32.iscsi(self.gradients.reshape(-1).view(np.uint8).data)),
         )
 
-    @cached_property
-    def _firsts(self) -> Ids:
-        """(u,): the first place of each distinct id, in the order of `distinct`."""
-        starts, _ = self._batch.groups
-        firsts = self._batch.places.take(starts)
-        by_shard = self._batch.by_shard
-        return firsts if by_shard is None else firsts.take(by_shard)
-
-    def _add_up(self) -> None:
-        """Sets `_repeated`, the rows of ids that are there twice, ascending, and their `_sums`."""
-        starts, counts = self._batch.groups
-        by_shard = self._batch.by_shard
-        if by_shard is not None:
-            starts, counts = starts.take(by_shard), counts.take(by_shard)
-        self._repeated = np.flatnonzero(counts > 1)
-        starts, counts = starts.take(self._repeated), counts.take(self._repeated)
-        self._sums = add_groups(self.gradients, self._batch.places, starts, counts)
+    def _first(self, number: int) -> int:
+        """The first place of a distinct id, by its number."""
+        return int(self._batch.places[self._batch.starts[number]])
 
     def _peak(self, gradients: Float32) -> float:
         """Largest magnitude; refuses what is not finite."""
@@ -134,66 +119,19 @@ class RowSums:
             )
         return peak
 
-    def _sums_peak(self) -> float:
-        """Largest magnitude of a sum; refuses those that float32 can't hold."""
-        sums = self._sums
-        if not sums.size:
-            return 0.0
-        peak, index = find_peak(sums.reshape(-1))
-        if index is not None:
-            row, column = divmod(index, sums.shape[1])
-            number = int(self._repeated[row])
+    def _sums_peak(self, bits: int) -> float:
+        """Largest magnitude of a sum, from its bits; refuses those that float32 can't hold."""
+        if bits >= INFINITY_BITS:
+            assert self._sums is not None
+            repeated = np.flatnonzero(np.diff(self._batch.starts) > 1)
+            is_bad = ~np.isfinite(self._sums[repeated])
+            row, column = divmod(int(np.argmax(is_bad)), is_bad.shape[1])
+            number = int(repeated[row])
             raise NonFiniteError(
                 f"gradients of row id {self._batch.distinct.ids[number]} of {self._table!r}, which "
                 f"is there more than once, add up to more than a float32 can hold in element "
                 f"{column}; scale the gradients, or open the table with allow_non_finite=True",
-                element_index=int(self._firsts[number]) * sums.shape[1] + column,
+                element_index=self._first(number) * is_bad.shape[1] + column,
                 table=self._table,
             )
-        return peak
-
-
-def add_groups(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> Float32:
-    """(g, dim): the sum of each group of rows; it may not be finite. See the module.
-
-    Args:
-        rows: (n, dim).
-        order: Places in `rows`, group by group.
-        starts: (g,): where each group's begin in `order`.
-        counts: (g,): how many each group has, at least 1.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        while True:
-            rows, counts = _add_segments(rows, order, starts, counts)
-            if rows.shape[0] == counts.size:
-                return rows
-            order, starts = np.arange(rows.shape[0]), np.cumsum(counts) - counts
-
-
-def _add_segments(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> tuple[Float32, Ids]:
-    """Adds up the rows of each group in segments: all first rows, then all second ones to them, ...
-
-    Args:
-        rows: (m, dim).
-        order: Places in `rows`, group by group.
-        starts: Where each group's begin in `order`.
-        counts: How many each group has.
-
-    Returns:
-        The segments' sums, group by group, and how many each group has.
-    """
-    segment_counts = -(-counts // _SEGMENT_ROW_COUNT)
-    ends = np.cumsum(segment_counts)
-    group = np.repeat(np.arange(counts.size), segment_counts)
-    done = (np.arange(group.size) - (ends - segment_counts)[group]) * _SEGMENT_ROW_COUNT
-    lengths = np.minimum(counts[group] - done, _SEGMENT_ROW_COUNT)
-    longest_first = np.argsort((-lengths).astype(np.int16), kind="stable")
-    starts = (starts[group] + done)[longest_first]
-    lengths = -lengths[longest_first]
-    sums = rows.take(order[starts], axis=0, mode="clip")
-    for number in range(1, -int(lengths[0])):
-        count = int(np.searchsorted(lengths, -number))
-        sums[:count] += rows.take(order[starts[:count] + number], axis=0, mode="clip")
-    in_order = np.empty_like(sums)
-    in_order[longest_first] = sums
-    return in_order, segment_counts
+        return float_of(bits)

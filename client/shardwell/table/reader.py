@@ -125,26 +125,45 @@ class RowReading:
         Returns:
             Steps that all of the rows have seen; None if there are none.
         """
+        if min_version or not self._view.keeps:
+            return self._read_anew(batch, out, min_version, attempts)
         ids = batch.distinct
         rows = self._room(batch, out)
-        found = None if min_version else self._view.find(ids.ids, rows)
+        found = self._view.find(ids.ids, rows)
         if found is None:
-            return self._read_anew(batch, out, rows, min_version, attempts)
+            return self._read_anew(batch, out, min_version, attempts)
         missing, version = found
         if missing.size:
             fetched = np.empty((missing.size, self._dim), np.float32)
-            newer = self._fetch(ids.subset(missing), fetched, 0, attempts)
+            newer = self._fetch(ids.subset(missing), fetched, None, 0, attempts)
             rows[missing] = fetched
             version = newer if version is None else min(version, newer)
         batch.spread(rows, out)
         return version
 
     def question(self, batch: RowBatch, out: Float32) -> RowFetch:
-        """A fetch of all rows of a batch, whatever is kept; `RowBatch.spread` ends it."""
+        """A fetch of all rows of a batch, whatever is kept; `finish` ends it."""
+        if self._view.keeps:
+            return self._asking(batch.distinct, self._room(batch, out), None)
+        return self._asking(batch.distinct, out, batch)
+
+    def finish(self, batch: RowBatch, fetch: RowFetch, out: Float32) -> None:
+        """Fills `out` with what a `question` brought."""
+        if self._view.keeps:
+            batch.spread(fetch.rows, out)
+
+    def _asking(
+        self, ids: ShardedIds, rows: Float32, batch: RowBatch | None, **versions: int
+    ) -> RowFetch:
+        """A fetch into `rows`: in the order of the ids, or of what the caller of a batch has."""
+        if batch is None:
+            places = np.arange(ids.ids.size + 1)
+            places, starts = places[:-1], places
+        else:
+            places, starts = batch.places, batch.starts
+        row_count_max = self._transfer.row_count_max
         return RowFetch(
-            batch.distinct,
-            self._room(batch, out),
-            row_count_max=self._transfer.row_count_max,
+            ids, rows, places=places, starts=starts, row_count_max=row_count_max, **versions
         )
 
     def forget(self) -> None:
@@ -159,8 +178,7 @@ class RowReading:
 
         def fetch(attempts: Attempts) -> Prefetched:
             out = np.empty((ids.size, self._dim), np.float32)
-            rows = self._room(batch, out)
-            return Prefetched(out, self._read_anew(batch, out, rows, min_version, attempts))
+            return Prefetched(out, self._read_anew(batch, out, min_version, attempts))
 
         call_count = self._view.call_count
         self._prefetches.keep(ids, call_count, self._calls.start(fetch))
@@ -202,26 +220,35 @@ class RowReading:
         self,
         batch: RowBatch,
         out: Float32,
-        rows: Float32,
         min_version: int,
         attempts: Attempts,
     ) -> int | None:
-        """Fills `out` with rows of the shards; `rows` is what `_room` returned for it."""
-        version = None
-        if batch.distinct.ids.size:
-            version = self._fetch(batch.distinct, rows, min_version, attempts)
+        """Fills `out` with rows of the shards."""
+        ids = batch.distinct
+        if not ids.ids.size:
+            return None
+        if not self._view.keeps:
+            return self._fetch(ids, out, batch, min_version, attempts)
+        rows = self._room(batch, out)
+        version = self._fetch(ids, rows, None, min_version, attempts)
         batch.spread(rows, out)
         return version
 
-    def _fetch(self, ids: ShardedIds, rows: Float32, min_version: int, attempts: Attempts) -> int:
-        """Fetches rows, at least one, and keeps them; returns the version they all have seen."""
+    def _fetch(
+        self,
+        ids: ShardedIds,
+        rows: Float32,
+        batch: RowBatch | None,
+        min_version: int,
+        attempts: Attempts,
+    ) -> int:
+        """Fetches rows, at least one, and keeps them; returns the version they all have seen.
+
+        See `_asking`; a view that keeps rows has them in the order of the ids.
+        """
         asked = self._view.moment()
-        fetch = RowFetch(
-            ids,
-            rows,
-            row_count_max=self._transfer.row_count_max,
-            min_version=min_version,
-            known_version=self._view.known_version,
+        fetch = self._asking(
+            ids, rows, batch, min_version=min_version, known_version=self._view.known_version
         )
         attempts.run(lambda: self._transfer.attempt(None, fetch, attempts))
         version = int(fetch.version)

@@ -302,7 +302,7 @@ class Table(Closing):
             fetch = self._reading.question(wanted, target)
 
             def take() -> None:
-                wanted.spread(fetch.rows, target)
+                self._reading.finish(wanted, fetch, target)
                 if wanted.distinct.ids.size:
                     self._view.version = int(fetch.version)
 

@@ -59,6 +59,11 @@ class TableView:
         """Calls so far that fetched rows or sent gradients; prefetches do not count."""
 
     @property
+    def keeps(self) -> bool:
+        """Whether rows are kept here."""
+        return self._cache is not None
+
+    @property
     def known_version(self) -> int:
         """Steps that every shard has seen: all before this worker's last one.
 

@@ -67,7 +67,11 @@ def _text(value: str) -> bytes:
 
 def _with_numbers(crc: int, *values: int) -> int:
     """`extended` for a few numbers, in one go: it is called for every message."""
-    packed = _NUMBERS[len(values)].pack(*[value & _MASK for value in values])
+    numbers = _NUMBERS[len(values)]
+    try:
+        packed = numbers.pack(*values)
+    except struct.error:  # one is negative
+        packed = numbers.pack(*[value & _MASK for value in values])
     return int(crc32.iscsi(packed, crc))
 
 
@@ -151,6 +155,7 @@ def snapshot_context(parameter: str) -> int:
     return extended(0, Kind.SNAPSHOT, parameter)
 
 
+@functools.lru_cache(maxsize=1024)
 def row_gradients_context(table: str, worker_id: str) -> int:
     """Of gradients that ExchangeRows is sent."""
     return extended(0, Kind.ROW_GRADIENTS, table, worker_id)
@@ -314,7 +319,22 @@ def of_chunk(start: int, chunk: types_pb2.Chunk, payload: Bytes) -> int:
     return int(crc32.iscsi(payload.data, before_payload(start, chunk)))
 
 
+def before_rows(
+    start: int, row_count: int, scale_exponent: int, ids: Bytes | None, *, lz4: bool = False
+) -> int:
+    """The CRC32C of a message with Rows as far as its values; `start` has come so far.
+
+    Args:
+        start: See above.
+        row_count: As in Rows.
+        scale_exponent: As in Rows.
+        ids: Bytes of the ids that the payload begins with; None: it has none.
+        lz4: As in Rows.
+    """
+    head = _with_numbers(start, row_count, scale_exponent, lz4)
+    return head if ids is None else int(crc32.iscsi(ids.data, head))
+
+
 def of_rows(start: int, rows: table_pb2.Rows, payload: Bytes) -> int:
     """The CRC32C of a message with Rows; `start` has come so far."""
-    head = _with_numbers(start, rows.row_count, rows.scale_exponent, rows.lz4)
-    return int(crc32.iscsi(payload.data, head))
+    return before_rows(start, rows.row_count, rows.scale_exponent, payload, lz4=rows.lz4)

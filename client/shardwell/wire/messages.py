@@ -43,8 +43,8 @@ _bytes_address.argtypes = (ctypes.py_object,)
 HeaderT = TypeVar("HeaderT", bound=Message)
 
 
-_SMALL_PAYLOAD_BYTES = 16 * 1024
-"""Below it, copying a payload costs less than sparing the copy."""
+_SMALL_PAYLOAD_BYTES = 32 * 1024
+"""Below it, copying a payload costs less than sparing the copy, in Python."""
 _PADDINGS = tuple(bytes((_PADDING_TAG, size)) + bytes(size) for size in range(128))
 
 

@@ -8,6 +8,8 @@ checksum.py's. `open` has checked all that it returns, except the ids' order and
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lz4.block
@@ -16,7 +18,8 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32
+from shardwell.numerics import row_batches
+from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32, Written
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
@@ -63,7 +66,10 @@ def check_rows(rows: table_pb2.Rows, payload: Bytes, start: int) -> None:
     Raises:
         CorruptChunkError: the CRC32C does not fit.
     """
-    found = checksum.of_rows(start, rows, payload)
+    _compare(rows, payload, checksum.of_rows(start, rows, payload))
+
+
+def _compare(rows: table_pb2.Rows, payload: Bytes, found: int) -> None:
     if found != rows.crc32c:
         raise CorruptChunkError(
             f"rows: CRC32C of their header, their {payload.size} payload bytes and what they were "
@@ -128,6 +134,7 @@ class RowCodec:
         *,
         start: int,
         peak: float | None = None,
+        first_peak: float | None = None,
     ) -> bytes:
         """A sealed message of rows.
 
@@ -138,6 +145,7 @@ class RowCodec:
             values: (n, dim) floating point, C-contiguous (else it is copied); None: none.
             start: What its CRC32C begins with: see checksum.py.
             peak: See `Codec.encode`; at least the largest magnitude.
+            first_peak: See `Codec.encode`.
 
         Raises:
             NonFiniteValueError: a value is not finite and the spec refuses it; `index` is
@@ -151,7 +159,7 @@ class RowCodec:
         if self._lz4 and value_size:
             assert values is not None
             plain = np.empty(value_size, np.uint8)
-            rows.scale_exponent = self._write(values, plain, peak)
+            rows.scale_exponent = self._write(values, plain, peak, first_peak).exponent
             packed = lz4.block.compress(plain, mode="fast", store_size=False)
             rows.lz4 = len(packed) < value_size
             message = OutgoingMessage(header, id_size + min(len(packed), value_size))
@@ -159,22 +167,41 @@ class RowCodec:
             message.payload[id_size:] = written
         else:
             message = OutgoingMessage(header, id_size + value_size)
-            if value_size:
-                assert values is not None
-                rows.scale_exponent = self._write(values, message.payload[id_size:], peak)
+        payload = message.payload
+        its_ids: Bytes | None = None
         if ids is not None:
-            message.payload[:id_size].view(np.int64)[:] = ids
-        rows.crc32c = checksum.of_rows(start, rows, message.payload)
+            its_ids = payload[:id_size]
+            its_ids.view(np.int64)[:] = ids
+        if packed or not value_size:
+            rows.crc32c = checksum.of_rows(start, rows, payload)
+            return message.seal()
+        assert values is not None
+
+        def before(exponent: int) -> int:
+            return checksum.before_rows(start, count, exponent, its_ids)
+
+        into = payload[id_size:] if id_size else payload
+        written_as = self._write(values, into, peak, first_peak, before)
+        rows.scale_exponent, rows.crc32c = written_as.exponent, written_as.crc
         return message.seal()
 
-    def _write(self, values: npt.NDArray[Any], payload: Bytes, peak: float | None) -> int:
+    def _write(
+        self,
+        values: npt.NDArray[Any],
+        payload: Bytes,
+        peak: float | None,
+        first_peak: float | None,
+        start: Callable[[int], int] | None = None,
+    ) -> Written:
         return self.codec.encode(
             values.reshape(-1),
             payload,
             thread_scratch(),
             allow_non_finite=self._allow_non_finite,
             peak=peak,
-        ).exponent
+            first_peak=first_peak,
+            start=start,
+        )
 
     def open(
         self,
@@ -226,6 +253,74 @@ class RowCodec:
         ids = payload[:id_size].view(np.int64) if with_ids else _NO_IDS
         return OpenedRows(ids, values, rows.scale_exponent)
 
+    def take(
+        self, rows: table_pb2.Rows, payload: Bytes, *, start: int
+    ) -> tuple[OpenedRows, Float32, float]:
+        """Opens ids and values that came: `open`, `decode` and `peak`, in one pass if it can be.
+
+        Raises:
+            CorruptChunkError, ArgumentError: see `open`.
+        """
+        count, exponent, codec = rows.row_count, rows.scale_exponent, self.codec
+        id_size = ID_SIZE_BYTES * count
+        is_plain = 0 < count <= self.row_count_max and not rows.lz4
+        size = id_size + codec.item_size * self.dim * count
+        if is_plain and payload.size == size and codec.has_exponent(exponent):
+            ids, written = payload[:id_size], payload[id_size:]
+            values = np.empty((count, self.dim), np.float32)
+            before = checksum.before_rows(start, count, exponent, ids)
+            bits, crc = codec.decode_looked(written, exponent, values.reshape(-1), before)
+            _compare(rows, payload, crc)
+            opened = OpenedRows(ids.view(np.int64), written, exponent)
+            return opened, values, codec.peak_of_bits(bits, exponent)
+        opened = self.open(rows, payload, start=start, with_ids=True, with_values=True)
+        values = np.empty((count, self.dim), np.float32)
+        self.decode(opened, values)
+        return opened, values, self.peak(opened)
+
+    def spread(
+        self,
+        rows: table_pb2.Rows,
+        payload: Bytes,
+        *,
+        start: int,
+        places: Ids,
+        starts: Ids,
+        first: int,
+        stop: int,
+        into: Float32,
+    ) -> None:
+        """Puts values that came, rows [first, stop) of a call, where each of them belongs.
+
+        Args:
+            rows: Their header, with the right count.
+            payload: What came with it, aligned.
+            start: What their CRC32C begins with: see checksum.py.
+            places: See `row_batches.SortedIds`.
+            starts: The same.
+            first: The first row.
+            stop: The last, and one more.
+            into: (n, dim) float32, C-contiguous; of no use after an error.
+
+        Raises:
+            CorruptChunkError, ArgumentError: see `open`.
+        """
+        count, exponent, codec = stop - first, rows.scale_exponent, self.codec
+        is_plain = not rows.lz4 and codec.has_exponent(exponent)
+        size = codec.item_size * self.dim * count
+        if is_plain and payload.size == size and row_batches.can_spread():
+            before = checksum.before_rows(start, count, exponent, None)
+            reads = codec.reads(0, 1, math.ldexp(1.0, exponent))
+            crc = row_batches.spread(reads, payload, places, starts, first, stop, into, before)
+            _compare(rows, payload, crc)
+            return
+        opened = self.open(rows, payload, start=start, with_ids=False, with_values=True)
+        assert rows.row_count == count
+        values = np.empty((count, self.dim), np.float32)
+        self.decode(opened, values)
+        counts = np.diff(starts[first : stop + 1])
+        into[places[starts[first] : starts[stop]]] = np.repeat(values, counts, axis=0)
+
     def decode(self, opened: OpenedRows, values: Float32) -> None:
         """Reads values that were opened into (n, dim) float32, C-contiguous, overwritten."""
         self.codec.decode(opened.values, opened.exponent, values.reshape(-1))
@@ -264,7 +359,7 @@ def check_ids(ids: Ids, placement: RowPlacement, shard_index: int) -> None:
         ArgumentError: they do not ascend, one comes twice, is out of range, or is another shard's;
             names the first such.
     """
-    if not ids.size:
+    if row_batches.are_fit(ids, placement, shard_index):
         return
     ascends = ids[1:] > ids[:-1]
     if not ascends.all():

@@ -23,7 +23,7 @@ from shardwell.wire import messages as framing
 from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 from shardwell.wire.rows import RowCodec
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import Call, Calls, Handling, Read
+from shardwell_server.services.calls import LONG, Call, Calls, Handling, Read
 from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX, right_to_open
 from shardwell_server.shard.deadline import RequestDeadline, until
@@ -34,6 +34,8 @@ from shardwell_server.shard.table.step_tracker import Seat
 
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["TableService"]
+_SHORT_ELEMENT_COUNT = 64 * 1024
+"""Values of rows that are read or updated in less time than a thread takes to be woken."""
 _CONTENT = pb.ScanRowsRequest.Content
 _CONTENTS = (_CONTENT.CONTENT_IDS, _CONTENT.CONTENT_VALUES, _CONTENT.CONTENT_STATE)
 
@@ -105,9 +107,12 @@ class TableService:
                 if exchange is not None and not exchange.is_between_steps:
                     raise ArgumentError("`open` came in the middle of a step; end it first")
                 exchange = self._opened(request, call)
+            if call.is_short and not exchange.is_short(request):
+                yield LONG  # however short the message
             self._count(call, received=payload.size)
             yield from exchange.answers(request, payload, self._waiting(request, call))
             del message, request, payload  # not to be held while there is no other
+            call.is_short = exchange.may_be_short
             message = yield Read.NEXT_STEP if exchange.is_between_steps else Read.NEXT
 
     def scan_rows(self, request: pb.ScanRowsRequest, call: Call) -> Handling:
@@ -248,6 +253,18 @@ class _RowExchange:
         )
         self.is_between_steps = True
         """Whether nothing of a step has come, or all of it."""
+        self.may_be_short = table.is_in_memory and shard.config.durability.is_process
+        """Whether nothing that it is asked for waits for a disk."""
+
+    def is_short(self, request: pb.ExchangeRowsRequest) -> bool:
+        """Whether what a message asks for takes less time than a thread to be woken."""
+        is_gradient = request.HasField("gradient")
+        asked = request.gradient if is_gradient else request.fetch
+        if asked.rows.row_count * self._table.spec.dim > _SHORT_ELEMENT_COUNT:
+            return False
+        if is_gradient and request.gradient.trace_parent:
+            return False  # whoever exports spans may take any time
+        return self._table.is_free
 
     def answers(
         self, request: pb.ExchangeRowsRequest, payload: Bytes, deadline: RequestDeadline

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.numerics.codec import Bytes, Float32
+from shardwell.numerics.elementwise import Operations
 
 Event: TypeAlias = dict[str, Any]
 """A rare change as a JSON object; shard/parameter/register.py and its sibling have the kinds."""
@@ -348,6 +349,14 @@ class RowChange(Protocol):
             sums: (n, dim), the same.
         """
 
+    def update(self, operations: Operations, gradients: Float32) -> None:
+        """Runs an optimizer's operations on the rows where they lie, of a change `in_place`.
+
+        Args:
+            operations: See `row_batches.update`.
+            gradients: (n, dim) float32, C-contiguous, overwritten.
+        """
+
     def commit(self, record: TableRecord, position: Position | None) -> None:
         """Makes it all stand: the rows as written, `record`, and what a worker has contributed.
 
@@ -373,6 +382,8 @@ class TableStorage(Storage, Protocol):
     """(row_capacity, dim): sums of the open step's gradients."""
     has_sum: npt.NDArray[np.bool_]
     """(row_capacity,): whether the row's sum has a meaning."""
+    updates_in_place: bool
+    """Whether a change can be `in_place`; where not, it is made of copies."""
 
     @property
     def record(self) -> TableRecord:
@@ -402,7 +413,7 @@ class TableStorage(Storage, Protocol):
         """Bytes on disk for taking changes back, taken when it is made; 0: there is no disk."""
 
     def change(
-        self, places: Places, *, values: bool, sums: bool
+        self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> AbstractContextManager[RowChange]:
         """Begins a change of rows that are reserved; without `commit`, it never began.
 
@@ -410,6 +421,9 @@ class TableStorage(Storage, Protocol):
             places: Which rows; those from `row_used` on are new.
             values: Whether keys, update_counts, last_steps, weights and slots are to be written.
             sums: Whether sums and has_sum are.
+            in_place: Of a change of values: there are no copies, and `update` alone changes
+                weights and slots of rows below `row_used` that have not been free. What others
+                begin with is written before it.
 
         Raises:
             StorageError: a row that an earlier process left was damaged; nothing changed.

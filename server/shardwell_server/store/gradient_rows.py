@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.finite import first_non_finite
-from shardwell.table.batch import stable_order
-from shardwell.table.gradient_sums import add_groups
+from shardwell.numerics.row_batches import add_up, stable_order
 
 Flags = npt.NDArray[np.bool_]
 """(n,) bool."""
@@ -78,13 +77,9 @@ def merge_repeats(rows: Rows, gradients: Float32) -> tuple[Rows, Float32]:
         return rows, gradients
     order = stable_order(rows)
     rows = rows[order]
-    starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
-    merged: Float32 = np.take(gradients, order[starts], axis=0)
-    counts = np.diff(starts, append=rows.size)
-    repeated = np.flatnonzero(counts > 1)
-    if repeated.size:
-        merged[repeated] = add_groups(gradients, order, starts[repeated], counts[repeated])
-    return rows[starts], merged
+    starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1], [True])))
+    merged, _ = add_up(np.ascontiguousarray(gradients), order, starts)
+    return rows[starts[:-1]], merged
 
 
 def touched_rows(has_sum: Flags, row_count: int) -> Rows:

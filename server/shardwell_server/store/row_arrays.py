@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import LimitError
+from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import Int64, Places, TableLayout
 
@@ -92,24 +93,19 @@ def write_again(rows: WrittenRows, arrays: RowArrays, row_used: int) -> None:
         array[rows.new_start : row_used] = batch
 
 
-def gather(array: Rows, places: Places, into: Rows) -> Rows:
-    """Copies rows to the beginning of `into`, and returns that part; places are in range."""
-    part = into[: places.size]
-    if places.size:
-        np.take(array, places, axis=0, out=part, mode="clip")  # unlike "raise", unbuffered
-    return part
+def gather(array: Rows, places: Places, into: Rows, *, may_wait: bool = False) -> Rows:
+    """Copies rows to the beginning of `into`, and returns that part; places are in range.
 
-
-def scatter_rows(array: Float32, places: Places, rows: Float32) -> None:
-    """array[places] = rows, of (n, width), with each row as one item: NumPy takes half the time."""
-    item = np.dtype((np.void, array.itemsize * array.shape[1]))
-    array.view(item).reshape(-1)[places] = rows.view(item).reshape(-1)
+    `may_wait`: see `row_batches.gather`.
+    """
+    row_batches.gather(array, places, into, may_wait=may_wait)
+    return into[: places.size]
 
 
 def scatter(arrays: Sequence[Rows], places: Places, saved: Sequence[Rows]) -> None:
     """Writes rows back where `gather` found them."""
     for array, rows in zip(arrays, saved, strict=True):
-        array[places] = rows
+        row_batches.scatter(array, places, rows)
 
 
 def check_capacity(layout: TableLayout, row_count: int) -> None:

@@ -16,7 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.oracles.codec import bf16_bits, decoded, encoded, fp16_value
-from shardwell.numerics.codec import CODECS, NonFiniteValueError
+from shardwell.numerics.codec import (
+    CODECS,
+    GUESS_ELEMENT_COUNT,
+    NonFiniteValueError,
+    peak_of,
+)
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, Scratch
 
 NAMES = sorted(CODECS)
@@ -207,3 +212,26 @@ def test_a_look_in_the_same_pass_finds_the_first(name: str, value: float, index:
     payload = np.empty(values.size * codec.item_size, np.uint8)
     with pytest.raises(NonFiniteValueError, match=f"element {index} "):
         codec.encode(values, payload, Scratch(), is_exact=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("count", [1, 4096, 4097, GUESS_ELEMENT_COUNT, GUESS_ELEMENT_COUNT + 5000])
+@pytest.mark.parametrize("odd", [None, 0.0, 1e30, 1e-30, 3.4e38, np.inf, np.nan])
+def test_what_is_known_of_the_first_values_changes_nothing(name, count, odd) -> None:
+    """Wherever the odd one is: among the first values, or behind them."""
+    for place in {0, count // 2, count - 1}:
+        values = np.full(count, 0.3, np.float32) if odd != 0.0 else np.zeros(count, np.float32)
+        if odd:
+            values[place] = odd
+        first_peak = peak_of(values[:GUESS_ELEMENT_COUNT])
+        for allowed in (False, True):
+            results: list[object] = []
+            for known in (None, first_peak):
+                payload = np.zeros(count * CODECS[name].item_size, np.uint8)
+                options = {"allow_non_finite": allowed, "first_peak": known}
+                try:
+                    found = CODECS[name].encode(values, payload, Scratch(), **options)
+                    results.append((found.exponent, payload.tobytes()))
+                except NonFiniteValueError as error:
+                    results.append(error.index)
+            assert results[0] == results[1]

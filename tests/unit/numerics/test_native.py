@@ -16,52 +16,27 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from harness.native_library import ROOT, builder, built, library_of
 from harness.oracles.optimizers import OPTIMIZERS
+from shardwell import SGD, Adagrad
 from shardwell.numerics import elementwise, native
+from shardwell.numerics.codec import CODECS
 from shardwell.numerics.elementwise import Arrays, Code, Operation, Operations
+from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.numerics.update_rules import UpdateRule
 
-ROOT = Path(__file__).parents[3]
 HALF = (Code.READ_FP16, Code.READ_BF16, Code.LOOK_16, Code.COPY_16, Code.CHECK_16)
 LENGTHS = [0, 1, 7, 8, 15, 16, 17, 2047, 2048, 2049, 3 * 2048 + 5]
 FACTORS = [1.0, -1.0, 0.3, 2.0**-120, 1e-46, 3e38, 1e39]
 
 
-def builder() -> ModuleType:
-    pytest.importorskip("hatchling")
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import build_native
-    finally:
-        sys.path.pop(0)
-    return build_native
-
-
-def built(to: Path, *flags: str) -> Path:
-    build_native = builder()
-    if build_native.compiler()[0] == sys.executable:
-        pytest.skip("no C compiler here")
-    build_native.build(ROOT, to, flags=flags)
-    return to
-
-
 @pytest.fixture(scope="module", params=["", "-DWITHOUT_AVX512"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    if os.environ.get(native.NATIVE_VARIABLE) == "off":
-        pytest.skip("native code is off")
-    if request.param and platform.machine() != "x86_64":
-        pytest.skip("one set of instructions")
-    path = built(tmp_path_factory.mktemp("native") / "kernels.so", *filter(None, [request.param]))
-    found, missing = native.load(path)
-    if found is None:
-        pytest.skip(missing)
-    assert not request.param or found.variant == "AVX2"
-    return found
+    return library_of(tmp_path_factory.mktemp("native"), request.param)
 
 
 def some_values(count: int, seed: int = 0) -> np.ndarray:
@@ -440,10 +415,63 @@ def _under_sanitizers(path: str, *, overruns: bool) -> None:
             told = [size + 64 * overruns for size in sizes]
             packed = elementwise._PACKED_ARRAYS.pack(*places, 0, 0, *told, 0, 0)
             stop = count + 8 * overruns
-            assert library.run(elementwise._packed(operations)[0], 1, packed, 0, stop, 0) >= 0
+            assert library.run(elementwise.packed(operations)[0], 1, packed, 0, stop, 0) >= 0
             for place in places:
                 libc.free(place)
+    for count in (1, 2, 63, 64, 600, 5000):
+        _rows_under_sanitizers(library, libc, count, overruns=overruns)
     print("done")
+
+
+def _rows_under_sanitizers(
+    library: native.Library, libc: ctypes.CDLL, count: int, *, overruns: bool
+) -> None:
+    taken = []
+
+    def memory(values: np.ndarray) -> ctypes.Array[ctypes.c_char]:
+        """Memory that ends where the values do, or is said to go on."""
+        taken.append(libc.malloc(max(values.nbytes, 1)))
+        ctypes.memmove(taken[-1], values.ctypes.data, values.nbytes)
+        return (ctypes.c_char * (values.nbytes + 64 * overruns)).from_address(taken[-1])
+
+    random = np.random.default_rng(count)
+    dim = 5
+    ids = memory(np.sort(random.integers(0, 2**40, count)) // 3 * 3)
+    drawn = memory(random.integers(-(2**63), 2**63 - 1, count))
+    for row_count, some in ((0, drawn), (2**40, ids)):
+        library.check_ids(some, row_count, 3, 0)
+        assert library.sort_ids(some, row_count, 3, memory(np.zeros(8 * count + 5, np.int64))) >= 0
+    numbers = memory(np.arange(count))
+    places = memory(random.permutation(count))
+    starts = memory(np.array([*range(0, count, 70), count]))
+    for kind in (np.int32, np.int64):
+        marks = np.arange(count, dtype=kind)
+        assert (
+            library.find(numbers, 1, memory(marks), marks.itemsize, memory(marks.astype(int))) >= 0
+        )
+    for dtype, width in ((np.float32, dim), (np.int64, 1), (np.bool_, 1), (np.float32, 100)):
+        rows, others = (memory(np.zeros((count, width), dtype)) for _ in range(2))
+        stride = width * np.dtype(dtype).itemsize
+        looks = count if dtype is np.float32 else 0
+        assert library.gather(rows, stride, places, others, looks, 0) >= 0
+        assert library.scatter(rows, stride, places, others, count % 2) == 0
+    rows = np.ones((count, dim), np.float32)
+    levels, group_count = memory(np.zeros((12, dim), np.float32)), -(-count // 70)
+    sums = memory(rows[:group_count])
+    assert library.add_up(memory(rows), dim, places, starts, sums, levels) >= 0
+    for has_slots in (False, True):
+        rule = RowUpdateRule(Adagrad(0.1) if has_slots else SGD(0.1))
+        code, _ = elementwise.packed(operations := rule.operations(0.1) or ())
+        every = [memory(rows) for _ in range(5)]
+        arguments = (code, len(operations), every[0], places, dim, *every[1:3], has_slots)
+        assert library.update(*arguments, *every[3:5]) == 0
+    for codec in CODECS.values() if library.checks else ():
+        payload = memory(np.zeros(group_count * dim * codec.item_size, np.uint8))
+        code, _ = elementwise.packed(codec.reads(0, 1, 1.0))
+        into = memory(rows)
+        assert library.spread(code, payload, dim, places, starts, 0, group_count, into, 0) >= 0
+    for address in taken:
+        libc.free(address)
 
 
 if __name__ == "__main__":

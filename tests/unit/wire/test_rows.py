@@ -266,3 +266,72 @@ def test_ids_of_another_shard_are_refused(keys, shard_count, keyed) -> None:
             owner = owners[ids.index(first)]
             with pytest.raises(ArgumentError, match=f"row id {first} is on shard {owner} of"):
                 check_ids(np.array(ids, np.int64), placement, shard_index)
+
+
+# In one pass.
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("count", [0, 1, 2, 700])
+def test_rows_are_taken_as_they_are_opened(codec, count) -> None:
+    rows = RowCodec.of(spec_of(codec=codec))
+    values = np.random.default_rng(count).standard_normal((count, 6)).astype(np.float32) * 1e6
+    head, payload = gradient_of(rows, np.arange(count) * 3, values)
+    expected = opened(rows, head, payload)
+    found, into, peak = rows.take(head, np.frombuffer(payload, np.uint8), start=START)
+    assert found.ids.tolist() == expected[0].tolist()
+    np.testing.assert_array_equal(into, expected[1])
+    assert peak == np.abs(expected[1]).max(initial=0.0)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_rows_are_spread_as_they_are_opened(codec, repeats) -> None:
+    rows = RowCodec.of(spec_of(codec=codec))
+    count, first = 90, 5
+    values = np.random.default_rng(1).standard_normal((count, 6)).astype(np.float32)
+    header = pb.ExchangeRowsResponse(version=7)
+    message = rows.encode(header, header.rows, None, values, start=START)
+    response, payload = parse(pb.ExchangeRowsResponse, message)
+    expected = opened(rows, response.rows, payload.tobytes(), ids=False)[1]
+    starts = np.arange(0, repeats * (first + count) + 1, repeats)
+    places = np.random.default_rng(2).permutation(repeats * (first + count))
+    where = {"places": places, "starts": starts, "first": first, "stop": first + count}
+    into = np.full((places.size, 6), np.nan, np.float32)
+    rows.spread(response.rows, payload, start=START, into=into, **where)
+    for number, row in enumerate(expected, start=first):
+        for place in places[starts[number] : starts[number + 1]]:
+            np.testing.assert_array_equal(into[place], row)
+    assert np.isnan(into).sum() == repeats * first * 6
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16+lz4"])
+@pytest.mark.parametrize("field", ["crc32c", "scale_exponent", "lz4", "payload", "start", "length"])
+def test_what_is_damaged_is_taken_and_spread_nowhere(codec, field) -> None:
+    """With the errors of `open`, for which the messages are."""
+    rows = RowCodec.of(spec_of(codec=codec))
+    values = np.ones((8, 6), np.float32)
+    header = pb.ExchangeRowsResponse(version=7)
+    message = rows.encode(header, header.rows, None, values, start=START)
+    response, payload = parse(pb.ExchangeRowsResponse, message)
+    head, start, spoiled = response.rows, START, payload.copy()
+    if field == "payload":
+        spoiled[-1] ^= 1
+    elif field == "length":
+        spoiled = spoiled[:-2]
+    elif field == "start":
+        start += 1
+    else:
+        setattr(head, field, not head.lz4 if field == "lz4" else getattr(head, field) + 1)
+    with pytest.raises((CorruptChunkError, ArgumentError)) as expected:
+        rows.open(head, spoiled, start=start, with_ids=False, with_values=True)
+    into = np.zeros((8, 6), np.float32)
+    where = {"places": np.arange(8), "starts": np.arange(9), "first": 0, "stop": 8}
+    with pytest.raises(type(expected.value)) as found:
+        rows.spread(head, spoiled, start=start, into=into, **where)
+    assert str(found.value) == str(expected.value)
+    gradient, payload_with_ids = gradient_of(rows, np.arange(8), values)
+    changed = np.frombuffer(payload_with_ids, np.uint8).copy()
+    changed[-1] ^= 1
+    with pytest.raises(CorruptChunkError, match="CRC32C"):
+        rows.take(gradient, changed, start=START)

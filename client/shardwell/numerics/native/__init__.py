@@ -1,4 +1,4 @@
-"""Native code for elementwise arithmetic, where it was built with the package: see kernels.c.
+"""Native code for arithmetic and rows, where it was built with the package: kernels.c, rows.c.
 
 It is never needed: where it is missing, or the processor is none that it knows, NumPy computes the
 same. SHARDWELL_NATIVE=off leaves it unused.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 NATIVE_VARIABLE = "SHARDWELL_NATIVE"
 LIBRARY_NAME = "kernels.so"
-INTERFACE = 2
+INTERFACE = 3
 """As in dispatch.c. It changes when operations or what `run` takes change, so that a library that
 an older version built is not used."""
 _FOLDER = Path(__file__).parent
@@ -31,6 +31,42 @@ class Library(NamedTuple):
     """The same, without letting go: for what takes less time than to take it back."""
     checks: bool
     """Whether it computes CRCs on this processor."""
+    check_ids: Any
+    """This and all that follow: see rows.c. They are given objects that have memory, and let go of
+    the GIL by themselves."""
+    find: Any
+    sort_ids: Any
+    gather: Any
+    scatter: Any
+    spread: Any
+    add_up: Any
+    update: Any
+
+
+_OBJECT, _NUMBER, _CRC = ctypes.py_object, ctypes.c_uint64, ctypes.c_uint32
+_OF_ROWS: dict[str, tuple[Any, ...]] = {
+    "check_ids": (_OBJECT, _NUMBER, _NUMBER, _NUMBER),
+    "find": (_OBJECT, _NUMBER, _OBJECT, _NUMBER, _OBJECT),
+    "sort_ids": (_OBJECT, _NUMBER, _NUMBER, _OBJECT),
+    "gather": (_OBJECT, _NUMBER, _OBJECT, _OBJECT, _NUMBER, _NUMBER),
+    "scatter": (_OBJECT, _NUMBER, _OBJECT, _OBJECT, _NUMBER),
+    "spread": (
+        *(ctypes.c_char_p, _OBJECT, _NUMBER, _OBJECT, _OBJECT, _NUMBER, _NUMBER, _OBJECT, _CRC),
+    ),
+    "add_up": (_OBJECT, _NUMBER, _OBJECT, _OBJECT, _OBJECT, _OBJECT),
+    "update": (
+        *(ctypes.c_char_p, _NUMBER, _OBJECT, _OBJECT, _NUMBER),
+        *(_OBJECT, _OBJECT, _NUMBER, _OBJECT, _OBJECT),
+    ),
+}
+"""What each takes."""
+_PYTHONS = (
+    "PyObject_GetBuffer",
+    "PyBuffer_Release",
+    "PyEval_SaveThread",
+    "PyEval_RestoreThread",
+)
+"""Of Python's stable interface, what rows.c uses."""
 
 
 def load(path: Path) -> tuple[Library | None, str]:
@@ -46,6 +82,11 @@ def load(path: Path) -> tuple[Library | None, str]:
         variant = free.shardwell_variant()
         runs = free.shardwell_run, held.shardwell_run
         checks = bool(free.shardwell_checks())
+        of_rows = [getattr(held, f"shardwell_{name}") for name in _OF_ROWS]
+        pythons = [
+            ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _PYTHONS
+        ]
+        held.shardwell_attach(*pythons)
     except (OSError, AttributeError):
         return None, "no native code was built" if not path.exists() else f"can't load {path.name}"
     if not variant:
@@ -60,7 +101,10 @@ def load(path: Path) -> tuple[Library | None, str]:
             ctypes.c_uint64,
             ctypes.c_uint32,
         )
-    return Library(variant.decode(), *runs, checks), ""
+    for call, argument_types in zip(of_rows, _OF_ROWS.values(), strict=True):
+        call.restype = ctypes.c_int64
+        call.argtypes = argument_types
+    return Library(variant.decode(), *runs, checks, *of_rows), ""
 
 
 LIBRARY, _MISSING = load(_FOLDER / LIBRARY_NAME)

@@ -11,7 +11,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-enum { INTERFACE = 2 }; /* As in __init__.py: another one is not used. */
+enum { INTERFACE = 3 }; /* As in __init__.py: another one is not used. */
 
 PUBLIC int32_t shardwell_interface(void) { return INTERFACE; }
 
@@ -80,6 +80,10 @@ static run_crc *chosen_crc(void) {
   if (CRC == NULL) CRC = best_crc();
   return CRC;
 }
+
+run_block *shardwell_chosen(void) { return VARIANTS[chosen()]; }
+
+run_crc *shardwell_chosen_crc(void) { return chosen_crc(); }
 
 PUBLIC int32_t shardwell_checks(void) { return chosen_crc() != NULL; }
 

@@ -36,4 +36,8 @@ typedef uint32_t run_crc(uint32_t crc, const uint8_t *from, size_t size);
 
 run_crc shardwell_crc_512, shardwell_crc_128;
 
+/* What it runs on this processor; NULL: nothing. */
+run_block *shardwell_chosen(void);
+run_crc *shardwell_chosen_crc(void);
+
 #endif

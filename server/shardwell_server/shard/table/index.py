@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import StorageError
+from shardwell.numerics import row_batches
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
 from shardwell_server.shard.table.hash_slots import SlotTable
@@ -32,6 +33,9 @@ class RowIndex(Protocol):
 
     def find(self, ids: Ids) -> Places:
         """(n,) int64: the place of each id, -1 where there is none; ids may repeat."""
+
+    def locate(self, ids: Ids) -> tuple[Places, int]:
+        """What `find` returns, and how many have no place."""
 
     def add(self, ids: Ids, places: Places) -> None:
         """Notes where rows are; an id that is there already moves.
@@ -62,6 +66,7 @@ class DirectRowIndex:
     """
 
     def __init__(self, placement: RowPlacement) -> None:
+        self._placement = placement
         row_count = placement.local_row_count()
         kind = np.int32 if row_count < 2**31 else np.int64
         self._local_rows = placement.local_rows
@@ -70,8 +75,10 @@ class DirectRowIndex:
         self._count = 0
 
     def find(self, ids: Ids) -> Places:
-        marks = np.take(self._marks, self._local_rows(ids), mode="clip")
-        return np.subtract(marks, 1, dtype=np.int64)
+        return self.locate(ids)[0]
+
+    def locate(self, ids: Ids) -> tuple[Places, int]:
+        return row_batches.find(ids, self._placement, self._marks)
 
     def add(self, ids: Ids, places: Places) -> None:
         rows, marks = self._local_rows(ids), places + 1
@@ -154,6 +161,10 @@ class HashRowIndex:
         missing = np.flatnonzero(places < 0)
         places[missing] = self._table.find(ids[missing])
         return places
+
+    def locate(self, ids: Ids) -> tuple[Places, int]:
+        places = self.find(ids)
+        return places, int(np.count_nonzero(places < 0))
 
     def add(self, ids: Ids, places: Places) -> None:
         """Moves no more lines than max(n, 64), four times as many after removals."""

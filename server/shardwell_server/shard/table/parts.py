@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
-
 from shardwell.errors import ArgumentError
 from shardwell.numerics.codec import Bytes, Float32
 from shardwell.placement.rows import Ids, RowPlacement
@@ -50,6 +48,7 @@ class PartReader:
         self._codec = codec
         self._placement = placement
         self._shard_index = shard_index
+        self._fetch_context = checksum.rows_fetch_context(spec.name)
 
     def open(self, worker_id: str, header: pb.RowGradients, payload: Bytes) -> Part:
         """The part that a message has.
@@ -61,16 +60,11 @@ class PartReader:
         """
         context = checksum.row_gradients_context(self._spec.name, worker_id)
         start = checksum.row_gradients(context, header)
-        opened = self._codec.open(
-            header.rows, payload, start=start, with_ids=True, with_values=True
-        )
+        opened, gradients, peak = self._codec.take(header.rows, payload, start=start)
         _check(header)
         check_ids(opened.ids, self._placement, self._shard_index)
-        peak = self._codec.peak(opened)
         if peak == math.inf and (bad := self._codec.first_non_finite(opened)) is not None:
             raise non_finite_row(self._spec, opened.ids, bad, f"gradient of {worker_id!r}")
-        gradients = np.empty((opened.ids.size, self._spec.dim), np.float32)
-        self._codec.decode(opened, gradients)
         return Part(opened.ids, gradients, header, peak)
 
     def open_ids(self, fetch: pb.RowsFetch, payload: Bytes) -> Ids:
@@ -79,7 +73,7 @@ class PartReader:
         Raises:
             ArgumentError, CorruptChunkError: as in `open`.
         """
-        start = checksum.rows_fetch(checksum.rows_fetch_context(self._spec.name), fetch)
+        start = checksum.rows_fetch(self._fetch_context, fetch)
         ids = self._codec.open(
             fetch.rows, payload, start=start, with_ids=True, with_values=False
         ).ids

@@ -1,8 +1,8 @@
 """Moves the bytes of a table's rows: out of the storage, and changed back into it.
 
 The caller is the only one who changes; it decides what counts, and gives the record that is to
-stand. A change is computed on copies; readers are kept out only while it is written back, so that
-they see each row before or after it.
+stand. A change is computed on copies, or in place where that takes no longer than to write them;
+readers are kept out only while rows are written, so that they see each row before or after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError
-from shardwell.numerics.codec import Float32, peak_of
+from shardwell.numerics import row_batches
+from shardwell.numerics.codec import GUESS_ELEMENT_COUNT, Float32, float_of, peak_of
 from shardwell.numerics.initial_rows import initial_rows
 from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.numerics.update_rules import decay_into_state
@@ -88,23 +89,29 @@ class TableRows:
 
     # Reading.
 
-    def read(self, ids: Ids, into: Float32) -> int:
-        """Copies rows to `into`, (n, dim); returns the version at which they were read.
+    def read(self, ids: Ids, into: Float32) -> tuple[int, float]:
+        """Copies rows to `into`, (n, dim).
+
+        Returns:
+            The version at which they were read, and `first_peak` of `Codec.encode`.
 
         Raises:
             StorageError: an earlier process left a damaged row.
         """
         storage = self._storage
         with self._lock.reading():
-            places = self._index.find(ids)
-            is_missing = places < 0
-            some_are_missing = bool(is_missing.any())
-            storage.verify(places[~is_missing] if some_are_missing else places)
-            np.take(storage.weights, places, axis=0, out=into, mode="clip")
+            places, missing_count = self._index.locate(ids)
+            storage.verify(places[places >= 0] if missing_count else places)
+            look_count = 0 if missing_count else GUESS_ELEMENT_COUNT
+            bits = row_batches.gather(
+                storage.weights, places, into, look_count, may_wait=bool(storage.undo_bytes)
+            )
             version = storage.record.version
-        if some_are_missing:
+        if missing_count:
+            is_missing = places < 0
             into[is_missing] = initial_rows(self._spec.initializer, ids[is_missing], self._spec.dim)
-        return version
+            return version, peak_of(into.reshape(-1)[:GUESS_ELEMENT_COUNT])
+        return version, float_of(bits)
 
     def scan(self, start: int, stop: int, *, with_values: bool) -> tuple[Ids, Float32 | None]:
         """Ids of the rows at places from `start` to below `stop`, and their values.
@@ -233,12 +240,21 @@ class TableRows:
         """
         step = self._storage.record.version
         places, is_new = self._located(ids)
-        with self._changing(places, values=True, sums=False) as (change, alone):
-            self._begin(change.weights, change.slots, ids, is_new)
+        operations = self._rule.operations(learning_rate)
+        in_place = operations is not None and self._storage.updates_in_place
+        with self._changing(places, values=True, sums=False, in_place=in_place) as (change, alone):
             counts = self._update_counts(places, is_new)
-            self._rule.apply(change.weights, gradients, change.slots, counts, learning_rate)
-            alone()
-            change.write(weights=change.weights, slots=change.slots)
+            if operations is not None and in_place:
+                first = self._new_rows(ids[is_new]) if is_new.any() else None
+                alone()
+                if first is not None:
+                    self._write_new(places[is_new], *first)
+                change.update(operations, gradients)
+            else:
+                self._begin(change.weights, change.slots, ids, is_new)
+                self._rule.apply(change.weights, gradients, change.slots, counts, learning_rate)
+                alone()
+                change.write(weights=change.weights, slots=change.slots)
             self._note(places, counts, step)
             self._commit(change, ids, places, is_new, record, position)
 
@@ -297,9 +313,7 @@ class TableRows:
             new_places = places[is_new]
             weights, slots = self._new_rows(ids[is_new])
             alone()
-            storage.weights[new_places] = weights
-            for array, rows in zip(storage.slots, slots, strict=True):
-                array[new_places] = rows
+            self._write_new(new_places, weights, slots)
             self._note(new_places, np.zeros(new_places.size, np.int64), step)
             change.write(sums=sums)
             storage.has_sum[places] = True
@@ -365,7 +379,7 @@ class TableRows:
 
     @contextlib.contextmanager
     def _changing(
-        self, places: Places, *, values: bool, sums: bool
+        self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> Iterator[tuple[RowChange, Callable[[], None]]]:
         """A change, and what keeps readers out until it is committed or was taken back."""
 
@@ -376,15 +390,14 @@ class TableRows:
 
         with (
             contextlib.ExitStack() as alone,
-            self._storage.change(places, values=values, sums=sums) as change,
+            self._storage.change(places, values=values, sums=sums, in_place=in_place) as change,
         ):
             yield change, be_alone
 
     def _located(self, ids: Ids) -> tuple[Places, Flags]:
         """Each id's place, and whether it is new, in which case there is room."""
-        places = self._index.find(ids)
+        places, count = self._index.locate(ids)
         is_new = places < 0
-        count = int(np.count_nonzero(is_new))
         if count:
             places[is_new] = self._places.plan(count)
         return places, is_new
@@ -396,6 +409,12 @@ class TableRows:
             for width, value in zip(self._spec.slot_widths, self._rule.initial_slots, strict=True)
         ]
         return initial_rows(self._spec.initializer, ids, self._spec.dim), tuple(slots)
+
+    def _write_new(self, places: Places, weights: Float32, slots: tuple[Float32, ...]) -> None:
+        """Writes what new rows begin with."""
+        row_batches.scatter(self._storage.weights, places, weights)
+        for array, rows in zip(self._storage.slots, slots, strict=True):
+            row_batches.scatter(array, places, rows)
 
     def _begin(self, weights: Float32, slots: tuple[Float32, ...], ids: Ids, is_new: Flags) -> None:
         """Puts what new rows begin with into a batch of copies."""

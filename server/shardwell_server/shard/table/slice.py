@@ -101,8 +101,10 @@ class TableSlice:
         self.storage = storage
         self._draws_incarnation = shard_index == 0
         self._codec = RowCodec.of(spec)
+        self._answer_context = checksum.rows_answer_context(spec.name)
         self._reader = PartReader(spec, self._codec, placement, shard_index)
-        self._changed = Changes(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = Changes(self._lock)
         self.times = StepTimes(1, time.monotonic)
         """Of its synchronous steps."""
         self._tracker = TableStepTracker(
@@ -151,6 +153,19 @@ class TableSlice:
         with self._changed, contextlib.suppress(StorageError):
             self.loading.drop_unfinished()
             self._finish_step()
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether nothing about its rows waits for a disk."""
+        return not self.storage.undo_bytes
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody changes anything now, and a part changes no rows but its own.
+
+        The last part of a step of several workers closes it, which takes as long as all its rows.
+        """
+        return self.spec.worker_count < 2 and not self._lock.locked()
 
     @property
     def rows_per_message_max(self) -> int:
@@ -426,15 +441,17 @@ class TableSlice:
         self._wait_for(fetch.min_version, deadline)
         begin_ns = now_ns()
         values = np.empty((ids.size, self.spec.dim), np.float32)
-        header = pb.ExchangeRowsResponse(version=self._rows.read(ids, values))
-        context = checksum.rows_answer_context(self.spec.name)
-        start = checksum.rows_answer(context, ids, header.version)
+        version, first_peak = self._rows.read(ids, values)
+        header = pb.ExchangeRowsResponse(version=version)
+        start = checksum.rows_answer(self._answer_context, ids, version)
         try:
-            message = self._codec.encode(header, header.rows, None, values, start=start)
+            message = self._codec.encode(
+                header, header.rows, None, values, start=start, first_peak=first_peak
+            )
         except NonFiniteValueError as error:
-            raise diverged_row(self.spec, ids, error.index, header.version) from None
+            raise diverged_row(self.spec, ids, error.index, version) from None
         self._spans.add(
-            SPAN_KIND_ENCODE_WEIGHTS, self.spec.name, header.version - 1, ALL_CHUNKS, "", begin_ns
+            SPAN_KIND_ENCODE_WEIGHTS, self.spec.name, version - 1, ALL_CHUNKS, "", begin_ns
         )
         return message
 

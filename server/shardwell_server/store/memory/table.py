@@ -7,7 +7,9 @@ from types import TracebackType
 
 import numpy as np
 
+from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.elementwise import Operations
 from shardwell_server.store.contract import Event, Places, Position, TableLayout, TableRecord
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.row_arrays import (
@@ -15,8 +17,10 @@ from shardwell_server.store.row_arrays import (
     gather,
     make_arrays,
     scatter,
-    scatter_rows,
 )
+
+_NUMBER_COUNT = 3
+"""Arrays of values, the first, that have a number a row."""
 
 
 class MemoryStorage:
@@ -43,6 +47,7 @@ class MemoryTable(MemoryStorage):
 
     record = TableRecord()
     undo_bytes = 0
+    updates_in_place = True
 
     def __init__(self, layout: TableLayout) -> None:
         """Raises MemoryError when there is no address space."""
@@ -71,9 +76,11 @@ class MemoryTable(MemoryStorage):
     def reserved_row_count(self) -> int:
         return self._reserved_row_count
 
-    def change(self, places: Places, *, values: bool, sums: bool) -> MemoryRowChange:
+    def change(
+        self, places: Places, *, values: bool, sums: bool, in_place: bool = False
+    ) -> MemoryRowChange:
         assert places.size <= self._layout.rows_per_change_max
-        return MemoryRowChange(self, places, values=values, sums=sums)
+        return MemoryRowChange(self, places, values=values, sums=sums, in_place=in_place)
 
     def verify(self, places: Places) -> None:
         pass
@@ -83,26 +90,31 @@ class MemoryTable(MemoryStorage):
 
 
 class MemoryRowChange:
-    """The rows are copied twice, so that a change that fails can be taken back."""
+    """The rows are copied twice, so that a change that fails can be taken back; in place, once."""
 
-    def __init__(self, of: MemoryTable, places: Places, *, values: bool, sums: bool) -> None:
+    def __init__(
+        self, of: MemoryTable, places: Places, *, values: bool, sums: bool, in_place: bool
+    ) -> None:
         self._of = of
         self._places = places
         self._is_committed = False
         self._writes_sums = sums
         arrays, saved = of._arrays, of._saved
+        of_values = list(zip(arrays.of_values, saved.of_values, strict=True)) if values else []
         pairs = [
-            *(zip(arrays.of_values, saved.of_values, strict=True) if values else ()),
+            *(of_values[:_NUMBER_COUNT] if in_place else of_values),
             *(zip(arrays.of_sums, saved.of_sums, strict=True) if sums else ()),
         ]
         self._changing = [array for array, _ in pairs]
         self._saved = [gather(array, places, into) for array, into in pairs]
-        n, copies = places.size, of._copies
+        n, copies = places.size * (not in_place), of._copies
         self.weights: Float32 = copies.weights[: n * values]
         self.slots: tuple[Float32, ...] = tuple(slot[: n * values] for slot in copies.slots)
         self.sums: Float32 | None = None if copies.sums is None else copies.sums[: n * sums]
-        if values:
-            for copy, rows in zip((self.weights, *self.slots), self._saved[3:], strict=False):
+        if values and not in_place:
+            for copy, rows in zip(
+                (self.weights, *self.slots), self._saved[_NUMBER_COUNT:], strict=False
+            ):
                 np.copyto(copy, rows)
         if sums and self.sums is not None:
             np.copyto(self.sums, self._saved[-2])
@@ -116,11 +128,18 @@ class MemoryRowChange:
     ) -> None:
         of = self._of
         if weights is not None:
-            scatter_rows(of.weights, self._places, weights)
+            row_batches.scatter(of.weights, self._places, weights)
         for array, rows in zip(of.slots, slots, strict=bool(slots)):
-            scatter_rows(array, self._places, rows)
+            row_batches.scatter(array, self._places, rows)
         if sums is not None and of.sums is not None:
-            scatter_rows(of.sums, self._places, sums)
+            row_batches.scatter(of.sums, self._places, sums)
+
+    def update(self, operations: Operations, gradients: Float32) -> None:
+        of, count = self._of, self._places.size
+        arrays, saved = (of.weights, *of.slots), (of._saved.weights, *of._saved.slots)
+        row_batches.update(operations, gradients, self._places, arrays, saved)
+        self._changing += arrays
+        self._saved += [rows[:count] for rows in saved]
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
         of = self._of

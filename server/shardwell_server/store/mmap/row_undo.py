@@ -117,7 +117,7 @@ class RowUndo:
         self._reached("undo's head")
         found = []
         for number in numbers:
-            rows = gather(self._arrays[number], places, self._saved[number])
+            rows = gather(self._arrays[number], places, self._saved[number], may_wait=True)
             rows.flags.writeable = False
             found.append(rows)
             self._reached("undo's rows")

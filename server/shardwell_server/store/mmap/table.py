@@ -37,7 +37,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import StorageError
+from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.elementwise import Operations
 from shardwell_server.store.contract import Places, Position, TableLayout, TableRecord
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.files.sparse import SparseFile, copy_sparse, reserve_all
@@ -59,7 +61,6 @@ from shardwell_server.store.row_arrays import (
     WrittenRows,
     check_capacity,
     make_arrays,
-    scatter_rows,
     write_again,
 )
 
@@ -76,6 +77,7 @@ class MmapTable(MmapStorage):
     """The rows of one table, in files; see the module."""
 
     LAYOUT_NAME = "table.json"
+    updates_in_place = False
 
     def __init__(
         self,
@@ -212,7 +214,10 @@ class MmapTable(MmapStorage):
     def reserved_row_count(self) -> int:
         return self._reserved_row_count
 
-    def change(self, places: Places, *, values: bool, sums: bool) -> MmapRowChange:
+    def change(
+        self, places: Places, *, values: bool, sums: bool, in_place: bool = False
+    ) -> MmapRowChange:
+        assert not in_place
         assert places.size <= self._layout.rows_per_change_max
         assert not places.size or 0 <= places.min() <= places.max() < self._reserved_row_count
         self._guard.verify(places)
@@ -384,8 +389,11 @@ class MmapRowChange:
         guard = self._of._guard
         assert len(slots) in (0, len(self._of.slots))
         for number, rows in guard.numbered(weights, slots, sums):
-            scatter_rows(guard.arrays[number], self._places, rows)
+            row_batches.scatter(guard.arrays[number], self._places, rows)
             self._given[number] = rows
+
+    def update(self, operations: Operations, gradients: Float32) -> None:
+        raise AssertionError("no change here is in place")
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
         of, row_used = self._of, self._of.record.row_used
