@@ -30,7 +30,7 @@ from shardwell.process.spans import Spanned, now_ns
 from shardwell.rpc.arena import Arena, Places, batch_count, payload_of, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.shard_channel import ShardChannel, told_of, went_on_elsewhere
+from shardwell.rpc.shard_channel import ShardChannel, ToldOf, went_on_elsewhere
 from shardwell.rpc.stream import ShardStream
 from shardwell.rpc.stream_pool import StreamPool
 from shardwell.specs.parameter import ParameterSpec
@@ -305,7 +305,7 @@ class Transfer:
         """A stream to the shard of each part, for chunks [first, stop), in the order of `parts`."""
         channels = [part.channel for part in parts]
         with (
-            told_of(channels),
+            ToldOf(channels),
             self._pool.borrowed(attempts.rest_s) as streams,
             _emptied() as lines,
         ):

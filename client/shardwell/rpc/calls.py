@@ -82,19 +82,38 @@ class Cancellable:
         for act in acts:
             act()
 
-    @contextlib.contextmanager
-    def holding(self, act: Callable[[], None]) -> Iterator[None]:
+    def holding(self, act: Callable[[], None]) -> Holding:
         """While the block runs, or at once if it is too late, `act` is what cancels."""
+        return Holding(self, act)
+
+    def hold(self, act: Callable[[], None]) -> None:
+        """From now on, or at once if it is too late, `act` is what cancels."""
         with self._lock:
             self._acts.append(act)
             is_late = self.cancelled.is_set()
         if is_late:
             act()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._acts.remove(act)
+
+    def forget(self, act: Callable[[], None]) -> None:
+        """It is not, any more."""
+        with self._lock:
+            self._acts.remove(act)
+
+
+class Holding:
+    """See `Cancellable.holding`. Each call has some: no generator, which takes twice as long."""
+
+    __slots__ = ("_act", "_call")
+
+    def __init__(self, call: Cancellable, act: Callable[[], None]) -> None:
+        self._call = call
+        self._act = act
+
+    def __enter__(self) -> None:
+        self._call.hold(self._act)
+
+    def __exit__(self, *reason: object) -> None:
+        self._call.forget(self._act)
 
 
 class CallPart(Cancellable):
@@ -111,7 +130,7 @@ class CallPart(Cancellable):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While the block runs, this thread runs the part."""
-        with contextlib.nullcontext() if self._call is None else self._call.holding(self._end):
+        with _NOTHING if self._call is None else self._call.holding(self._end):
             before = current_call()
             _current.call = self
             try:
@@ -162,12 +181,13 @@ def current_call() -> Cancellable | None:
     return call
 
 
-@contextlib.contextmanager
-def cancelled_by(act: Callable[[], None]) -> Iterator[None]:
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def cancelled_by(act: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """While the block runs, `act` ends what it waits for, if this thread's call is cancelled."""
     call = current_call()
-    with contextlib.nullcontext() if call is None else call.holding(act):
-        yield
+    return _NOTHING if call is None else call.holding(act)
 
 
 class CallThreads:

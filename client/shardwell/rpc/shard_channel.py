@@ -500,19 +500,22 @@ class ShardChannel:
             call.cancel()
 
 
-@contextlib.contextmanager
-def told_of(channels: Iterable[ShardChannel]) -> Iterator[None]:
+class ToldOf:
     """Tells shards that are on this machine, as far as is known, how the block ended."""
-    away = -1
-    try:
-        yield
-    except SessionUnknownError:  # it has answered
-        raise
-    except ShardUnavailableError as error:
-        away = -1 if error.shard_index is None else error.shard_index
-        raise
-    finally:
-        for channel in channels:
+
+    __slots__ = ("_channels",)
+
+    def __init__(self, channels: Iterable[ShardChannel]) -> None:
+        self._channels = channels
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        away = None
+        if isinstance(error, ShardUnavailableError) and not isinstance(error, SessionUnknownError):
+            away = error.shard_index  # and who does not know a session has answered
+        for channel in self._channels:
             channel.note_end(is_away=channel.shard_index == away)
 
 

@@ -25,7 +25,7 @@ from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
 from shardwell.process.spans import NO_STEP, now_ns
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.shard_channel import ShardChannel, told_of, went_on_elsewhere
+from shardwell.rpc.shard_channel import ShardChannel, ToldOf, went_on_elsewhere
 from shardwell.rpc.stream import ShardStream
 from shardwell.rpc.stream_pool import StreamPool, StreamSet
 from shardwell.specs.table import TableSpec
@@ -224,7 +224,7 @@ class RowTransfer:
                 kind = SPAN_KIND_PUT
             with (
                 channels[0].spans.spanned(kind, self._spec.name, _step_of(put, fetch)),
-                told_of(channels),
+                ToldOf(channels),
                 self._pool.borrowed(attempts.rest_s) as streams,
             ):
                 self._run(asked, streams, put, fetch, attempts)

@@ -25,8 +25,8 @@ import logging
 import time
 import urllib.parse
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -56,7 +56,7 @@ _BATCH_BYTES = 256 * 1024
 _BATCH_COUNT = 4
 """Answers that are made at once before they are written: so many of so many bytes in all. One may
 be larger, and have its payload elsewhere."""
-SHORT_BYTES_MAX = 16 * 1024
+SHORT_BYTES_MAX = 65 * 1024
 """See `Call.is_short`."""
 _ROOM_WAIT_S = 10.0
 """How long a call waits for others' answers to be read, before it is refused."""
@@ -235,15 +235,22 @@ def _go_on(handling: Handling, message: bytes | None) -> _Step:
     return _Step(answers)
 
 
-@contextmanager
-def _gone_is_cancelled() -> Iterator[None]:
+class _GoneIsCancelled:
     """Takes gRPC's errors for what they mean: the caller has gone, which may be told later."""
-    try:
-        yield
-    except grpc.aio.AbortError:
-        raise  # it has ended as it was asked to
-    except grpc.aio.BaseError:
-        raise asyncio.CancelledError from None
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, grpc.aio.AbortError):
+            return  # it has ended as it was asked to
+        if isinstance(error, grpc.aio.BaseError):
+            raise asyncio.CancelledError from None
+
+
+_GONE_IS_CANCELLED = _GoneIsCancelled()
 
 
 class _AnswerRoom:
@@ -281,7 +288,7 @@ class _AnswerRoom:
         """Returns when gRPC has taken it for its line, which it does as its reader reads."""
         self._bytes += len(answer)
         try:
-            with _gone_is_cancelled():
+            with _GONE_IS_CANCELLED:
                 await context.write(answer)
         finally:
             self._bytes -= len(answer)
@@ -498,7 +505,7 @@ class Calls:
         """
         try:
             async with asyncio.timeout(_REQUEST_S):
-                with _gone_is_cancelled():
+                with _GONE_IS_CANCELLED:
                     message = await call.context.read()
         except TimeoutError:
             raise ShardUnavailableError(
@@ -583,14 +590,14 @@ class Calls:
         if what is Read.NEXT_STEP:
             self._streams.note_idle(call)
         try:
-            with _gone_is_cancelled():
+            with _GONE_IS_CANCELLED:
                 message = await call.context.read()
         finally:
             self._streams.note_busy(call)
         return None if message is grpc.aio.EOF else message
 
     async def _hold(self, call: Call) -> None:
-        with _gone_is_cancelled():
+        with _GONE_IS_CANCELLED:
             await call.context.send_initial_metadata(())
         await asyncio.get_running_loop().create_future()
 
@@ -616,5 +623,5 @@ class Calls:
             name = error.parameter or error.table
             call.note(event, kind=kind, name=name, reason=error.message)
         error.__traceback__ = None  # it has messages at hand, and gRPC keeps the error
-        with _gone_is_cancelled():
+        with _GONE_IS_CANCELLED:
             await call.context.abort(status.code, status.details, status.trailing_metadata)

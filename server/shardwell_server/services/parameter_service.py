@@ -58,7 +58,7 @@ from shardwell_server.shard.step_tracker import Seat
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
-_SHORT_ELEMENT_COUNT = 4096
+_SHORT_ELEMENT_COUNT = 16_384
 """Of a slice that is counted and encoded in less time than a thread takes to be woken."""
 _TROUBLE_COUNT_MAX = 16
 """In one answer, of less than 4 KiB each, as it has others, too."""
