@@ -30,14 +30,19 @@ from shardwell.group.engine import Call, Engine
 from shardwell.group.mailbox import Mailbox
 from shardwell.group.schedule.collective import Arrival
 from shardwell.group.schedule.strategies import Strategy
-from shardwell.group.transport.peers import LEAVE_TIMEOUT_S, Incoming, Outgoing, Peer
+from shardwell.group.transport.peers import (
+    LEAVE_TIMEOUT_S,
+    Incoming,
+    Outgoing,
+    Peer,
+    Received,
+)
 from shardwell.process.shared_memory import SharedMemory
 from shardwell.rpc.tls import TlsFiles
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import checksum
-from shardwell.wire import messages as framing
 
 _PARTING_S = 10.0
 """How long others may take to read that this rank leaves."""
@@ -302,9 +307,8 @@ class Generation:
             ended = self._mailbox.ended
             raise ClosedError("the group was closed") if ended is None else ended()
 
-    def _take(self, rank: int, message: bytes, shared_bytes: int) -> None:
-        header, payload = framing.parse(pb.ReceiveChunksResponse, message)
-        self._mailbox.put_arrival(Arrival(rank, header, payload, message, shared_bytes))
+    def _take(self, rank: int, received: Received) -> None:
+        self._mailbox.put_arrival(Arrival(rank, *received))
 
     def _link_failed(self, rank: int, what: str) -> None:
         """Rank 0 decides which rank is lost, and tells all, this one included."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, ShardwellError
+from shardwell.numerics.codec import Bytes
 from shardwell.process.shared_memory import HEAD_BYTES, SharedMemory
 from shardwell.rpc import arena
-from shardwell.rpc.arena import BATCH_COUNT, Arenas, inline_message, shared_message
+from shardwell.rpc.arena import BATCH_COUNT, Arenas
 from shardwell.rpc.channel import Channel
 from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.error_codes import from_rpc_error
@@ -111,7 +112,9 @@ class Outgoing:
         self._on_failure = on_failure
         self._traffic = traffic
         # Bounded by the calls: see `group/schedule/collective.py`, and `await_room`.
-        self._messages: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[bytes, int, int] | None] = queue.SimpleQueue()
+        self._places: _Places | None = None
+        """Once the stream is open, if it shares memory; the engine's thread alone puts there."""
         self._changed = threading.Condition()
         self._sent_count = 0
         """Written by the engine's thread alone."""
@@ -124,10 +127,18 @@ class Outgoing:
         """Whether what was sent is all there is."""
         self._has_ended = threading.Event()
 
-    def send(self, message: bytes, element_count: int) -> None:
-        """Sends a chunk; does not block."""
+    def room(self, size_bytes: int) -> Room | None:
+        """Where the payload of the next chunk that is sent goes; None: into its message.
+
+        For whoever sends.
+        """
+        places = self._places
+        return None if places is None else places.room(size_bytes)
+
+    def send(self, message: bytes, element_count: int, shared_bytes: int = 0) -> None:
+        """Sends a chunk, of whose payload so many bytes are in a room; does not block."""
         self._sent_count += 1
-        self._messages.put((message, element_count))
+        self._messages.put((message, element_count, shared_bytes))
 
     def await_room(self, timeout_s: float) -> bool:
         """Blocks while many chunks wait to be sent; whether there is room now."""
@@ -151,7 +162,8 @@ class Outgoing:
             if self._is_open:
                 raise ArgumentError("this rank has a stream of chunks already")
             self._is_open = True
-        places = None if memory is None else _Places(memory)
+        if memory is not None and not self._is_cut:
+            self._places = _Places(memory)
         if not context.add_callback(self._ended):
             self._ended()
         held: list[bytes] = []
@@ -164,11 +176,8 @@ class Outgoing:
                 entry = self._messages.get()
             if entry is None:
                 break
-            message, element_count = entry
-            size_bytes, shared_bytes = len(message), 0
-            if places is not None:
-                message, shared_bytes = places.put(message)
-            self._traffic.add_sent(size_bytes, element_count, shared_bytes)
+            message, element_count, shared_bytes = entry
+            self._traffic.add_sent(len(message) + shared_bytes, element_count, shared_bytes)
             if held and (not shared_bytes or len(held) == BATCH_COUNT):
                 yield self._leaving(held)
             if shared_bytes:
@@ -210,6 +219,7 @@ class Outgoing:
             self._changed.notify_all()
         self._messages.put(None)
         self._has_ended.set()
+        self._places = None
 
     def _has_room(self) -> bool:
         return self._is_cut or self._sent_count - self._taken_count < PENDING_COUNT_MAX
@@ -220,6 +230,7 @@ class Outgoing:
         finished = self._taken_count == self._sent_count or self._is_cut
         self._messages.put(None)
         self._has_ended.set()
+        self._places = None
         if not finished:
             self._on_failure("it no longer takes what is sent to it")
 
@@ -230,7 +241,7 @@ class Incoming:
     Args:
         peer: The member that has the rank.
         opening: What its server is told.
-        take: Called with each message, and how many bytes of it came through shared memory.
+        take: Called with each message.
         on_failure: Called when the stream breaks; with what happened.
     """
 
@@ -238,7 +249,7 @@ class Incoming:
         self,
         peer: Peer,
         opening: pb.PeerOpen,
-        take: Callable[[bytes, int], None],
+        take: Callable[[Received], None],
         on_failure: Callable[[str], None],
     ) -> None:
         self._take = take
@@ -286,7 +297,7 @@ class Incoming:
                     self.cut()
                     return
                 for each in framing.split(pb.ReceiveChunksResponse, message):
-                    self._take(*self._whole(each))
+                    self._take(self._received(each))
         except grpc.RpcError as error:
             why = str(error.details() or error.code().name)[:200]
         except ShardwellError as error:
@@ -296,15 +307,29 @@ class Incoming:
         if not self._is_cut:
             self._on_failure(why)
 
-    def _whole(self, message: bytes) -> tuple[bytes, int]:
-        """A message with its payload, and how many bytes of it were shared."""
-        if self._memory is None:
-            return message, 0
-        message, shared_bytes = inline_message(pb.ReceiveChunksResponse, message, self._memory)
-        if shared_bytes:
-            self._copied_count += 1
-            self._memory.set_number(_COPIED, self._copied_count)
-        return message, shared_bytes
+    def _received(self, message: bytes) -> Received:
+        """A message and its payload, wherever that is."""
+        header, payload = framing.parse(pb.ReceiveChunksResponse, message)
+        if not header.chunk.HasField("shared"):
+            return Received(header, payload, message)
+        payload = arena.payload_of(header.chunk, payload, self._memory)
+        return Received(header, payload, message, payload.size, self._release)
+
+    def _release(self) -> None:
+        """The payload that came before all others that were not released has been copied."""
+        assert self._memory is not None
+        self._copied_count += 1
+        self._memory.set_number(_COPIED, self._copied_count)
+
+
+class Received(NamedTuple):
+    """A message from another rank: see `Arrival`."""
+
+    header: pb.ReceiveChunksResponse
+    payload: Bytes
+    message: bytes
+    shared_bytes: int = 0
+    release: Callable[[], None] | None = None
 
 
 class _Places:
@@ -315,16 +340,16 @@ class _Places:
         self._count = (memory.size_bytes - HEAD_BYTES) // PAYLOAD_SIZE_MAX_BYTES
         self._put_count = 0
 
-    def put(self, message: bytes) -> tuple[bytes, int]:
-        """The message without its payload, and how many bytes that has; or as it is."""
+    def room(self, size_bytes: int) -> Room | None:
+        """Where the next payload goes; None: it is small, or no place is free."""
+        if size_bytes < arena.SHARED_BYTES_MIN:
+            return None
         under_way_count = self._put_count - self._memory.number(_COPIED)
-        if len(message) < arena.SHARED_BYTES_MIN or not 0 <= under_way_count < self._count:
-            return message, 0
+        if not 0 <= under_way_count < self._count:
+            return None
         offset = HEAD_BYTES + self._put_count % self._count * PAYLOAD_SIZE_MAX_BYTES
-        room = Room(offset, self._memory.view(offset, PAYLOAD_SIZE_MAX_BYTES))
-        message, shared_bytes = shared_message(pb.ReceiveChunksResponse, message, lambda size: room)
-        self._put_count += bool(shared_bytes)
-        return message, shared_bytes
+        self._put_count += 1
+        return Room(offset, self._memory.view(offset, size_bytes))
 
 
 def _is_last(message: bytes) -> bool:
