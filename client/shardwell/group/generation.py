@@ -30,6 +30,7 @@ from shardwell.group.engine import Call, Engine
 from shardwell.group.mailbox import Mailbox
 from shardwell.group.schedule.collective import Arrival
 from shardwell.group.schedule.strategies import Strategy
+from shardwell.group.transport.links import Link
 from shardwell.group.transport.peers import (
     LEAVE_TIMEOUT_S,
     Incoming,
@@ -236,7 +237,10 @@ class Generation:
         return self._host.serve(opening.from_rank, requests, context)
 
     def serve_chunks(
-        self, opening: pb.PeerOpen, context: grpc.ServicerContext, memory: SharedMemory | None
+        self,
+        opening: pb.PeerOpen,
+        context: grpc.ServicerContext | Link,
+        memory: SharedMemory | None,
     ) -> Iterator[bytes]:
         """The chunks for another rank, until this one leaves; through the memory that it shares."""
         self._check_opening(opening)

@@ -89,6 +89,38 @@ class UnixCalls:
         self._poll.modify(file, select.POLLIN)
 
 
+def write_frame(connection: socket.socket, kind: FrameKind, contents: bytes) -> bool:
+    """Sends a frame; blocks as long as there is no room. False: nobody takes it now.
+
+    Args:
+        connection: That does not block by itself.
+        kind: Of the frame.
+        contents: What is in it.
+    """
+    start = head(kind, len(contents))
+    parts = [memoryview(start), memoryview(contents)]
+    if len(contents) <= _JOINED_BYTES_MAX:
+        parts = [memoryview(start + contents)]
+    room: select.poll | None = None
+    while parts:
+        try:
+            sent = connection.sendmsg(parts)
+        except BlockingIOError:
+            if room is None:
+                room = select.poll()
+                room.register(connection, select.POLLOUT)
+            if any(events & _GONE for _, events in room.poll()):
+                return False
+            continue
+        except OSError:  # who reads is told why
+            return False
+        while parts and sent >= len(parts[0]):
+            sent -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][sent:]
+    return True
+
+
 class UnixCall:
     """One call. `send` and `read` are for one thread at a time; any may cancel.
 
@@ -190,28 +222,7 @@ class UnixCall:
 
     def write(self, message: bytes) -> bool:
         """Sends one message; blocks as long as there is no room. False: nobody takes it now."""
-        start = head(FrameKind.MESSAGE, len(message))
-        parts = [memoryview(start), memoryview(message)]
-        if len(message) <= _JOINED_BYTES_MAX:
-            parts = [memoryview(start + message)]
-        room: select.poll | None = None
-        while parts:
-            try:
-                sent = self._connection.sendmsg(parts)
-            except BlockingIOError:
-                if room is None:
-                    room = select.poll()
-                    room.register(self._connection, select.POLLOUT)
-                if any(events & _GONE for _, events in room.poll()):
-                    return False
-                continue
-            except OSError:  # who reads is told why
-                return False
-            while parts and sent >= len(parts[0]):
-                sent -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][sent:]
-        return True
+        return write_frame(self._connection, FrameKind.MESSAGE, message)
 
     # As gRPC's calls.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import queue
+import select
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,15 +14,20 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, ShardwellError
+from shardwell.group.transport import links
+from shardwell.group.transport.links import Link
 from shardwell.numerics.codec import Bytes
 from shardwell.process.shared_memory import HEAD_BYTES, SharedMemory
+from shardwell.process.unix_sockets import connected
 from shardwell.rpc import arena
 from shardwell.rpc.arena import BATCH_COUNT, Arenas
 from shardwell.rpc.channel import Channel
 from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.error_codes import from_rpc_error
+from shardwell.rpc.neighbour import Neighbour
 from shardwell.rpc.options import unary_stub
 from shardwell.rpc.tls import TlsFiles
+from shardwell.rpc.unix_call import UnixCall, UnixCalls
 from shardwell.traffic import Traffic
 from shardwell.v1 import arena_pb2, group_pb2, peer_pb2
 from shardwell.v1 import peer_pb2 as pb
@@ -34,6 +42,11 @@ LEAVE_TIMEOUT_S = 60.0
 """How long a rank that leaves waits until the others have received what it sent."""
 
 SERVICE_NAME = peer_pb2.DESCRIPTOR.services_by_name["PeerService"].full_name
+RECEIVE_CHUNKS = f"/{SERVICE_NAME}/ReceiveChunks"
+
+_ACCEPT_S = 2.0
+"""How long a member on this machine may take to accept a stream over its Unix socket."""
+_LOG = logging.getLogger("shardwell.group")
 
 _PLACE_COUNT = 8
 """Payloads that may lie between two ranks at once; further ones go over the network."""
@@ -61,6 +74,8 @@ class Peer:
             is_wanted=same_host,
         )
         """Memory to be shared with it, if it is on this machine."""
+        is_wanted = same_host and links.IS_SUPPORTED
+        self._streams = Neighbour(member.stream_address, is_wanted=is_wanted)
         self._connection = Channel(member.address, Credentials(tls))
         self._channel = self._connection.current
         self.agree: Any = self._channel.stream_stream(
@@ -69,7 +84,7 @@ class Peer:
             response_deserializer=pb.AgreeResponse.FromString,
         )
         self.receive_chunks: Any = self._channel.unary_stream(
-            f"/{SERVICE_NAME}/ReceiveChunks",
+            RECEIVE_CHUNKS,
             request_serializer=pb.ReceiveChunksRequest.SerializeToString,
         )
 
@@ -94,6 +109,28 @@ class Peer:
         except ValueError as error:  # what gRPC raises for a closed channel
             raise ClosedError(f"the connection was closed ({error})") from None
 
+    def link(self) -> UnixCall | None:
+        """A call of ReceiveChunks that is accepted, on this machine; None: there is none.
+
+        Blocks, for a few seconds at the most.
+        """
+        if not self._streams.is_there:
+            return None
+        try:
+            connection = connected(self._streams.address, socket.SOCK_STREAM, _ACCEPT_S)
+            call = UnixCall(connection, RECEIVE_CHUNKS, UnixCalls())
+            answers = select.poll()
+            answers.register(connection, select.POLLIN)
+            if answers.poll(_ACCEPT_S * 1000) and call.read() == links.ACCEPTED:
+                return call
+            call.cancel()
+            why = "it did not accept the stream"
+        except (OSError, grpc.RpcError) as error:
+            why = str(error)
+        self._streams.pause()
+        _LOG.debug("the worker at %s is called over the network: %s", self.member.address, why)
+        return None
+
     def close(self) -> None:
         """Ends the connection and every call on it."""
         self._connection.close()
@@ -116,10 +153,14 @@ class Outgoing:
         self._places: _Places | None = None
         """Once the stream is open, if it shares memory; the engine's thread alone puts there."""
         self._changed = threading.Condition()
-        self._sent_count = 0
-        """Written by the engine's thread alone."""
+        self._link: Link | None = None
+        """Once the stream is open, if it is one: short messages need not go through the queue."""
+        self._queued_count = 0
+        """Messages that the stream's thread is to send; written by the engine's thread alone."""
         self._taken_count = 0
-        """Written by the stream's thread alone."""
+        """Of these, those that it has taken; written by the stream's thread alone."""
+        self._written_count = 0
+        """Of these, those that have left; written by the stream's thread alone."""
         self._waits_for_room = False
         self._is_open = False
         self._is_cut = False
@@ -137,7 +178,16 @@ class Outgoing:
 
     def send(self, message: bytes, element_count: int, shared_bytes: int = 0) -> None:
         """Sends a chunk, of whose payload so many bytes are in a room; does not block."""
-        self._sent_count += 1
+        link = self._link
+        if (
+            link is not None
+            and self._queued_count == self._written_count
+            and len(message) <= links.SHORT_BYTES_MAX
+            and link.write_now(message)
+        ):
+            self._traffic.add_sent(len(message) + shared_bytes, element_count, shared_bytes)
+            return
+        self._queued_count += 1
         self._messages.put((message, element_count, shared_bytes))
 
     def await_room(self, timeout_s: float) -> bool:
@@ -151,7 +201,7 @@ class Outgoing:
         return has_room
 
     def serve(
-        self, context: grpc.ServicerContext, memory: SharedMemory | None = None
+        self, context: grpc.ServicerContext | Link, memory: SharedMemory | None = None
     ) -> Iterator[bytes]:
         """The stream that the other rank opened, and the memory that it shares, if it does.
 
@@ -164,6 +214,8 @@ class Outgoing:
             self._is_open = True
         if memory is not None and not self._is_cut:
             self._places = _Places(memory)
+        if isinstance(context, Link):
+            self._link = context
         if not context.add_callback(self._ended):
             self._ended()
         held: list[bytes] = []
@@ -172,26 +224,26 @@ class Outgoing:
                 entry = self._messages.get_nowait()
             except queue.Empty:
                 if held:
-                    yield self._leaving(held)
+                    yield from self._leaving(held)
                 entry = self._messages.get()
             if entry is None:
                 break
             message, element_count, shared_bytes = entry
             self._traffic.add_sent(len(message) + shared_bytes, element_count, shared_bytes)
             if held and (not shared_bytes or len(held) == BATCH_COUNT):
-                yield self._leaving(held)
+                yield from self._leaving(held)
             if shared_bytes:
                 held.append(message)
             else:
-                yield self._leaving([message])
+                yield from self._leaving([message])
         if held:
-            yield self._leaving(held)
+            yield from self._leaving(held)
         # A rank that opens its stream when all is done, and this rank about to leave, is told that.
         if self._is_finished or not self._is_cut:
             yield _LAST
             self._has_ended.wait(LEAVE_TIMEOUT_S)
 
-    def _leaving(self, messages: list[bytes]) -> bytes:
+    def _leaving(self, messages: list[bytes]) -> Iterator[bytes]:
         """Messages as one, counted; the list is empty then."""
         self._taken_count += len(messages)
         if self._waits_for_room:
@@ -199,7 +251,8 @@ class Outgoing:
                 self._changed.notify_all()
         message = framing.joined(pb.ReceiveChunksResponse, messages)
         messages.clear()
-        return message
+        yield message
+        self._written_count = self._taken_count
 
     def finish(self) -> None:
         """Nothing more is sent; does not block."""
@@ -208,7 +261,7 @@ class Outgoing:
 
     def await_received(self, timeout_s: float) -> None:
         """After `finish`: waits until all has been received, at most so long; ends the stream."""
-        if self._is_open or self._sent_count > self._taken_count:
+        if self._is_open or self._queued_count > self._taken_count:
             self._has_ended.wait(timeout_s)
         self.cut()
 
@@ -222,12 +275,12 @@ class Outgoing:
         self._places = None
 
     def _has_room(self) -> bool:
-        return self._is_cut or self._sent_count - self._taken_count < PENDING_COUNT_MAX
+        return self._is_cut or self._queued_count - self._taken_count < PENDING_COUNT_MAX
 
     def _ended(self) -> None:
         """The stream is over, because the other rank has everything, or is gone."""
         # The mark of `finish` may not be taken yet.
-        finished = self._taken_count == self._sent_count or self._is_cut
+        finished = self._taken_count == self._queued_count or self._is_cut
         self._messages.put(None)
         self._has_ended.set()
         self._places = None
@@ -278,21 +331,30 @@ class Incoming:
         self.cut()
         self._thread.join()
 
-    def _begun(self) -> Any:
-        """The stream; None: it was cut before there was one."""
+    def _begun(self) -> Iterator[bytes]:
+        """The messages of the stream; none where it was cut before there was one."""
         shared = self._peer.arenas.arena(_PLACE_COUNT * PAYLOAD_SIZE_MAX_BYTES)
         request = pb.ReceiveChunksRequest(open=self._opening)
         if shared is not None:
             self._memory, request.arena = shared.memory, shared.token
+        link = self._peer.link()
         with self._lock:
             if not self._is_cut:
-                self._call = self._peer.receive_chunks(request)
-            return self._call
+                self._call = self._peer.receive_chunks(request) if link is None else link
+        if self._call is None:
+            if link is not None:
+                link.cancel()
+        elif link is None:
+            yield from self._call
+        else:
+            link.send(iter([request.SerializeToString()]), lambda _: None, is_short=True)
+            while True:
+                yield link.read()
 
     def _read(self) -> None:
         why = "it ended its stream"
         try:
-            for message in self._begun() or ():
+            for message in self._begun():
                 if len(message) <= _LAST_SIZE_MAX_BYTES and _is_last(message):
                     self.cut()
                     return
