@@ -164,7 +164,8 @@ class Engine:
         if call.operation is not None and call.array.size:
             deadline_s = time.monotonic() + call.timeout_s
             try:
-                self._moved(call, call.operation, verdict)
+                with self._mailbox.inbox.taken_over():
+                    self._moved(call, call.operation, verdict)
             except ShardwellError as error:
                 if self._mailbox.ended is None:
                     raise self._given_up(error, deadline_s) from None

@@ -219,6 +219,7 @@ class Generation:
         self._agreement.close(parting_s, self.lost_ranks)
         for incoming in self._incoming.values():
             incoming.close()
+        self._mailbox.inbox.close()
         for peer in self._peers.values():
             peer.close()
 
@@ -304,6 +305,8 @@ class Generation:
                     self._opening(rank),
                     partial(self._take, rank),
                     lambda what: self._link_failed(rank, what),
+                    self._mailbox.inbox,
+                    partial(self._mailbox.is_full, rank),
                 )
 
     def _check_links(self) -> None:
@@ -311,8 +314,8 @@ class Generation:
             ended = self._mailbox.ended
             raise ClosedError("the group was closed") if ended is None else ended()
 
-    def _take(self, rank: int, received: Received) -> None:
-        self._mailbox.put_arrival(Arrival(rank, *received))
+    def _take(self, rank: int, received: Received, waits: bool) -> None:
+        self._mailbox.put_arrival(Arrival(rank, *received), waits=waits)
 
     def _link_failed(self, rank: int, what: str) -> None:
         """Rank 0 decides which rank is lost, and tells all, this one included."""

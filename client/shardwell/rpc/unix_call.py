@@ -139,6 +139,8 @@ class UnixCall:
         authorization: str = "",
     ) -> None:
         connection.setblocking(False)
+        self.file = connection.fileno()
+        """Its descriptor, for who waits for several calls."""
         self._connection = connection
         self._close = weakref.finalize(self, connection.close)
         self._owner = OwnerProcess("call")
@@ -190,6 +192,11 @@ class UnixCall:
         if self.is_full and self._ended is None:
             self._calls.resume(self._connection.fileno())
         return self._answers.popleft()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `read` would not wait."""
+        return bool(self._answers) or self._ended is not None
 
     @property
     def is_full(self) -> bool:

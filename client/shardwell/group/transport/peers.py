@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, ShardwellError
+from shardwell.group.inbox import Inbox
 from shardwell.group.transport import links
 from shardwell.group.transport.links import Link
 from shardwell.numerics.codec import Bytes
@@ -289,23 +290,31 @@ class Outgoing:
 
 
 class Incoming:
-    """The stream of chunks from one rank of a generation, and the thread that reads it.
+    """The stream of chunks from one rank of a generation.
+
+    A thread opens it, and reads it, unless it is a Unix socket's, which the inbox reads.
 
     Args:
         peer: The member that has the rank.
         opening: What its server is told.
-        take: Called with each message.
+        take: Called with each message, and whether it may wait.
         on_failure: Called when the stream breaks; with what happened.
+        inbox: What reads Unix sockets.
+        is_full: Whether it is to wait until something was taken.
     """
 
     def __init__(
         self,
         peer: Peer,
         opening: pb.PeerOpen,
-        take: Callable[[Received], None],
+        take: Callable[[Received, bool], None],
         on_failure: Callable[[str], None],
+        inbox: Inbox,
+        is_full: Callable[[], bool],
     ) -> None:
         self._take = take
+        self._inbox = inbox
+        self._is_full = is_full
         self._on_failure = on_failure
         self._peer = peer
         self._opening = opening
@@ -315,6 +324,7 @@ class Incoming:
         """Guards both."""
         self._memory: SharedMemory | None = None
         self._copied_count = 0
+        self._telling: threading.Thread | None = None
         self._thread = threading.Thread(target=self._read, name="shardwell-incoming", daemon=True)
         self._thread.start()
 
@@ -330,14 +340,41 @@ class Incoming:
         """Ends the stream and its thread."""
         self.cut()
         self._thread.join()
+        if self._telling is not None:
+            self._telling.join()
+
+    @property
+    def is_full(self) -> bool:
+        """See `Source`."""
+        return self._is_full()
+
+    def receive(self) -> bool:
+        """See `Source`."""
+        link: UnixCall = self._call
+        link.receive()
+        return self._guarded(lambda: self._take_all(link), self._fail_aside)
+
+    def _fail_aside(self, why: str) -> None:
+        """Tells of a failure on a thread of its own, as that may wait for others."""
+        telling = threading.Thread(
+            target=self._on_failure, args=(why,), name="shardwell-incoming", daemon=True
+        )
+        self._telling = telling
+        telling.start()
+
+    def _take_all(self, link: UnixCall) -> bool:
+        while link.has_come:
+            if not self._taken(link.read(), waits=False):
+                return False
+        return True
 
     def _begun(self) -> Iterator[bytes]:
-        """The messages of the stream; none where it was cut before there was one."""
+        """The messages of the stream, where it is gRPC's."""
         shared = self._peer.arenas.arena(_PLACE_COUNT * PAYLOAD_SIZE_MAX_BYTES)
         request = pb.ReceiveChunksRequest(open=self._opening)
         if shared is not None:
             self._memory, request.arena = shared.memory, shared.token
-        link = self._peer.link()
+        link = self._peer.link() if self._inbox.open() else None
         with self._lock:
             if not self._is_cut:
                 self._call = self._peer.receive_chunks(request) if link is None else link
@@ -348,18 +385,32 @@ class Incoming:
             yield from self._call
         else:
             link.send(iter([request.SerializeToString()]), lambda _: None, is_short=True)
-            while True:
-                yield link.read()
+            self._inbox.add(link.file, self)
 
     def _read(self) -> None:
+        self._guarded(self._read_all, self._on_failure)
+
+    def _read_all(self) -> bool:
+        for message in self._begun():
+            if not self._taken(message, waits=True):
+                return True
+        return isinstance(self._call, UnixCall)
+
+    def _taken(self, message: bytes, *, waits: bool) -> bool:
+        """Takes a message; False: it is the last."""
+        if len(message) <= _LAST_SIZE_MAX_BYTES and _is_last(message):
+            self.cut()
+            return False
+        for each in framing.split(pb.ReceiveChunksResponse, message):
+            self._take(self._received(each), waits)
+        return True
+
+    def _guarded(self, act: Callable[[], bool], tell: Callable[[str], None]) -> bool:
+        """Does what reads; whether it goes on. Where it fails, whoever has to know is told."""
         why = "it ended its stream"
         try:
-            for message in self._begun():
-                if len(message) <= _LAST_SIZE_MAX_BYTES and _is_last(message):
-                    self.cut()
-                    return
-                for each in framing.split(pb.ReceiveChunksResponse, message):
-                    self._take(self._received(each))
+            if act():
+                return True
         except grpc.RpcError as error:
             why = str(error.details() or error.code().name)[:200]
         except ShardwellError as error:
@@ -367,7 +418,8 @@ class Incoming:
         except Exception as error:  # or nobody would hear of it
             why = f"{type(error).__name__}: {error}"[:200]
         if not self._is_cut:
-            self._on_failure(why)
+            tell(why)
+        return False
 
     def _received(self, message: bytes) -> Received:
         """A message and its payload, wherever that is."""
