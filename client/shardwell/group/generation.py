@@ -47,6 +47,8 @@ from shardwell.wire import checksum
 
 _PARTING_S = 10.0
 """How long others may take to read that this rank leaves."""
+_WORD_S = 1.0
+"""How long a word of rank 0 may be under way while a socket's end is here already."""
 TELLING_S = 2.0
 """How long rank 0 may take to tell all why the generation is over."""
 
@@ -318,9 +320,18 @@ class Generation:
         self._mailbox.put_arrival(Arrival(rank, *received), waits=waits)
 
     def _link_failed(self, rank: int, what: str) -> None:
-        """Rank 0 decides which rank is lost, and tells all, this one included."""
+        """Rank 0 decides which rank is lost, and tells all, this one included.
+
+        It may have told so already: its word comes over gRPC, which is slower than a socket's end.
+        """
+
+        def give_up() -> None:
+            self._mailbox.await_end(_WORD_S)
+            if not self._over:
+                self._agreement.give_up(lost(rank, f"can't be reached: {what}"))
+
         if not self._over:
-            self._agreement.give_up(lost(rank, f"can't be reached: {what}"))
+            threading.Thread(target=give_up, name="shardwell-link-failed", daemon=True).start()
 
 
 class Membership(Protocol):

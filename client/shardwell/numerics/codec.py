@@ -21,7 +21,7 @@ import ctypes
 import functools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -48,6 +48,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _VALUES, _PAYLOAD, _TOTAL = range(3)
 """Places of the arrays of a run."""
+_COPY_COUNT_MAX = 5
+"""Copies of a payload that one run has places for, besides its own."""
 _SOURCE = _TOTAL
 """Of what a payload is copied from."""
 _LOOKS = (Operation(Code.LOOK_32, _PAYLOAD, _VALUES),)
@@ -213,14 +215,24 @@ class Codec:
             return Written(exponent, crc, peak_bits)
         return None
 
-    def decode(self, payload: Bytes, exponent: int, values: Float32) -> None:
-        """Reads a payload into `values`: (n,) float32, contiguous, overwritten."""
-        run(
-            self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent)),
-            Arrays(values, payload),
-            0,
-            values.size,
-        )
+    def decode(
+        self, payload: Bytes, exponent: int, values: Float32, copies: Sequence[Bytes] = ()
+    ) -> None:
+        """Reads a payload into `values`, in one pass with copies of it.
+
+        Args:
+            payload: (n * item_size,) uint8, aligned.
+            exponent: See `Written`.
+            values: (n,) float32, contiguous, overwritten.
+            copies: Of the payload's size, overwritten.
+        """
+        operations = self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
+        (copying,) = self._takes
+        for place in range(_TOTAL, _TOTAL + len(copies[:_COPY_COUNT_MAX])):
+            operations += (copying._replace(to=place, source=_PAYLOAD),)
+        run(operations, Arrays(values, payload, *copies[:_COPY_COUNT_MAX]), 0, values.size)
+        for copy in copies[_COPY_COUNT_MAX:]:
+            np.copyto(copy, payload)
 
     def decode_checked(
         self, payload: Bytes, exponent: int, values: Float32, crc: int, *, may_change: bool

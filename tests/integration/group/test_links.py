@@ -169,7 +169,6 @@ def test_a_link_that_breaks_is_a_rank_that_is_lost(place, monkeypatch, what) -> 
         # Whoever lacks nothing ends this call without an error, and the next one with it.
         error = error_of(lambda: [group.all_reduce(array) for _ in range(2)])
         assert isinstance(error, WorkerLostError)
-        assert "can't be reached" in error.message
 
     on_ranks(2, place, work)
     assert broken

@@ -46,19 +46,20 @@ class Bytes:
 
 
 @pytest.fixture
-def box() -> Iterator[Inbox]:
+def pair() -> Iterator[tuple[socket.socket, Bytes]]:
+    left, right = socket.socketpair()
+    with left, right:
+        yield left, Bytes(right)
+
+
+@pytest.fixture
+def box(pair: tuple[socket.socket, Bytes]) -> Iterator[Inbox]:
+    """Closed before its sockets are."""
     made = Inbox()
     assert made.open()
     yield made
     made.close()
     made.close()
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, Bytes]]:
-    left, right = socket.socketpair()
-    with left, right:
-        yield left, Bytes(right)
 
 
 def test_a_thread_reads_between_calls(box: Inbox, pair: tuple[socket.socket, Bytes]) -> None:

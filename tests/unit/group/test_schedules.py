@@ -97,7 +97,7 @@ class Symbols:
     ) -> list[Symbol]:
         return [message for _ in rooms]
 
-    def store(self, exponent: int, ranks: int, where: Slice) -> None:
+    def store(self, exponent: int, ranks: int, where: Slice, rooms: list[None]) -> None:
         self._write(where, ranks)
 
     def _write(self, where: Slice, ranks: int) -> None:

@@ -191,15 +191,12 @@ class ChunkArithmetic:
         if any(rooms):
             written = self._written[: self.payload_bytes(where)]
             self._encode(header, index, where, total, peak, room=Room(0, written))
-            messages = self._for_each(header, written, rooms)
         else:
             message = self._encode(header, index, where, total, peak)
             _, written = framing.parse(pb.ReceiveChunksResponse, message)
-            messages = [message] * len(rooms)
-        if self._codec.codec.name == "fp32" and total is into:
-            return messages
-        self._codec.codec.decode(written, header.chunk.scale_exponent, into)
-        return messages
+        if any(rooms) or self._codec.codec.name != "fp32" or total is not into:
+            self.store(header.chunk.scale_exponent, written, where, rooms)
+        return self._for_each(header, written, rooms) if any(rooms) else [message] * len(rooms)
 
     def forwarded(
         self,
@@ -208,7 +205,7 @@ class ChunkArithmetic:
         message: bytes,
         rooms: Sequence[Room | None],
     ) -> list[bytes]:
-        """The messages that send on what came.
+        """The messages that send on what came, and was stored.
 
         Args:
             header: What came.
@@ -220,9 +217,12 @@ class ChunkArithmetic:
             return self._for_each(header, stored, rooms)
         return [message] * len(rooms)
 
-    def store(self, exponent: int, stored: Bytes, where: Slice) -> None:
-        """Writes final values that came to the array."""
-        self._codec.codec.decode(stored, exponent, self._own(where))
+    def store(
+        self, exponent: int, stored: Bytes, where: Slice, rooms: Sequence[Room | None] = ()
+    ) -> None:
+        """Writes final values that came to the array, and as they are to rooms for other ranks."""
+        copies = [room.memory for room in rooms if room is not None]
+        self._codec.codec.decode(stored, exponent, self._own(where), copies)
 
     def _divided(self, total: Total) -> Total:
         """The mean of a total, in other memory than the array."""
@@ -249,11 +249,10 @@ class ChunkArithmetic:
     def _for_each(
         self, header: pb.ReceiveChunksResponse, payload: Bytes, rooms: Sequence[Room | None]
     ) -> list[bytes]:
-        """One message for each room; `header` is changed."""
+        """One message for each room, which has the payload; `header` is changed."""
         whole, messages = b"", []
         for room in rooms:
             if room is not None:
-                np.copyto(room.memory, payload)
                 header.chunk.shared.offset, header.chunk.shared.size = room.offset, payload.size
                 messages.append(bytes(header.SerializeToString()))
                 continue

@@ -192,11 +192,11 @@ class Collective:
         self, arrival: Arrival, stored: Bytes, where: Slice, role: Role
     ) -> list[Sending]:
         assert role.outflow is not None
-        self._arithmetic.store(arrival.header.chunk.scale_exponent, stored, where)
         targets = role.outflow.targets
+        rooms = self._rooms(targets, where)
+        self._arithmetic.store(arrival.header.chunk.scale_exponent, stored, where, rooms)
         if not targets:
             return []
-        rooms = self._rooms(targets, where)
         messages = self._arithmetic.forwarded(arrival.header, stored, arrival.message, rooms)
         return _sendings(targets, messages, rooms, where)
 

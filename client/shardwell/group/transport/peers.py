@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, ShardwellError
 from shardwell.group.inbox import Inbox
@@ -54,7 +53,6 @@ _PLACE_COUNT = 8
 _COPIED = 2
 """Which number of the memory's head counts those that the reader has copied."""
 _LAST = pb.ReceiveChunksResponse(last=True).SerializeToString()
-_LAST_SIZE_MAX_BYTES = 64
 
 
 class Peer:
@@ -324,7 +322,6 @@ class Incoming:
         """Guards both."""
         self._memory: SharedMemory | None = None
         self._copied_count = 0
-        self._telling: threading.Thread | None = None
         self._thread = threading.Thread(target=self._read, name="shardwell-incoming", daemon=True)
         self._thread.start()
 
@@ -340,8 +337,6 @@ class Incoming:
         """Ends the stream and its thread."""
         self.cut()
         self._thread.join()
-        if self._telling is not None:
-            self._telling.join()
 
     @property
     def is_full(self) -> bool:
@@ -352,15 +347,7 @@ class Incoming:
         """See `Source`."""
         link: UnixCall = self._call
         link.receive()
-        return self._guarded(lambda: self._take_all(link), self._fail_aside)
-
-    def _fail_aside(self, why: str) -> None:
-        """Tells of a failure on a thread of its own, as that may wait for others."""
-        telling = threading.Thread(
-            target=self._on_failure, args=(why,), name="shardwell-incoming", daemon=True
-        )
-        self._telling = telling
-        telling.start()
+        return self._guarded(lambda: self._take_all(link))
 
     def _take_all(self, link: UnixCall) -> bool:
         while link.has_come:
@@ -388,7 +375,7 @@ class Incoming:
             self._inbox.add(link.file, self)
 
     def _read(self) -> None:
-        self._guarded(self._read_all, self._on_failure)
+        self._guarded(self._read_all)
 
     def _read_all(self) -> bool:
         for message in self._begun():
@@ -398,14 +385,19 @@ class Incoming:
 
     def _taken(self, message: bytes, *, waits: bool) -> bool:
         """Takes a message; False: it is the last."""
-        if len(message) <= _LAST_SIZE_MAX_BYTES and _is_last(message):
+        header, payload = framing.parse(pb.ReceiveChunksResponse, message)
+        if header.last:
             self.cut()
             return False
+        if not header.batch:
+            self._take(self._received(header, payload, message), waits)
+            return True
         for each in framing.split(pb.ReceiveChunksResponse, message):
-            self._take(self._received(each), waits)
+            header, payload = framing.parse(pb.ReceiveChunksResponse, each)
+            self._take(self._received(header, payload, each), waits)
         return True
 
-    def _guarded(self, act: Callable[[], bool], tell: Callable[[str], None]) -> bool:
+    def _guarded(self, act: Callable[[], bool]) -> bool:
         """Does what reads; whether it goes on. Where it fails, whoever has to know is told."""
         why = "it ended its stream"
         try:
@@ -418,12 +410,13 @@ class Incoming:
         except Exception as error:  # or nobody would hear of it
             why = f"{type(error).__name__}: {error}"[:200]
         if not self._is_cut:
-            tell(why)
+            self._on_failure(why)
         return False
 
-    def _received(self, message: bytes) -> Received:
+    def _received(
+        self, header: pb.ReceiveChunksResponse, payload: Bytes, message: bytes
+    ) -> Received:
         """A message and its payload, wherever that is."""
-        header, payload = framing.parse(pb.ReceiveChunksResponse, message)
         if not header.chunk.HasField("shared"):
             return Received(header, payload, message)
         payload = arena.payload_of(header.chunk, payload, self._memory)
@@ -464,10 +457,3 @@ class _Places:
         offset = HEAD_BYTES + self._put_count % self._count * PAYLOAD_SIZE_MAX_BYTES
         self._put_count += 1
         return Room(offset, self._memory.view(offset, size_bytes))
-
-
-def _is_last(message: bytes) -> bool:
-    try:
-        return bool(pb.ReceiveChunksResponse.FromString(message).last)
-    except DecodeError:
-        return False  # whoever takes it says what is wrong
