@@ -164,7 +164,8 @@ class Engine:
         if call.operation is not None and call.array.size:
             deadline_s = time.monotonic() + call.timeout_s
             try:
-                self._moved(call, call.operation, verdict)
+                with self._mailbox.inbox.taken_over():
+                    self._moved(call, call.operation, verdict)
             except ShardwellError as error:
                 if self._mailbox.ended is None:
                     raise self._given_up(error, deadline_s) from None
@@ -206,9 +207,11 @@ class Engine:
             divisor=weights.divisor if is_mean else 1.0,
             peaks=call.peaks if len(ranks) == self._size else None,
         )
-        collective = Collective(plan, arithmetic)
         deadline_s = time.monotonic() + wait_within(call.timeout_s)
         targets = {place: self._links.outgoing(ranks[place]) for place in plan.targets}
+        collective = Collective(
+            plan, arithmetic, room_of=lambda target, size_bytes: targets[target].room(size_bytes)
+        )
         for source in plan.sources:
             self._links.listen_to(ranks[source])
         while not collective.is_done:
@@ -226,8 +229,13 @@ class Engine:
             if arrival.rank not in ranks:
                 raise InternalError(f"rank {arrival.rank} takes no part in {_name(call)}")
             count = arrival.header.chunk.element_count
-            self._traffic.add_received(len(arrival.message), count, arrival.shared_bytes)
-            _send(targets, collective.receive(arrival._replace(rank=ranks.index(arrival.rank))))
+            size_bytes = len(arrival.message) + arrival.shared_bytes
+            self._traffic.add_received(size_bytes, count, arrival.shared_bytes)
+            place = ranks.index(arrival.rank)
+            sendings = collective.receive(arrival._replace(rank=place))
+            if arrival.release is not None:
+                arrival.release()
+            _send(targets, sendings)
         self._mailbox.forget(verdict.call_index)
 
     def _late(self, call: Call, what: str, late: tuple[int, ...]) -> WorkersMissingError:
@@ -259,7 +267,7 @@ def plan_of(
 
 def _send(targets: dict[int, Outgoing], sendings: list[Sending]) -> None:
     for sending in sendings:
-        targets[sending.rank].send(sending.message, sending.element_count)
+        targets[sending.rank].send(sending.message, sending.element_count, sending.shared_bytes)
 
 
 def _name(call: Call) -> str:

@@ -30,17 +30,25 @@ from shardwell.group.engine import Call, Engine
 from shardwell.group.mailbox import Mailbox
 from shardwell.group.schedule.collective import Arrival
 from shardwell.group.schedule.strategies import Strategy
-from shardwell.group.transport.peers import LEAVE_TIMEOUT_S, Incoming, Outgoing, Peer
+from shardwell.group.transport.links import Link
+from shardwell.group.transport.peers import (
+    LEAVE_TIMEOUT_S,
+    Incoming,
+    Outgoing,
+    Peer,
+    Received,
+)
 from shardwell.process.shared_memory import SharedMemory
 from shardwell.rpc.tls import TlsFiles
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import checksum
-from shardwell.wire import messages as framing
 
 _PARTING_S = 10.0
 """How long others may take to read that this rank leaves."""
+_WORD_S = 1.0
+"""How long a word of rank 0 may be under way while a socket's end is here already."""
 TELLING_S = 2.0
 """How long rank 0 may take to tell all why the generation is over."""
 
@@ -213,6 +221,7 @@ class Generation:
         self._agreement.close(parting_s, self.lost_ranks)
         for incoming in self._incoming.values():
             incoming.close()
+        self._mailbox.inbox.close()
         for peer in self._peers.values():
             peer.close()
 
@@ -231,7 +240,10 @@ class Generation:
         return self._host.serve(opening.from_rank, requests, context)
 
     def serve_chunks(
-        self, opening: pb.PeerOpen, context: grpc.ServicerContext, memory: SharedMemory | None
+        self,
+        opening: pb.PeerOpen,
+        context: grpc.ServicerContext | Link,
+        memory: SharedMemory | None,
     ) -> Iterator[bytes]:
         """The chunks for another rank, until this one leaves; through the memory that it shares."""
         self._check_opening(opening)
@@ -295,6 +307,8 @@ class Generation:
                     self._opening(rank),
                     partial(self._take, rank),
                     lambda what: self._link_failed(rank, what),
+                    self._mailbox.inbox,
+                    partial(self._mailbox.is_full, rank),
                 )
 
     def _check_links(self) -> None:
@@ -302,14 +316,22 @@ class Generation:
             ended = self._mailbox.ended
             raise ClosedError("the group was closed") if ended is None else ended()
 
-    def _take(self, rank: int, message: bytes, shared_bytes: int) -> None:
-        header, payload = framing.parse(pb.ReceiveChunksResponse, message)
-        self._mailbox.put_arrival(Arrival(rank, header, payload, message, shared_bytes))
+    def _take(self, rank: int, received: Received, waits: bool) -> None:
+        self._mailbox.put_arrival(Arrival(rank, *received), waits=waits)
 
     def _link_failed(self, rank: int, what: str) -> None:
-        """Rank 0 decides which rank is lost, and tells all, this one included."""
+        """Rank 0 decides which rank is lost, and tells all, this one included.
+
+        It may have told so already: its word comes over gRPC, which is slower than a socket's end.
+        """
+
+        def give_up() -> None:
+            self._mailbox.await_end(_WORD_S)
+            if not self._over:
+                self._agreement.give_up(lost(rank, f"can't be reached: {what}"))
+
         if not self._over:
-            self._agreement.give_up(lost(rank, f"can't be reached: {what}"))
+            threading.Thread(target=give_up, name="shardwell-link-failed", daemon=True).start()
 
 
 class Membership(Protocol):

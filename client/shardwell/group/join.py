@@ -350,6 +350,7 @@ class _Membership:
             address=advertise or self._reachable_address(),
             description=f"{socket.gethostname()}, process {os.getpid()}"[:200],
             arena_address=self._server.arenas.address,
+            stream_address=self._server.links.address,
         )
         self._rendezvous = Rendezvous(arguments.rendezvous, credentials)
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from shardwell.errors import CorruptChunkError, ShardwellError
+from shardwell.group.inbox import Inbox
 from shardwell.group.schedule.collective import WINDOW_ROW_COUNT, Arrival
 from shardwell.v1 import peer_pb2 as pb
 
@@ -33,24 +34,32 @@ class Mailbox:
         self._taken_count = [0] * size
         """By rank: chunks that were taken; written by the engine's thread alone."""
         self._blocked_count = 0
+        self._waits_for_inbox = False
+        """Whether the engine has found nothing, and who brings something has to say so."""
         self._made_count = 0
         """Calls before this one have been made: nothing is due for them."""
         self._verdicts: dict[int, pb.Verdict] = {}
         self._join_verdicts: deque[pb.Verdict] = deque()
         self._ended: MakeError | None = None
         self._is_ending: MakeError | None = None
+        self.inbox = Inbox()
+        """Sockets that the engine reads itself."""
 
-    def put_arrival(self, arrival: Arrival) -> None:
+    def put_arrival(self, arrival: Arrival, *, waits: bool = True) -> None:
         """Adds a chunk; blocks while too many of its sender are here. One thread for each rank.
+
+        Args:
+            arrival: The chunk.
+            waits: False: does not block, as who reads the inbox has asked `is_full`.
 
         Raises:
             ShardwellError: the generation is at its end.
             CorruptChunkError: its call is over.
         """
-        if self._is_full(arrival.rank):
+        if waits and self.is_full(arrival.rank):
             with self._changed:
                 self._blocked_count += 1
-                while self._ended is None and self._is_full(arrival.rank):
+                while self._ended is None and self.is_full(arrival.rank):
                     self._changed.wait()
                 self._blocked_count -= 1
         if self._ended is not None:
@@ -63,6 +72,8 @@ class Mailbox:
             )
         self._put_count[arrival.rank] += 1
         self._arrivals_of(call_index).put(arrival)
+        if self._waits_for_inbox:
+            self.inbox.wake()
 
     def put_verdict(self, verdict: pb.Verdict) -> None:
         """Adds what rank 0 says of a call."""
@@ -87,6 +98,8 @@ class Mailbox:
             if self._ended is not None:
                 for arrivals in self._arrivals.values():
                     arrivals.put(None)
+                if self._waits_for_inbox:
+                    self.inbox.wake()
             self._changed.notify_all()
 
     @property
@@ -130,16 +143,38 @@ class Mailbox:
         arrivals = self._arrivals_of(call_index)
         if self._ended is not None:
             raise self._ended()
-        try:
-            arrival = arrivals.get(timeout=max(timeout_s, 0.0))
-        except queue.Empty:
-            arrival = None
+        arrival = self._next(arrivals, timeout_s)
         if arrival is None:
             if self._ended is not None:
                 raise self._ended()
             return None
         self._note_taken(arrival.rank)
         return arrival
+
+    def _next(
+        self, arrivals: queue.SimpleQueue[Arrival | None], timeout_s: float
+    ) -> Arrival | None:
+        """What is next in a queue; None: the end, or nothing in time."""
+        try:
+            if not self.inbox.is_taken:
+                return arrivals.get(timeout=max(timeout_s, 0.0))
+            return arrivals.get_nowait()
+        except queue.Empty:
+            if not self.inbox.is_taken:
+                return None
+        deadline_s = time.monotonic() + timeout_s
+        self._waits_for_inbox = True  # before it looks once more, so that nothing is missed
+        try:
+            while True:
+                try:
+                    return arrivals.get_nowait()
+                except queue.Empty:
+                    rest_s = deadline_s - time.monotonic()
+                    if rest_s <= 0:
+                        return None
+                    self.inbox.read(rest_s)
+        finally:
+            self._waits_for_inbox = False
 
     def forget(self, call_index: int) -> None:
         """Drops what is left of a call that has been made."""
@@ -158,11 +193,13 @@ class Mailbox:
                 arrivals = self._arrivals.setdefault(call_index, queue.SimpleQueue())
         return arrivals
 
-    def _is_full(self, rank: int) -> bool:
+    def is_full(self, rank: int) -> bool:
+        """Whether too many chunks of a rank are here."""
         return self._put_count[rank] - self._taken_count[rank] >= self._arrival_count_max
 
     def _note_taken(self, rank: int) -> None:
         self._taken_count[rank] += 1
+        self.inbox.resume()
         if self._blocked_count:
             with self._changed:
                 self._changed.notify_all()

@@ -21,7 +21,7 @@ import ctypes
 import functools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -48,6 +48,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _VALUES, _PAYLOAD, _TOTAL = range(3)
 """Places of the arrays of a run."""
+_COPY_COUNT_MAX = 5
+"""Copies of a payload that one run has places for, besides its own."""
 _SOURCE = _TOTAL
 """Of what a payload is copied from."""
 _LOOKS = (Operation(Code.LOOK_32, _PAYLOAD, _VALUES),)
@@ -89,6 +91,22 @@ class Written(NamedTuple):
     """Its largest magnitude, as bits, if it had to be looked for."""
 
 
+class Computed(NamedTuple):
+    """Values that are computed in the pass that writes them, and so need not lie anywhere."""
+
+    operations: Operations
+    """What leaves them in place 0."""
+    arrays: tuple[npt.NDArray[Any], ...]
+    """What these read: the places from 2 on, all with as many elements."""
+    memory: Float32
+    """(n,), contiguous; where they go if they have to lie somewhere after all."""
+
+    def values(self) -> Float32:
+        """The values: `memory`, filled."""
+        run(self.operations, Arrays(self.memory, None, *self.arrays), 0, self.memory.size)
+        return self.memory
+
+
 class Codec:
     """One way of writing values. Stateless; safe to share among threads."""
 
@@ -97,6 +115,8 @@ class Codec:
     """Bytes per element."""
     _exponents: ClassVar[str] = "0"
     """Those that there may be, in words."""
+    _has_scale: ClassVar[bool] = False
+    """Whether its scale depends on the values."""
     _infinity: ClassVar[int]
     """Bits of infinity: the smallest magnitude that is not finite."""
     _read: ClassVar[Code]
@@ -171,14 +191,54 @@ class Codec:
             return written(exact, self._largest())
         return guess
 
-    def decode(self, payload: Bytes, exponent: int, values: Float32) -> None:
-        """Reads a payload into `values`: (n,) float32, contiguous, overwritten."""
-        run(
-            self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent)),
-            Arrays(values, payload),
-            0,
-            values.size,
-        )
+    def encode_computed(
+        self, values: Computed, payload: Bytes, start: Callable[[int], int]
+    ) -> Written | None:
+        """`encode` of values that are computed meanwhile, finite or not: the same bits.
+
+        Args:
+            values: What they are computed from.
+            payload: See `encode`.
+            start: See `encode`.
+
+        Returns:
+            None where they have to be looked at once more: `encode` does it. `payload` is then of
+            no use.
+        """
+        count = values.memory.size
+        if count <= _SMALL_ELEMENT_COUNT:
+            return None
+        arrays = Arrays(None, payload, *values.arrays)
+        exponent = 0
+        if self._has_scale:
+            first_count = min(count, GUESS_ELEMENT_COUNT)
+            peak = float_of(run(values.operations + _LOOKS, arrays, 0, first_count))
+            exponent = self._exponent_for(peak) if math.isfinite(peak) else 0
+        write = Operation(self._write, _PAYLOAD, _VALUES, factor=math.ldexp(1.0, -exponent))
+        operations = (*values.operations, write, *self._looks, *self._checks)
+        peak_bits, crc = run_checked(operations, arrays, 0, count, start(exponent))
+        if self._accepts(peak_bits) and self._decodes_finite(peak_bits, exponent):
+            return Written(exponent, crc, peak_bits)
+        return None
+
+    def decode(
+        self, payload: Bytes, exponent: int, values: Float32, copies: Sequence[Bytes] = ()
+    ) -> None:
+        """Reads a payload into `values`, in one pass with copies of it.
+
+        Args:
+            payload: (n * item_size,) uint8, aligned.
+            exponent: See `Written`.
+            values: (n,) float32, contiguous, overwritten.
+            copies: Of the payload's size, overwritten.
+        """
+        operations = self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
+        (copying,) = self._takes
+        for place in range(_TOTAL, _TOTAL + len(copies[:_COPY_COUNT_MAX])):
+            operations += (copying._replace(to=place, source=_PAYLOAD),)
+        run(operations, Arrays(values, payload, *copies[:_COPY_COUNT_MAX]), 0, values.size)
+        for copy in copies[_COPY_COUNT_MAX:]:
+            np.copyto(copy, payload)
 
     def decode_checked(
         self, payload: Bytes, exponent: int, values: Float32, crc: int, *, may_change: bool
@@ -373,6 +433,7 @@ class Fp16(Codec):
     name = "fp16"
     item_size = 2
     _exponents = f"from {_FP16_EXPONENT_MIN} to {_FP16_EXPONENT_MAX}"
+    _has_scale = True
     _infinity = 0x7C00
     _read, _write = Code.READ_FP16, Code.WRITE_FP16
     _looks = (Operation(Code.LOOK_16, _VALUES, _PAYLOAD),)

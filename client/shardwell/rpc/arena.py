@@ -45,8 +45,6 @@ _BATCHES = 4
 """Messages at least, where there are as many chunks."""
 ANSWER_BYTES_MAX = 4096
 """Of a message over the Unix socket."""
-_DESCRIPTOR_BYTES_MAX = 1024
-"""A longer message has its payload in it."""
 _OFFER_S = 2.0
 """How long a server may take to look at an offer."""
 PAGE_BYTES = 4096
@@ -165,24 +163,6 @@ def shared_message(
     room.memory[: payload.size] = payload
     header.chunk.shared.offset, header.chunk.shared.size = room.offset, payload.size
     return bytes(header.SerializeToString()), payload.size
-
-
-def inline_message(message_type: Any, message: bytes, memory: SharedMemory) -> tuple[bytes, int]:
-    """The opposite: a message that has its payload; as it is if it had; and how many bytes.
-
-    Raises:
-        CorruptChunkError: it is no such message, or its payload is nowhere.
-    """
-    if len(message) > _DESCRIPTOR_BYTES_MAX:
-        return message, 0
-    header, payload = framing.parse(message_type, message)
-    if not header.chunk.HasField("shared"):
-        return message, 0
-    shared = payload_of(header.chunk, payload, memory)
-    header.chunk.ClearField("shared")
-    whole = framing.OutgoingMessage(header, shared.size)
-    whole.payload[:] = shared
-    return whole.seal(), shared.size
 
 
 class Arenas:

@@ -89,6 +89,38 @@ class UnixCalls:
         self._poll.modify(file, select.POLLIN)
 
 
+def write_frame(connection: socket.socket, kind: FrameKind, contents: bytes) -> bool:
+    """Sends a frame; blocks as long as there is no room. False: nobody takes it now.
+
+    Args:
+        connection: That does not block by itself.
+        kind: Of the frame.
+        contents: What is in it.
+    """
+    start = head(kind, len(contents))
+    parts = [memoryview(start), memoryview(contents)]
+    if len(contents) <= _JOINED_BYTES_MAX:
+        parts = [memoryview(start + contents)]
+    room: select.poll | None = None
+    while parts:
+        try:
+            sent = connection.sendmsg(parts)
+        except BlockingIOError:
+            if room is None:
+                room = select.poll()
+                room.register(connection, select.POLLOUT)
+            if any(events & _GONE for _, events in room.poll()):
+                return False
+            continue
+        except OSError:  # who reads is told why
+            return False
+        while parts and sent >= len(parts[0]):
+            sent -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][sent:]
+    return True
+
+
 class UnixCall:
     """One call. `send` and `read` are for one thread at a time; any may cancel.
 
@@ -107,6 +139,8 @@ class UnixCall:
         authorization: str = "",
     ) -> None:
         connection.setblocking(False)
+        self.file = connection.fileno()
+        """Its descriptor, for who waits for several calls."""
         self._connection = connection
         self._close = weakref.finalize(self, connection.close)
         self._owner = OwnerProcess("call")
@@ -160,6 +194,11 @@ class UnixCall:
         return self._answers.popleft()
 
     @property
+    def has_come(self) -> bool:
+        """Whether `read` would not wait."""
+        return bool(self._answers) or self._ended is not None
+
+    @property
     def is_full(self) -> bool:
         """Whether no more answers are taken before one is read."""
         return len(self._answers) >= _ANSWER_COUNT_MAX
@@ -190,28 +229,7 @@ class UnixCall:
 
     def write(self, message: bytes) -> bool:
         """Sends one message; blocks as long as there is no room. False: nobody takes it now."""
-        start = head(FrameKind.MESSAGE, len(message))
-        parts = [memoryview(start), memoryview(message)]
-        if len(message) <= _JOINED_BYTES_MAX:
-            parts = [memoryview(start + message)]
-        room: select.poll | None = None
-        while parts:
-            try:
-                sent = self._connection.sendmsg(parts)
-            except BlockingIOError:
-                if room is None:
-                    room = select.poll()
-                    room.register(self._connection, select.POLLOUT)
-                if any(events & _GONE for _, events in room.poll()):
-                    return False
-                continue
-            except OSError:  # who reads is told why
-                return False
-            while parts and sent >= len(parts[0]):
-                sent -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][sent:]
-        return True
+        return write_frame(self._connection, FrameKind.MESSAGE, message)
 
     # As gRPC's calls.
 

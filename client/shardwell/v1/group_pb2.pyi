@@ -22,16 +22,18 @@ class GroupSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., strategy: _Optional[str] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., allow_non_finite: bool = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("member_id", "address", "description", "arena_address")
+    __slots__ = ("member_id", "address", "description", "arena_address", "stream_address")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     ARENA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     address: str
     description: str
     arena_address: str
-    def __init__(self, member_id: _Optional[str] = ..., address: _Optional[str] = ..., description: _Optional[str] = ..., arena_address: _Optional[str] = ...) -> None: ...
+    stream_address: str
+    def __init__(self, member_id: _Optional[str] = ..., address: _Optional[str] = ..., description: _Optional[str] = ..., arena_address: _Optional[str] = ..., stream_address: _Optional[str] = ...) -> None: ...
 
 class UnreachableMember(_message.Message):
     __slots__ = ("rank", "reason")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32
+from shardwell.numerics.codec import CODECS, Bytes, Codec, Computed, Float32, Written
 from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.parameter import ParameterSpec
@@ -86,7 +86,7 @@ class ChunkCodec:
         chunk: types_pb2.Chunk,
         where: Slice,
         chunk_index: int,
-        values: npt.NDArray[Any],
+        values: npt.NDArray[Any] | Computed,
         scratch: Scratch,
         *,
         start: int,
@@ -102,7 +102,7 @@ class ChunkCodec:
             chunk: The Chunk inside `header`; filled in.
             where: The chunk's range in the parameter.
             chunk_index: Its place in the slice.
-            values: (where.size,) floating point, any stride.
+            values: (where.size,) floating point, any stride; or what they are computed from.
             scratch: This thread's.
             start: What its CRC32C begins with: see checksum.py.
             peak: See `Codec.encode`.
@@ -129,15 +129,19 @@ class ChunkCodec:
             chunk.scale_exponent = exponent + exponent_offset
             return checksum.before_payload(start, chunk)
 
-        written = self.codec.encode(
-            values,
-            payload,
-            scratch,
-            allow_non_finite=self._allow_non_finite,
-            peak=peak,
-            is_exact=is_exact and not self._allow_non_finite,
-            start=None if self._lz4 else head,
-        )
+        written: Written | None = None
+        if isinstance(values, Computed) and self._allow_non_finite and not self._lz4:
+            written = self.codec.encode_computed(values, payload, head)
+        if written is None:
+            written = self.codec.encode(
+                values.values() if isinstance(values, Computed) else values,
+                payload,
+                scratch,
+                allow_non_finite=self._allow_non_finite,
+                peak=peak,
+                is_exact=is_exact and not self._allow_non_finite,
+                start=None if self._lz4 else head,
+            )
         chunk.scale_exponent = written.exponent + exponent_offset
         chunk.crc32c = written.crc
         if message is None:

@@ -13,7 +13,7 @@ import pytest
 
 from shardwell.group.transport.peers import Outgoing
 from shardwell.process.shared_memory import HEAD_BYTES, IS_SUPPORTED, OwnMemory
-from shardwell.rpc.arena import BATCH_COUNT, inline_message
+from shardwell.rpc.arena import BATCH_COUNT, payload_of
 from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import messages as framing
@@ -82,22 +82,26 @@ def test_chunks_that_wait_leave_as_one(
 ) -> None:
     """And who goes without the last of them is lost, though it is no more in line."""
     with contextlib.closing(OwnMemory(HEAD_BYTES + 8 * PAYLOAD_SIZE_MAX_BYTES)) as own:
+        context: Any = Context()
+        stream = outgoing.serve(context, own.memory)
+        outgoing.send(b"", 1)
+        assert next(stream) == b""  # it is open, and shares memory
         sent = []
         for index in range(BATCH_COUNT + 1):
             header = pb.ReceiveChunksResponse(call_index=index)
-            message = framing.OutgoingMessage(header, PAYLOAD_SIZE_MAX_BYTES)
-            message.payload[:] = index
-            outgoing.send(message.seal(), 1)
+            room = outgoing.room(PAYLOAD_SIZE_MAX_BYTES)
+            assert room is not None
+            room.memory[:] = index
+            header.chunk.shared.offset, header.chunk.shared.size = room.offset, room.memory.size
+            outgoing.send(header.SerializeToString(), 1, room.memory.size)
             sent.append((index, bytes([index]) * PAYLOAD_SIZE_MAX_BYTES))
-        context: Any = Context()
-        stream = outgoing.serve(context, own.memory)
         left = [next(stream) for _ in range(taken_count)]
         assert own.memory is not None
         found = []
         for message in left:
             for each in framing.split(pb.ReceiveChunksResponse, message):
-                whole, _ = inline_message(pb.ReceiveChunksResponse, each, own.memory)
-                header, payload = framing.parse(pb.ReceiveChunksResponse, whole)
+                header, payload = framing.parse(pb.ReceiveChunksResponse, each)
+                payload = payload_of(header.chunk, payload, own.memory)
                 found.append((header.call_index, payload.tobytes()))
         assert found == sent[: len(found)]
         assert len(found) == (BATCH_COUNT if taken_count == 1 else BATCH_COUNT + 1)

@@ -55,7 +55,10 @@ class Symbols:
         self.order: list[int] = []
         """What was added to sums, in order."""
 
-    def contribution(self, index: int, where: Slice) -> Symbol:
+    def payload_bytes(self, where: Slice) -> int:
+        return where.size
+
+    def contribution(self, index: int, where: Slice, room: None) -> Symbol:
         return Symbol(pb.STAGE_PARTIAL, index, self.own)
 
     def begin(self, where: Slice) -> list[int]:
@@ -67,6 +70,9 @@ class Symbols:
     def opened(self, ranks: int, where: Slice) -> int:
         return ranks
 
+    def kept(self, ranks: int) -> int:
+        return ranks
+
     def combine(
         self, exponent: int, ranks: int, where: Slice, total: list[int] | None = None
     ) -> list[int]:
@@ -76,15 +82,22 @@ class Symbols:
         self.order.append(ranks)
         return total
 
-    def partial(self, index: int, where: Slice, total: list[int]) -> Symbol:
+    def partial(self, index: int, where: Slice, total: list[int], room: None) -> Symbol:
         return Symbol(pb.STAGE_PARTIAL, index, total[0])
 
-    def finish(self, index: int, where: Slice, total: list[int] | None, *, spreads: bool) -> Any:
+    def finish(
+        self, index: int, where: Slice, total: list[int] | None, rooms: list[None]
+    ) -> list[Any]:
         ranks = self.own if total is None else total[0]
         self._write(where, ranks)
-        return Symbol(pb.STAGE_FINAL, index, ranks)
+        return [Symbol(pb.STAGE_FINAL, index, ranks) for _ in rooms]
 
-    def store(self, exponent: int, ranks: int, where: Slice) -> None:
+    def forwarded(
+        self, header: Any, ranks: int, message: Symbol, rooms: list[None]
+    ) -> list[Symbol]:
+        return [message for _ in rooms]
+
+    def store(self, exponent: int, ranks: int, where: Slice, rooms: list[None]) -> None:
         self._write(where, ranks)
 
     def _write(self, where: Slice, ranks: int) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
-from shardwell.numerics.codec import CODECS, Bytes, Float32
-from shardwell.numerics.elementwise import blocks
+from shardwell.numerics.codec import CODECS, Bytes, Computed, Float32
+from shardwell.numerics.elementwise import Code, Operation, add_scaled, blocks, scale
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import divide
 from shardwell.placement.slices import Slice
@@ -21,7 +22,12 @@ from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, IntactChunk, check_chunk
+from shardwell.wire.messages import OutgoingMessage, Room
 
+Total: TypeAlias = Float32 | Computed
+"""A sum: where it lies, or what it is computed from while it is written."""
+_TOTAL, _STORED, _OWN = 0, 2, 3
+"""Places of a total that is computed."""
 _SCALED_PEAK_MIN = 2.0**-90
 """Above it, fp16's scale has room for the factors of a mean, which are 2^-32 at the least."""
 
@@ -75,17 +81,23 @@ class ChunkArithmetic:
         self._factor = factor
         self._divisor = divisor
         self._peaks = peaks or {}
-        self._total: Float32 = np.empty(
-            min(array.size, chunk_element_count(codec_name)), np.float32
-        )
+        element_count = min(array.size, chunk_element_count(codec_name))
+        self._total: Float32 = np.empty(element_count, np.float32)
+        self._written: Bytes = np.empty(element_count * CODECS[codec_name].item_size, np.uint8)
+        """What is written before it goes to shared memory, where it may change."""
 
-    def contribution(self, index: int, where: Slice) -> bytes:
-        """The message with this rank's own values, as a partial sum."""
+    def payload_bytes(self, where: Slice) -> int:
+        """Of a message for a range."""
+        return where.size * self._codec.codec.item_size
+
+    def contribution(self, index: int, where: Slice, room: Room | None = None) -> bytes:
+        """The message with this rank's own values, as a partial sum; its payload in `room`."""
         own, peak = self._own(where), self._peaks.get(index)
         mantissa, exponent = math.frexp(self._factor)
         if mantissa == 0.5 and (self._factor == 1.0 or self._can_scale(peak)):
-            return self._message(pb.STAGE_PARTIAL, index, where, own, peak, exponent - 1)
-        return self._message(pb.STAGE_PARTIAL, index, where, self.begin(where, self._total))
+            return self._message(pb.STAGE_PARTIAL, index, where, own, peak, exponent - 1, room)
+        total = self.begin(where, self._total)
+        return self._message(pb.STAGE_PARTIAL, index, where, total, room=room)
 
     def begin(self, where: Slice, total: Float32 | None = None) -> Float32:
         """A sum that has this rank's own values: new memory, or the beginning of `total`."""
@@ -99,10 +111,15 @@ class ChunkArithmetic:
     def checked(self, header: pb.ReceiveChunksResponse, payload: Bytes) -> IntactChunk:
         """Refuses what was damaged, or is not of this call.
 
+        What can be written to is copied first: the copy stands until the next call of this.
+
         Raises:
             CorruptChunkError: the CRC32C does not fit.
         """
-        return check_chunk(header.chunk, payload, checksum.peer_chunk(self._context, header.stage))
+        start = checksum.peer_chunk(self._context, header.stage)
+        if payload.flags.writeable:
+            return self._codec.check(header.chunk, payload, start, thread_scratch())
+        return check_chunk(header.chunk, payload, start)
 
     def opened(self, intact: IntactChunk, where: Slice) -> Bytes:
         """Checks what came for a range; returns the codec's bytes: a view.
@@ -112,9 +129,13 @@ class ChunkArithmetic:
         """
         return self._codec.open(intact, where)
 
+    def kept(self, stored: Bytes) -> Bytes:
+        """What `opened` returned, to stand as long as it is needed."""
+        return stored.copy() if stored.flags.writeable else stored
+
     def combine(
         self, exponent: int, stored: Bytes, where: Slice, total: Float32 | None = None
-    ) -> Float32:
+    ) -> Total:
         """Adds what came to `total`; without, to this rank's own values, in memory of its own.
 
         The result without `total` stands until the next call of this object.
@@ -124,12 +145,12 @@ class ChunkArithmetic:
         added = self._own(where) if total is None else total
         codec = self._codec.codec
         if self._reduction in (Reduction.SUM, Reduction.MEAN):
-            factor = self._factor if own else 1.0
-            scale = math.ldexp(1.0, exponent)
-            if not factor:
-                codec.decode(stored, exponent, out)
-                return out
-            codec.decode_add(stored, scale, added, factor, out)
+            read = math.ldexp(1.0, exponent)
+            if own:
+                operations = codec.reads(_TOTAL, _STORED, read)
+                operations += add_scaled(_TOTAL, _OWN, self._factor)
+                return Computed(operations, (stored, added), out)
+            codec.decode_add(stored, read, added, 1.0, out)
             return out
         pick = np.maximum if self._reduction is Reduction.MAX else np.minimum
         for start, stop in blocks(where.size):
@@ -138,45 +159,110 @@ class ChunkArithmetic:
             pick(values, added[start:stop], out=out[start:stop])
         return out
 
-    def partial(self, index: int, where: Slice, total: Float32) -> bytes:
-        """The message with a partial sum."""
-        return self._message(pb.STAGE_PARTIAL, index, where, total)
+    def partial(self, index: int, where: Slice, total: Total, room: Room | None = None) -> bytes:
+        """The message with a partial sum; its payload in `room`."""
+        return self._message(pb.STAGE_PARTIAL, index, where, total, room=room)
 
-    def finish(self, index: int, where: Slice, total: Float32 | None, *, spreads: bool) -> bytes:
+    def finish(
+        self, index: int, where: Slice, total: Total | None, rooms: Sequence[Room | None]
+    ) -> list[bytes]:
         """Makes a total final, and writes it to the array.
 
         Args:
             index: The chunk.
             where: Its range.
             total: The sum of all; None: this rank's own values.
-            spreads: Whether other ranks get it, too. Then all, this one included, have what was
-                encoded.
+            rooms: For each other rank that gets it, where the payload goes; None: into the message.
+                Where there are any, all ranks, this one included, have what was encoded.
 
         Returns:
-            The message for the others; nothing if there are none.
+            A message for each of these.
         """
         into = self._own(where)
         peak = self._peaks.get(index) if total is None and self._factor == 1.0 else None
         if total is None:
             total = into if self._factor == 1.0 else self.begin(where, self._total)
         if self._divisor != 1.0:
-            out = self._total[: where.size] if total is into else into
-            if math.frexp(self._divisor)[0] == 0.5:  # a power of two: as exact, and faster
-                np.multiply(total, np.float32(1.0 / self._divisor), out=out)
-            else:
-                divide(total, self._divisor, out)
-            total, peak = out, None
-        message = self._message(pb.STAGE_FINAL, index, where, total, peak) if spreads else b""
-        if message and self._codec.codec.name != "fp32":
-            header, payload = framing.parse(pb.ReceiveChunksResponse, message)
-            self._codec.codec.decode(payload, header.chunk.scale_exponent, into)
-        elif total is not into:
-            np.copyto(into, total)
-        return message
+            total, peak = self._divided(total), None
+        if not rooms:
+            self._settle(total, into)
+            return []
+        header = self._header(pb.STAGE_FINAL)
+        if any(rooms):
+            written = self._written[: self.payload_bytes(where)]
+            self._encode(header, index, where, total, peak, room=Room(0, written))
+        else:
+            message = self._encode(header, index, where, total, peak)
+            _, written = framing.parse(pb.ReceiveChunksResponse, message)
+        if any(rooms) or self._codec.codec.name != "fp32" or total is not into:
+            self.store(header.chunk.scale_exponent, written, where, rooms)
+        return self._for_each(header, written, rooms) if any(rooms) else [message] * len(rooms)
 
-    def store(self, exponent: int, stored: Bytes, where: Slice) -> None:
-        """Writes final values that came to the array."""
-        self._codec.codec.decode(stored, exponent, self._own(where))
+    def forwarded(
+        self,
+        header: pb.ReceiveChunksResponse,
+        stored: Bytes,
+        message: bytes,
+        rooms: Sequence[Room | None],
+    ) -> list[bytes]:
+        """The messages that send on what came, and was stored.
+
+        Args:
+            header: What came.
+            stored: See `opened`.
+            message: All that came; without payload where that is in shared memory.
+            rooms: See `finish`.
+        """
+        if any(rooms) or header.chunk.HasField("shared"):
+            return self._for_each(header, stored, rooms)
+        return [message] * len(rooms)
+
+    def store(
+        self, exponent: int, stored: Bytes, where: Slice, rooms: Sequence[Room | None] = ()
+    ) -> None:
+        """Writes final values that came to the array, and as they are to rooms for other ranks."""
+        copies = [room.memory for room in rooms if room is not None]
+        self._codec.codec.decode(stored, exponent, self._own(where), copies)
+
+    def _divided(self, total: Total) -> Total:
+        """The mean of a total, in other memory than the array."""
+        is_power = math.frexp(self._divisor)[0] == 0.5  # as exact as to divide, and faster
+        if isinstance(total, Computed):
+            mean = Operation(Code.MEAN, _TOTAL, divisor=self._divisor)
+            more = scale(_TOTAL, 1.0 / self._divisor) if is_power else (mean,)
+            return total._replace(operations=total.operations + more)
+        out = self._total[: total.size]
+        if is_power:
+            np.multiply(total, np.float32(1.0 / self._divisor), out=out)
+        elif np.may_share_memory(total, out):
+            divide(total.copy(), self._divisor, out)
+        else:
+            divide(total, self._divisor, out)
+        return out
+
+    def _settle(self, total: Total, into: Float32) -> None:
+        """Writes to the array what no other rank gets."""
+        values = total.values() if isinstance(total, Computed) else total
+        if values is not into:
+            np.copyto(into, values)
+
+    def _for_each(
+        self, header: pb.ReceiveChunksResponse, payload: Bytes, rooms: Sequence[Room | None]
+    ) -> list[bytes]:
+        """One message for each room, which has the payload; `header` is changed."""
+        whole, messages = b"", []
+        for room in rooms:
+            if room is not None:
+                header.chunk.shared.offset, header.chunk.shared.size = room.offset, payload.size
+                messages.append(bytes(header.SerializeToString()))
+                continue
+            if not whole:
+                header.chunk.ClearField("shared")
+                inline = OutgoingMessage(header, payload.size)
+                inline.payload[:] = payload
+                whole = inline.seal()
+            messages.append(whole)
+        return messages
 
     def _own(self, where: Slice) -> Float32:
         return self._array[where.offset : where.stop]
@@ -190,11 +276,27 @@ class ChunkArithmetic:
         stage: pb.Stage,
         index: int,
         where: Slice,
-        values: Float32,
+        values: Total,
         peak: float | None = None,
         exponent_offset: int = 0,
+        room: Room | None = None,
     ) -> bytes:
-        header = pb.ReceiveChunksResponse(call_index=self._call_index, stage=stage)
+        header = self._header(stage)
+        return self._encode(header, index, where, values, peak, exponent_offset, room)
+
+    def _header(self, stage: pb.Stage) -> pb.ReceiveChunksResponse:
+        return pb.ReceiveChunksResponse(call_index=self._call_index, stage=stage)
+
+    def _encode(
+        self,
+        header: pb.ReceiveChunksResponse,
+        index: int,
+        where: Slice,
+        values: Total,
+        peak: float | None = None,
+        exponent_offset: int = 0,
+        room: Room | None = None,
+    ) -> bytes:
         return self._codec.encode(
             header,
             header.chunk,
@@ -202,7 +304,8 @@ class ChunkArithmetic:
             index,
             values,
             thread_scratch(),
-            start=checksum.peer_chunk(self._context, stage),
+            start=checksum.peer_chunk(self._context, header.stage),
             peak=peak,
             exponent_offset=exponent_offset,
+            room=room,
         )

@@ -11,14 +11,16 @@ rank is to receive of the rows up to i - W has come. Hence
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardwell.errors import CorruptChunkError, ShardwellError
-from shardwell.group.schedule.arithmetic import ChunkArithmetic
+from shardwell.group.schedule.arithmetic import ChunkArithmetic, Total
 from shardwell.group.schedule.plan import Plan, Role
 from shardwell.numerics.codec import Bytes, Float32
 from shardwell.placement.slices import Slice
 from shardwell.v1 import peer_pb2 as pb
+from shardwell.wire.messages import Room
 
 WINDOW_ROW_COUNT = 4
 """W above. Enough to keep a link busy while a chunk is on its way around; 4 MiB a segment."""
@@ -32,11 +34,13 @@ class Arrival(NamedTuple):
     header: pb.ReceiveChunksResponse
     """What it says of itself, without the payload."""
     payload: Bytes
-    """The encoded values."""
+    """The encoded values; what can be written to is shared memory, and may change."""
     message: bytes
-    """All of it, to be sent on as it is."""
+    """All of it, to be sent on as it is; without the payload where that is shared."""
     shared_bytes: int = 0
     """How many bytes of it came through shared memory."""
+    release: Callable[[], None] | None = None
+    """Gives the shared memory back; after it, `payload` is not looked at any more."""
 
 
 class Sending(NamedTuple):
@@ -48,6 +52,18 @@ class Sending(NamedTuple):
     """All of it."""
     element_count: int
     """Values in it."""
+    shared_bytes: int = 0
+    """Of its payload, where that is in shared memory."""
+
+
+RoomOf = Callable[[int, int], Room | None]
+"""Where a payload for a rank goes, of so many bytes; None: into its message. Who asks uses it, and
+sends the message before any other to that rank."""
+
+
+def no_room(rank: int, size_bytes: int) -> Room | None:
+    """All payloads go into their messages."""
+    return None
 
 
 class _Sum:
@@ -67,11 +83,17 @@ class Collective:
         plan: This rank's.
         arithmetic: Over this rank's array.
         window_row_count: See the module.
+        room_of: Says what goes through shared memory.
     """
 
     def __init__(
-        self, plan: Plan, arithmetic: ChunkArithmetic, window_row_count: int = WINDOW_ROW_COUNT
+        self,
+        plan: Plan,
+        arithmetic: ChunkArithmetic,
+        window_row_count: int = WINDOW_ROW_COUNT,
+        room_of: RoomOf = no_room,
     ) -> None:
+        self._room_of = room_of
         self._plan = plan
         self._arithmetic = arithmetic
         self._window_row_count = window_row_count
@@ -119,9 +141,9 @@ class Collective:
             return self._finish(index, where, role, None)
         assert role.inflow is not None
         assert role.inflow.target is not None
-        return [
-            Sending(role.inflow.target, self._arithmetic.contribution(index, where), where.size)
-        ]
+        (room,) = rooms = self._rooms((role.inflow.target,), where)
+        message = self._arithmetic.contribution(index, where, room)
+        return _sendings((role.inflow.target,), [message], rooms, where)
 
     def receive(self, arrival: Arrival) -> list[Sending]:
         """Takes a message; returns what is to be sent because of it.
@@ -169,9 +191,14 @@ class Collective:
     def _take_final(
         self, arrival: Arrival, stored: Bytes, where: Slice, role: Role
     ) -> list[Sending]:
-        self._arithmetic.store(arrival.header.chunk.scale_exponent, stored, where)
         assert role.outflow is not None
-        return [Sending(target, arrival.message, where.size) for target in role.outflow.targets]
+        targets = role.outflow.targets
+        rooms = self._rooms(targets, where)
+        self._arithmetic.store(arrival.header.chunk.scale_exponent, stored, where, rooms)
+        if not targets:
+            return []
+        messages = self._arithmetic.forwarded(arrival.header, stored, arrival.message, rooms)
+        return _sendings(targets, messages, rooms, where)
 
     def _take_partial(
         self, arrival: Arrival, stored: Bytes, where: Slice, role: Role
@@ -185,6 +212,8 @@ class Collective:
         under_way = self._sums.get(index)
         if under_way is None:
             under_way = self._sums[index] = _Sum(self._arithmetic.begin(where))
+        if sources[under_way.added_count] != arrival.rank:
+            stored = self._arithmetic.kept(stored)
         under_way.early[arrival.rank] = (exponent, stored)
         while under_way.added_count < len(sources):
             due = under_way.early.pop(sources[under_way.added_count], None)
@@ -195,17 +224,24 @@ class Collective:
         del self._sums[index]
         return self._pass_on(index, where, role, under_way.total)
 
-    def _pass_on(self, index: int, where: Slice, role: Role, total: Float32) -> list[Sending]:
+    def _pass_on(self, index: int, where: Slice, role: Role, total: Total) -> list[Sending]:
         assert role.inflow is not None
-        if role.inflow.target is None:
+        target = role.inflow.target
+        if target is None:
             return self._finish(index, where, role, total)
-        message = self._arithmetic.partial(index, where, total)
-        return [Sending(role.inflow.target, message, where.size)]
+        (room,) = rooms = self._rooms((target,), where)
+        message = self._arithmetic.partial(index, where, total, room)
+        return _sendings((target,), [message], rooms, where)
 
-    def _finish(self, index: int, where: Slice, role: Role, total: Float32 | None) -> list[Sending]:
+    def _finish(self, index: int, where: Slice, role: Role, total: Total | None) -> list[Sending]:
         targets = () if role.outflow is None else role.outflow.targets
-        message = self._arithmetic.finish(index, where, total, spreads=bool(targets))
-        return [Sending(target, message, where.size) for target in targets]
+        rooms = self._rooms(targets, where)
+        messages = self._arithmetic.finish(index, where, total, rooms)
+        return _sendings(targets, messages, rooms, where)
+
+    def _rooms(self, targets: tuple[int, ...], where: Slice) -> list[Room | None]:
+        size_bytes = self._arithmetic.payload_bytes(where)
+        return [self._room_of(target, size_bytes) for target in targets]
 
     def _chunk(self, index: int) -> tuple[Slice, Role]:
         where, segment, _ = self._plan.chunks[index]
@@ -225,3 +261,12 @@ class Collective:
             f"chunk {header.chunk.chunk_index} ({stage}) of call {header.call_index} "
             f"({self._plan.operation.value}): {why}"
         )
+
+
+def _sendings(
+    targets: tuple[int, ...], messages: list[bytes], rooms: Sequence[Room | None], where: Slice
+) -> list[Sending]:
+    return [
+        Sending(target, message, where.size, 0 if room is None else room.memory.size)
+        for target, message, room in zip(targets, messages, rooms, strict=True)
+    ]

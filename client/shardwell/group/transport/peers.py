@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import queue
+import select
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, ShardwellError
+from shardwell.group.inbox import Inbox
+from shardwell.group.transport import links
+from shardwell.group.transport.links import Link
+from shardwell.numerics.codec import Bytes
 from shardwell.process.shared_memory import HEAD_BYTES, SharedMemory
+from shardwell.process.unix_sockets import connected
 from shardwell.rpc import arena
-from shardwell.rpc.arena import BATCH_COUNT, Arenas, inline_message, shared_message
+from shardwell.rpc.arena import BATCH_COUNT, Arenas
 from shardwell.rpc.channel import Channel
 from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.error_codes import from_rpc_error
+from shardwell.rpc.neighbour import Neighbour
 from shardwell.rpc.options import unary_stub
 from shardwell.rpc.tls import TlsFiles
+from shardwell.rpc.unix_call import UnixCall, UnixCalls
 from shardwell.traffic import Traffic
 from shardwell.v1 import arena_pb2, group_pb2, peer_pb2
 from shardwell.v1 import peer_pb2 as pb
@@ -33,13 +42,17 @@ LEAVE_TIMEOUT_S = 60.0
 """How long a rank that leaves waits until the others have received what it sent."""
 
 SERVICE_NAME = peer_pb2.DESCRIPTOR.services_by_name["PeerService"].full_name
+RECEIVE_CHUNKS = f"/{SERVICE_NAME}/ReceiveChunks"
+
+_ACCEPT_S = 2.0
+"""How long a member on this machine may take to accept a stream over its Unix socket."""
+_LOG = logging.getLogger("shardwell.group")
 
 _PLACE_COUNT = 8
 """Payloads that may lie between two ranks at once; further ones go over the network."""
 _COPIED = 2
 """Which number of the memory's head counts those that the reader has copied."""
 _LAST = pb.ReceiveChunksResponse(last=True).SerializeToString()
-_LAST_SIZE_MAX_BYTES = 64
 
 
 class Peer:
@@ -60,6 +73,8 @@ class Peer:
             is_wanted=same_host,
         )
         """Memory to be shared with it, if it is on this machine."""
+        is_wanted = same_host and links.IS_SUPPORTED
+        self._streams = Neighbour(member.stream_address, is_wanted=is_wanted)
         self._connection = Channel(member.address, Credentials(tls))
         self._channel = self._connection.current
         self.agree: Any = self._channel.stream_stream(
@@ -68,7 +83,7 @@ class Peer:
             response_deserializer=pb.AgreeResponse.FromString,
         )
         self.receive_chunks: Any = self._channel.unary_stream(
-            f"/{SERVICE_NAME}/ReceiveChunks",
+            RECEIVE_CHUNKS,
             request_serializer=pb.ReceiveChunksRequest.SerializeToString,
         )
 
@@ -93,6 +108,28 @@ class Peer:
         except ValueError as error:  # what gRPC raises for a closed channel
             raise ClosedError(f"the connection was closed ({error})") from None
 
+    def link(self) -> UnixCall | None:
+        """A call of ReceiveChunks that is accepted, on this machine; None: there is none.
+
+        Blocks, for a few seconds at the most.
+        """
+        if not self._streams.is_there:
+            return None
+        try:
+            connection = connected(self._streams.address, socket.SOCK_STREAM, _ACCEPT_S)
+            call = UnixCall(connection, RECEIVE_CHUNKS, UnixCalls())
+            answers = select.poll()
+            answers.register(connection, select.POLLIN)
+            if answers.poll(_ACCEPT_S * 1000) and call.read() == links.ACCEPTED:
+                return call
+            call.cancel()
+            why = "it did not accept the stream"
+        except (OSError, grpc.RpcError) as error:
+            why = str(error)
+        self._streams.pause()
+        _LOG.debug("the worker at %s is called over the network: %s", self.member.address, why)
+        return None
+
     def close(self) -> None:
         """Ends the connection and every call on it."""
         self._connection.close()
@@ -110,12 +147,18 @@ class Outgoing:
         self._on_failure = on_failure
         self._traffic = traffic
         # Bounded by the calls: see `group/schedule/collective.py`, and `await_room`.
-        self._messages: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[bytes, int, int] | None] = queue.SimpleQueue()
+        self._places: _Places | None = None
+        """Once the stream is open, if it shares memory; the engine's thread alone puts there."""
         self._changed = threading.Condition()
-        self._sent_count = 0
-        """Written by the engine's thread alone."""
+        self._link: Link | None = None
+        """Once the stream is open, if it is one: short messages need not go through the queue."""
+        self._queued_count = 0
+        """Messages that the stream's thread is to send; written by the engine's thread alone."""
         self._taken_count = 0
-        """Written by the stream's thread alone."""
+        """Of these, those that it has taken; written by the stream's thread alone."""
+        self._written_count = 0
+        """Of these, those that have left; written by the stream's thread alone."""
         self._waits_for_room = False
         self._is_open = False
         self._is_cut = False
@@ -123,10 +166,27 @@ class Outgoing:
         """Whether what was sent is all there is."""
         self._has_ended = threading.Event()
 
-    def send(self, message: bytes, element_count: int) -> None:
-        """Sends a chunk; does not block."""
-        self._sent_count += 1
-        self._messages.put((message, element_count))
+    def room(self, size_bytes: int) -> Room | None:
+        """Where the payload of the next chunk that is sent goes; None: into its message.
+
+        For whoever sends.
+        """
+        places = self._places
+        return None if places is None else places.room(size_bytes)
+
+    def send(self, message: bytes, element_count: int, shared_bytes: int = 0) -> None:
+        """Sends a chunk, of whose payload so many bytes are in a room; does not block."""
+        link = self._link
+        if (
+            link is not None
+            and self._queued_count == self._written_count
+            and len(message) <= links.SHORT_BYTES_MAX
+            and link.write_now(message)
+        ):
+            self._traffic.add_sent(len(message) + shared_bytes, element_count, shared_bytes)
+            return
+        self._queued_count += 1
+        self._messages.put((message, element_count, shared_bytes))
 
     def await_room(self, timeout_s: float) -> bool:
         """Blocks while many chunks wait to be sent; whether there is room now."""
@@ -139,7 +199,7 @@ class Outgoing:
         return has_room
 
     def serve(
-        self, context: grpc.ServicerContext, memory: SharedMemory | None = None
+        self, context: grpc.ServicerContext | Link, memory: SharedMemory | None = None
     ) -> Iterator[bytes]:
         """The stream that the other rank opened, and the memory that it shares, if it does.
 
@@ -150,7 +210,10 @@ class Outgoing:
             if self._is_open:
                 raise ArgumentError("this rank has a stream of chunks already")
             self._is_open = True
-        places = None if memory is None else _Places(memory)
+        if memory is not None and not self._is_cut:
+            self._places = _Places(memory)
+        if isinstance(context, Link):
+            self._link = context
         if not context.add_callback(self._ended):
             self._ended()
         held: list[bytes] = []
@@ -159,29 +222,26 @@ class Outgoing:
                 entry = self._messages.get_nowait()
             except queue.Empty:
                 if held:
-                    yield self._leaving(held)
+                    yield from self._leaving(held)
                 entry = self._messages.get()
             if entry is None:
                 break
-            message, element_count = entry
-            size_bytes, shared_bytes = len(message), 0
-            if places is not None:
-                message, shared_bytes = places.put(message)
-            self._traffic.add_sent(size_bytes, element_count, shared_bytes)
+            message, element_count, shared_bytes = entry
+            self._traffic.add_sent(len(message) + shared_bytes, element_count, shared_bytes)
             if held and (not shared_bytes or len(held) == BATCH_COUNT):
-                yield self._leaving(held)
+                yield from self._leaving(held)
             if shared_bytes:
                 held.append(message)
             else:
-                yield self._leaving([message])
+                yield from self._leaving([message])
         if held:
-            yield self._leaving(held)
+            yield from self._leaving(held)
         # A rank that opens its stream when all is done, and this rank about to leave, is told that.
         if self._is_finished or not self._is_cut:
             yield _LAST
             self._has_ended.wait(LEAVE_TIMEOUT_S)
 
-    def _leaving(self, messages: list[bytes]) -> bytes:
+    def _leaving(self, messages: list[bytes]) -> Iterator[bytes]:
         """Messages as one, counted; the list is empty then."""
         self._taken_count += len(messages)
         if self._waits_for_room:
@@ -189,7 +249,8 @@ class Outgoing:
                 self._changed.notify_all()
         message = framing.joined(pb.ReceiveChunksResponse, messages)
         messages.clear()
-        return message
+        yield message
+        self._written_count = self._taken_count
 
     def finish(self) -> None:
         """Nothing more is sent; does not block."""
@@ -198,7 +259,7 @@ class Outgoing:
 
     def await_received(self, timeout_s: float) -> None:
         """After `finish`: waits until all has been received, at most so long; ends the stream."""
-        if self._is_open or self._sent_count > self._taken_count:
+        if self._is_open or self._queued_count > self._taken_count:
             self._has_ended.wait(timeout_s)
         self.cut()
 
@@ -209,38 +270,48 @@ class Outgoing:
             self._changed.notify_all()
         self._messages.put(None)
         self._has_ended.set()
+        self._places = None
 
     def _has_room(self) -> bool:
-        return self._is_cut or self._sent_count - self._taken_count < PENDING_COUNT_MAX
+        return self._is_cut or self._queued_count - self._taken_count < PENDING_COUNT_MAX
 
     def _ended(self) -> None:
         """The stream is over, because the other rank has everything, or is gone."""
         # The mark of `finish` may not be taken yet.
-        finished = self._taken_count == self._sent_count or self._is_cut
+        finished = self._taken_count == self._queued_count or self._is_cut
         self._messages.put(None)
         self._has_ended.set()
+        self._places = None
         if not finished:
             self._on_failure("it no longer takes what is sent to it")
 
 
 class Incoming:
-    """The stream of chunks from one rank of a generation, and the thread that reads it.
+    """The stream of chunks from one rank of a generation.
+
+    A thread opens it, and reads it, unless it is a Unix socket's, which the inbox reads.
 
     Args:
         peer: The member that has the rank.
         opening: What its server is told.
-        take: Called with each message, and how many bytes of it came through shared memory.
+        take: Called with each message, and whether it may wait.
         on_failure: Called when the stream breaks; with what happened.
+        inbox: What reads Unix sockets.
+        is_full: Whether it is to wait until something was taken.
     """
 
     def __init__(
         self,
         peer: Peer,
         opening: pb.PeerOpen,
-        take: Callable[[bytes, int], None],
+        take: Callable[[Received, bool], None],
         on_failure: Callable[[str], None],
+        inbox: Inbox,
+        is_full: Callable[[], bool],
     ) -> None:
         self._take = take
+        self._inbox = inbox
+        self._is_full = is_full
         self._on_failure = on_failure
         self._peer = peer
         self._opening = opening
@@ -266,26 +337,71 @@ class Incoming:
         self.cut()
         self._thread.join()
 
-    def _begun(self) -> Any:
-        """The stream; None: it was cut before there was one."""
+    @property
+    def is_full(self) -> bool:
+        """See `Source`."""
+        return self._is_full()
+
+    def receive(self) -> bool:
+        """See `Source`."""
+        link: UnixCall = self._call
+        link.receive()
+        return self._guarded(lambda: self._take_all(link))
+
+    def _take_all(self, link: UnixCall) -> bool:
+        while link.has_come:
+            if not self._taken(link.read(), waits=False):
+                return False
+        return True
+
+    def _begun(self) -> Iterator[bytes]:
+        """The messages of the stream, where it is gRPC's."""
         shared = self._peer.arenas.arena(_PLACE_COUNT * PAYLOAD_SIZE_MAX_BYTES)
         request = pb.ReceiveChunksRequest(open=self._opening)
         if shared is not None:
             self._memory, request.arena = shared.memory, shared.token
+        link = self._peer.link() if self._inbox.open() else None
         with self._lock:
             if not self._is_cut:
-                self._call = self._peer.receive_chunks(request)
-            return self._call
+                self._call = self._peer.receive_chunks(request) if link is None else link
+        if self._call is None:
+            if link is not None:
+                link.cancel()
+        elif link is None:
+            yield from self._call
+        else:
+            link.send(iter([request.SerializeToString()]), lambda _: None, is_short=True)
+            self._inbox.add(link.file, self)
 
     def _read(self) -> None:
+        self._guarded(self._read_all)
+
+    def _read_all(self) -> bool:
+        for message in self._begun():
+            if not self._taken(message, waits=True):
+                return True
+        return isinstance(self._call, UnixCall)
+
+    def _taken(self, message: bytes, *, waits: bool) -> bool:
+        """Takes a message; False: it is the last."""
+        header, payload = framing.parse(pb.ReceiveChunksResponse, message)
+        if header.last:
+            self.cut()
+            return False
+        if not header.batch:
+            self._take(self._received(header, payload, message), waits)
+            return True
+        for each in framing.split(pb.ReceiveChunksResponse, message):
+            header, payload = framing.parse(pb.ReceiveChunksResponse, each)
+            self._take(self._received(header, payload, each), waits)
+        return True
+
+    def _guarded(self, act: Callable[[], bool]) -> bool:
+        """Does what reads; whether it goes on. Where it fails, whoever has to know is told."""
         why = "it ended its stream"
         try:
-            for message in self._begun() or ():
-                if len(message) <= _LAST_SIZE_MAX_BYTES and _is_last(message):
-                    self.cut()
-                    return
-                for each in framing.split(pb.ReceiveChunksResponse, message):
-                    self._take(*self._whole(each))
+            if act():
+                return True
         except grpc.RpcError as error:
             why = str(error.details() or error.code().name)[:200]
         except ShardwellError as error:
@@ -294,16 +410,32 @@ class Incoming:
             why = f"{type(error).__name__}: {error}"[:200]
         if not self._is_cut:
             self._on_failure(why)
+        return False
 
-    def _whole(self, message: bytes) -> tuple[bytes, int]:
-        """A message with its payload, and how many bytes of it were shared."""
-        if self._memory is None:
-            return message, 0
-        message, shared_bytes = inline_message(pb.ReceiveChunksResponse, message, self._memory)
-        if shared_bytes:
-            self._copied_count += 1
-            self._memory.set_number(_COPIED, self._copied_count)
-        return message, shared_bytes
+    def _received(
+        self, header: pb.ReceiveChunksResponse, payload: Bytes, message: bytes
+    ) -> Received:
+        """A message and its payload, wherever that is."""
+        if not header.chunk.HasField("shared"):
+            return Received(header, payload, message)
+        payload = arena.payload_of(header.chunk, payload, self._memory)
+        return Received(header, payload, message, payload.size, self._release)
+
+    def _release(self) -> None:
+        """The payload that came before all others that were not released has been copied."""
+        assert self._memory is not None
+        self._copied_count += 1
+        self._memory.set_number(_COPIED, self._copied_count)
+
+
+class Received(NamedTuple):
+    """A message from another rank: see `Arrival`."""
+
+    header: pb.ReceiveChunksResponse
+    payload: Bytes
+    message: bytes
+    shared_bytes: int = 0
+    release: Callable[[], None] | None = None
 
 
 class _Places:
@@ -314,20 +446,13 @@ class _Places:
         self._count = (memory.size_bytes - HEAD_BYTES) // PAYLOAD_SIZE_MAX_BYTES
         self._put_count = 0
 
-    def put(self, message: bytes) -> tuple[bytes, int]:
-        """The message without its payload, and how many bytes that has; or as it is."""
+    def room(self, size_bytes: int) -> Room | None:
+        """Where the next payload goes; None: it is small, or no place is free."""
+        if size_bytes < arena.SHARED_BYTES_MIN:
+            return None
         under_way_count = self._put_count - self._memory.number(_COPIED)
-        if len(message) < arena.SHARED_BYTES_MIN or not 0 <= under_way_count < self._count:
-            return message, 0
+        if not 0 <= under_way_count < self._count:
+            return None
         offset = HEAD_BYTES + self._put_count % self._count * PAYLOAD_SIZE_MAX_BYTES
-        room = Room(offset, self._memory.view(offset, PAYLOAD_SIZE_MAX_BYTES))
-        message, shared_bytes = shared_message(pb.ReceiveChunksResponse, message, lambda size: room)
-        self._put_count += bool(shared_bytes)
-        return message, shared_bytes
-
-
-def _is_last(message: bytes) -> bool:
-    try:
-        return bool(pb.ReceiveChunksResponse.FromString(message).last)
-    except DecodeError:
-        return False  # whoever takes it says what is wrong
+        self._put_count += 1
+        return Room(offset, self._memory.view(offset, size_bytes))

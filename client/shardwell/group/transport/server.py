@@ -16,17 +16,20 @@ from google.protobuf.message import DecodeError
 
 from shardwell.errors import (
     ArgumentError,
+    CorruptChunkError,
     LimitError,
     ShardUnavailableError,
     WorkerLostError,
     WorkerUnreachableError,
 )
 from shardwell.group.generation import Generation
-from shardwell.group.transport.peers import SERVICE_NAME
+from shardwell.group.transport.links import Link, Links
+from shardwell.group.transport.peers import RECEIVE_CHUNKS, SERVICE_NAME
 from shardwell.process.daemon_threads import DaemonThreads
 from shardwell.rpc.arena import ARENA_BYTES_MAX
 from shardwell.rpc.arena_offers import ArenaOffers
-from shardwell.rpc.handlers import Handlers, parsed
+from shardwell.rpc.error_codes import Status
+from shardwell.rpc.handlers import Handlers, parsed, status_of
 from shardwell.rpc.options import check_fork, listen_on, server_options
 from shardwell.rpc.tls import TlsFiles
 from shardwell.v1 import arena_pb2
@@ -169,6 +172,8 @@ class PeerServer:
         self.arenas = ArenaOffers(self._check_offer, bytes_max=size * ARENA_BYTES_MAX, log=_LOG)
         """Memory that other members share."""
         self._threads = DaemonThreads(thread_count, "shardwell-peer")
+        self.links = Links(self._serve_link, self._threads, 2 * size, _LOG)
+        """Streams of members on this machine."""
         pool: Any = self._threads  # any executor will do, whatever gRPC's types say
         self._server = grpc.server(
             pool,
@@ -191,6 +196,7 @@ class PeerServer:
         # Whoever is on this machine may read the name of a socket.
         name = hashlib.blake2b(member_id.encode(), digest_size=16).hexdigest()
         self.arenas.start(same_host, f"shardwell-{name}")
+        self.links.start(same_host, f"shardwell-{name}-streams")
 
     def begin(self, generation: Generation | None) -> None:
         """Takes streams of this generation from now on, and no others."""
@@ -203,6 +209,7 @@ class PeerServer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self.links.close()
         self._server.stop(_GRACE_S).wait()
         self.arenas.close()
         self._threads.shutdown()
@@ -239,8 +246,25 @@ class PeerServer:
             generation = self._generation_of(first.open)
             yield from generation.serve_agreement(first.open, _with_event(first, requests), context)
 
+    def _serve_link(self, link: Link) -> None:
+        """ReceiveChunks over a Unix socket."""
+        try:
+            with self._opening(link):
+                method = link.opened().method
+                if method != RECEIVE_CHUNKS:
+                    raise ArgumentError(f"{method!r:.80} is not to be called here")
+                request = pb.ReceiveChunksRequest.FromString(link.accept())
+            for message in self._receive_chunks(request, link):
+                if not link.write(message):
+                    return
+            link.end(Status(grpc.StatusCode.OK, "", ()))
+        except (OSError, DecodeError, CorruptChunkError) as error:
+            _LOG.debug("a stream of this machine is broken: %s", error)
+        except Exception as error:
+            link.end(status_of(error, _LOG, shard_index=None, place="worker", peer="unix:"))
+
     def _receive_chunks(
-        self, request: pb.ReceiveChunksRequest, context: grpc.ServicerContext
+        self, request: pb.ReceiveChunksRequest, context: grpc.ServicerContext | Link
     ) -> Iterator[bytes]:
         memory = self.arenas.take(request.arena) if request.arena else None
         generation = self._generation_of(request.open)
@@ -251,7 +275,7 @@ class PeerServer:
             raise WorkerUnreachableError("another worker answers here")
 
     @contextlib.contextmanager
-    def _opening(self, context: grpc.ServicerContext) -> Iterator[None]:
+    def _opening(self, context: grpc.ServicerContext | Link) -> Iterator[None]:
         """Bounds how long a stream, and how many of them, may be open without saying who it is.
 
         Raises:
@@ -320,5 +344,5 @@ def _with_event(
     yield from rest
 
 
-def _cancel(context: grpc.ServicerContext) -> None:
+def _cancel(context: grpc.ServicerContext | Link) -> None:
     context.cancel()

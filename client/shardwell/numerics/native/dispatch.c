@@ -102,6 +102,7 @@ static const struct sizes SIZES[CODE_COUNT] = {
 };
 
 enum { OPERATION_COUNT = 32, OWN_COUNT = 3 };
+enum { CACHED_BYTES = 16 * 1024, LINE = 64 }; /* half of a small first-level cache; elements of a few lines */
 
 struct arrays {
   uint64_t address[ARRAY_COUNT]; /* 0: a temporary, of which there are OWN_COUNT at the most */
@@ -139,6 +140,16 @@ static int takes_block(const struct arrays *arrays, uint8_t owners[], int *count
   return 1;
 }
 
+/* Elements of a block of a list that checks. The end of a CRC costs as much as 2 KiB of it, so they
+   are as many as the first-level cache holds of all places together. */
+static size_t checked_block(const uint8_t bytes[], int own_count) {
+  size_t all = 0, most = OWN_COUNT * BLOCK / (size_t)(own_count > 0 ? own_count : 1);
+  for (int i = 0; i < ARRAY_COUNT; i++) all += bytes[i];
+  size_t block = CACHED_BYTES / all / LINE * LINE;
+  block = block < BLOCK / 2 ? BLOCK / 2 : block;
+  return block < most ? block : most;
+}
+
 /* Runs all operations on elements [start, stop) of all arrays.
 
    Returns the largest magnitude that operations saw which look, as bits, of which there are 31, and
@@ -151,6 +162,7 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, const
   struct operation operations[OPERATION_COUNT];
   struct arrays arrays;
   struct places places = {&arrays, {NULL}};
+  uint8_t bytes[ARRAY_COUNT] = {0}; /* of an element, by place */
   int own_count = 0, checks = 0;
   run_block *run = VARIANTS[chosen()];
   if (run == NULL || operation_count > OPERATION_COUNT || start > stop) return -1;
@@ -168,10 +180,12 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, const
         !takes_block(&arrays, owners, &own_count, each->from, sizes->from) ||
         !takes_block(&arrays, owners, &own_count, each->by, sizes->by))
       return -1;
+    if (sizes->to != 0) bytes[each->to] = sizes->to;
+    if (sizes->from != 0) bytes[each->from] = sizes->from;
+    if (sizes->by != 0) bytes[each->by] = sizes->by;
   }
   if (checks && chosen_crc() == NULL) return -1;
-  /* The end of a CRC costs as much as half of it over a block, so these are longer where it may be. */
-  const size_t block = !checks ? BLOCK : OWN_COUNT * BLOCK / (own_count > 0 ? own_count : 1);
+  const size_t block = checks ? checked_block(bytes, own_count) : BLOCK;
   for (int i = 0; i < own_count; i++) places.own[owners[i]] = own + i * block;
   uint32_t largest = 0, inside = ~crc;
   for (uint64_t first = start; first < stop; first += block) {

@@ -1,0 +1,309 @@
+"""Goal: ranks of one machine send chunks over a Unix socket, and nobody notices where they do not.
+
+Method: real groups, with the socket and without, bit for bit; a socket that refuses, is silent, or
+ends where the other side expected to be served; strangers that open links by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.group.ranks import error_of, joined, on_ranks
+from harness.polling import PATIENCE_S, eventually
+from shardwell.errors import WorkerLostError
+from shardwell.group.transport import links, server
+from shardwell.group.transport.links import ACCEPTED, Link, Links
+from shardwell.group.transport.peers import RECEIVE_CHUNKS, Outgoing
+from shardwell.process.unix_sockets import connected
+from shardwell.rpc.arena import Arenas
+from shardwell.v1 import peer_pb2 as pb
+from shardwell.v1 import unix_stream_pb2
+from shardwell.wire.frames import FrameKind, FrameReader, head
+
+pytestmark = [
+    pytest.mark.same_host,
+    pytest.mark.skipif(not links.IS_SUPPORTED, reason="the system tells no ends of sockets"),
+]
+SIZE = 2_500_000
+"""5 MB of fp16: more than a socket's buffer, and a few chunks of each rank."""
+
+
+def values(rank: int, size: int = SIZE) -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(size, np.float32)
+
+
+def link_count(group: shardwell.Group) -> int:
+    """Ranks to which it sends over a Unix socket."""
+    outgoing = group._generation._outgoing.values()
+    return sum(each._link is not None for each in outgoing)
+
+
+def reduced(place: str, size: int, **options: Any) -> tuple[list[np.ndarray], int]:
+    """What a few calls of all kinds come to on rank 0, and how many links there are."""
+
+    def work(group: shardwell.Group) -> tuple[list[np.ndarray], int]:
+        found = []
+        for element_count in (SIZE, 10):
+            for call in (
+                lambda array: group.all_reduce(array, op="mean", sample_count=group.rank + 1),
+                lambda array: group.broadcast(array, root=1),
+                group.all_gather,
+            ):
+                array = values(group.rank, element_count)
+                call(array)
+                found.append(array)
+        return found, link_count(group)
+
+    results = on_ranks(size, place, work, **options)
+    for found, _ in results[1:]:
+        for one, other in zip(results[0][0], found, strict=True):
+            np.testing.assert_array_equal(one, other)
+    return results[0][0], sum(count for _, count in results)
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture
+def place(cluster) -> str:
+    return str(cluster(1).target)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "tree(arity=2)", "centralized"])
+@pytest.mark.parametrize("codec", ["fp16", "fp32"])
+def test_results_are_those_of_the_network(place, strategy, codec) -> None:
+    options = {"strategy": strategy, "codec": codec}
+    expected, count = reduced(place, 3, same_host=False, **options)
+    assert count == 0
+    found, count = reduced(place, 3, **options)
+    assert count >= 3
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "centralized"])
+def test_payloads_may_go_over_the_socket(place, monkeypatch, strategy) -> None:
+    """Where there is no memory to share: messages that the socket takes in part."""
+    expected, _ = reduced(place, 3, same_host=False, strategy=strategy)
+    monkeypatch.setattr(Arenas, "arena", lambda *_: None)
+    found, count = reduced(place, 3, strategy=strategy)
+    assert count >= 3
+    assert_same(found, expected)
+
+
+def silent(link: Link) -> bytes:
+    """Reads all that comes, and accepts nothing."""
+    link._read(FrameKind.MESSAGE)
+    raise AssertionError("the other rank did not wait")
+
+
+def refusing(link: Link) -> bytes:
+    raise ConnectionResetError("not here")
+
+
+@pytest.mark.parametrize("accept", [silent, refusing])
+def test_a_socket_that_does_not_serve(place, monkeypatch, accept) -> None:
+    expected, _ = reduced(place, 2, same_host=False)
+    monkeypatch.setattr("shardwell.group.transport.peers._ACCEPT_S", 0.1)
+    monkeypatch.setattr(Link, "accept", accept)
+    found, count = reduced(place, 2)
+    assert count == 0
+    assert_same(found, expected)
+
+
+def test_no_more_links_than_there_may_be(place, monkeypatch) -> None:
+    expected, _ = reduced(place, 2, same_host=False)
+    real = Links.__init__
+
+    def without_room(self: Links, serve: Any, threads: Any, count_max: int, log: Any) -> None:
+        real(self, serve, threads, 0, log)
+
+    monkeypatch.setattr(Links, "__init__", without_room)
+    found, count = reduced(place, 2)
+    assert count == 0
+    assert_same(found, expected)
+
+
+def test_nobody_listens(place, monkeypatch) -> None:
+    """Its address is known, and no more there; as on a machine that has a namesake."""
+    expected, _ = reduced(place, 2, same_host=False)
+    real = Links.start
+
+    def started(self: Links, same_host: str, name: str) -> None:
+        real(self, "off", name)
+        self.address = f"@{name}"
+        self.close = lambda: None  # type: ignore[method-assign]
+
+    monkeypatch.setattr(Links, "start", started)
+    found, count = reduced(place, 2)
+    assert count == 0
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("what", ["write", "write_now"])
+def test_a_link_that_breaks_is_a_rank_that_is_lost(place, monkeypatch, what) -> None:
+    """As over gRPC: all hear of it at once."""
+    real = getattr(Link, what)
+    broken: list[bool] = []
+
+    def breaking(self: Link, *arguments: Any) -> Any:
+        if not broken:
+            broken.append(True)
+            self.cancel()
+        return real(self, *arguments)
+
+    if what == "write":  # all that is sent goes by the link's own thread
+        monkeypatch.setattr(links, "SHORT_BYTES_MAX", -1)
+    monkeypatch.setattr(Link, what, breaking)
+
+    def work(group: shardwell.Group) -> None:
+        array = values(group.rank)
+        # Whoever lacks nothing ends this call without an error, and the next one with it.
+        error = error_of(lambda: [group.all_reduce(array) for _ in range(2)])
+        assert isinstance(error, WorkerLostError)
+
+    on_ranks(2, place, work)
+    assert broken
+
+
+def test_a_rank_that_leaves_while_the_other_does_nothing(place) -> None:
+    """It does not wait for the other's next call."""
+
+    def work(group: shardwell.Group) -> None:
+        array = np.ones(SIZE, np.float32)
+        group.all_reduce(array)
+        np.testing.assert_array_equal(array, 2.0)
+        if group.rank == 0:
+            error_of(group.barrier)  # the other has left
+
+    on_ranks(2, place, work)
+
+
+class Stranger:
+    """A caller of a member's Unix socket, by hand."""
+
+    def __init__(self, address: str) -> None:
+        self.connection = connected(address, socket.SOCK_STREAM, PATIENCE_S)
+        self._frames = FrameReader()
+
+    def send(self, kind: FrameKind, contents: bytes) -> None:
+        self.connection.sendall(head(kind, len(contents)) + contents)
+
+    def open(self, method: str = RECEIVE_CHUNKS) -> None:
+        opening = unix_stream_pb2.UnixStreamOpen(method=method)
+        self.send(FrameKind.OPEN, opening.SerializeToString())
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        """All that comes until the connection ends."""
+        found: list[tuple[int, bytes]] = []
+        with contextlib.suppress(ConnectionResetError):
+            while piece := self.connection.recv(4096):
+                found += self._frames.feed(piece)
+        return found
+
+
+@pytest.fixture
+def member(place) -> Iterator[shardwell.Group]:
+    with joined(place, 0, 1) as group:
+        yield group
+
+
+def address_of(group: shardwell.Group) -> str:
+    address: str = group._generation.members[0].stream_address
+    assert address
+    return address
+
+
+@pytest.mark.parametrize("case", ["method", "member", "no request", "no frame", "second open"])
+def test_strangers_are_refused(member, case) -> None:
+    stranger = Stranger(address_of(member))
+    with stranger.connection:
+        if case == "no frame":
+            stranger.connection.sendall(b"\xff" * 64)
+            assert stranger.heard() == []
+            return
+        stranger.open("/shardwell.v1.PeerService/Agree" if case == "method" else RECEIVE_CHUNKS)
+        if case == "method":
+            ((kind, end),) = stranger.heard()
+        else:
+            if case == "second open":
+                stranger.open()
+            else:
+                opening = pb.PeerOpen(group=member.name, to_member_id="another")
+                request = pb.ReceiveChunksRequest(open=opening).SerializeToString()
+                stranger.send(FrameKind.MESSAGE, b"\xff" if case == "no request" else request)
+            first, *rest = stranger.heard()
+            assert first == (FrameKind.MESSAGE, ACCEPTED)
+            if case != "member":
+                assert rest == []
+                return
+            ((kind, end),) = rest
+        assert kind == FrameKind.END
+        assert unix_stream_pb2.UnixStreamEnd.FromString(end).code != 0
+    member.barrier()
+
+
+def test_strangers_that_say_nothing_hold_no_place_for_long(member, monkeypatch) -> None:
+    monkeypatch.setattr(server, "_OPEN_TIMEOUT_S", 0.2)
+    with contextlib.ExitStack() as stack:
+        strangers = [Stranger(address_of(member)) for _ in range(2)]
+        for stranger in strangers:
+            stack.enter_context(stranger.connection)
+            assert stranger.heard() == []  # closed at last
+    membership = member._membership
+    eventually("all have gone", lambda: not membership._server.links._open)
+
+
+def test_a_child_that_was_forked_ends_nothing(place) -> None:
+    """What it inherits is its parent's: see process/owner.py."""
+    left, right = socket.socketpair()
+    with left:
+        link = Link(right)
+        link._owner._process_id += 1
+        link.cancel()
+        left.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            left.recv(1)
+        link._owner._process_id -= 1
+        link.cancel()
+        assert left.recv(1) == b""
+        link.close()
+        assert link.write_now(b"to nobody")
+
+
+def test_messages_keep_their_order_whoever_sends_them() -> None:
+    """Short ones go at once, unless one is waiting that can't."""
+    left, right = socket.socketpair()
+    with left:
+        right.setblocking(False)
+        link, outgoing = Link(right), Outgoing(shardwell.Traffic(), lambda what: None)
+        right.setblocking(False)
+        stream = outgoing.serve(link)
+        outgoing.send(b"0", 1)
+        sent = [b"0"]
+        assert next(stream) == b"0"  # which is being written
+        for number in range(1, 4):
+            outgoing.send(b"%d" % number, 1)
+        left.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            left.recv(1)
+        for _ in range(3):
+            sent.append(next(stream))
+        assert sent == [b"0", b"1", b"2", b"3"]
+        outgoing.finish()
+        assert pb.ReceiveChunksResponse.FromString(next(stream)).last
+        outgoing.send(b"4", 1)
+        assert left.recv(100) == head(FrameKind.MESSAGE, 1) + b"4"
+        outgoing.send(bytes(links.SHORT_BYTES_MAX + 1), 1)
+        with pytest.raises(TimeoutError):
+            left.recv(1)
+        outgoing.cut()
+        link.close()
