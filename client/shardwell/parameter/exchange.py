@@ -153,7 +153,10 @@ class Transfer:
 
     def get_weights(self, weights: Pieces, min_version: int, attempts: Attempts) -> int:
         """Fills `weights`; returns the fewest updates that a chunk of them has seen."""
-        with self._spanned(SPAN_KIND_GET, min_version - 1), self._lines(self.parts, attempts) as to:
+        with (
+            self._spanned(SPAN_KIND_GET, min_version - 1),
+            self._lines(self.parts, attempts, reads=True) as to,
+        ):
             for line in to.lines:
                 line.stream.submit(
                     iter((self._question(line, min_version, attempts),)), is_short=True
@@ -301,8 +304,14 @@ class Transfer:
         attempts: Attempts,
         first: int = 0,
         stop: int | None = None,
+        *,
+        reads: bool = False,
     ) -> Iterator[_Lines]:
-        """A stream to the shard of each part, for chunks [first, stop), in the order of `parts`."""
+        """A stream to the shard of each part, for chunks [first, stop), in the order of `parts`.
+
+        Streams that are opened only to read share no memory and end with the call: who only reads,
+        or waits for weights beside its own steps, uses up nothing that others need.
+        """
         channels = [part.channel for part in parts]
         with (
             ToldOf(channels),
@@ -310,9 +319,10 @@ class Transfer:
             _emptied() as lines,
         ):
             subject = (self._spec.name, self.tenure)
+            streams.only_reads = reads and streams.is_new
             opened = streams.streams(channels, subject, attempts.rest_s)
             for part, (stream, opens) in zip(parts, opened, strict=True):
-                room = self._room_bytes(part, first, stop)
+                room = 0 if streams.only_reads else self._room_bytes(part, first, stop)
                 lines.append(_Line(part, stream, opens, stream.arena(room, attempts.rest_s)))
             yield _Lines(lines, streams.call_group)
 

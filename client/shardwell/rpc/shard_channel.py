@@ -53,6 +53,8 @@ _TABLE_SERVICE = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
 _SESSION_SERVICE = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
 EXCHANGE = f"/{_SERVICE}/Exchange"
 EXCHANGE_ROWS = f"/{_TABLE_SERVICE}/ExchangeRows"
+_DESCRIPTOR_RESERVE = 64
+"""Descriptors that streams on this machine leave to the process; further ones go over gRPC."""
 _CONNECT_S = 2.0
 """How long a shard on this machine may take to let a stream in."""
 _CERTIFICATES_S = 1.0
@@ -207,10 +209,15 @@ class ShardChannel:
             raise ConnectionAbortedError("the client was closed")
         timeout_s = max(min(timeout_s, _CONNECT_S), 0.001)
         try:
+            check_descriptors(_DESCRIPTOR_RESERVE, "a stream to a shard on this machine")
+        except LimitError as error:
+            raise OSError(error.message) from None
+        try:
             connection = connected(self.unix.address, socket.SOCK_STREAM, timeout_s)
         except OSError as error:
             is_away = isinstance(error, ConnectionRefusedError)  # it is started again, say
-            self.unix.pause(_RESTART_S if is_away else PAUSE_S)
+            if not isinstance(error, BlockingIOError):  # as many come at once as it lets wait
+                self.unix.pause(_RESTART_S if is_away else PAUSE_S)
             _LOG.debug("shard %d takes no streams here: %s", self.shard_index, error)
             raise
         call = UnixCall(connection, method, calls, self._authorization())

@@ -71,6 +71,8 @@ class StreamSet:
         self.connection = connection
         """The number of the connection."""
         self.call_group = CallGroup()
+        self.only_reads = False
+        """Whether it is not to be kept: nobody's step needs it, and its place may be another's."""
         self._method = method
         self._channels = channels
         self._unix_calls = UnixCalls() if self._are_neighbours() else None
@@ -134,6 +136,11 @@ class StreamSet:
     def is_as_wanted(self) -> bool:
         """Whether a new set would be as this one, on this machine or over gRPC."""
         return (self._unix_calls is not None) == self._are_neighbours()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has no stream yet."""
+        return not self._streams
 
     @property
     def is_open(self) -> bool:
@@ -269,7 +276,9 @@ class StreamPool:
                 raise
             finally:
                 self._idle.give_back(streams)
-            if streams.has_ended or not self._idle.keep(streams):  # whoever takes it looks
+            if (
+                streams.has_ended or streams.only_reads or not self._idle.keep(streams)
+            ):  # whoever takes it looks
                 streams.close()
 
     @contextlib.contextmanager
