@@ -55,6 +55,8 @@ EXCHANGE = f"/{_SERVICE}/Exchange"
 EXCHANGE_ROWS = f"/{_TABLE_SERVICE}/ExchangeRows"
 _DESCRIPTOR_RESERVE = 64
 """Descriptors that streams on this machine leave to the process; further ones go over gRPC."""
+_LOOKING = threading.Lock()
+"""For who looks whether they are there, which takes them for a moment."""
 _CONNECT_S = 2.0
 """How long a shard on this machine may take to let a stream in."""
 _CERTIFICATES_S = 1.0
@@ -209,7 +211,8 @@ class ShardChannel:
             raise ConnectionAbortedError("the client was closed")
         timeout_s = max(min(timeout_s, _CONNECT_S), 0.001)
         try:
-            check_descriptors(_DESCRIPTOR_RESERVE, "a stream to a shard on this machine")
+            with _LOOKING:
+                check_descriptors(_DESCRIPTOR_RESERVE, "a stream to a shard on this machine")
         except LimitError as error:
             raise OSError(error.message) from None
         try:

@@ -259,3 +259,19 @@ def test_a_message_at_the_size_limit_is_read(cluster) -> None:
 def test_limits_that_are_none(name, value) -> None:
     with pytest.raises(shardwell.ArgumentError, match=name):
         Limits(**{name: value})
+
+
+def test_who_only_reads_keeps_no_stream(cluster, connect) -> None:
+    """Its place is another's as soon as it has its weights; a worker's own fetches take no more."""
+    running = cluster(1)
+    trainer, reader = connect(running, "w0"), connect(running, "reader")
+    net = trainer.parameter("net", size=10, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(10, np.float32))
+    net.exchange(np.ones(10, np.float32))
+    streams = running.servers[0]._streams
+    for _ in range(3):
+        assert reader.parameter("net").get_weights()[0] == -1
+        assert net.get_weights()[0] == -1
+    eventually("the trainer's alone is open", lambda: streams.count == 1)
+    assert not reader._idle_streams._sets
+    assert len(trainer._idle_streams._sets) == 1
