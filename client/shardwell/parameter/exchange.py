@@ -105,7 +105,8 @@ class Progress:
     """Shards that have told that they counted the whole gradient."""
 
 
-class _Line(NamedTuple):
+@dataclass
+class _Line:
     """One shard in one attempt."""
 
     part: ShardSlice
@@ -113,7 +114,11 @@ class _Line(NamedTuple):
     opens: bool
     """Whether the first message must say what the stream is for."""
     arena: Arena | None
-    """What the stream shares with the shard."""
+    """What the stream shares with the shard, as long as the attempt lasts."""
+
+    def ask(self, request: pb.ExchangeRequest) -> None:
+        """Sends a question."""
+        self.stream.submit(iter((request.SerializeToString(),)), is_short=True)
 
 
 class _Lines(NamedTuple):
@@ -158,21 +163,15 @@ class Transfer:
             self._lines(self.parts, attempts, reads=True) as to,
         ):
             for line in to.lines:
-                line.stream.submit(
-                    iter((self._question(line, min_version, attempts),)), is_short=True
-                )
+                request = pb.ExchangeRequest()
+                self._begin(request, line)
+                fetch = request.fetch
+                fetch.min_version = min_version
+                fetch.wait_timeout_ms = wait_milliseconds(attempts.rest_s)
+                fetch.in_arena = line.arena is not None
+                fetch.crc32c = checksum.weights_fetch(self._fetch_context, fetch)
+                line.ask(request)
             return self._receive(to, weights, min_version, Progress(), step=min_version - 1)
-
-    def _question(self, line: _Line, min_version: int, attempts: Attempts) -> bytes:
-        """What asks a shard for its weights."""
-        request = pb.ExchangeRequest()
-        self._begin(request, line)
-        fetch = request.fetch
-        fetch.min_version = min_version
-        fetch.wait_timeout_ms = wait_milliseconds(attempts.rest_s)
-        fetch.in_arena = line.arena is not None
-        fetch.crc32c = checksum.weights_fetch(self._fetch_context, fetch)
-        return request.SerializeToString()
 
     def check_finite(self, work: Gradient, first: int = 0, stop: int | None = None) -> None:
         """Notes the peaks of rows [first, stop), and refuses what is not finite.
@@ -210,7 +209,7 @@ class Transfer:
                 answer = self._answer(to, line)
                 shard_index, chunk_count = line.part.channel.shard_index, len(line.part.chunks)
                 counted = answer.counted.counted_chunk_count + answer.counted.duplicate_chunk_count
-                if counted != chunk_count:
+                if not answer.HasField("counted") or counted != chunk_count:
                     raise CorruptChunkError(
                         f"shard {shard_index} counted {counted} of {chunk_count} chunks of "
                         f"{self._spec.name!r}; call again",
@@ -251,7 +250,7 @@ class Transfer:
                     close.norm = norm
                 close.wait_timeout_ms = wait_milliseconds(attempts.rest_s)
                 close.crc32c = checksum.of_message(close)
-                line.stream.submit(iter((request.SerializeToString(),)), is_short=True)
+                line.ask(request)
             return [self._closed(line, self._answer(to, line)) for line in to.lines]
 
     def _closed(self, line: _Line, answer: pb.ExchangeResponse) -> pb.CloseStepResponse:
@@ -557,12 +556,12 @@ class Transfer:
         is_exchange: bool,
     ) -> int:
         """Checks a chunk of weights and writes it where it belongs; returns its version."""
-        part, arena = line.part, line.arena
+        part = line.part
         header, payload, size_bytes = answer
         where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
         try:
-            payload = payload_of(chunk, payload, None if arena is None else arena.memory)
+            payload = payload_of(chunk, payload, None if line.arena is None else line.arena.memory)
             start = checksum.weights(self._weights_context, header.version)
             with weights.writing(where.offset, where.stop) as values:
                 self._codec.read(chunk, payload, start, where, values)
@@ -608,9 +607,10 @@ class Transfer:
 
 @contextlib.contextmanager
 def _emptied() -> Iterator[list[_Line]]:
-    """A list for the block; whoever keeps the error that ends it keeps no memory with it."""
+    """Lines for the block; whoever keeps the error that ends it keeps no memory with it."""
     lines: list[_Line] = []
     try:
         yield lines
     finally:
-        lines.clear()
+        for line in lines:
+            line.arena = None

@@ -84,9 +84,9 @@ class Pieces:
         yield filled
         done = 0
         for part in self._views(start, stop):
-            stop = done + part.size
-            part[...] = filled[done:stop]  # which takes a third of copyto's time, where it is short
-            done = stop
+            end = done + part.size
+            part[...] = filled[done:end]  # which takes a third of copyto's time, where it is short
+            done = end
 
     def overlaps(self, other: Pieces) -> bool:
         """Whether some memory may be in both."""

@@ -328,8 +328,7 @@ class ParameterServerService:
                     if not is_between_steps:
                         raise ArgumentError("`open` came in the middle of a step; end it first")
                     source = self._source(request, call)
-                    is_small = source.parameter.where.size <= _SHORT_ELEMENT_COUNT
-                    call.is_short = is_small and self._shard.config.durability.is_process
+                    call.is_short = self._is_short(source.parameter)
                 if request.arena:
                     if not is_between_steps:
                         raise ArgumentError("`arena` came in the middle of a step; end it first")
@@ -368,7 +367,7 @@ class ParameterServerService:
                             f"{parameter.chunk_count}; read the answers first"
                         )
                     del room
-                if is_between_steps and gradient.counts_only:
+                if is_between_steps and counted.ByteSize():
                     yield from self._answers(call, parameter, pending, all_=True)
                     parameter.make_durable()
                     yield pb.ExchangeResponse(counted=counted).SerializeToString()
@@ -493,6 +492,18 @@ class ParameterServerService:
             self._shard, self._opened(request, call, Right.READ), request.open, call
         )
 
+    def _is_short(self, parameter: ParameterSlice) -> bool:
+        """Whether all that a stream does takes less time than a thread to be woken.
+
+        A step that closes by its norm writes that into a file.
+        """
+        is_small = parameter.where.size <= _SHORT_ELEMENT_COUNT
+        return (
+            is_small
+            and self._shard.config.durability.is_process
+            and not parameter.spec.closes_by_norm
+        )
+
     def _contribute(
         self,
         call: Call,
@@ -521,6 +532,8 @@ class ParameterServerService:
         arena: SharedMemory | None,
     ) -> Handling:
         """What a stream asks for besides its gradients."""
+        if request.HasField("close") and request.HasField("fetch"):
+            raise ArgumentError("a message has `fetch` and `close`; send two")
         if request.HasField("close"):
             check_intact(request.close)
             if request.close.parameter != parameter.spec.name:

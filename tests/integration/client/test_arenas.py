@@ -153,6 +153,24 @@ def test_memory_of_a_call_serves_the_next(cluster, connect) -> None:
     assert not kept()
 
 
+@pytest.mark.parametrize("verb", ["get_weights", "exchange"])
+def test_an_error_that_somebody_keeps_keeps_no_memory(cluster, connect, verb) -> None:
+    client = connect(cluster(1, chunk_size_bytes=CHUNK_BYTES), "w0")
+    net = client.parameter("net", size=ELEMENTS, **OPTIONS)
+    net.init(np.zeros(ELEMENTS, np.float32))
+    net.put_gradient(np.ones(ELEMENTS, np.float32))
+    mapped = Path("/proc/self/maps")
+    assert "memfd:shardwell" in mapped.read_text()
+    call = {
+        "get_weights": lambda: net.get_weights(min_version=9, timeout_s=0.5),
+        "exchange": lambda: net.exchange(np.ones(ELEMENTS, np.float32), timeout_s=0.5),
+    }[verb]
+    with pytest.raises(shardwell.WorkersMissingError) as kept:
+        call()
+    eventually("it is let go", lambda: "memfd:shardwell" not in mapped.read_text())
+    assert kept.value.__traceback__ is not None
+
+
 def test_a_stream_that_needs_more_gets_more_and_its_end_frees_it(cluster, connect) -> None:
     running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
     client = connect(running, "w0")

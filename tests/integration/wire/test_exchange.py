@@ -106,6 +106,19 @@ def test_a_step_of_both_kinds(worker) -> None:
     stream.end()
 
 
+def test_the_last_chunk_alone_asks_for_weights(worker) -> None:
+    """The others are counted, and said to be, nevertheless."""
+    model = created(worker)
+    stream = Stream(worker)
+    messages = counting(model, 0)
+    messages[-1].gradient.counts_only = False
+    stream.send(*messages, model.fetch(0))
+    assert next(stream.answers).chunk.chunk_index == CHUNK_COUNT - 1
+    assert next(stream.answers).counted.counted_chunk_count == CHUNK_COUNT - 1
+    np.testing.assert_array_equal(stream.weights(model, 1), -1)
+    stream.end()
+
+
 def test_a_fetch_waits_for_other_workers_and_names_them(worker, cluster) -> None:
     model = created(worker, worker_count=2)
     stream = Stream(worker)
@@ -146,6 +159,12 @@ def with_gradient(model: WireParameter) -> Any:
     return question
 
 
+def with_close(model: WireParameter) -> Any:
+    question = closing(model)
+    question.fetch.CopyFrom(model.fetch(0).fetch)
+    return question
+
+
 def with_payload(model: WireParameter) -> Any:
     question = model.fetch(0)
     question.payload = b"something"
@@ -158,6 +177,7 @@ def with_payload(model: WireParameter) -> Any:
         (damaged, grpc.StatusCode.DATA_LOSS),
         (of_another, grpc.StatusCode.DATA_LOSS),
         (with_gradient, grpc.StatusCode.INVALID_ARGUMENT),
+        (with_close, grpc.StatusCode.INVALID_ARGUMENT),
         (with_payload, grpc.StatusCode.DATA_LOSS),
     ],
 )

@@ -183,10 +183,14 @@ PUBLIC int64_t shardwell_find(void *ids_object, uint64_t shard_count, void *mark
     uint64_t row = quotient((uint64_t)ids[i], &shards);
     last = row > last ? row : last;
   }
-  const int is_fit = count == 0 || last < mark_count;
+  int is_fit = count == 0 || last < mark_count;
   int64_t missing = 0;
   for (uint64_t i = 0; is_fit && i < count; i++) {
     uint64_t row = quotient((uint64_t)ids[i], &shards);
+    if (row >= mark_count) { /* somebody has changed the ids meanwhile */
+      is_fit = 0;
+      break;
+    }
     __builtin_prefetch(marks + row * mark_size);
     places[i] = (int64_t)row;
   }
