@@ -470,8 +470,9 @@ class Transfer:
 
     def _answer(self, to: _Lines, line: _Line) -> pb.ExchangeResponse:
         """The same without a payload."""
+        message = self._read(to, line)  # whose error may be another shard's
         try:
-            return framing.parse(pb.ExchangeResponse, self._read(to, line))[0]
+            return framing.parse(pb.ExchangeResponse, message)[0]
         except CorruptChunkError as error:
             shard_index = line.part.channel.shard_index
             raise CorruptChunkError(

@@ -86,6 +86,9 @@ def test_a_shard_that_stands_still_while_memory_is_offered(connect) -> None:
         net = client.parameter("net", size=SIZE, optimizer=shardwell.SGD(1.0))
         net.init(np.zeros(SIZE, np.float32))
         net.put_gradient(np.ones(SIZE, np.float32))  # which takes its seat
+        for streams in list(client._idle_streams._sets):
+            streams.close()  # the step offers memory of its own
+        eventually("none is there", lambda: mapped_count(shard.pid) == 0)
         shard.process.send_signal(signal.SIGSTOP)
         step = in_background(lambda: net.exchange(np.ones(SIZE, np.float32)))
         with pytest.raises(TimeoutError):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from shardwell.table.batch import RowBatch
+from shardwell.table.reader import RowReading
 
 IDS = np.array([5, 1, 5, 700])
 GRADIENTS = np.full((4, 2), -1.0, np.float32)
@@ -40,7 +40,7 @@ def test_a_step_that_is_interrupted_at_its_end_is_not_taken_for_another(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowBatch, "spread", interrupt)
+        patch.setattr(RowReading, "finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             table.exchange_rows(IDS, GRADIENTS)
     assert (table.next_step, table.is_step_begun) == (0, True)
