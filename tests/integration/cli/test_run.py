@@ -249,8 +249,7 @@ def test_what_workers_have_started_ends_with_them(script, pids, end, code) -> No
 def test_signals_are_passed_on(script, pids, number, caught) -> None:
     program = script(
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-        "tell(os.getpid())\n"
-        "try:\n    time.sleep(60)\n"
+        "try:\n    tell(os.getpid()); time.sleep(60)\n"
         "except BaseException as error:\n"
         "    print('saw', type(error).__name__); time.sleep(0.3); print('saved')"
     )
