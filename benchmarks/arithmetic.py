@@ -29,7 +29,6 @@ from shardwell import SGD, Adam
 from shardwell.numerics import native
 from shardwell.numerics.codec import CODECS, peak_of
 from shardwell.numerics.elementwise import (
-    Arrays,
     Code,
     Operation,
     Operations,
@@ -38,7 +37,7 @@ from shardwell.numerics.elementwise import (
     run_checked,
 )
 from shardwell.numerics.scratch import Scratch
-from shardwell.numerics.update_rules import GRADIENT, SECOND_SLOT, UpdateRule
+from shardwell.numerics.update_rules import GRADIENT, SECOND_SLOT, TEMPORARY, UpdateRule
 
 ELEMENT_COUNT = 512 * 1024
 PAYLOAD, TOTAL = SECOND_SLOT + 1, SECOND_SLOT + 2
@@ -65,7 +64,7 @@ def work(chunk_count: int) -> dict[str, Callable[[int], object]]:
 
         def act(index: int) -> object:
             slots = first[index], second[index]
-            arrays = Arrays(weights[index], None, None, *slots, payloads[index], total[index])
+            arrays = (weights[index], None, None, *slots, payloads[index], total[index])
             return run(updates, arrays, 0, ELEMENT_COUNT)
 
         return act
@@ -122,13 +121,15 @@ def steps(chunk_count: int) -> dict[str, Callable[[int], object]]:
         [arrays(ELEMENT_COUNT) for _ in range(2)],
         [arrays(ELEMENT_COUNT) for _ in range(2)],
     )
-    weights, totals = arrays(ELEMENT_COUNT), arrays(ELEMENT_COUNT)
+    weights = arrays(ELEMENT_COUNT)
     shared = [[each.view(np.uint8) for each in arrays(ELEMENT_COUNT)] for _ in range(2)]
     copies = [np.empty(4 * ELEMENT_COUNT, np.uint8) for _ in range(2)]
     answer, narrow = np.empty(2 * ELEMENT_COUNT, np.uint8), 2 * ELEMENT_COUNT
+    firsts = [np.zeros(narrow, np.uint8) for _ in range(chunk_count)]
     codec, scratch = CODECS["fp16"], Scratch()
     update = UpdateRule(SGD(learning_rate=1e-3)).operations(update_count=9, learning_rate=1e-3)
-    mean = codec.reads(GRADIENT, PAYLOAD, 0.5) + add_scaled(GRADIENT, TOTAL, 0.5)
+    mean = codec.reads(GRADIENT, PAYLOAD, 0.5) + codec.reads(TEMPORARY, TOTAL, 1.0)
+    mean += add_scaled(GRADIENT, TEMPORARY, 0.5)
 
     def narrow_step(index: int) -> None:
         for rank in range(2):
@@ -140,8 +141,8 @@ def steps(chunk_count: int) -> dict[str, Callable[[int], object]]:
                 start=lambda _: 0,
             )
             codec.take(shared[rank][index][:narrow], copies[rank][:narrow], 0)
-        run(codec.reads(0, 1, 1.0), Arrays(totals[index], copies[0][:narrow]), 0, ELEMENT_COUNT)
-        places = Arrays(weights[index], *(None,) * (PAYLOAD - 1), copies[1][:narrow], totals[index])
+        run(codec.copies(0, 1), (firsts[index], copies[0][:narrow]), 0, ELEMENT_COUNT)
+        places = (weights[index], *(None,) * (PAYLOAD - 1), copies[1][:narrow], firsts[index])
         run(mean + update, places, 0, ELEMENT_COUNT)
         codec.encode(weights[index], answer, scratch, start=lambda _: 0)
         for rank in range(2):
@@ -175,20 +176,20 @@ def steps(chunk_count: int) -> dict[str, Callable[[int], object]]:
         for rank in range(2):
             theirs, memory = gradients[rank][index].view(np.uint8), shared[rank][index]
             if is_ours:
-                run_checked((look, check), Arrays(None, memory), 0, ELEMENT_COUNT, 0)
+                run_checked((look, check), (None, memory), 0, ELEMENT_COUNT, 0)
             else:
-                run_checked((copy, look, check), Arrays(None, memory, theirs), 0, ELEMENT_COUNT, 0)
-            run_checked((copy, check), Arrays(None, copies[rank], memory), 0, ELEMENT_COUNT, 0)
+                run_checked((copy, look, check), (None, memory, theirs), 0, ELEMENT_COUNT, 0)
+            run_checked((copy, check), (None, copies[rank], memory), 0, ELEMENT_COUNT, 0)
         answers = [shared[rank][index].view(np.float32) for rank in range(2)]
         read = [each.view(np.float32) for each in copies]
-        places = Arrays(weights[index], None, None, *read, None, *answers)
+        places = (weights[index], None, None, *read, None, *answers)
         run_checked(combined, places, 0, ELEMENT_COUNT, 0)
         for rank in range(2):
             memory, mine = shared[rank][index], results[rank][index].view(np.uint8)
             if is_ours:
-                run_checked((check,), Arrays(None, memory), 0, ELEMENT_COUNT, 0)
+                run_checked((check,), (None, memory), 0, ELEMENT_COUNT, 0)
             else:
-                run_checked((copy, check), Arrays(None, mine, memory), 0, ELEMENT_COUNT, 0)
+                run_checked((copy, check), (None, mine, memory), 0, ELEMENT_COUNT, 0)
 
     return {
         "fp16 in shared memory": narrow_step,

@@ -103,7 +103,7 @@ class Computed(NamedTuple):
 
     def values(self) -> Float32:
         """The values: `memory`, filled."""
-        run(self.operations, Arrays(self.memory, None, *self.arrays), 0, self.memory.size)
+        run(self.operations, (self.memory, None, *self.arrays), 0, self.memory.size)
         return self.memory
 
 
@@ -208,7 +208,7 @@ class Codec:
         count = values.memory.size
         if count <= _SMALL_ELEMENT_COUNT:
             return None
-        arrays = Arrays(None, payload, *values.arrays)
+        arrays = (None, payload, *values.arrays)
         exponent = 0
         if self._has_scale:
             first_count = min(count, GUESS_ELEMENT_COUNT)
@@ -233,10 +233,9 @@ class Codec:
             copies: Of the payload's size, overwritten.
         """
         operations = self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
-        (copying,) = self._takes
         for place in range(_TOTAL, _TOTAL + len(copies[:_COPY_COUNT_MAX])):
-            operations += (copying._replace(to=place, source=_PAYLOAD),)
-        run(operations, Arrays(values, payload, *copies[:_COPY_COUNT_MAX]), 0, values.size)
+            operations += self.copies(place, _PAYLOAD)
+        run(operations, (values, payload, *copies[:_COPY_COUNT_MAX]), 0, values.size)
         for copy in copies[_COPY_COUNT_MAX:]:
             np.copyto(copy, payload)
 
@@ -254,10 +253,10 @@ class Codec:
                 checked nevertheless.
         """
         operations = self._checks + self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
-        arrays = Arrays(values, payload)
+        arrays: Arrays = (values, payload)
         if may_change:
             operations = self._takes + operations
-            arrays = Arrays(values, None, payload)
+            arrays = (values, None, payload)
         return run_checked(operations, arrays, 0, values.size, crc)[1]
 
     def decode_looked(
@@ -266,7 +265,7 @@ class Codec:
         """`decode`, and in the same pass what `take` returns of a payload that does not change."""
         reads = self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
         operations = self._checks + self._looks + reads
-        return run_checked(operations, Arrays(values, payload), 0, values.size, crc)
+        return run_checked(operations, (values, payload), 0, values.size, crc)
 
     def take(self, payload: Bytes, into: Bytes | None, crc: int) -> tuple[int, int]:
         """Looks at a payload and checks it, in one pass, copying it before if it may change.
@@ -280,14 +279,19 @@ class Codec:
             The largest magnitude, as bits, for `peak_of_bits`; and `crc` gone on over the payload.
         """
         operations = self._checks + self._looks
-        arrays = Arrays(None, payload)
+        arrays: Arrays = (None, payload)
         if into is not None:
-            operations, arrays = self._takes + operations, Arrays(None, into, payload)
+            operations, arrays = self._takes + operations, (None, into, payload)
         return run_checked(operations, arrays, 0, payload.size // self.item_size, crc)
 
     def reads(self, to: int, payload: int, factor: float) -> Operations:
         """What reads a payload, times `factor`, to a place: see elementwise.py."""
         return _reads(self._read, to, payload, factor or 0.0)
+
+    def copies(self, to: int, payload: int) -> Operations:
+        """What copies a payload to another place: see elementwise.py."""
+        (copying,) = self._takes
+        return (copying._replace(to=to, source=payload),)
 
     def decode_add(
         self, payload: Bytes, factor: float, total: Float32, total_factor: float, out: Float32
@@ -314,7 +318,7 @@ class Codec:
         else:
             added = add_scaled(_VALUES, _TOTAL, total_factor)
             operations = self.reads(_VALUES, _PAYLOAD, factor) + added
-        run(operations, Arrays(None if in_place else out, payload, total), 0, total.size)
+        run(operations, (None if in_place else out, payload, total), 0, total.size)
 
     def check_exponent(self, exponent: int) -> None:
         """Refuses a scale exponent that this codec never writes.
@@ -333,7 +337,7 @@ class Codec:
 
     def peak(self, payload: Bytes, exponent: int) -> float:
         """Largest magnitude of the values once decoded; infinity if one is not finite."""
-        bits = run(self._looks, Arrays(None, payload), 0, payload.size // self.item_size)
+        bits = run(self._looks, (None, payload), 0, payload.size // self.item_size)
         return self.peak_of_bits(bits, exponent)
 
     def peak_of_bits(self, bits: int, exponent: int) -> float:
@@ -382,7 +386,7 @@ class Codec:
             writes += self._checks
         crc = crc or 0
         if limit == math.inf and is_plain(values):
-            return run_checked(writes, Arrays(values, payload), 0, values.size, crc)
+            return run_checked(writes, (values, payload), 0, values.size, crc)
         largest = 0
         for start, stop in blocks(values.size):
             block = as_plain(values[start:stop], scratch.values)
@@ -390,7 +394,7 @@ class Codec:
                 clipped = np.clip(block, np.float32(-limit), np.float32(limit))
                 block = np.where(np.isinf(block), block, clipped)
             part = payload[start * self.item_size : stop * self.item_size]
-            found, crc = run_checked(writes, Arrays(block, part), 0, block.size, crc)
+            found, crc = run_checked(writes, (block, part), 0, block.size, crc)
             largest = max(largest, found)
         return largest, crc
 
@@ -541,7 +545,7 @@ def as_plain(block: npt.NDArray[Any], into: npt.NDArray[np.float32]) -> npt.NDAr
 
 def peak_of(values: Float32) -> float:
     """The largest magnitude of (n,) contiguous float32, 0 of none; infinite or NaN if one is."""
-    bits = run(_LOOKS, Arrays(values), 0, values.size)
+    bits = run(_LOOKS, (values,), 0, values.size)
     return float_of(bits)
 
 

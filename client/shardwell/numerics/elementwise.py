@@ -27,16 +27,14 @@ from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, thread_scratch
 from shardwell.numerics.weighted_mean import divide
 
 Array: TypeAlias = npt.NDArray[Any]
+Arrays: TypeAlias = tuple[Array | None, ...]
+"""Of a run, by place: (n,) float32, or (n * item size,) uint8 of payloads, contiguous and aligned.
+None, and what is beyond the end: a temporary, which has no meaning after a run."""
 
 _PACKED_OPERATION = struct.Struct("<4Bfd")
-_PACKED_ARRAYS = struct.Struct("<16Q")
-_PLACE_COUNT = 8
-_DTYPES = (np.dtype(np.float32).str, np.dtype(np.uint8).str)
 INFINITY_BITS = 0x7F800000
 """Of float32: the smallest magnitude that is not finite."""
 _LARGEST = 2**31 - 1
-_HELD_ELEMENT_COUNT = 8 * 1024
-"""Up to here a run is over before another thread could have taken over Python."""
 
 
 def blocks(count: int, start: int = 0) -> Iterator[tuple[int, int]]:
@@ -91,7 +89,6 @@ class Code(enum.IntEnum):
 
 
 _CHECKS = (Code.CHECK_32, Code.CHECK_16)
-_READ_ONLY = (Code.LOOK_32, Code.LOOK_16, *_CHECKS)
 
 
 class Operation(NamedTuple):
@@ -124,46 +121,6 @@ def add_scaled(to: int, source: int, factor: float = 1.0) -> Operations:
 def _float32(value: float) -> float:
     """Rounded; infinite where it is beyond float32."""
     return ctypes.c_float(value).value
-
-
-class Arrays:
-    """The arrays of runs, by place.
-
-    Args:
-        arrays: (n,) float32, or (n * item size,) uint8 of payloads, contiguous and aligned; None,
-            and what is beyond the end: a temporary, which has no meaning after a run.
-    """
-
-    __slots__ = ("_arrays", "_packed", "read_only")
-
-    def __init__(self, *arrays: Array | None) -> None:
-        self._arrays = arrays
-        self._packed = b""
-        self.read_only: list[int] = []
-        """Places that may not be written to, once they are packed."""
-
-    def __getitem__(self, place: int) -> Array | None:
-        return self._arrays[place] if place < len(self._arrays) else None
-
-    def packed(self) -> bytes:
-        """Addresses and sizes, as native code takes them."""
-        if not self._packed:
-            addresses, sizes = [0] * _PLACE_COUNT, [0] * _PLACE_COUNT
-            for place, array in enumerate(self._arrays):
-                if array is None:
-                    continue
-                about = array.__array_interface__  # all at once: each attribute takes as long
-                if about["strides"] is not None or about["typestr"] not in _DTYPES:
-                    raise ValueError(
-                        f"place {place} has {array.dtype} with strides {array.strides}; "
-                        "expected contiguous float32, or bytes"
-                    )
-                addresses[place], is_read_only = about["data"]
-                sizes[place] = array.nbytes
-                if is_read_only:
-                    self.read_only.append(place)
-            self._packed = _PACKED_ARRAYS.pack(*addresses, *sizes)
-        return self._packed
 
 
 def run(operations: Operations, arrays: Arrays, start: int, stop: int) -> int:
@@ -199,23 +156,16 @@ def _run_natively(
     stop: int,
     crc: int = 0,
 ) -> tuple[int, int]:
-    call = library.run_held if stop - start <= _HELD_ELEMENT_COUNT else library.run
-    code, written = packed(operations)
-    places = arrays.packed()
-    for place in arrays.read_only:
-        if place in written:
-            raise ValueError(f"place {place} is read-only")
-    found = call(code, len(operations), places, start, stop, crc)
+    found = library.run(packed(operations), len(operations), arrays, start, stop, crc)
     if found < 0:
         raise ValueError(f"operations that do not fit their arrays: {operations}")
     return found & _LARGEST, found >> 31
 
 
 @functools.lru_cache(maxsize=1024)
-def packed(operations: Operations) -> tuple[bytes, tuple[int, ...]]:
-    """As native code takes them; and the places that they write to."""
-    written = {each.to for each in operations if each.code not in _READ_ONLY}
-    return b"".join(map(_packed_one, operations)), tuple(written)
+def packed(operations: Operations) -> bytes:
+    """As native code takes them."""
+    return b"".join(map(_packed_one, operations))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -231,6 +181,10 @@ _PRODUCT = -1
 """A place of our own."""
 
 
+def _at(arrays: Arrays, place: int) -> Array | None:
+    return arrays[place] if place < len(arrays) else None
+
+
 def _run_by_numpy(
     operations: Operations, arrays: Arrays, start: int, stop: int, crc: int = 0
 ) -> tuple[int, int]:
@@ -239,13 +193,13 @@ def _run_by_numpy(
         for first, end in blocks(stop, start):
 
             def block(place: int, first: int = first, end: int = end) -> Array:
-                array = arrays[place]
+                array = _at(arrays, place)
                 if array is None:
                     return thread_scratch().temporary(place)[: end - first]
                 return array[first:end]
 
             def payload(place: int, dtype: Any, first: int = first, end: int = end) -> Array:
-                array = arrays[place]
+                array = _at(arrays, place)
                 if array is None:
                     temporary: Array = thread_scratch().temporary(place).view(dtype)
                     return temporary[: end - first]

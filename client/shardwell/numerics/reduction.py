@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from shardwell.numerics.codec import Float32
-from shardwell.numerics.elementwise import Arrays, add_scaled, run
+from shardwell.numerics.elementwise import add_scaled, run
 from shardwell.numerics.weighted_mean import MeanFactors, divide
 
 ReductionName = Literal["sum", "mean", "max", "min"]
@@ -75,7 +75,7 @@ def _mean(buffers: Sequence[Float32], weights: MeanFactors, total: Float32) -> N
             np.multiply(buffer, np.float32(factor), out=total)
             is_first = False
         else:
-            run(add_scaled(0, 1, factor), Arrays(total, buffer), 0, total.size)
+            run(add_scaled(0, 1, factor), (total, buffer), 0, total.size)
     if is_first:
         total.fill(0.0)
     elif weights.divisor != 1.0:

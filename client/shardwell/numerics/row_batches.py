@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.numerics import native
-from shardwell.numerics.elementwise import Arrays, Code, Operation, Operations, packed, run
+from shardwell.numerics.elementwise import Code, Operation, Operations, packed, run
 from shardwell.placement.rows import Ids, RowPlacement
 
 Array = npt.NDArray[Any]
@@ -176,7 +176,7 @@ def gather(
     if not look_count or not part.size:
         return 0
     values = part.reshape(-1)[:look_count]
-    return run(_LOOKS, Arrays(values), 0, values.size)
+    return run(_LOOKS, (values,), 0, values.size)
 
 
 def scatter(array: Array, places: Ids, rows: Array) -> None:
@@ -207,7 +207,7 @@ def update(
     """
     library = native.LIBRARY
     if library is not None:
-        code, _ = packed(operations)
+        code = packed(operations)
         slots, saved_slots = (arrays[1], saved[1]) if len(arrays) > 1 else (None, None)
         what = (code, len(operations), gradients, places, gradients.shape[1])
         _checked(library.update(*what, arrays[0], saved[0], slots is not None, slots, saved_slots))
@@ -217,7 +217,7 @@ def update(
         gather(array, places, kept)
         rows.append(kept[: places.size].copy())
     of_elements = (rows[0], gradients, None, *rows[1:])
-    every = Arrays(*[None if each is None else each.reshape(-1) for each in of_elements])
+    every = tuple(None if each is None else each.reshape(-1) for each in of_elements)
     run(operations, every, 0, gradients.size)
     for array, new in zip(arrays, rows, strict=True):
         scatter(array, places, new)
@@ -257,7 +257,7 @@ def spread(
     """
     library = native.LIBRARY
     assert library is not None
-    code, _ = packed(reads)
+    code = packed(reads)
     dim = into.shape[1]
     return _checked(library.spread(code, payload, dim, places, starts, first, stop, into, crc))
 
@@ -289,7 +289,7 @@ def add_up(rows: Float32, places: Ids, starts: Ids) -> tuple[Float32, int]:
     with np.errstate(over="ignore", invalid="ignore"):
         found = _groups_added(rows, places, starts[several], counts[several])
     sums[several] = found
-    return sums, run(_LOOKS, Arrays(found.reshape(-1)), 0, found.size)
+    return sums, run(_LOOKS, (found.reshape(-1),), 0, found.size)
 
 
 def _groups_added(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> Float32:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.numerics.codec import Float32
-from shardwell.numerics.elementwise import Arrays, Operations, add_scaled, run
+from shardwell.numerics.elementwise import Operations, add_scaled, run
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.update_rules import (
     FIRST_SLOT,
@@ -53,7 +53,7 @@ class _Rows(NamedTuple):
     def run(self, operations: Operations) -> None:
         """Runs operations on weights, gradients, temporary and those slots that are as wide."""
         arrays = (self.weights, self.gradients, self.temporary, *self.slots)
-        of_elements = Arrays(*[array.reshape(-1) for array in arrays])
+        of_elements = tuple(array.reshape(-1) for array in arrays)
         run(operations, of_elements, 0, self.weights.size)
 
 
@@ -112,7 +112,7 @@ class RowUpdateRule:
         operations = self.operations(learning_rate)
         if operations is not None:
             of_slots = [slot.reshape(-1) for slot in slots]
-            arrays = Arrays(weights.reshape(-1), gradients.reshape(-1), None, *of_slots)
+            arrays = (weights.reshape(-1), gradients.reshape(-1), None, *of_slots)
             run(operations, arrays, 0, weights.size)
             return
         assert self._of_rows is not None

@@ -17,7 +17,6 @@ import numpy as np
 
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import (
-    Arrays,
     Code,
     Operation,
     Operations,
@@ -94,7 +93,7 @@ class UpdateRule:
     ) -> None:
         """Updates weights and slots, overwrites the gradient: all (n,) float32, contiguous."""
         operations = self.operations(update_count=update_count, learning_rate=learning_rate)
-        run(operations, Arrays(weights, gradient, None, *slots), 0, weights.size)
+        run(operations, (weights, gradient, None, *slots), 0, weights.size)
 
 
 class TensorRules:

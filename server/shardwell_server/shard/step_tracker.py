@@ -153,7 +153,13 @@ class StepTracker(Seats[Seat]):
         return self.records[chunk_index].contribution_count >= max(self._worker_count, 1)
 
     def following(
-        self, chunk_index: int, sample_count: int, *, total_factor: float = 0.0, shift: int = 0
+        self,
+        chunk_index: int,
+        sample_count: int,
+        *,
+        total_factor: float = 0.0,
+        shift: int = 0,
+        is_encoded: bool = False,
     ) -> ChunkRecord:
         """Where a chunk will stand with one contribution more; the next version if it completes."""
         now = self.records[chunk_index]
@@ -165,6 +171,7 @@ class StepTracker(Seats[Seat]):
             now.sample_total + sample_count,
             total_factor,
             shift,
+            is_encoded,
         )
 
     def record(

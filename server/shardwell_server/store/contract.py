@@ -87,6 +87,9 @@ class ChunkRecord(NamedTuple):
     """The open step's sum is total_factor * 2^shift * gradient_sum; 0: there is none."""
     shift: int = 0
     """See total_factor."""
+    is_encoded: bool = False
+    """Whether gradient_sum holds the first contribution as it was written. Never on disk: see
+    ParameterStorage.keeps_encoded."""
 
 
 class Transition(enum.Enum):
@@ -152,6 +155,9 @@ class JournalEntry(NamedTuple):
 class ChunkChange(Protocol):
     """One transition of one chunk under way. The caller holds the chunk's lock."""
 
+    def blocks(self, count: int) -> Iterable[tuple[int, int]]:
+        """(start, stop) of what is written at once of `count` elements, in ascending order."""
+
     def before(self, start: int, stop: int) -> None:
         """To be called before elements [start, stop) of the chunk are written.
 
@@ -177,6 +183,8 @@ class ParameterStorage(Storage, Protocol):
     """Sum of the open step's gradients, as large; None where one gradient makes an update."""
     slots: tuple[Float32, ...]
     """Optimizer state, one array a slot, each as large."""
+    keeps_encoded: bool
+    """Whether gradient_sum may hold what is no sum yet: see ChunkRecord.is_encoded."""
 
     def records(self) -> list[ChunkRecord]:
         """Where each chunk stands."""

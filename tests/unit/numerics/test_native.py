@@ -25,7 +25,7 @@ from harness.oracles.optimizers import OPTIMIZERS
 from shardwell import SGD, Adagrad
 from shardwell.numerics import elementwise, native
 from shardwell.numerics.codec import CODECS
-from shardwell.numerics.elementwise import Arrays, Code, Operation, Operations
+from shardwell.numerics.elementwise import Code, Operation, Operations
 from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.numerics.update_rules import UpdateRule
 
@@ -75,8 +75,8 @@ def check(
 ) -> None:
     """Both ways on elements [start, count) of arrays that are a little longer."""
     one, other = arrays_of(count + 3, seed), arrays_of(count + 3, seed)
-    natively = elementwise._run_natively(library, operations, Arrays(*one), start, count)
-    by_numpy = elementwise._run_by_numpy(operations, Arrays(*other), start, count)
+    natively = elementwise._run_natively(library, operations, tuple(one), start, count)
+    by_numpy = elementwise._run_by_numpy(operations, tuple(other), start, count)
     assert natively == by_numpy
     for place, (found, expected) in enumerate(zip(one[:6], other[:6], strict=True)):
         assert found is not None
@@ -114,8 +114,8 @@ def test_a_mean_has_numpys_bits(library: native.Library, divisor: float) -> None
     largest = np.full(40, 3.4028234e38, np.float32)
     by_numpy = largest.copy()
     mean = (Operation(Code.MEAN, 0, divisor=0.5),)
-    elementwise._run_natively(library, mean, Arrays(largest), 0, 40)
-    elementwise._run_by_numpy(mean, Arrays(by_numpy), 0, 40)
+    elementwise._run_natively(library, mean, (largest,), 0, 40)
+    elementwise._run_by_numpy(mean, (by_numpy,), 0, 40)
     assert largest.tobytes() == by_numpy.tobytes()
     assert np.isfinite(largest).all()
 
@@ -128,8 +128,8 @@ def test_an_optimizer_has_numpys_bits(library: native.Library, name: str, count:
     arrays = [some_values(6001, seed) for seed in range(5)]
     arrays[3:] = [np.abs(array) for array in arrays[3:]]
     by_numpy = [array.copy() for array in arrays]
-    elementwise._run_natively(library, updates, Arrays(*arrays), 0, 6001)
-    elementwise._run_by_numpy(updates, Arrays(*by_numpy), 0, 6001)
+    elementwise._run_natively(library, updates, tuple(arrays), 0, 6001)
+    elementwise._run_by_numpy(updates, tuple(by_numpy), 0, 6001)
     for place in (0, 3, 4):
         same(arrays[place], by_numpy[place], np.float32)
 
@@ -144,8 +144,8 @@ def test_every_rounding_has_numpys_bits(library: native.Library, code: Code) -> 
         written = [np.zeros(2 * bits.size, np.uint8) for _ in range(2)]
         writes = (Operation(code, 1, 0, factor=sign),)
         values = bits.view(np.float32)
-        elementwise._run_natively(library, writes, Arrays(values, written[0]), 0, bits.size)
-        elementwise._run_by_numpy(writes, Arrays(values, written[1]), 0, bits.size)
+        elementwise._run_natively(library, writes, (values, written[0]), 0, bits.size)
+        elementwise._run_by_numpy(writes, (values, written[1]), 0, bits.size)
         assert written[0].tobytes() == written[1].tobytes()
 
 
@@ -188,7 +188,7 @@ def test_crcs_are_those_of_the_polynomial(library: native.Library, start: int) -
         for byte in contents[: 2 * count].tolist():
             inside = inside >> 8 ^ table[(inside ^ byte) & 0xFF]
         expected = inside ^ 2**32 - 1
-        arrays = Arrays(contents)
+        arrays = (contents,)
         _, found = elementwise._run_natively(library, checks, arrays, 0, count, start)
         assert found == expected
         _, half = elementwise._run_natively(library, checks, arrays, 0, count // 2, start)
@@ -208,7 +208,7 @@ def test_what_is_checked_is_what_was_copied_and_read(library: native.Library) ->
     results = []
     for run in (partial(elementwise._run_natively, library), elementwise._run_by_numpy):
         values = np.zeros(5000, np.float32)
-        results.append(run(operations, Arrays(values, None, halves.view(np.uint8)), 0, 5000, 7))
+        results.append(run(operations, (values, None, halves.view(np.uint8)), 0, 5000, 7))
         np.testing.assert_array_equal(values, halves.astype(np.float32) * 4)
     assert results[0] == results[1]
     assert results[0][0] == int(np.abs(halves).max().view(np.uint16))
@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_refused_untouched(library: native.Library, name: s
     operations, sizes, start, stop = MISFITS[name]
     arrays = [np.ones(size // 4, np.float32) for size in sizes]
     with pytest.raises(ValueError, match="do not fit"):
-        elementwise._run_natively(library, operations, Arrays(*arrays), start, stop)
+        elementwise._run_natively(library, operations, tuple(arrays), start, stop)
     assert all((array == 1.0).all() for array in arrays)
 
 
@@ -248,20 +248,23 @@ def test_what_may_not_be_written_is_not(library: native.Library) -> None:
     values.flags.writeable = False
     scales = (Operation(Code.SCALE, 0, factor=2.0),)
     with pytest.raises(ValueError, match="read-only"):
-        elementwise._run_natively(library, scales, Arrays(values), 0, 40)
+        elementwise._run_natively(library, scales, (values,), 0, 40)
     looks = (Operation(Code.LOOK_32, 0, 0),)
-    assert elementwise._run_natively(library, looks, Arrays(values), 0, 40)[0] == 0x3F800000
+    assert elementwise._run_natively(library, looks, (values,), 0, 40)[0] == 0x3F800000
 
 
-@pytest.mark.parametrize("values", [np.ones(8), np.ones(16, np.float32)[::2], np.ones(8, ">f4")])
+@pytest.mark.parametrize(
+    "values",
+    [np.ones(8), np.ones(16, np.float32)[::2], np.ones(8, ">f4"), np.ones(8, np.int32)],
+)
 def test_values_of_another_kind_are_refused(library: native.Library, values: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="expected contiguous float32"):
-        elementwise._run_natively(library, ADDS, Arrays(values, values), 0, 8)
+    with pytest.raises(ValueError, match=r"do not fit|not C-contiguous"):
+        elementwise._run_natively(library, ADDS, (values, values), 0, 8)
 
 
 def test_nothing_at_a_place_that_is_not_aligned_is_nothing() -> None:
     nothing = np.zeros(17, np.uint8)[1:][:0].view(np.float32)
-    assert elementwise.run((Operation(Code.LOOK_32, 0, 0),), Arrays(nothing), 0, 0) == 0
+    assert elementwise.run((Operation(Code.LOOK_32, 0, 0),), (nothing,), 0, 0) == 0
 
 
 def test_a_factor_that_float32_cannot_hold_adds_nothing() -> None:
@@ -286,14 +289,14 @@ one.join()
 
 def test_an_operation_that_there_is_not_is_refused(library: native.Library) -> None:
     packed = bytes([len(Code), 0, 0, 0]) + bytes(12)
-    assert library.run(packed, 1, Arrays(np.ones(4, np.float32)).packed(), 0, 4, 0) == -1
+    assert library.run(packed, 1, (np.ones(4, np.float32),), 0, 4, 0) == -1
 
 
 def test_a_place_that_is_not_aligned_is_refused(library: native.Library) -> None:
     values = np.zeros(41, np.uint8)[1:]
     assert values.ctypes.data % 4
     scales = elementwise._packed_one(Operation(Code.SCALE, 0, factor=2.0))
-    assert library.run(scales, 1, Arrays(values).packed(), 0, 10, 0) == -1
+    assert library.run(scales, 1, (values,), 0, 10, 0) == -1
 
 
 # Where there is none.
@@ -412,10 +415,12 @@ def _under_sanitizers(path: str, *, overruns: bool) -> None:
             places = [libc.malloc(max(size, 1)) for size in sizes]
             for place, size in zip(places, sizes, strict=True):
                 ctypes.memset(place, 0, size)
-            told = [size + 64 * overruns for size in sizes]
-            packed = elementwise._PACKED_ARRAYS.pack(*places, 0, 0, *told, 0, 0)
-            stop = count + 8 * overruns
-            assert library.run(elementwise.packed(operations)[0], 1, packed, 0, stop, 0) >= 0
+            arrays = [
+                (ctypes.c_char * (size + 64 * overruns)).from_address(place)
+                for place, size in zip(places, sizes, strict=True)
+            ]
+            packed, stop = elementwise.packed(operations), count + 8 * overruns
+            assert library.run(packed, 1, tuple(arrays), 0, stop, 0) >= 0
             for place in places:
                 libc.free(place)
     for count in (1, 2, 63, 64, 600, 5000):
@@ -461,13 +466,13 @@ def _rows_under_sanitizers(
     assert library.add_up(memory(rows), dim, places, starts, sums, levels) >= 0
     for has_slots in (False, True):
         rule = RowUpdateRule(Adagrad(0.1) if has_slots else SGD(0.1))
-        code, _ = elementwise.packed(operations := rule.operations(0.1) or ())
+        code = elementwise.packed(operations := rule.operations(0.1) or ())
         every = [memory(rows) for _ in range(5)]
         arguments = (code, len(operations), every[0], places, dim, *every[1:3], has_slots)
         assert library.update(*arguments, *every[3:5]) == 0
     for codec in CODECS.values() if library.checks else ():
         payload = memory(np.zeros(group_count * dim * codec.item_size, np.uint8))
-        code, _ = elementwise.packed(codec.reads(0, 1, 1.0))
+        code = elementwise.packed(codec.reads(0, 1, 1.0))
         into = memory(rows)
         assert library.spread(code, payload, dim, places, starts, 0, group_count, into, 0) >= 0
     for address in taken:

@@ -20,7 +20,7 @@ from harness.native_library import library_of
 from shardwell import SGD, Adagrad
 from shardwell.numerics import elementwise, native, row_batches
 from shardwell.numerics.codec import CODECS
-from shardwell.numerics.elementwise import Arrays, Code, Operation
+from shardwell.numerics.elementwise import Code, Operation
 from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.placement.rows import RowPlacement
 
@@ -242,7 +242,7 @@ def test_rows_are_updated_where_they_lie(optimizer: str, dim: int, count: int) -
     gradients, places = _values(random, count, dim), random.permutation(40)[:count]
     rows = [array[places] for array in arrays]
     every = (rows[0], gradients.copy(), None, *rows[1:])
-    flat = Arrays(*[None if each is None else each.reshape(-1) for each in every])
+    flat = tuple(None if each is None else each.reshape(-1) for each in every)
     elementwise._run_by_numpy(operations, flat, 0, count * dim)
     row_batches.update(operations, gradients, places, arrays, saved)
     for array, was, kept, new in zip(arrays, before, saved, rows, strict=True):
@@ -406,7 +406,7 @@ def test_what_can_not_be_spread_is_refused_untouched(name: str) -> None:
     if not row_batches.can_spread():
         return
     assert native.LIBRARY is not None
-    code, _ = row_batches.packed(_READS)
+    code = row_batches.packed(_READS)
     _check_refused(native.LIBRARY.spread, (code, *SPREADS[name], 0))
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from harness.oracles.optimizers import OPTIMIZERS, Oracle, gradients_of, run
 from shardwell import SGD, Adam, AdamW, Average, Optimizer, TensorGroup, TensorLayout
 from shardwell.numerics import elementwise
-from shardwell.numerics.elementwise import Arrays
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.update_rules import TensorRules, UpdateRule
 
@@ -196,7 +195,7 @@ def test_tensors_with_options_are_as_if_each_were_alone(optimizer: str, cut: int
         for start in range(0, size, cut):
             weights, *slots = (array[start : start + cut] for array in state)
             given = gradient[start : start + cut].copy()
-            arrays = Arrays(weights, given, None, *slots)
+            arrays = (weights, given, None, *slots)
             for part, operations in rules.operations(start, weights.size, **options):
                 elementwise.run(operations, arrays, part.start, part.stop)
         for tensor in LAYOUT:

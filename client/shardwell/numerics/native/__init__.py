@@ -1,4 +1,4 @@
-"""Native code for arithmetic and rows, where it was built with the package: kernels.c, rows.c.
+"""Native code for arithmetic and rows, where it was built with the package.
 
 It is never needed: where it is missing, or the processor is none that it knows, NumPy computes the
 same. SHARDWELL_NATIVE=off leaves it unused.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 NATIVE_VARIABLE = "SHARDWELL_NATIVE"
 LIBRARY_NAME = "kernels.so"
-INTERFACE = 3
+INTERFACE = 4
 """As in dispatch.c. It changes when operations or what `run` takes change, so that a library that
 an older version built is not used."""
 _FOLDER = Path(__file__).parent
@@ -24,16 +24,13 @@ class Library(NamedTuple):
 
     variant: str
     """The instructions that it runs on this processor."""
-    run: Any
-    """(operations, their count, arrays, start, stop, CRC) as elementwise.py packs them; lets go of
-    the GIL."""
-    run_held: Any
-    """The same, without letting go: for what takes less time than to take it back."""
     checks: bool
     """Whether it computes CRCs on this processor."""
+    run: Any
+    """(operations, their count, arrays, start, stop, CRC): see dispatch.c. This and all that follow
+    are given objects that have memory, and let go of the GIL where they take long."""
     check_ids: Any
-    """This and all that follow: see rows.c. They are given objects that have memory, and let go of
-    the GIL by themselves."""
+    """This and all that follow: see rows.c."""
     find: Any
     sort_ids: Any
     gather: Any
@@ -44,7 +41,8 @@ class Library(NamedTuple):
 
 
 _OBJECT, _NUMBER, _CRC = ctypes.py_object, ctypes.c_uint64, ctypes.c_uint32
-_OF_ROWS: dict[str, tuple[Any, ...]] = {
+_CALLS: dict[str, tuple[Any, ...]] = {
+    "run": (ctypes.c_char_p, _NUMBER, _OBJECT, _NUMBER, _NUMBER, _CRC),
     "check_ids": (_OBJECT, _NUMBER, _NUMBER, _NUMBER),
     "find": (_OBJECT, _NUMBER, _OBJECT, _NUMBER, _OBJECT),
     "sort_ids": (_OBJECT, _NUMBER, _NUMBER, _OBJECT),
@@ -65,8 +63,10 @@ _PYTHONS = (
     "PyBuffer_Release",
     "PyEval_SaveThread",
     "PyEval_RestoreThread",
+    "PyTuple_Size",
+    "PyTuple_GetItem",
 )
-"""Of Python's stable interface, what rows.c uses."""
+"""Of Python's stable interface, what objects.c uses."""
 
 
 def load(path: Path) -> tuple[Library | None, str]:
@@ -75,36 +75,25 @@ def load(path: Path) -> tuple[Library | None, str]:
     if setting.lower() in ("off", "0", "no", "false"):
         return None, f"{NATIVE_VARIABLE}={setting}"
     try:
-        free, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        if free.shardwell_interface() != INTERFACE:
+        library = ctypes.PyDLL(str(path))
+        if library.shardwell_interface() != INTERFACE:
             return None, "built for another version"
-        free.shardwell_variant.restype = ctypes.c_char_p
-        variant = free.shardwell_variant()
-        runs = free.shardwell_run, held.shardwell_run
-        checks = bool(free.shardwell_checks())
-        of_rows = [getattr(held, f"shardwell_{name}") for name in _OF_ROWS]
+        library.shardwell_variant.restype = ctypes.c_char_p
+        variant = library.shardwell_variant()
+        checks = bool(library.shardwell_checks())
+        calls = {name: getattr(library, f"shardwell_{name}") for name in _CALLS}
         pythons = [
             ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _PYTHONS
         ]
-        held.shardwell_attach(*pythons)
+        library.shardwell_attach(*pythons, ctypes.c_void_p(id(None)))
     except (OSError, AttributeError):
         return None, "no native code was built" if not path.exists() else f"can't load {path.name}"
     if not variant:
         return None, "a processor without AVX2"
-    for run in runs:
-        run.restype = ctypes.c_int64
-        run.argtypes = (
-            ctypes.c_char_p,
-            ctypes.c_uint64,
-            ctypes.c_char_p,
-            ctypes.c_uint64,
-            ctypes.c_uint64,
-            ctypes.c_uint32,
-        )
-    for call, argument_types in zip(of_rows, _OF_ROWS.values(), strict=True):
+    for name, call in calls.items():
         call.restype = ctypes.c_int64
-        call.argtypes = argument_types
-    return Library(variant.decode(), *runs, checks, *of_rows), ""
+        call.argtypes = _CALLS[name]
+    return Library(variant.decode(), checks, **calls), ""
 
 
 LIBRARY, _MISSING = load(_FOLDER / LIBRARY_NAME)

@@ -8,10 +8,9 @@
 #endif
 
 #include "kernels.h"
+#include "objects.h"
 
-#define PUBLIC __attribute__((visibility("default")))
-
-enum { INTERFACE = 3 }; /* As in __init__.py: another one is not used. */
+enum { INTERFACE = 4 }; /* As in __init__.py: another one is not used. */
 
 PUBLIC int32_t shardwell_interface(void) { return INTERFACE; }
 
@@ -103,18 +102,16 @@ static const struct sizes SIZES[CODE_COUNT] = {
 
 enum { OPERATION_COUNT = 32, OWN_COUNT = 3 };
 enum { CACHED_BYTES = 16 * 1024, LINE = 64 }; /* half of a small first-level cache; elements of a few lines */
+enum { HELD_COUNT = 8 * 1024 }; /* Elements of a run that is over before the GIL could be taken back */
 
 struct arrays {
-  uint64_t address[ARRAY_COUNT]; /* 0: a temporary, of which there are OWN_COUNT at the most */
+  uint8_t *address[ARRAY_COUNT]; /* NULL: a temporary, of which there are OWN_COUNT at the most */
   uint64_t bytes[ARRAY_COUNT];
 };
 
 static int is_fit(const struct arrays *arrays, uint8_t place, uint8_t size, uint64_t stop) {
-  if (size == 0) return 1;
-  if (place >= ARRAY_COUNT) return 0;
-  uint64_t address = arrays->address[place];
-  if (address == 0) return 1;
-  return address % size == 0 && stop <= arrays->bytes[place] / size;
+  if (size == 0 || arrays->address[place] == NULL) return 1;
+  return (uintptr_t)arrays->address[place] % size == 0 && stop <= arrays->bytes[place] / size;
 }
 
 /* Where operations find a place's elements from `start` on. */
@@ -125,14 +122,14 @@ struct places {
 
 static void *place_of(const struct places *places, uint8_t place, uint8_t size, uint64_t start) {
   if (size == 0) return NULL;
-  uint64_t address = places->arrays->address[place];
-  return address == 0 ? (void *)places->own[place] : (void *)(uintptr_t)(address + start * size);
+  uint8_t *address = places->arrays->address[place];
+  return address == NULL ? (void *)places->own[place] : address + start * size;
 }
 
 /* Numbers a temporary; 0: there are no more. */
 static int takes_block(const struct arrays *arrays, uint8_t owners[], int *count, uint8_t place,
                        uint8_t size) {
-  if (size == 0 || arrays->address[place] != 0) return 1;
+  if (size == 0 || arrays->address[place] != NULL) return 1;
   for (int i = 0; i < *count; i++)
     if (owners[i] == place) return 1;
   if (*count == OWN_COUNT) return 0;
@@ -150,43 +147,90 @@ static size_t checked_block(const uint8_t bytes[], int own_count) {
   return block < most ? block : most;
 }
 
-/* Runs all operations on elements [start, stop) of all arrays.
+/* Places that operations use, and those that they write to, as bits. */
+struct uses { int all, written; };
+
+/* 0: there is no such operation, or place. */
+static int uses_of(const struct operation operations[], uint64_t count, struct uses *uses) {
+  *uses = (struct uses){0, 0};
+  for (uint64_t i = 0; i < count; i++) {
+    const struct operation *each = &operations[i];
+    if (each->code >= CODE_COUNT) return 0;
+    const struct sizes *sizes = &SIZES[each->code];
+    const uint8_t taken[3][2] = {{each->to, sizes->to}, {each->from, sizes->from}, {each->by, sizes->by}};
+    for (int k = 0; k < 3; k++) {
+      if (taken[k][1] == 0) continue;
+      if (taken[k][0] >= ARRAY_COUNT) return 0;
+      uses->all |= 1 << taken[k][0];
+      if (k == 0) uses->written |= 1 << taken[k][0];
+    }
+  }
+  return 1;
+}
+
+static float NOTHING; /* where an array without elements may lie */
+
+/* The memory of the arrays that are used: of float32 or bytes. 0, or why there is none. */
+static int64_t find_arrays(struct objects *objects, void *tuple, const struct uses *uses,
+                           struct arrays *arrays) {
+  void *items[ARRAY_COUNT];
+  if (!items_of(tuple, items, ARRAY_COUNT)) return MISFIT;
+  for (int place = 0; place < ARRAY_COUNT; place++) {
+    arrays->address[place] = NULL;
+    if (items[place] == NULL || (uses->all >> place & 1) == 0) continue;
+    const int before = objects->count;
+    const int flags = TYPED | (uses->written >> place & 1 ? WRITABLE : 0);
+    uint8_t *memory = memory_of(objects, items[place], 1, flags, &arrays->bytes[place]);
+    if (objects->count == before) return RAISED;
+    const python_buffer *buffer = &objects->buffers[before];
+    const int is_float = buffer->format != NULL && buffer->format[0] == 'f';
+    if (buffer->item_size != (is_float ? sizeof(float) : 1)) return MISFIT;
+    arrays->address[place] = memory == NULL ? (uint8_t *)&NOTHING : memory;
+  }
+  return 0;
+}
+
+/* Runs all operations on elements [start, stop) of all arrays: a tuple of objects that have memory,
+   by place, of which None is a temporary, as is what is beyond its end.
 
    Returns the largest magnitude that operations saw which look, as bits, of which there are 31, and
-   above them the CRC32C `crc` gone on over what operations saw which check; -1: something does not
-   fit, and nothing was touched. */
-PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, const void *packed_arrays,
-                             uint64_t start, uint64_t stop, uint32_t crc) {
+   above them the CRC32C `crc` gone on over what operations saw which check; or that something does
+   not fit, and nothing was touched. */
+PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void *tuple, uint64_t start,
+                             uint64_t stop, uint32_t crc) {
   float own[OWN_COUNT * BLOCK]; /* 24 KiB: threads may have little stack */
   uint8_t owners[OWN_COUNT];
   struct operation operations[OPERATION_COUNT];
   struct arrays arrays;
+  struct uses uses;
+  struct objects objects = {.count = 0};
   struct places places = {&arrays, {NULL}};
   uint8_t bytes[ARRAY_COUNT] = {0}; /* of an element, by place */
   int own_count = 0, checks = 0;
   run_block *run = VARIANTS[chosen()];
-  if (run == NULL || operation_count > OPERATION_COUNT || start > stop) return -1;
+  if (run == NULL || operation_count > OPERATION_COUNT || start > stop) return MISFIT;
   memcpy(operations, packed, operation_count * sizeof operations[0]);
-  memcpy(&arrays, packed_arrays, sizeof arrays);
+  if (!uses_of(operations, operation_count, &uses)) return MISFIT;
+  const int64_t problem = find_arrays(&objects, tuple, &uses, &arrays);
+  if (problem != 0) return ended(&objects, problem);
   for (uint64_t i = 0; i < operation_count; i++) {
     const struct operation *each = &operations[i];
-    if (each->code >= CODE_COUNT) return -1;
-    checks |= each->code == CHECK_32 || each->code == CHECK_16;
     const struct sizes *sizes = &SIZES[each->code];
+    checks |= each->code == CHECK_32 || each->code == CHECK_16;
     if (!is_fit(&arrays, each->to, sizes->to, stop) ||
-        !is_fit(&arrays, each->from, sizes->from, stop) || !is_fit(&arrays, each->by, sizes->by, stop))
-      return -1;
-    if (!takes_block(&arrays, owners, &own_count, each->to, sizes->to) ||
+        !is_fit(&arrays, each->from, sizes->from, stop) || !is_fit(&arrays, each->by, sizes->by, stop) ||
+        !takes_block(&arrays, owners, &own_count, each->to, sizes->to) ||
         !takes_block(&arrays, owners, &own_count, each->from, sizes->from) ||
         !takes_block(&arrays, owners, &own_count, each->by, sizes->by))
-      return -1;
+      return ended(&objects, MISFIT);
     if (sizes->to != 0) bytes[each->to] = sizes->to;
     if (sizes->from != 0) bytes[each->from] = sizes->from;
     if (sizes->by != 0) bytes[each->by] = sizes->by;
   }
-  if (checks && chosen_crc() == NULL) return -1;
+  if (checks && chosen_crc() == NULL) return ended(&objects, MISFIT);
   const size_t block = checks ? checked_block(bytes, own_count) : BLOCK;
   for (int i = 0; i < own_count; i++) places.own[owners[i]] = own + i * block;
+  void *state = stop - start > HELD_COUNT ? let_go() : NULL;
   uint32_t largest = 0, inside = ~crc;
   for (uint64_t first = start; first < stop; first += block) {
     size_t count = stop - first < block ? (size_t)(stop - first) : block;
@@ -203,5 +247,6 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, const
       largest = found > largest ? found : largest;
     }
   }
-  return (int64_t)(uint32_t)~inside << 31 | largest;
+  if (state != NULL) take_back(state);
+  return ended(&objects, (int64_t)(uint32_t)~inside << 31 | largest);
 }

@@ -34,8 +34,8 @@ from shardwell.numerics.update_rules import (
 )
 from shardwell_server.store import ChunkChange, ChunkRecord
 
-_PAYLOAD, _TOTAL = SECOND_SLOT + 1, SECOND_SLOT + 2
-"""Places beside those of update rules."""
+_PAYLOAD, _TOTAL, _FIRST = SECOND_SLOT + 1, SECOND_SLOT + 2, SECOND_SLOT + 3
+"""Places beside those of update rules. _FIRST: what lies in the sum's memory as it was written."""
 
 
 class Contribution(NamedTuple):
@@ -53,6 +53,19 @@ class Contribution(NamedTuple):
         return math.ldexp(float(self.sample_count), self.exponent - shift)
 
 
+class Total(NamedTuple):
+    """What the sum's memory holds of a chunk's open step."""
+
+    factor: float
+    """The sum is factor * 2^shift times what is there; 0: there is none."""
+    is_encoded: bool = False
+    """Whether the first contribution is there as it was written, not yet as float32. It lies at the
+    end, so that it can be read while a sum is written over it, block by block from the start."""
+
+
+NOTHING = Total(0.0)
+
+
 @dataclass(frozen=True)
 class ChunkState:
     """The arrays of one chunk: views into the slice's storage, all (n,) float32."""
@@ -63,10 +76,15 @@ class ChunkState:
     gradient_sum: Float32 | None
     slots: Slots
 
-    def places(self, payload: Bytes | None) -> Arrays:
+    def places(self, payload: Bytes | None, first: Bytes | None = None) -> Arrays:
         """All arrays, with a contribution's, for an update rule; the gradient is a temporary."""
         slots = (*self.slots, None, None)[:2]
-        return Arrays(self.weights, None, None, *slots, payload, self.gradient_sum)
+        return (self.weights, None, None, *slots, payload, self.gradient_sum, first)
+
+
+def _first_payload(total: Float32, codec: Codec) -> Bytes:
+    """Where the sum's memory has a contribution as it was written."""
+    return total.view(np.uint8)[(total.itemsize - codec.item_size) * total.size :]
 
 
 _FACTOR_MIN, _FACTOR_LIMIT = 2.0**-90, 2.0**127
@@ -85,41 +103,59 @@ def shift_for(sample_count: int, worker_count: int) -> int:
 def add_to_sum(
     contribution: Contribution,
     codec: Codec,
-    total: Float32,
-    total_factor: float,
+    memory: Float32,
+    total: Total,
     change: ChunkChange,
     *,
     shift: int,
-) -> float:
-    """Adds sample_count * gradient * 2^-shift to a sum that is kept as total_factor * total.
+    may_stay_encoded: bool,
+) -> Total:
+    """Adds sample_count * gradient * 2^-shift to a sum.
 
-    The first contribution (total_factor 0) is stored as it was written, unscaled and unweighted:
-    its scale and weight become the factor, which the next addition applies at no cost.
+    The first contribution is stored unscaled and unweighted: its scale and weight become the
+    factor, which the next addition applies at no cost. As it was written, if it may: that takes
+    half the memory traffic, and nobody needs the sum before the next one comes.
+
+    Args:
+        contribution: What is added.
+        codec: How it is written.
+        memory: The chunk's, for its sum.
+        total: What is in there.
+        change: Told of every block before and after it is written.
+        shift: See shift_for.
+        may_stay_encoded: Whether all who read the sum know `Total.is_encoded`.
 
     Returns:
-        The new factor.
+        What is in there now.
     """
     factor = contribution.factor(shift)
-    if total_factor == 0.0 and factor == 0.0:
-        return 0.0
-    is_plain = total_factor == 0.0 and _FACTOR_MIN <= factor < _FACTOR_LIMIT
-    if is_plain:
+    if total.factor == 0.0 and factor == 0.0:
+        return NOTHING
+    is_plain = total.factor == 0.0 and _FACTOR_MIN <= factor < _FACTOR_LIMIT
+    stays_encoded = is_plain and may_stay_encoded and codec.item_size < memory.itemsize
+    if stays_encoded:
+        operations = codec.copies(_FIRST, _PAYLOAD)
+    elif is_plain:
         operations = codec.reads(_TOTAL, _PAYLOAD, 1.0)
-    elif total_factor == 0.0:
+    elif total.factor == 0.0:
         weight = math.ldexp(contribution.sample_count, -shift)
         unscaled = codec.reads(_TOTAL, _PAYLOAD, math.ldexp(1.0, contribution.exponent))
         operations = unscaled + scale(_TOTAL, weight)
     else:
-        operations = scale(_TOTAL, total_factor)
+        into = TEMPORARY if total.is_encoded else _TOTAL
+        operations = codec.reads(into, _FIRST, 1.0) if total.is_encoded else ()
+        operations += scale(into, total.factor)
         if factor:
-            operations += codec.reads(TEMPORARY, _PAYLOAD, factor) + add_scaled(_TOTAL, TEMPORARY)
+            operations += codec.reads(GRADIENT, _PAYLOAD, factor) + add_scaled(into, GRADIENT)
+        if total.is_encoded:
+            operations += (Operation(Code.COPY, _TOTAL, TEMPORARY),)
     none = (None,) * _PAYLOAD
-    arrays = Arrays(*none, contribution.payload, total)
-    for start, stop in blocks(total.size):
+    arrays = (*none, contribution.payload, memory, _first_payload(memory, codec))
+    for start, stop in change.blocks(memory.size):
         change.before(start, stop)
         run(operations, arrays, start, stop)
         change.after(start, stop)
-    return factor if is_plain else 1.0
+    return Total(factor if is_plain else 1.0, stays_encoded)
 
 
 def state_overflow(
@@ -174,7 +210,7 @@ def close_step(
     rules: TensorRules,
     change: ChunkChange,
     *,
-    total_factor: float,
+    total: Total,
     shift: int,
     sample_total: int,
     update_count: int,
@@ -188,32 +224,39 @@ def close_step(
         chunk: Weights and state, updated; the sum is read and then of no meaning.
         rules: The optimizer.
         change: Told of every block before and after it is written.
-        total_factor: See add_to_sum; 0 if there is no sum.
-        shift: See add_to_sum.
+        total: What is in the sum's memory.
+        shift: See shift_for.
         sample_total: Samples of all contributions, this one included; 0 makes the mean 0.
         update_count: 1 at the first update.
         learning_rate: Of this update.
     """
     factor, divisor = contribution.factor(shift), math.ldexp(float(sample_total), -shift)
+    total_factor = total.factor
     if sample_total == 0:
         divisor = 1.0
     elif total_factor == 0.0:  # a mean of one is that one, whatever its weight
         factor, divisor = math.ldexp(1.0, contribution.exponent), 1.0
     elif sample_total & (sample_total - 1) == 0:  # dividing by a power of two is exact beforehand
         factor, total_factor, divisor = factor / divisor, total_factor / divisor, 1.0
+    first: Bytes | None = None
+    reads: Operations = ()
+    summed = _TOTAL
+    if total.is_encoded and chunk.gradient_sum is not None:
+        first = _first_payload(chunk.gradient_sum, codec)
+        reads, summed = codec.reads(TEMPORARY, _FIRST, 1.0), TEMPORARY
     if total_factor == 0.0 or chunk.gradient_sum is None:
         mean = codec.reads(GRADIENT, _PAYLOAD, factor)
     elif factor == 0.0:
-        mean = (Operation(Code.COPY, GRADIENT, _TOTAL), *scale(GRADIENT, total_factor))
+        mean = (*reads, Operation(Code.COPY, GRADIENT, summed), *scale(GRADIENT, total_factor))
     else:
-        added = add_scaled(GRADIENT, _TOTAL, total_factor)
-        mean = codec.reads(GRADIENT, _PAYLOAD, factor) + added
+        added = add_scaled(GRADIENT, summed, total_factor)
+        mean = codec.reads(GRADIENT, _PAYLOAD, factor) + reads + added
     if divisor != 1.0:
         mean += (Operation(Code.MEAN, GRADIENT, divisor=divisor),)
     _update(
         mean,
         chunk,
-        contribution.payload,
+        chunk.places(contribution.payload, first),
         rules,
         change,
         update_count=update_count,
@@ -224,7 +267,7 @@ def close_step(
 def _update(
     mean: Operations,
     chunk: ChunkState,
-    payload: Bytes | None,
+    arrays: Arrays,
     rules: TensorRules,
     change: ChunkChange,
     *,
@@ -232,8 +275,7 @@ def _update(
     learning_rate: float,
 ) -> None:
     """Updates weights and state with what `mean` computes into GRADIENT."""
-    arrays = chunk.places(payload)
-    for start, stop in blocks(chunk.weights.size):
+    for start, stop in change.blocks(chunk.weights.size):
         change.before(start, stop)
         for part, updates in rules.operations(
             chunk.offset + start,
@@ -257,7 +299,7 @@ def squared_mean_norm(chunk: ChunkState, rules: TensorRules, record: ChunkRecord
         mean = values[: stop - start]
         before = (None,) * GRADIENT
         between = (None,) * (_TOTAL - GRADIENT - 1)
-        arrays = Arrays(*before, mean, *between, chunk.gradient_sum[start:stop])
+        arrays = (*before, mean, *between, chunk.gradient_sum[start:stop])
         run(operations, arrays, 0, stop - start)
         squares.append(rules.squared_norm(chunk.offset + start, mean))
     return math.fsum(squares)
@@ -285,7 +327,7 @@ def close_full_step(
     _update(
         _mean_of(record) + scale(GRADIENT, clip_factor),
         chunk,
-        None,
+        chunk.places(None),
         rules,
         change,
         update_count=record.version + 1,

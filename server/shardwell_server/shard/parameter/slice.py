@@ -42,6 +42,7 @@ from shardwell_server.shard.errors import non_finite, workers_missing
 from shardwell_server.shard.members import Contributor, Liveness, members_of, step_wait
 from shardwell_server.shard.parameter.averaging import (
     Contribution,
+    Total,
     add_to_sum,
     close_step,
     shift_for,
@@ -86,6 +87,7 @@ class ParameterSlice:
         self._limits = limits
         self._rules = TensorRules(spec.optimizer, spec.layout)
         self._codec = ChunkCodec.of(spec)
+        self._may_stay_encoded = storage.keeps_encoded and not spec.closes_by_norm
         self._chunks = [
             Chunk(
                 where.chunk(index, chunk_element_count), index, index * chunk_element_count, storage
@@ -537,16 +539,17 @@ class ParameterSlice:
         """Adds a contribution, closes the step if it is the last, and records both."""
         tracker, codec = self._tracker, self._codec.codec
         record = tracker.records[index]
-        total_factor, shift = record.total_factor, record.shift
+        total, shift = Total(record.total_factor, record.is_encoded), record.shift
         needed = shift_for(contribution.sample_count, self.spec.worker_count)
-        if total_factor == 0.0:
+        if total.factor == 0.0:
             shift = needed
         elif needed > shift:
-            total_factor, shift = math.ldexp(total_factor, shift - needed), needed
+            total = total._replace(factor=math.ldexp(total.factor, shift - needed))
+            shift = needed
         closes = tracker.completes(index)
         if closes and self.snapshots.pending:
             self.snapshots.before_close(index, learning_rate)
-        transition = Transition.FIRST if total_factor == 0.0 else Transition.ADD
+        transition = Transition.FIRST if total.factor == 0.0 else Transition.ADD
         with self.storage.change(index, Transition.CLOSE if closes else transition) as change:
             if closes:
                 sample_total = record.sample_total + contribution.sample_count
@@ -556,7 +559,7 @@ class ParameterSlice:
                     chunk.state,
                     self._rules,
                     change,
-                    total_factor=total_factor,
+                    total=total,
                     shift=shift,
                     # An asynchronous gradient is applied as it is: there is nothing to weigh it
                     # against.
@@ -566,16 +569,21 @@ class ParameterSlice:
                 )
             else:
                 assert chunk.state.gradient_sum is not None
-                total_factor = add_to_sum(
+                total = add_to_sum(
                     contribution,
                     codec,
                     chunk.state.gradient_sum,
-                    total_factor,
+                    total,
                     change,
                     shift=shift,
+                    may_stay_encoded=self._may_stay_encoded,
                 )
             following = tracker.following(
-                index, contribution.sample_count, total_factor=total_factor, shift=shift
+                index,
+                contribution.sample_count,
+                total_factor=total.factor,
+                shift=shift,
+                is_encoded=total.is_encoded,
             )
             change.commit(following, seat.index, seat.stored(step))
         tracker.record(seat, index, step, following, crc32c)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from shardwell_server.store.memory.table import MemoryStorage, MemoryTable
 class _MemoryChange:
     """Nothing to do: what is written is committed."""
 
+    def blocks(self, count: int) -> Iterable[tuple[int, int]]:
+        return ((0, count),)
+
     def before(self, start: int, stop: int) -> None:
         pass
 
@@ -45,6 +48,7 @@ class _MemoryChange:
 class MemoryParameter(MemoryStorage):
     """Arrays without files. Pages are touched when first written; an unused array costs nothing."""
 
+    keeps_encoded = True
     is_torn = False
     wants_image = False
 

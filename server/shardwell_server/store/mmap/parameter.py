@@ -58,6 +58,7 @@ class MmapParameter(MmapStorage):
     """The arrays and records of one slice, in files; see the module."""
 
     LAYOUT_NAME = "parameter.json"
+    keeps_encoded = False
 
     def __init__(
         self,
@@ -332,6 +333,9 @@ class _MmapChange:
             sequence = self._of._stored[self._chunk_index].sequence
             self._entry.begin(self._chunk_index, sequence, self._transition)
         return self
+
+    def blocks(self, count: int) -> Iterable[tuple[int, int]]:
+        return blocks(count)  # what is saved is still in the cache when it is changed
 
     def before(self, start: int, stop: int) -> None:
         if self._entry is not None:

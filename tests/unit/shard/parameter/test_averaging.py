@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 
 from harness.oracles.codec import decoded, encoded
 from shardwell import SGD, Average, Optimizer
+from shardwell.numerics import native
 from shardwell.numerics.codec import CODECS
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.update_rules import TensorRules
 from shardwell_server.shard.parameter.averaging import (
+    NOTHING,
     ChunkState,
     Contribution,
+    Total,
     add_to_sum,
     close_step,
     shift_for,
@@ -39,14 +42,13 @@ def contribution(name: str, values: np.ndarray, sample_count: int) -> Contributi
     return Contribution(payload, exponent, sample_count)
 
 
-def shifted(
-    each: Contribution, total_factor: float, shift: int, worker_count: int
-) -> tuple[float, int]:
+def shifted(each: Contribution, total: Total, shift: int, worker_count: int) -> tuple[Total, int]:
     """As ParameterSlice does: the sum is scaled down for the heaviest contribution so far."""
     needed = shift_for(each.sample_count, worker_count)
-    if total_factor == 0.0:
-        return 0.0, needed
-    return math.ldexp(total_factor, min(shift - needed, 0)), max(shift, needed)
+    if total.factor == 0.0:
+        return total, needed
+    factor = math.ldexp(total.factor, min(shift - needed, 0))
+    return total._replace(factor=factor), max(shift, needed)
 
 
 def stepped(
@@ -56,9 +58,26 @@ def stepped(
     *,
     optimizer: Optimizer | None = None,
 ) -> np.ndarray:
-    """The weights after one step, from zero; the sum starts as whatever the last step left."""
+    """The weights after one step, from zero: the same whether the first gradient stays encoded."""
+    both = [
+        _stepped(name, gradients, sample_counts, optimizer or Average(), may_stay_encoded=may)
+        for may in (False, True)
+    ]
+    assert both[0].tobytes() == both[1].tobytes()
+    return both[0]
+
+
+def _stepped(
+    name: str,
+    gradients: list[np.ndarray],
+    sample_counts: list[int],
+    optimizer: Optimizer,
+    *,
+    may_stay_encoded: bool,
+) -> np.ndarray:
+    """The sum starts as whatever the last step left."""
     size = gradients[0].size
-    rule = TensorRules(optimizer or Average())
+    rule = TensorRules(optimizer)
     state = ChunkState(
         offset=0,
         weights=np.zeros(size, np.float32),
@@ -66,21 +85,27 @@ def stepped(
         slots=(),
     )
     sent = [contribution(name, *each) for each in zip(gradients, sample_counts, strict=True)]
-    total_factor, shift = 0.0, 0
+    total, shift = NOTHING, 0
     for each in sent[:-1]:
         assert state.gradient_sum is not None
-        total_factor, shift = shifted(each, total_factor, shift, len(sent))
-        total_factor = add_to_sum(
-            each, CODECS[name], state.gradient_sum, total_factor, CHANGE, shift=shift
+        total, shift = shifted(each, total, shift, len(sent))
+        total = add_to_sum(
+            each,
+            CODECS[name],
+            state.gradient_sum,
+            total,
+            CHANGE,
+            shift=shift,
+            may_stay_encoded=may_stay_encoded,
         )
-    total_factor, shift = shifted(sent[-1], total_factor, shift, len(sent))
+    total, shift = shifted(sent[-1], total, shift, len(sent))
     close_step(
         sent[-1],
         CODECS[name],
         state,
         rule,
         CHANGE,
-        total_factor=total_factor,
+        total=total,
         shift=shift,
         sample_total=sum(sample_counts),
         update_count=1,
@@ -231,17 +256,34 @@ def test_zeros_with_the_largest_scale_stay_zeros(counts: tuple[int, int]) -> Non
     shift = max(shift_for(count, 2) for count in counts)
     codec = CODECS["fp16"]
     assert state.gradient_sum is not None
-    factor = add_to_sum(first, codec, state.gradient_sum, 0.0, CHANGE, shift=shift)
+    total = add_to_sum(
+        first, codec, state.gradient_sum, NOTHING, CHANGE, shift=shift, may_stay_encoded=False
+    )
     close_step(
         last,
         codec,
         state,
         TensorRules(Average()),
         CHANGE,
-        total_factor=factor,
+        total=total,
         shift=shift,
         sample_total=sum(counts),
         update_count=1,
         learning_rate=0.0,
     )
     np.testing.assert_array_equal(state.weights, 0.0)
+
+
+@pytest.mark.parametrize("computes", ["native", "NumPy"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 2, 17, 2047, 2048, 2049, 5001, 2 * BLOCK_ELEMENT_COUNT + 3])
+def test_a_gradient_that_waits_as_it_was_written_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, computes: str, name: str, size: int
+) -> None:
+    """Also where a sum is written over it: each block is read before what lies there is lost."""
+    if computes == "NumPy":
+        monkeypatch.setattr(native, "LIBRARY", None)
+    random = np.random.default_rng(size)
+    gradients = [random.standard_normal(size).astype(np.float32) * 10.0**n for n in range(4)]
+    for counts in ([3, 5], [0, 5], [3, 0], [8, 8], [1, 2, 4], [3, 0, 5], [0, 3, 0], [3, 1, 4, 1]):
+        stepped(name, gradients[: len(counts)], counts, optimizer=SGD(0.1))
