@@ -1,4 +1,4 @@
-"""Native code for arithmetic and rows, where it was built with the package: kernels.c, rows.c.
+"""Native code for arithmetic, rows and tensors, where it was built with the package.
 
 It is never needed: where it is missing, or the processor is none that it knows, NumPy computes the
 same. SHARDWELL_NATIVE=off leaves it unused.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 NATIVE_VARIABLE = "SHARDWELL_NATIVE"
 LIBRARY_NAME = "kernels.so"
-INTERFACE = 3
+INTERFACE = 4
 """As in dispatch.c. It changes when operations or what `run` takes change, so that a library that
 an older version built is not used."""
 _FOLDER = Path(__file__).parent
@@ -32,8 +32,8 @@ class Library(NamedTuple):
     checks: bool
     """Whether it computes CRCs on this processor."""
     check_ids: Any
-    """This and all that follow: see rows.c. They are given objects that have memory, and let go of
-    the GIL by themselves."""
+    """This and those that follow: see rows.c. They are given objects that have memory, and let go
+    of the GIL by themselves."""
     find: Any
     sort_ids: Any
     gather: Any
@@ -41,10 +41,13 @@ class Library(NamedTuple):
     spread: Any
     add_up: Any
     update: Any
+    look_over: Any
+    """This and `move`: see tensors.c."""
+    move: Any
 
 
 _OBJECT, _NUMBER, _CRC = ctypes.py_object, ctypes.c_uint64, ctypes.c_uint32
-_OF_ROWS: dict[str, tuple[Any, ...]] = {
+_OF_OBJECTS: dict[str, tuple[Any, ...]] = {
     "check_ids": (_OBJECT, _NUMBER, _NUMBER, _NUMBER),
     "find": (_OBJECT, _NUMBER, _OBJECT, _NUMBER, _OBJECT),
     "sort_ids": (_OBJECT, _NUMBER, _NUMBER, _OBJECT),
@@ -58,6 +61,8 @@ _OF_ROWS: dict[str, tuple[Any, ...]] = {
         *(ctypes.c_char_p, _NUMBER, _OBJECT, _OBJECT, _NUMBER),
         *(_OBJECT, _OBJECT, _NUMBER, _OBJECT, _OBJECT),
     ),
+    "look_over": (_OBJECT, _OBJECT, _OBJECT, _OBJECT),
+    "move": (_OBJECT, _OBJECT, _OBJECT, _NUMBER, _NUMBER, _OBJECT, _NUMBER),
 }
 """What each takes."""
 _PYTHONS = (
@@ -65,8 +70,12 @@ _PYTHONS = (
     "PyBuffer_Release",
     "PyEval_SaveThread",
     "PyEval_RestoreThread",
+    "PyTuple_Size",
+    "PyTuple_GetItem",
+    "PyObject_Type",
+    "Py_DecRef",
 )
-"""Of Python's stable interface, what rows.c uses."""
+"""Of Python's stable interface, what rows.c and tensors.c use: see objects.h."""
 
 
 def load(path: Path) -> tuple[Library | None, str]:
@@ -82,7 +91,7 @@ def load(path: Path) -> tuple[Library | None, str]:
         variant = free.shardwell_variant()
         runs = free.shardwell_run, held.shardwell_run
         checks = bool(free.shardwell_checks())
-        of_rows = [getattr(held, f"shardwell_{name}") for name in _OF_ROWS]
+        of_objects = [getattr(held, f"shardwell_{name}") for name in _OF_OBJECTS]
         pythons = [
             ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _PYTHONS
         ]
@@ -101,10 +110,10 @@ def load(path: Path) -> tuple[Library | None, str]:
             ctypes.c_uint64,
             ctypes.c_uint32,
         )
-    for call, argument_types in zip(of_rows, _OF_ROWS.values(), strict=True):
+    for call, argument_types in zip(of_objects, _OF_OBJECTS.values(), strict=True):
         call.restype = ctypes.c_int64
         call.argtypes = argument_types
-    return Library(variant.decode(), *runs, checks, *of_rows), ""
+    return Library(variant.decode(), *runs, checks, *of_objects), ""
 
 
 LIBRARY, _MISSING = load(_FOLDER / LIBRARY_NAME)

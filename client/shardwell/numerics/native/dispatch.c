@@ -11,7 +11,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-enum { INTERFACE = 3 }; /* As in __init__.py: another one is not used. */
+enum { INTERFACE = 4 }; /* As in __init__.py: another one is not used. */
 
 PUBLIC int32_t shardwell_interface(void) { return INTERFACE; }
 

@@ -2,78 +2,15 @@
 
    Every entry is given Python's own objects, and has their memory and its size from them. It checks
    all sizes and numbers before it touches anything: what does not fit is MISFIT, and what
-   has no memory that may be used so is an exception of Python's. Whoever calls holds the GIL; it is
-   let go of for what takes long, while the objects' memory is held. */
+   has no memory that may be used so is an exception of Python's. */
 #include <string.h>
 
 #include "kernels.h"
+#include "objects.h"
 
-#define PUBLIC __attribute__((visibility("default")))
-
-enum { MISFIT = -1, RAISED = -2, REFUSED = -3 };
-enum { WRITABLE = 1 };           /* PyBUF_WRITABLE; without it, PyBUF_SIMPLE: contiguous bytes */
-enum { HELD_BYTES = 32 * 1024 }; /* Up to here it is over before the GIL could be taken back */
-enum { AHEAD = 8 };              /* rows that are asked for from memory before their turn */
+enum { AHEAD = 8 }; /* rows that are asked for from memory before their turn */
 enum { LINE = 64 };
 enum { SEGMENT = 8, LEVEL_COUNT = 12 }; /* 8^12 gradients are more than there can be */
-
-/* As in the stable interface of Python 3.11 and later. */
-typedef struct {
-  void *memory, *object;
-  int64_t size, item_size;
-  int is_read_only, dimension_count;
-  char *format;
-  int64_t *shape, *strides, *suboffsets;
-  void *internal;
-} python_buffer;
-
-static struct {
-  int (*get)(void *object, python_buffer *buffer, int flags);
-  void (*release)(python_buffer *buffer);
-  void *(*let_go)(void);
-  void (*take_back)(void *state);
-} PYTHON; /* The same whoever sets it. */
-
-/* To be called first, with PyObject_GetBuffer, PyBuffer_Release, PyEval_SaveThread and
-   PyEval_RestoreThread. */
-PUBLIC void shardwell_attach(void *get, void *release, void *let_go, void *take_back) {
-  memcpy(&PYTHON.get, &get, sizeof get);
-  memcpy(&PYTHON.release, &release, sizeof release);
-  memcpy(&PYTHON.let_go, &let_go, sizeof let_go);
-  memcpy(&PYTHON.take_back, &take_back, sizeof take_back);
-}
-
-/* The memory of a call's objects. */
-struct objects {
-  python_buffer buffers[8];
-  int count;
-};
-
-/* The memory of one more, in elements of `size` bytes; NULL: it has none that can be used so. */
-static void *memory_of(struct objects *objects, void *object, uint64_t size, int flags,
-                       uint64_t *count) {
-  python_buffer *buffer = &objects->buffers[objects->count];
-  if (size == 0 || PYTHON.get == NULL || PYTHON.get(object, buffer, flags) != 0) return NULL;
-  objects->count++;
-  *count = (uint64_t)buffer->size / size;
-  return buffer->memory;
-}
-
-static int64_t ended(struct objects *objects, int64_t result) {
-  while (objects->count > 0) PYTHON.release(&objects->buffers[--objects->count]);
-  return result;
-}
-
-static int is_aligned(const void *memory, uint64_t size) { return (uintptr_t)memory % size == 0; }
-
-/* Lets go of the GIL where so many bytes take long, or may have to come from a disk. */
-static void *begun(uint64_t bytes, int may_wait) {
-  return bytes > HELD_BYTES || may_wait ? PYTHON.let_go() : NULL;
-}
-
-static void over(void *state) {
-  if (state != NULL) PYTHON.take_back(state);
-}
 
 /* Whether so many rows of `stride` bytes are in `size` bytes. */
 static int fits(uint64_t count, uint64_t stride, uint64_t size) {
