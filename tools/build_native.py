@@ -103,7 +103,9 @@ def build(root: Path, to: Path, *, target: str = "", flags: tuple[str, ...] = ()
         parts = {f"{name}.o": (source, (f"-DVARIANT={name}", *instructions))
                  for source, variants in (("kernels.c", VARIANTS), ("crc.c", CRCS))
                  for name, instructions in variants.get(machine, {}).items()}  # fmt: skip
-        parts |= {f"{name}.o": (f"{name}.c", ()) for name in ("dispatch", "objects", "rows")}
+        parts |= {
+            f"{name}.o": (f"{name}.c", ()) for name in ("dispatch", "objects", "rows", "tensors")
+        }
         for name, (source, options) in parts.items():
             _run([*command, *options, "-c", str(sources / source), "-o", f"{folder}/{name}"])
         made = Path(folder, LIBRARY_NAME)

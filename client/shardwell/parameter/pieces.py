@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.tensors import Found, Tensors, joined
 
-LARGE_ELEMENT_COUNT = 1 << 18
-"""Smaller arrays take longer to look at one by one than to copy."""
+_STOP = operator.itemgetter(1)
 
 
 class Pieces:
@@ -23,30 +24,56 @@ class Pieces:
     Any thread may read, and write what no other one does.
 
     Args:
-        arrays: One behind the other, each (n,); to be read, floating point of any stride; to be
-            written, float32.
+        arrays: One behind the other, each (n,), to be read: floating point of any stride; one
+            alone that is float32 may be written, too.
     """
 
     def __init__(self, *arrays: npt.NDArray[Any]) -> None:
         self._arrays = arrays
-        self._stops = list(itertools.accumulate(array.size for array in arrays))
+        self._stops = list(itertools.accumulate([array.size for array in arrays]))
+        self._tensors: tuple[Tensors, Found] | None = None
+        """What arrays that are to be written are, and where."""
         self._copies: dict[tuple[int, int], Float32] = {}
         """What was read of several arrays, by range."""
         self._given = arrays
         """Which are somebody else's memory."""
 
     @staticmethod
-    def to_read(arrays: Sequence[npt.NDArray[Any]]) -> Pieces:
-        """Of arrays of any shapes, of which small neighbours are copied into one piece."""
+    def to_read(
+        arrays: Sequence[npt.NDArray[Any]], tensors: Tensors, found: Found | None
+    ) -> Pieces:
+        """Of tensors, of which small neighbours are copied into one piece.
+
+        Args:
+            arrays: Of the tensors' shapes, floating point of any strides.
+            tensors: What they are.
+            found: What `tensors.look_over` has found of them.
+        """
         parts: list[npt.NDArray[Any]] = []
         large: list[npt.NDArray[Any]] = []
-        for is_large, run in itertools.groupby(arrays, lambda it: it.size >= LARGE_ELEMENT_COUNT):
-            flat = [array.reshape(-1) for array in run]
-            if is_large:
-                large += flat
-            parts += flat if is_large else [_joined(flat)]
+        for run in tensors.runs:
+            if run.is_large:
+                large.append(arrays[run.first].reshape(-1))
+                parts.append(large[-1])
+            else:
+                parts.append(tensors.join(arrays, run, found))
         pieces = Pieces(*parts)
         pieces._given = tuple(large)
+        return pieces
+
+    @staticmethod
+    def to_write(arrays: Sequence[Float32], tensors: Tensors, found: Found) -> Pieces:
+        """Of tensors that are written where they lie.
+
+        Args:
+            arrays: Of the tensors' shapes, writable.
+            tensors: What they are.
+            found: What `tensors.look_over` has found of them.
+        """
+        pieces = Pieces()
+        pieces._arrays = pieces._given = tuple(arrays)
+        pieces._stops = tensors.stops
+        pieces._tensors = tensors, found
         return pieces
 
     @property
@@ -65,7 +92,7 @@ class Pieces:
             return view
         copy = self._copies.get((start, stop))
         if copy is None:
-            copy = _joined(self._views(start, stop))
+            copy = joined(self._views(start, stop))
             self._copies[start, stop] = copy
         return copy
 
@@ -80,13 +107,10 @@ class Pieces:
         if view is not None:
             yield view
             return
+        assert self._tensors is not None
         filled: Float32 = np.empty(stop - start, np.float32)
         yield filled
-        done = 0
-        for part in self._views(start, stop):
-            end = done + part.size
-            part[...] = filled[done:end]  # which takes a third of copyto's time, where it is short
-            done = end
+        self._tensors[0].part(filled, self._arrays, start)
 
     def overlaps(self, other: Pieces) -> bool:
         """Whether some memory may be in both."""
@@ -94,16 +118,22 @@ class Pieces:
             return np.may_share_memory(self._given[0], other._given[0])
         if not self._given or not other._given:
             return False
-        mine, others = sorted(self._spans()), sorted(other._spans())
-        stops = list(itertools.accumulate((stop for _, stop in mine), max))
-        for start, stop in others:
-            before = bisect_left(mine, (stop,))  # how many start before it ends
+        few, many = sorted([sorted(self._spans()), sorted(other._spans())], key=len)
+        stops = list(itertools.accumulate(map(_STOP, many), max))
+        for start, stop in few:
+            before = bisect_left(many, (stop,))  # how many start before it ends
             if before and stops[before - 1] > start:
                 return True
         return False
 
-    def _spans(self) -> Iterator[tuple[int, int]]:
+    def _spans(self) -> Iterable[tuple[int, int]]:
         """The addresses that are somebody else's."""
+        if self._tensors is not None:
+            tensors, found = self._tensors
+            return tensors.spans(self._given, found)
+        return self._spans_of_arrays()
+
+    def _spans_of_arrays(self) -> Iterator[tuple[int, int]]:
         for array in self._given:
             if array.size:
                 start: int = array.__array_interface__["data"][0]
@@ -120,7 +150,7 @@ class Pieces:
             return None
         array = self._arrays[number]
         first = self._stops[number] - array.size
-        return array[start - first : stop - first]
+        return array.reshape(-1)[start - first : stop - first]
 
     def _views(self, start: int, stop: int) -> Sequence[npt.NDArray[Any]]:
         """Elements [start, stop), array by array."""
@@ -129,13 +159,5 @@ class Pieces:
             first = self._stops[number] - self._arrays[number].size
             if first >= stop:
                 break
-            found.append(self._arrays[number][max(start - first, 0) : stop - first])
+            found.append(self._arrays[number].reshape(-1)[max(start - first, 0) : stop - first])
         return found
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]]) -> Float32:
-    """A copy of arrays, one behind the other; what overflows is infinite."""
-    joined: Float32 = np.empty(sum(array.size for array in arrays), np.float32)
-    with np.errstate(over="ignore"):
-        np.concatenate(arrays, out=joined, casting="same_kind")
-    return joined

@@ -6,9 +6,10 @@ a parameter returns them, are that vector already; others are its pieces.
 
 from __future__ import annotations
 
+import collections
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias
 
@@ -17,8 +18,9 @@ import numpy.typing as npt
 from typing_extensions import TypeVar, override
 
 from shardwell.errors import ArgumentError
-from shardwell.numerics.arguments import as_flat, as_floats, as_output, is_output
+from shardwell.numerics.arguments import as_flat, as_floats, as_output
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.tensors import Tensors
 from shardwell.parameter.pieces import Pieces
 from shardwell.specs.layout import TensorLayout, TensorSpec
 from shardwell.specs.parameter import ParameterSpec
@@ -78,7 +80,9 @@ class TensorViews(dict[str, Float32]):
     """
 
     def __init__(self, layout: TensorLayout, flat: Float32) -> None:
-        super().__init__((t.name, flat[t.offset : t.stop].reshape(t.shape)) for t in layout)
+        parts = map(flat.__getitem__, layout.slices)
+        shaped = map(np.ndarray.reshape, parts, layout.shapes)
+        super().__init__(zip(layout.by_name, shaped, strict=True))
         self._layout = layout
         self._flat = flat
         self._names = list(self)
@@ -94,6 +98,10 @@ class TensorViews(dict[str, Float32]):
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+_PLAIN = (dict, collections.OrderedDict, TensorViews)
+"""Mappings of which it is known what looking into them does."""
 
 
 class VectorValues(Values[Float32]):
@@ -126,19 +134,24 @@ class TensorValues(Values[NamedArrays]):
 
     def __init__(self, layout: TensorLayout) -> None:
         self._layout = layout
+        self._tensors = Tensors(layout.shapes)
+        first, *others = layout.by_name
+        self._all_of: Callable[[Any], tuple[Any, ...]]
+        if others:
+            self._all_of = operator.itemgetter(first, *others)
+        else:  # of one name it gets what that has, and no tuple
+            self._all_of = lambda values: (values[first],)
 
     @override
     def pieces(self, what: str, values: Any, *, in_place: bool = False) -> Pieces:
         if isinstance(values, TensorViews) and (buffer := values.buffer(self._layout)) is not None:
             return Pieces(buffer)
-        arrays = []
-        for tensor, each in zip(self._layout, self._checked(what, values), strict=True):
-            if type(each) is not np.ndarray or each.dtype is not _FLOAT32:
-                each = as_floats(f"{what}: tensor {tensor.name!r}", each)
-            if each.shape != tensor.shape:
-                raise _misshapen(what, tensor, each.shape)
-            arrays.append(each)
-        joined = self._joined(arrays)
+        arrays: Sequence[npt.NDArray[Any]] | None = self._in_order(values)
+        found = None if arrays is None else self._tensors.look_over(arrays)
+        if arrays is None or found is None:
+            arrays = self._converted(what, values)
+            found = self._tensors.look_over(arrays)
+        joined = None if found is None else self._tensors.as_one(arrays, found)
         if joined is not None:
             return Pieces(joined)
         if in_place:
@@ -146,7 +159,7 @@ class TensorValues(Values[NamedArrays]):
                 f"{what} must lie in one buffer, its tensors one behind the other, float32; pass "
                 "such as get_weights returns"
             )
-        return Pieces.to_read(arrays)
+        return Pieces.to_read(arrays, self._tensors, found)
 
     @override
     def room(self, out: Any) -> Room[NamedArrays]:
@@ -155,17 +168,54 @@ class TensorValues(Values[NamedArrays]):
             return Room(Pieces(flat), TensorViews(self._layout, flat))
         if isinstance(out, TensorViews) and (buffer := out.buffer(self._layout)) is not None:
             return Room(Pieces(as_output(buffer, self._layout.size)), out)
+        arrays: Sequence[Float32] | None = self._in_order(out)
+        found = None if arrays is None else self._tensors.look_over(arrays)
+        if arrays is None or found is None or not found.are_writable or not found.are_aligned:
+            arrays = self._outputs(out)
+            found = self._tensors.look_over(arrays)
+            assert found is not None
+        joined = self._tensors.as_one(arrays, found)
+        if joined is not None:
+            return Room(Pieces(joined), out)
+        return Room(Pieces.to_write(arrays, self._tensors, found), out)
+
+    def _in_order(self, values: Any) -> tuple[Any, ...] | None:
+        """The tensors in the order of the layout; None: that takes a closer look."""
+        if type(values) not in _PLAIN or len(values) != len(self._layout):
+            return None
+        try:
+            return self._all_of(values)
+        except KeyError:
+            return None
+
+    def _converted(self, what: str, values: Any) -> list[npt.NDArray[Any]]:
+        """The tensors in the order of the layout, as floating point.
+
+        Raises:
+            ArgumentError: one can't be used.
+        """
+        arrays = []
+        for tensor, each in zip(self._layout, self._checked(what, values), strict=True):
+            if type(each) is not np.ndarray or each.dtype is not _FLOAT32:
+                each = as_floats(f"{what}: tensor {tensor.name!r}", each)
+            if each.shape != tensor.shape:
+                raise _misshapen(what, tensor, each.shape)
+            arrays.append(each)
+        return arrays
+
+    def _outputs(self, out: Any) -> list[Float32]:
+        """The tensors in the order of the layout, as what can be written.
+
+        Raises:
+            ArgumentError: one can't be.
+        """
         arrays = []
         for tensor, each in zip(self._layout, self._checked("out", out), strict=True):
-            if is_output(each):
-                flat = each.reshape(-1)
-            else:
-                flat = as_output(each, None, f"out: tensor {tensor.name!r}")
+            flat = as_output(each, None, f"out: tensor {tensor.name!r}")
             if each.shape != tensor.shape:
                 raise _misshapen("out", tensor, tuple(each.shape))
-            arrays.append(flat)
-        joined = self._joined(arrays)
-        return Room(Pieces(*arrays) if joined is None else Pieces(joined), out)
+            arrays.append(flat.reshape(tensor.shape))
+        return arrays
 
     def _checked(self, what: str, values: Any) -> list[Any]:
         """The tensors in the order of the layout.
@@ -188,27 +238,6 @@ class TensorValues(Values[NamedArrays]):
                 f"{_named(self._layout.by_name)}"
             )
         return [values[name] for name in self._layout.by_name]
-
-    def _joined(self, arrays: list[npt.NDArray[Any]]) -> Float32 | None:
-        """The vector that arrays are, if they lie one behind the other in memory."""
-        start, first, base = 0, None, None
-        for tensor, array in zip(self._layout, arrays, strict=True):
-            if array.dtype is not _FLOAT32 or not array.flags.c_contiguous:
-                return None
-            if tensor.size:
-                address = array.__array_interface__["data"][0] - 4 * tensor.offset
-                if first is None:
-                    start, first, base = address, array.reshape(-1), array.base
-                elif address != start or array.base is not base:  # neighbours by chance
-                    return None
-        assert first is not None  # a layout has an element
-        if first.size == self._layout.size:
-            return first
-        if base is None:
-            return None
-        return np.lib.stride_tricks.as_strided(
-            first, (self._layout.size,), (4,), writeable=all(a.flags.writeable for a in arrays)
-        )
 
 
 def _misshapen(what: str, tensor: TensorSpec, shape: tuple[int, ...]) -> ArgumentError:

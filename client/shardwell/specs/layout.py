@@ -240,6 +240,16 @@ class TensorLayout:
         """Each tensor by its name."""
         return {tensor.name: tensor for tensor in self.tensors}
 
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """That of each tensor, in order."""
+        return [tensor.shape for tensor in self.tensors]
+
+    @cached_property
+    def slices(self) -> list[slice]:
+        """The elements of each tensor, in order."""
+        return [slice(tensor.offset, tensor.stop) for tensor in self.tensors]
+
     def at(self, element: int) -> TensorSpec:
         """The tensor that an element of the parameter lies in."""
         return next(tensor for tensor in self.tensors if element < tensor.stop)

@@ -28,9 +28,9 @@ from shardwell.errors import (
     SpecMismatchError,
     UnknownParameterError,
 )
+from shardwell.numerics.tensors import LARGE_ELEMENT_COUNT
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
-from shardwell.parameter.pieces import LARGE_ELEMENT_COUNT
 from shardwell.parameter.values import NamedArrays
 from shardwell.placement.dealing import dealt
 from shardwell.specs.layout import TensorLayout

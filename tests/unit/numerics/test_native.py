@@ -425,6 +425,8 @@ def _under_sanitizers(path: str, *, overruns: bool) -> None:
                 libc.free(place)
     for count in (1, 2, 63, 64, 600, 5000):
         _rows_under_sanitizers(library, libc, count, overruns=overruns)
+    for count in (1, 2, 7, 300):
+        _tensors_under_sanitizers(library, libc, count)
     print("done")
 
 
@@ -475,6 +477,37 @@ def _rows_under_sanitizers(
         code = elementwise.packed(codec.reads(0, 1, 1.0))
         into = memory(rows)
         assert library.spread(code, payload, dim, places, starts, 0, group_count, into, 0) >= 0
+    for address in taken:
+        libc.free(address)
+
+
+def _tensors_under_sanitizers(library: native.Library, libc: ctypes.CDLL, count: int) -> None:
+    """Every range of a few tensors, and some of many, one of which is large."""
+    random = np.random.default_rng(count)
+    sizes = random.integers(0, 40, count)
+    sizes[-1] = 3 if count < 10 else 20_000
+    stops = np.cumsum(sizes)
+    taken = []
+
+    def array(size: int) -> np.ndarray:
+        taken.append(libc.malloc(max(4 * size, 1)))
+        return np.ctypeslib.as_array((ctypes.c_float * size).from_address(taken[-1]))
+
+    tensors = tuple(array(int(size)) for size in sizes)
+    for tensor in tensors:
+        tensor[...] = 0
+    shapes = np.stack([np.ones(count, int), sizes], axis=1)
+    assert library.look_over(tensors, np.ndarray, shapes, np.empty(count, np.int64)) >= 0
+    size = int(stops[-1])
+    ends = [0, size] if count > 10 else range(size + 1)
+    ranges = {(start, stop) for start in ends for stop in ends if start <= stop}
+    ranges |= {(start, start + 9) for start in random.integers(0, max(size - 9, 1), 50) if size > 9}
+    for start, stop in ranges:
+        values = array(stop - start)
+        values[...] = 1
+        for parts in (1, 0):
+            assert library.move(tensors, np.ndarray, stops, start, stop, values, parts) == 0
+        assert values.all()
     for address in taken:
         libc.free(address)
 

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwell.numerics.tensors import Tensors
 from shardwell.parameter.pieces import Pieces
 
 sizes = st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(any)
@@ -15,6 +16,13 @@ sizes = st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(any)
 
 def apart(vector: np.ndarray, cuts: list[int]) -> list[np.ndarray]:
     return [part.copy() for part in np.split(vector, np.cumsum(cuts)[:-1])]
+
+
+def to_write(arrays: list[np.ndarray]) -> Pieces:
+    tensors = Tensors([array.shape for array in arrays])
+    found = tensors.look_over(arrays)
+    assert found is not None
+    return Pieces.to_write(arrays, tensors, found)
 
 
 def a_range(data: st.DataObject, size: int) -> tuple[int, int]:
@@ -42,7 +50,7 @@ def test_any_range_is_read(cuts: list[int], data: st.DataObject) -> None:
 def test_any_range_is_written_and_nothing_else(cuts: list[int], data: st.DataObject) -> None:
     expected = np.arange(sum(cuts), dtype=np.float32)
     arrays = apart(expected, cuts)
-    pieces = Pieces(*arrays)
+    pieces = to_write(arrays)
     for value in (-1, -2, -3):
         start, stop = a_range(data, expected.size)
         with pieces.writing(start, stop) as memory:
@@ -87,3 +95,7 @@ def test_overlaps_are_found(data: st.DataObject) -> None:
     if not own & their:
         assert not found
     assert not Pieces(*mine).overlaps(Pieces(np.zeros(60), np.zeros(0)))
+    if all(array.flags.c_contiguous for array in mine):
+        outputs = [*mine, np.zeros((0, 2), np.float32)]
+        assert to_write(outputs).overlaps(Pieces(*others)) == found
+        assert Pieces(*others).overlaps(to_write(outputs)) == found

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import array
+import collections
 import copy
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 
 from shardwell import SGD, ArgumentError, ParameterSpec, TensorLayout
-from shardwell.parameter.values import Values, values_of
+from shardwell.parameter.values import TensorValues, Values, values_of
 
 LAYOUT = TensorLayout.of({"w": (2, 3), "none": (0,), "b": (4,), "scale": ()})
 VECTOR = np.arange(11, dtype=np.float32)
@@ -184,11 +186,67 @@ def test_one_kind_is_not_taken_for_the_other() -> None:
         ({"b": np.zeros(3, np.float32)}, r"out: tensor 'b' must have shape \(4,\); got \(3,\)"),
         ({"b": [0.0] * 4}, "out: tensor 'b' must be a writable.*got list"),
         ({"w": np.zeros((3, 2), np.float32).T}, "out: tensor 'w' must be a writable"),
+        ({"w": np.frombuffer(bytes(24), np.float32).reshape(2, 3)}, "'w' .*writeable=False"),
+        ({"b": np.zeros(17, np.uint8)[1:].view(np.float32)}, "tensor 'b' must be a writable"),
+        ({"b": np.zeros(4, ">f4")}, "tensor 'b' must be a writable.*got >f4"),
+        ({"x": np.zeros(4, np.float32)}, "out has 'x', which the parameter does not"),
+        # The first one in the order of the layout is told, whatever else there is.
+        ({"b": None, "w": np.zeros((3, 2), np.float32)}, "tensor 'w' must have shape"),
     ],
 )
 def test_an_out_that_can_not_be_filled(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         values().room(apart() | change)
+
+
+def test_a_name_that_is_missing_is_not_made() -> None:
+    made = collections.defaultdict(lambda: np.zeros(4, np.float32), apart())
+    del made["b"]
+    for call in (values().room, lambda given: values().pieces("gradient", given)):
+        with pytest.raises(ArgumentError, match="lacks 'b' of the parameter's tensors"):
+            call(made)
+    assert "b" not in made
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, types.MappingProxyType])
+@pytest.mark.parametrize("layout", [LAYOUT, TensorLayout.of({"w": (2, 3)})])
+def test_mappings_of_any_kind_are_taken(kind: Any, layout: TensorLayout) -> None:
+    of = TensorValues(layout)
+    given = {tensor.name: apart()[tensor.name] for tensor in reversed(layout.tensors)}
+    found = of.pieces("gradient", kind(given)).whole()
+    assert found.tolist() == VECTOR[: layout.size].tolist()
+    with of.room(kind(given)).pieces.writing(0, layout.size) as filled:
+        filled[:] = 7
+    assert all((array == 7).all() for array in given.values())
+
+
+def test_what_is_masked_is_refused_and_what_is_not_is_taken() -> None:
+    """A subclass is looked at as itself: its buffer has no mask."""
+    given: dict[str, Any] = apart()
+    given["b"] = np.ma.masked_array(given["b"], [False] * 4)
+    assert values().pieces("gradient", given).whole().tolist() == VECTOR.tolist()
+    given["b"][2] = np.ma.masked
+    with pytest.raises(ArgumentError, match="tensor 'b' has masked elements"):
+        values().pieces("gradient", given)
+
+
+def test_one_array_may_be_several_tensors() -> None:
+    layout = TensorLayout.of({"a": (3,), "b": (3,), "c": (2,)})
+    memory = np.arange(3, dtype=np.float32)
+    given = {"a": memory, "b": memory, "c": memory[1:]}
+    of = TensorValues(layout)
+    assert of.pieces("gradient", given).whole().tolist() == [0, 1, 2, 0, 1, 2, 1, 2]
+    with of.room(given).pieces.writing(0, 8) as filled:
+        filled[:] = np.arange(8)
+    assert memory.tolist() == [3, 6, 7]
+
+
+def test_a_gradient_is_copied_when_it_is_taken() -> None:
+    given = apart()
+    pieces = values().pieces("gradient", given)
+    given["w"][...] = 99
+    del given["b"]
+    assert pieces.whole().tolist() == VECTOR.tolist()
 
 
 def test_neighbours_by_chance_are_not_one_buffer() -> None:

@@ -1,4 +1,4 @@
-"""Native code for arithmetic and rows, where it was built with the package.
+"""Native code for arithmetic, rows and tensors, where it was built with the package.
 
 It is never needed: where it is missing, or the processor is none that it knows, NumPy computes the
 same. SHARDWELL_NATIVE=off leaves it unused.
@@ -30,7 +30,7 @@ class Library(NamedTuple):
     """(operations, their count, arrays, start, stop, CRC): see dispatch.c. This and all that follow
     are given objects that have memory, and let go of the GIL where they take long."""
     check_ids: Any
-    """This and all that follow: see rows.c."""
+    """This and those that follow: see rows.c."""
     find: Any
     sort_ids: Any
     gather: Any
@@ -38,6 +38,9 @@ class Library(NamedTuple):
     spread: Any
     add_up: Any
     update: Any
+    look_over: Any
+    """This and `move`: see tensors.c."""
+    move: Any
 
 
 _OBJECT, _NUMBER, _CRC = ctypes.py_object, ctypes.c_uint64, ctypes.c_uint32
@@ -56,6 +59,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {
         *(ctypes.c_char_p, _NUMBER, _OBJECT, _OBJECT, _NUMBER),
         *(_OBJECT, _OBJECT, _NUMBER, _OBJECT, _OBJECT),
     ),
+    "look_over": (_OBJECT, _OBJECT, _OBJECT, _OBJECT),
+    "move": (_OBJECT, _OBJECT, _OBJECT, _NUMBER, _NUMBER, _OBJECT, _NUMBER),
 }
 """What each takes."""
 _PYTHONS = (
@@ -65,8 +70,10 @@ _PYTHONS = (
     "PyEval_RestoreThread",
     "PyTuple_Size",
     "PyTuple_GetItem",
+    "PyObject_Type",
+    "Py_DecRef",
 )
-"""Of Python's stable interface, what objects.c uses."""
+"""Of Python's stable interface, what the library uses: see objects.h."""
 
 
 def load(path: Path) -> tuple[Library | None, str]:

@@ -102,7 +102,6 @@ static const struct sizes SIZES[CODE_COUNT] = {
 
 enum { OPERATION_COUNT = 32, OWN_COUNT = 3 };
 enum { CACHED_BYTES = 16 * 1024, LINE = 64 }; /* half of a small first-level cache; elements of a few lines */
-enum { HELD_COUNT = 8 * 1024 }; /* Elements of a run that is over before the GIL could be taken back */
 
 struct arrays {
   uint8_t *address[ARRAY_COUNT]; /* NULL: a temporary, of which there are OWN_COUNT at the most */
@@ -179,12 +178,11 @@ static int64_t find_arrays(struct objects *objects, void *tuple, const struct us
     arrays->address[place] = NULL;
     if (items[place] == NULL || (uses->all >> place & 1) == 0) continue;
     const int before = objects->count;
-    const int flags = TYPED | (uses->written >> place & 1 ? WRITABLE : 0);
+    const int flags = CONTIGUOUS | FORMAT | (uses->written >> place & 1 ? WRITABLE : 0);
     uint8_t *memory = memory_of(objects, items[place], 1, flags, &arrays->bytes[place]);
     if (objects->count == before) return RAISED;
     const python_buffer *buffer = &objects->buffers[before];
-    const int is_float = buffer->format != NULL && buffer->format[0] == 'f';
-    if (buffer->item_size != (is_float ? sizeof(float) : 1)) return MISFIT;
+    if (buffer->item_size != 1 && !is_float(buffer)) return MISFIT;
     arrays->address[place] = memory == NULL ? (uint8_t *)&NOTHING : memory;
   }
   return 0;
@@ -230,7 +228,7 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
   if (checks && chosen_crc() == NULL) return ended(&objects, MISFIT);
   const size_t block = checks ? checked_block(bytes, own_count) : BLOCK;
   for (int i = 0; i < own_count; i++) places.own[owners[i]] = own + i * block;
-  void *state = stop - start > HELD_COUNT ? let_go() : NULL;
+  void *state = begun((stop - start) * sizeof(float), 0);
   uint32_t largest = 0, inside = ~crc;
   for (uint64_t first = start; first < stop; first += block) {
     size_t count = stop - first < block ? (size_t)(stop - first) : block;
@@ -247,6 +245,6 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
       largest = found > largest ? found : largest;
     }
   }
-  if (state != NULL) take_back(state);
+  over(state);
   return ended(&objects, (int64_t)(uint32_t)~inside << 31 | largest);
 }

@@ -2,28 +2,15 @@
 
    Every entry is given Python's own objects, and has their memory and its size from them. It checks
    all sizes and numbers before it touches anything: what does not fit is MISFIT, and what
-   has no memory that may be used so is an exception of Python's. Whoever calls holds the GIL; it is
-   let go of for what takes long, while the objects' memory is held. */
+   has no memory that may be used so is an exception of Python's. */
 #include <string.h>
 
 #include "kernels.h"
 #include "objects.h"
 
-enum { HELD_BYTES = 32 * 1024 }; /* Up to here it is over before the GIL could be taken back */
-enum { AHEAD = 8 };              /* rows that are asked for from memory before their turn */
+enum { AHEAD = 8 }; /* rows that are asked for from memory before their turn */
 enum { LINE = 64 };
 enum { SEGMENT = 8, LEVEL_COUNT = 12 }; /* 8^12 gradients are more than there can be */
-
-static int is_aligned(const void *memory, uint64_t size) { return (uintptr_t)memory % size == 0; }
-
-/* Lets go of the GIL where so many bytes take long, or may have to come from a disk. */
-static void *begun(uint64_t bytes, int may_wait) {
-  return bytes > HELD_BYTES || may_wait ? let_go() : NULL;
-}
-
-static void over(void *state) {
-  if (state != NULL) take_back(state);
-}
 
 /* Whether so many rows of `stride` bytes are in `size` bytes. */
 static int fits(uint64_t count, uint64_t stride, uint64_t size) {
