@@ -73,13 +73,14 @@ class Pieces:
         """All of it; see `read`."""
         return self.read(0, self._stops[-1])
 
-    @contextlib.contextmanager
-    def writing(self, start: int, stop: int) -> Iterator[Float32]:
+    def writing(self, start: int, stop: int) -> contextlib.AbstractContextManager[Float32]:
         """Memory for elements [start, stop), which have what it is filled with after the block."""
         view = self._view(start, stop)
-        if view is not None:
-            yield view
-            return
+        return self._scattering(start, stop) if view is None else contextlib.nullcontext(view)
+
+    @contextlib.contextmanager
+    def _scattering(self, start: int, stop: int) -> Iterator[Float32]:
+        """`writing` of elements that several arrays have."""
         filled: Float32 = np.empty(stop - start, np.float32)
         yield filled
         done = 0

@@ -215,21 +215,21 @@ class Batch:
         self._count = count
         self._held: list[bytes] = []
 
-    def add(self, message: bytes, *, waits: bool) -> Iterator[bytes]:
+    def add(self, message: bytes, *, waits: bool) -> Sequence[bytes]:
         """What is to leave now, in order; a message that does not wait leaves by itself."""
-        if not waits or len(self._held) == self._count:
-            yield from self.rest()
-        if waits:
-            self._held.append(message)
-        else:
-            yield message
+        if not waits:
+            return *self.rest(), message
+        leaving = self.rest() if len(self._held) == self._count else ()
+        self._held.append(message)
+        return leaving
 
-    def rest(self) -> Iterator[bytes]:
+    def rest(self) -> Sequence[bytes]:
         """What has waited."""
-        if self._held:
-            message = joined(self._header_type, self._held)
-            self._held.clear()
-            yield message
+        if not self._held:
+            return ()
+        message = joined(self._header_type, self._held)
+        self._held.clear()
+        return (message,)
 
 
 _EMPTY: Bytes = np.frombuffer(b"", np.uint8)

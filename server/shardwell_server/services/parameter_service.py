@@ -249,8 +249,10 @@ class ParameterServerService:
                     continue
                 gradient = request.gradient
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
+                contributor = source.contributor()
+                payload = payload_of(gradient.chunk, payload, arena)
                 is_new = yield from self._contribute(
-                    call, source, gradient, payload, arena, deadline
+                    call, source, contributor, gradient, payload, deadline
                 )
                 response.counted_chunk_count += is_new
                 response.duplicate_chunk_count += not is_new
@@ -344,11 +346,15 @@ class ParameterServerService:
                 if not _has_gradient(request, payload):
                     continue
                 gradient, parameter = request.gradient, source.parameter
-                if was_short and (gradient.chunk.HasField("shared") or gradient.trace_parent):
+                chunk = gradient.chunk
+                is_shared = chunk.HasField("shared")
+                if was_short and (is_shared or gradient.trace_parent):
                     yield LONG  # however short the message
                 deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
+                contributor = source.contributor()
+                payload = payload_of(chunk, payload, arena)
                 is_new = yield from self._contribute(
-                    call, source, gradient, payload, arena, deadline
+                    call, source, contributor, gradient, payload, deadline
                 )
                 is_between_steps = gradient.end_of_step
                 if gradient.counts_only:
@@ -356,11 +362,8 @@ class ParameterServerService:
                     counted.duplicate_chunk_count += not is_new
                 else:
                     version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
-                    room = None
-                    if gradient.chunk.HasField("shared") and arena is not None:
-                        shared = gradient.chunk.shared
-                        room = Room(shared.offset, arena.view(shared.offset, shared.size))
-                    pending.append(_Pending(gradient.chunk.chunk_index, version, deadline, room))
+                    room = Room(chunk.shared.offset, payload) if is_shared else None
+                    pending.append(_Pending(chunk.chunk_index, version, deadline, room))
                     if len(pending) > 2 * parameter.chunk_count:
                         raise ArgumentError(
                             f"{len(pending)} chunks were sent without end_of_step, of "
@@ -373,7 +376,7 @@ class ParameterServerService:
                     yield pb.ExchangeResponse(counted=counted).SerializeToString()
                 if is_between_steps:
                     counted.Clear()
-                del gradient
+                del gradient, chunk
             del message, request, payload  # not to be held while answers wait
             if source is not None:
                 yield from self._answers(call, source.parameter, pending, all_=is_between_steps)
@@ -508,14 +511,12 @@ class ParameterServerService:
         self,
         call: Call,
         source: _GradientSource,
+        contributor: Contributor[Seat],
         gradient: types_pb2.GradientChunk,
         payload: Bytes,
-        arena: SharedMemory | None,
         deadline: RequestDeadline,
     ) -> Generator[NotYet, Any, bool]:
         """Counts a chunk of a gradient; False: it had been counted before."""
-        contributor = source.contributor()
-        payload = payload_of(gradient.chunk, payload, arena)
         self._count(call, received=payload.size)
         if gradient.trace_parent:
             call.is_short = False  # whoever exports spans may take any time
