@@ -116,6 +116,8 @@ class Pieces:
 
     def _view(self, start: int, stop: int) -> npt.NDArray[Any] | None:
         """Elements [start, stop), if one array has all of them."""
+        if self.is_one and stop <= self._stops[0]:
+            return self._arrays[0][start:stop]
         number = bisect_right(self._stops, start)
         if stop > self._stops[number]:
             return None

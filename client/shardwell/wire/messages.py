@@ -13,6 +13,7 @@ padding and the payload.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -235,6 +236,7 @@ class Batch:
 _EMPTY: Bytes = np.frombuffer(b"", np.uint8)
 
 
+@functools.lru_cache(maxsize=64)
 def _varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
