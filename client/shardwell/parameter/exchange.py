@@ -25,7 +25,6 @@ from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
 from shardwell.placement.slices import Slice
-from shardwell.process.shared_memory import HEAD_BYTES
 from shardwell.process.spans import Spanned, now_ns
 from shardwell.rpc.arena import Arena, Places, batch_count, payload_of, wanted_bytes
 from shardwell.rpc.call_group import CallGroup
@@ -115,10 +114,21 @@ class _Line:
     """Whether the first message must say what the stream is for."""
     arena: Arena | None
     """What the stream shares with the shard, as long as the attempt lasts."""
+    is_shared: bool
+    """Whether all payloads of the attempt have room there."""
 
     def ask(self, request: pb.ExchangeRequest) -> None:
         """Sends a question."""
         self.stream.submit(iter((request.SerializeToString(),)), is_short=True)
+
+
+def _line(
+    part: ShardSlice, stream: ShardStream, opens: bool, room_bytes: int, timeout_s: float
+) -> _Line:
+    """A line whose payloads take so many bytes; 0: nothing is to be shared."""
+    arena = stream.arena(room_bytes, timeout_s)
+    is_shared = arena is not None and arena.has_room(room_bytes)
+    return _Line(part, stream, opens, arena, is_shared)
 
 
 class _Lines(NamedTuple):
@@ -312,18 +322,19 @@ class Transfer:
         or waits for weights beside its own steps, uses up nothing that others need.
         """
         channels = [part.channel for part in parts]
-        with (
-            ToldOf(channels),
-            self._pool.borrowed(attempts.rest_s) as streams,
-            _emptied() as lines,
-        ):
+        lines: list[_Line] = []
+        with ToldOf(channels), self._pool.borrowed(attempts.rest_s) as streams:
             subject = (self._spec.name, self.tenure)
             streams.only_reads = reads and streams.is_new
             opened = streams.streams(channels, subject, attempts.rest_s)
-            for part, (stream, opens) in zip(parts, opened, strict=True):
-                room = 0 if streams.only_reads else self._room_bytes(part, first, stop)
-                lines.append(_Line(part, stream, opens, stream.arena(room, attempts.rest_s)))
-            yield _Lines(lines, streams.call_group)
+            try:
+                for part, (stream, opens) in zip(parts, opened, strict=True):
+                    room_bytes = 0 if streams.only_reads else self._room_bytes(part, first, stop)
+                    lines.append(_line(part, stream, opens, room_bytes, attempts.rest_s))
+                yield _Lines(lines, streams.call_group)
+            finally:
+                for line in lines:  # whoever keeps the error keeps no memory with it
+                    line.arena = None
 
     def _room_bytes(self, part: ShardSlice, first: int, stop: int | None) -> int:
         """What an arena needs for chunks [first, stop); 0: nothing is to be shared."""
@@ -348,13 +359,7 @@ class Transfer:
         in the same pass, and nothing has left by then. Elsewhere all values are looked at, and
         messages made as they leave.
         """
-        are_shared = all(
-            line.arena is not None
-            and line.arena.memory.size_bytes >= HEAD_BYTES + room > HEAD_BYTES
-            for line, room in (
-                (line, self._room_bytes(line.part, first, stop)) for line in to.lines
-            )
-        )
+        are_shared = all(line.is_shared for line in to.lines)
         if not are_shared:
             self.check_finite(work, first, stop)
         wait_ms = wait_milliseconds(attempts.rest_s)
@@ -408,34 +413,35 @@ class Transfer:
         last = len(part.chunks[:stop]) - 1
         batch = framing.Batch(pb.ExchangeRequest, batch_count(last + 1 - first))
         spans, name, peer = part.channel.spans, self._spec.name, part.channel.name
+        item_size = self._codec.codec.item_size
+        common = types_pb2.GradientChunk(
+            step=work.step,
+            sample_count=work.sample_count,
+            wait_timeout_ms=wait_timeout_ms,
+            counts_only=counts_only,
+            learning_rate=work.learning_rate,
+        )
+        start = checksum.gradient(self._gradient_context, common)
         for index in range(first, last + 1):
             at_ns = now_ns()
             where = part.chunks[index]
-            header = pb.ExchangeRequest()
+            header = pb.ExchangeRequest(gradient=common)
+            gradient = header.gradient
+            chunk = gradient.chunk
             if index == first:
                 self._begin(header, line)
-            room = None
-            if places is not None:
-                room = places.room(where.size * self._codec.codec.item_size)
-            gradient = header.gradient
-            gradient.step = work.step
-            gradient.sample_count = work.sample_count
-            gradient.wait_timeout_ms = wait_timeout_ms
-            gradient.end_of_step = index == last
-            gradient.counts_only = counts_only
-            if trace_parent and index == first:
                 gradient.trace_parent = trace_parent
-            if work.learning_rate is not None:
-                gradient.learning_rate = work.learning_rate
+            gradient.end_of_step = index == last
+            room = None if places is None else places.room(where.size * item_size)
             try:
                 message = self._codec.encode(
                     header,
-                    gradient.chunk,
+                    chunk,
                     where,
                     index,
                     work.values.read(where.offset, where.stop),
                     scratch,
-                    start=checksum.gradient(self._gradient_context, gradient),
+                    start=start,
                     peak=work.peaks.get(part.first_chunk + index),
                     is_exact=True,
                     room=room,
@@ -451,7 +457,7 @@ class Transfer:
                     element_index=where.offset + error.index,
                     parameter=self._spec.name,
                 ) from None
-            shared_bytes = gradient.chunk.shared.size
+            shared_bytes = chunk.shared.size
             self._traffic.add_sent(len(message) + shared_bytes, where.size, shared_bytes)
             at_ns = spans.add(SPAN_KIND_ENCODE, name, work.step, index, peer, at_ns)
             yield from batch.add(message, waits=shared_bytes > 0)
@@ -604,14 +610,3 @@ class Transfer:
             session=channel.session.number,
             tenure=self.tenure,
         )
-
-
-@contextlib.contextmanager
-def _emptied() -> Iterator[list[_Line]]:
-    """Lines for the block; whoever keeps the error that ends it keeps no memory with it."""
-    lines: list[_Line] = []
-    try:
-        yield lines
-    finally:
-        for line in lines:
-            line.arena = None

@@ -100,13 +100,14 @@ class Pieces:
         """All of it; see `read`."""
         return self.read(0, self._stops[-1])
 
-    @contextlib.contextmanager
-    def writing(self, start: int, stop: int) -> Iterator[Float32]:
+    def writing(self, start: int, stop: int) -> contextlib.AbstractContextManager[Float32]:
         """Memory for elements [start, stop), which have what it is filled with after the block."""
         view = self._view(start, stop)
-        if view is not None:
-            yield view
-            return
+        return self._scattering(start, stop) if view is None else contextlib.nullcontext(view)
+
+    @contextlib.contextmanager
+    def _scattering(self, start: int, stop: int) -> Iterator[Float32]:
+        """`writing` of elements that several arrays have."""
         assert self._tensors is not None
         filled: Float32 = np.empty(stop - start, np.float32)
         yield filled
@@ -145,6 +146,8 @@ class Pieces:
 
     def _view(self, start: int, stop: int) -> npt.NDArray[Any] | None:
         """Elements [start, stop), if one array has all of them."""
+        if self.is_one and stop <= self._stops[0]:
+            return self._arrays[0].reshape(-1)[start:stop]
         number = bisect_right(self._stops, start)
         if stop > self._stops[number]:
             return None

@@ -67,12 +67,13 @@ class SharedMemory:
         Raises:
             SharedMemoryError: there is no such part, or it is not aligned.
         """
-        if offset % 16 or not HEAD_BYTES <= offset <= offset + size_bytes <= self.size_bytes:
+        stop = offset + size_bytes
+        if offset % 16 or not HEAD_BYTES <= offset <= stop <= self.size_bytes:
             raise SharedMemoryError(
                 f"{size_bytes} bytes at {offset} of an arena of {self.size_bytes}; expected a "
                 f"multiple of 16 from {HEAD_BYTES} on, within it"
             )
-        return self._bytes[offset : offset + size_bytes]
+        return self._bytes[offset:stop]
 
     def number(self, index: int) -> int:
         """One of the numbers in its head."""

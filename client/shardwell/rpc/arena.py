@@ -72,6 +72,10 @@ class Arena:
         """Whether a larger one would have no more room for so many bytes."""
         return self.memory.size_bytes >= _arena_bytes(wanted_bytes)
 
+    def has_room(self, wanted_bytes: int) -> bool:
+        """Whether it has room for so many bytes at once."""
+        return self.memory.size_bytes >= HEAD_BYTES + wanted_bytes
+
 
 def room_bytes(payload_bytes: int) -> int:
     """What a payload takes of an arena."""
@@ -118,12 +122,13 @@ def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | No
             f"chunk {chunk.chunk_index}: its payload is said to be shared, and "
             f"{'the message has one' if payload.size else 'the stream has no arena'}; send it again"
         )
+    size = chunk.shared.size
     try:
-        if chunk.shared.size > PAYLOAD_SIZE_MAX_BYTES:
+        if size > PAYLOAD_SIZE_MAX_BYTES:
             raise SharedMemoryError(
-                f"a payload of {chunk.shared.size} bytes; expected at most {PAYLOAD_SIZE_MAX_BYTES}"
+                f"a payload of {size} bytes; expected at most {PAYLOAD_SIZE_MAX_BYTES}"
             )
-        return memory.view(chunk.shared.offset, chunk.shared.size)
+        return memory.view(chunk.shared.offset, size)
     except SharedMemoryError as error:
         raise CorruptChunkError(f"chunk {chunk.chunk_index}: {error}; send it again") from None
 
@@ -161,8 +166,9 @@ def shared_message(
     if room is None or header.chunk.lz4 or payload.size > room.memory.size:
         return message, 0
     room.memory[: payload.size] = payload
-    header.chunk.shared.offset, header.chunk.shared.size = room.offset, payload.size
-    return bytes(header.SerializeToString()), payload.size
+    shared = header.chunk.shared
+    shared.offset, shared.size = room.offset, payload.size
+    return header.SerializeToString(), payload.size
 
 
 class Arenas:

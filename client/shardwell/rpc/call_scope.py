@@ -7,10 +7,9 @@ passed; and once `close` was called, that is the reason of any failure.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -134,17 +133,20 @@ class CallScope:
     ) -> ResultT:
         attempts = Attempts(timeout_s, self._shards)
         attempts.trace_parent = trace_parent
-        with self._turn(attempts) if in_turn else contextlib.nullcontext():
-            try:
-                self.check_open()
-                return body(attempts)
-            except (ShardwellError, ValueError) as error:  # ValueError: gRPC's, when closed
-                self.check_open(error)
-                raise
+        if in_turn:
+            self._await_turn(attempts)
+        try:
+            self.check_open()
+            return body(attempts)
+        except (ShardwellError, ValueError) as error:  # ValueError: gRPC's, when closed
+            self.check_open(error)
+            raise
+        finally:
+            if in_turn:
+                self._turn_lock.release()
 
-    @contextlib.contextmanager
-    def _turn(self, attempts: Attempts) -> Iterator[None]:
-        """Waits until no other thread's call is under way; that is bounded, too.
+    def _await_turn(self, attempts: Attempts) -> None:
+        """Takes the lock once no other thread's call is under way; that is bounded, too.
 
         Raises:
             DeadlineError: another call took too long.
@@ -159,7 +161,3 @@ class CallScope:
                     f"{attempts.timeout_s:g} s; raise timeout_s, or let one thread call it",
                     **self._where,
                 )
-        try:
-            yield
-        finally:
-            self._turn_lock.release()

@@ -98,9 +98,10 @@ def write_frame(connection: socket.socket, kind: FrameKind, contents: bytes) -> 
         contents: What is in it.
     """
     start = head(kind, len(contents))
-    parts = [memoryview(start), memoryview(contents)]
     if len(contents) <= _JOINED_BYTES_MAX:
         parts = [memoryview(start + contents)]
+    else:
+        parts = [memoryview(start), memoryview(contents)]
     room: select.poll | None = None
     while parts:
         try:

@@ -146,7 +146,8 @@ class ChunkCodec:
         chunk.crc32c = written.crc
         if message is None:
             assert room is not None
-            chunk.shared.offset, chunk.shared.size = room.offset, payload.size
+            shared = chunk.shared
+            shared.offset, shared.size = room.offset, payload.size
             return bytes(header.SerializeToString())
         if self._lz4:
             packed = lz4.block.compress(message.payload, mode="fast", store_size=False)

@@ -10,6 +10,7 @@ from shardwell.errors import CorruptChunkError
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
 _HEAD = struct.Struct("<II")
+_HEAD_BYTES = _HEAD.size
 
 
 class FrameKind(enum.IntEnum):
@@ -46,17 +47,17 @@ class FrameReader:
             self._rest += piece
             data = self._rest
         start, size = 0, len(data)
-        while size - start >= _HEAD.size:
+        while (contents := start + _HEAD_BYTES) <= size:
             length, kind = _HEAD.unpack_from(data, start)
             if length > MESSAGE_SIZE_MAX_BYTES or kind >= _KIND_COUNT:
                 raise CorruptChunkError(
                     f"a frame of {length} bytes and kind {kind}; expected at most "
                     f"{MESSAGE_SIZE_MAX_BYTES} and a kind below {_KIND_COUNT}"
                 )
-            stop = start + _HEAD.size + length
+            stop = contents + length
             if stop > size:
                 break
-            yield kind, bytes(data[start + _HEAD.size : stop])
+            yield kind, bytes(data[contents:stop])
             start = stop
         if data is self._rest:
             del self._rest[:start]

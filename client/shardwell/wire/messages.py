@@ -13,6 +13,7 @@ padding and the payload.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,12 +24,12 @@ from shardwell.errors import CorruptChunkError
 from shardwell.numerics.codec import Bytes
 
 ALIGNMENT_BYTES = 16
-MESSAGE_SIZE_MAX_BYTES = 2**20 + 1024
+_HEADER_MAX_BYTES = 1024
+MESSAGE_SIZE_MAX_BYTES = 2**20 + _HEADER_MAX_BYTES
 """A payload of 1 MiB and 1 KiB of header: far below gRPC's default limit of 4 MiB."""
 
 _PADDING_TAG = 14 << 3 | 2
-_PAYLOAD_TAG = 15 << 3 | 2
-_PAYLOAD_HEAD = bytes((_PAYLOAD_TAG,))
+_PAYLOAD_TAG = bytes((15 << 3 | 2,))
 _HEADER_GROWTH_BYTES = 16  # scale_exponent (3), crc32c (5), lz4 (2), sub-message lengths (<= 4)
 
 # CPython lets whoever creates a bytes object without contents fill it before anyone else sees it.
@@ -45,6 +46,8 @@ HeaderT = TypeVar("HeaderT", bound=Message)
 
 _SMALL_PAYLOAD_BYTES = 32 * 1024
 """Below it, copying a payload costs less than sparing the copy, in Python."""
+_LARGE_SIZE_BYTES = 3
+"""What the size of a payload of 16 KiB to 2 MiB takes."""
 _PADDINGS = tuple(bytes((_PADDING_TAG, size)) + bytes(size) for size in range(128))
 
 
@@ -63,7 +66,7 @@ class OutgoingMessage:
     __slots__ = ("_memory", "_message", "_payload_head", "_prefix_size", "header", "payload")
 
     def __init__(self, header: Message, payload_size_bytes: int) -> None:
-        self._payload_head = _PAYLOAD_HEAD + _varint(payload_size_bytes)
+        self._payload_head = _PAYLOAD_TAG + _varint(payload_size_bytes)
         fixed = header.ByteSize() + _HEADER_GROWTH_BYTES + 2 + len(self._payload_head)
         self._prefix_size = -(-fixed // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.header = header
@@ -104,28 +107,51 @@ def parse(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, Bytes]:
     Raises:
         CorruptChunkError: the bytes are no such message.
     """
-    small = len(message) <= _SMALL_PAYLOAD_BYTES
-    head_size, start = (None, 0) if small else _find_payload(message)
+    found = None if len(message) <= _SMALL_PAYLOAD_BYTES else _divided(header_type, message)
+    if found is not None:
+        header, start = found
+        values = np.frombuffer(message, np.uint8, offset=start)
+        return header, values if start % ALIGNMENT_BYTES == 0 else _own(values)
     try:
-        if head_size is None:
-            whole = header_type.FromString(message)
-            payload: bytes = whole.payload  # type: ignore[attr-defined]
-            whole.ClearField("payload")
-            # Copied: where bytes of protobuf's lie is Python's affair, and of one byte not aligned.
-            values = np.frombuffer(payload, np.uint8).copy()
-            values.flags.writeable = False
-            return whole, values
-        header = header_type.FromString(message[:head_size])
+        header = header_type.FromString(message)
     except DecodeError as error:
         raise CorruptChunkError(
             f"{len(message)} bytes that are no {header_type.DESCRIPTOR.full_name}: {error}; "
             "send the message again"
         ) from None
-    values = np.frombuffer(message, np.uint8, offset=start) if start < len(message) else _EMPTY
-    if start % ALIGNMENT_BYTES:
-        values = values.copy()
-        values.flags.writeable = False
-    return header, values
+    payload: bytes = header.payload  # type: ignore[attr-defined]
+    if not payload:
+        return header, _EMPTY
+    header.ClearField("payload")
+    # Copied: where bytes of protobuf's lie is Python's affair, and of one byte not aligned.
+    return header, _own(np.frombuffer(payload, np.uint8))
+
+
+def _divided(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, int] | None:
+    """The header, and where a payload that is last begins; None: it is to be parsed as a whole.
+
+    Where the bytes of a payload's head are is a payload exactly if what is before them parses: it
+    would not, if it ended within a field.
+    """
+    after_tag = 0
+    while after_tag := message.find(_PAYLOAD_TAG, after_tag, _HEADER_MAX_BYTES) + 1:
+        start = after_tag + _LARGE_SIZE_BYTES
+        if message[after_tag:start] != _varint(len(message) - start):
+            continue
+        try:
+            header = header_type.FromString(message[: after_tag - 1])
+        except DecodeError:
+            continue
+        header.ClearField("payload")  # of several, the last counts
+        return header, start
+    return None
+
+
+def _own(values: Bytes) -> Bytes:
+    """A copy, aligned, which nobody writes to."""
+    values = values.copy()
+    values.flags.writeable = False
+    return values
 
 
 BATCH_COUNT_MAX = 64
@@ -190,58 +216,27 @@ class Batch:
         self._count = count
         self._held: list[bytes] = []
 
-    def add(self, message: bytes, *, waits: bool) -> Iterator[bytes]:
+    def add(self, message: bytes, *, waits: bool) -> Sequence[bytes]:
         """What is to leave now, in order; a message that does not wait leaves by itself."""
-        if not waits or len(self._held) == self._count:
-            yield from self.rest()
-        if waits:
-            self._held.append(message)
-        else:
-            yield message
+        if not waits:
+            return *self.rest(), message
+        leaving = self.rest() if len(self._held) == self._count else ()
+        self._held.append(message)
+        return leaving
 
-    def rest(self) -> Iterator[bytes]:
+    def rest(self) -> Sequence[bytes]:
         """What has waited."""
-        if self._held:
-            message = joined(self._header_type, self._held)
-            self._held.clear()
-            yield message
+        if not self._held:
+            return ()
+        message = joined(self._header_type, self._held)
+        self._held.clear()
+        return (message,)
 
 
 _EMPTY: Bytes = np.frombuffer(b"", np.uint8)
 
 
-def _find_payload(message: bytes) -> tuple[int | None, int]:
-    """Where the header ends and a payload that is last begins; (None, 0) if it is not last."""
-    position, size = 0, len(message)
-    while position < size:
-        field_start = position
-        tag = message[position]
-        kind = tag & 7
-        position += 1
-        if tag & 0x80 or kind not in (0, 1, 2, 5):
-            return None, 0
-        if kind == 1:
-            position += 8
-        elif kind == 5:
-            position += 4
-        else:
-            value, shift = 0, 0
-            while True:
-                if position >= size or shift > 63:
-                    return None, 0
-                byte = message[position]
-                position += 1
-                value |= (byte & 0x7F) << shift
-                shift += 7
-                if byte < 0x80:
-                    break
-            if kind == 2:
-                if tag == _PAYLOAD_TAG:
-                    return (field_start, position) if position + value == size else (None, 0)
-                position += value
-    return (size, size) if position == size else (None, 0)
-
-
+@functools.lru_cache(maxsize=64)
 def _varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:

@@ -152,7 +152,7 @@ class ParameterServerService:
         worker_id = check_name("worker_id", request.worker_id)
         call.check(Right.CONTRIBUTE, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
-        deadline = self._deadline(call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
+        deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
         return (yield from until(parameter.claim_init, worker_id, deadline, request.above_epoch))
 
     def init_weights(self, call: Call) -> Handling:
@@ -248,9 +248,11 @@ class ParameterServerService:
                 if not _has_gradient(request, payload):
                     continue
                 gradient = request.gradient
-                deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
+                deadline = deadline_of(self._shard, call, gradient.wait_timeout_ms / 1000)
+                contributor = source.contributor()
+                payload = payload_of(gradient.chunk, payload, arena)
                 is_new = yield from self._contribute(
-                    call, source, gradient, payload, arena, deadline
+                    call, source, contributor, gradient, payload, deadline
                 )
                 response.counted_chunk_count += is_new
                 response.duplicate_chunk_count += not is_new
@@ -266,7 +268,7 @@ class ParameterServerService:
         self._shard.check_identity(request.shard)
         call.check(Right.READ, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
-        deadline = self._deadline(call, request.wait_timeout_ms / 1000)
+        deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000)
         yield from self._weights(
             call, parameter, request.min_version, deadline, self._arena(request.arena)
         )
@@ -279,7 +281,7 @@ class ParameterServerService:
         self._shard.check_identity(request.shard)
         call.check(Right.READ, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
-        deadline = self._deadline(call, request.wait_timeout_ms / 1000)
+        deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000)
         context = checksum.snapshot_context(parameter.spec.name)
         codec = ChunkCodec(CODECS["fp32"], allow_non_finite=parameter.spec.allow_non_finite)
         names = ("weights", *(f"optimizer's {n!r}" for n in parameter.spec.optimizer.slot_names))
@@ -321,7 +323,8 @@ class ParameterServerService:
             if message is None:
                 break
             for request, payload, _ in framing.parse_all(pb.ExchangeRequest, message):
-                if is_between_steps and source is not None:  # the one before it ended a step
+                # The one before it ended a step.
+                if is_between_steps and pending and source is not None:
                     yield from self._answers(call, source.parameter, pending, all_=True)
                 was_short = call.is_short
                 if source is None or request.HasField("open"):
@@ -344,11 +347,15 @@ class ParameterServerService:
                 if not _has_gradient(request, payload):
                     continue
                 gradient, parameter = request.gradient, source.parameter
-                if was_short and (gradient.chunk.HasField("shared") or gradient.trace_parent):
+                chunk = gradient.chunk
+                is_shared = chunk.HasField("shared")
+                if was_short and (is_shared or gradient.trace_parent):
                     yield LONG  # however short the message
-                deadline = self._deadline(call, gradient.wait_timeout_ms / 1000)
+                deadline = deadline_of(self._shard, call, gradient.wait_timeout_ms / 1000)
+                contributor = source.contributor()
+                payload = payload_of(chunk, payload, arena)
                 is_new = yield from self._contribute(
-                    call, source, gradient, payload, arena, deadline
+                    call, source, contributor, gradient, payload, deadline
                 )
                 is_between_steps = gradient.end_of_step
                 if gradient.counts_only:
@@ -356,11 +363,8 @@ class ParameterServerService:
                     counted.duplicate_chunk_count += not is_new
                 else:
                     version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
-                    room = None
-                    if gradient.chunk.HasField("shared") and arena is not None:
-                        shared = gradient.chunk.shared
-                        room = Room(shared.offset, arena.view(shared.offset, shared.size))
-                    pending.append(_Pending(gradient.chunk.chunk_index, version, deadline, room))
+                    room = Room(chunk.shared.offset, payload) if is_shared else None
+                    pending.append(_Pending(chunk.chunk_index, version, deadline, room))
                     if len(pending) > 2 * parameter.chunk_count:
                         raise ArgumentError(
                             f"{len(pending)} chunks were sent without end_of_step, of "
@@ -373,7 +377,7 @@ class ParameterServerService:
                     yield pb.ExchangeResponse(counted=counted).SerializeToString()
                 if is_between_steps:
                     counted.Clear()
-                del gradient
+                del gradient, chunk
             del message, request, payload  # not to be held while answers wait
             if source is not None:
                 yield from self._answers(call, source.parameter, pending, all_=is_between_steps)
@@ -392,7 +396,7 @@ class ParameterServerService:
             norm = steps.close(step, request.norm)
             parameter.make_durable()
         else:
-            deadline = self._deadline(call, request.wait_timeout_ms / 1000)
+            deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000)
             squared_norm, norm = yield from until(steps.measure, step, deadline)
             parameter.make_durable()  # what it is of, before anybody closes a step with it
         response = pb.CloseStepResponse(squared_norm=squared_norm, norm=norm)
@@ -508,21 +512,17 @@ class ParameterServerService:
         self,
         call: Call,
         source: _GradientSource,
+        contributor: Contributor[Seat],
         gradient: types_pb2.GradientChunk,
         payload: Bytes,
-        arena: SharedMemory | None,
         deadline: RequestDeadline,
     ) -> Generator[NotYet, Any, bool]:
-        """Counts a chunk of a gradient; False: it had been counted before."""
-        contributor = source.contributor()
-        payload = payload_of(gradient.chunk, payload, arena)
+        """To count a chunk of a gradient; False: it had been counted before."""
         self._count(call, received=payload.size)
         if gradient.trace_parent:
             call.is_short = False  # whoever exports spans may take any time
             source.spans.begin(gradient.trace_parent, gradient.step)
-        return (
-            yield from until(source.parameter.contribute, contributor, gradient, payload, deadline)
-        )
+        return until(source.parameter.contribute, contributor, gradient, payload, deadline)
 
     def _asked(
         self,
@@ -548,7 +548,7 @@ class ParameterServerService:
             context = checksum.weights_fetch_context(parameter.spec.name)
             if checksum.weights_fetch(context, fetch) != fetch.crc32c:
                 raise CorruptChunkError("a fetch of weights is damaged; send it again")
-            deadline = self._deadline(call, fetch.wait_timeout_ms / 1000)
+            deadline = deadline_of(self._shard, call, fetch.wait_timeout_ms / 1000)
             shared = arena if fetch.in_arena else None
             yield from self._weights(call, parameter, fetch.min_version, deadline, shared)
 
@@ -601,9 +601,6 @@ class ParameterServerService:
                 message = _shared_answer(message, room)
             yield from batch.add(message, waits=room is not None)
         yield from batch.rest()
-
-    def _deadline(self, call: Call, timeout_s: float) -> RequestDeadline:
-        return deadline_of(self._shard, call, timeout_s)
 
 
 def right_to_open(exists: bool, *, takes_seat: bool) -> Right:

@@ -80,7 +80,7 @@ class StepTimes:
             if self._last_s is not None:
                 self.periods.add(now_s - self._last_s)
             self._last_s = now_s
-            for each in [*self._begun_s, *self._closed_counts]:
+            for each in {*self._begun_s, *self._closed_counts}:
                 if each <= step:
                     self._forget(each)
 

@@ -222,6 +222,30 @@ def test_the_last_of_several_payloads_counts_as_in_protobuf() -> None:
         assert found.tobytes() == pb.ExchangeResponse.FromString(message).payload
 
 
+FAKE_FIELDS = {
+    "padding": 14 << 3 | 2,
+    "a batch": 3 << 3 | 2,
+    "an unknown field": 9 << 3 | 2,
+    "an earlier payload": 15 << 3 | 2,
+}
+
+
+@pytest.mark.parametrize("tag", FAKE_FIELDS.values(), ids=FAKE_FIELDS)
+@pytest.mark.parametrize("follows", [b"", b"\x10\x05"], ids=["payload last", "payload not last"])
+def test_a_field_that_looks_as_if_a_large_payload_began_in_it(tag: int, follows: bytes) -> None:
+    """Its last bytes are a payload's tag, and a size that reaches to the message's end."""
+    payload = bytes(range(256)) * 200
+    last = b"\x7a" + varint(len(payload)) + payload + follows
+    inside = b"zz\x7a" + varint(len(last))
+    message = b"\x10\x07" + bytes((tag, len(inside))) + inside + last
+    whole = pb.ExchangeResponse.FromString(message)
+    assert whole.payload == payload
+    header, found = framing.parse(pb.ExchangeResponse, message)
+    assert found.tobytes() == payload
+    assert without_payload(header) == without_payload(whole)
+    assert not header.payload
+
+
 @pytest.mark.parametrize("excess_bytes", [1, 2, 3, 4, 5, 8, 9])
 def test_lengths_written_longer_than_needed(excess_bytes: int) -> None:
     message = b"\x10\x05\x7a" + varint(4, excess_bytes=excess_bytes) + b"abcd"
