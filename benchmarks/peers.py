@@ -1,6 +1,6 @@
 """Everything that a user could run instead, beside Shardwell, in one run and one table.
 
-    python benchmarks/peers.py [PART ...] [--steps 15] [--json FILE]
+    python benchmarks/peers.py [PART ...] [--steps 15] [--json FILE] [--markdown FILE]
                                [--torch-python PYTHON] [--mpi-python PYTHON]
                                [--tensorflow-python PYTHON]
                                [--redis-server PROGRAM] [--redis-python PYTHON]
@@ -66,6 +66,7 @@ MANY_MESSAGE_BYTES = 160 * 156 * 2 // SHARD_COUNT
 """What an exchange of the 160 tensors sends to a shard, in fp16."""
 SIZES_MB = (1, 4, 16, 64, 256, 1000)
 SIZE_STEPS_MAX = 5
+TITLES = ("", "ms", "CPU", "beside", "ms", "CPU", "ratio", "goal", "")
 SIZE_MEMORY_FACTOR = 9
 """Bytes that workers and shards need to exchange all sizes, at most, over those of the largest."""
 IMPORT = "import time; s = time.perf_counter(); import shardwell; print(time.perf_counter() - s)"
@@ -426,23 +427,34 @@ def cells(taken: list[Taken]) -> tuple[str, str]:
     )
 
 
+def row(line: Line) -> list[str]:
+    """Of the table."""
+    ratio, is_met, value = line.note, "", line.value()
+    if value is not None and line.goal_max is not None:
+        is_met = "met" if value <= line.goal_max else "missed"
+        if line.theirs:
+            first, third = spread(line.ratios())
+            ratio = f"{value:.2f} ({first:.2f} to {third:.2f})"
+    ours, theirs = cells(line.ours), cells(line.theirs)
+    return [line.what, *ours, line.peer, *theirs, ratio, line.goal, is_met]
+
+
+def markdown(lines: list[Line]) -> str:
+    """The table as it stands in docs/performance.md."""
+    table = [list(TITLES), ["---"] * len(TITLES), *map(row, lines)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+
+
 def show(console: Console, lines: list[Line], missing: dict[str, str]) -> None:
     """Prints the table, and who is missing."""
     if not lines:
         return
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("", "ms", "CPU", "beside", "ms", "CPU", "ratio", "goal", ""):
+    for title in TITLES:
         justify = "left" if title in ("", "beside") else "right"
         table.add_column(title, justify=justify, no_wrap=True)
     for line in lines:
-        ratio, is_met, value = line.note, "", line.value()
-        if value is not None and line.goal_max is not None:
-            is_met = "met" if value <= line.goal_max else "missed"
-            if line.theirs:
-                first, third = spread(line.ratios())
-                ratio = f"{value:.2f} ({first:.2f} to {third:.2f})"
-        ours, theirs = cells(line.ours), cells(line.theirs)
-        table.add_row(line.what, *ours, line.peer, *theirs, ratio, line.goal, is_met)
+        table.add_row(*row(line))
     console.print(table)
     for peer, why in missing.items():
         console.print(f"{peer}: {why}", soft_wrap=True)
@@ -454,6 +466,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path, help="the table as a page has it")
     add_flags(parser)
     for name in ("tensorflow", "redis"):
         text = f"an interpreter with {name}"
@@ -485,6 +498,8 @@ def main() -> None:
                 print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
     finally:
         show(console, lines, peers.missing)
+    if args.markdown:
+        args.markdown.write_text(markdown(lines))
     if args.json:
         result = {
             "machine": about,
