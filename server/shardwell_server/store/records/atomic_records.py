@@ -144,6 +144,7 @@ class ChunkRecords:
     def put(self, chunk_index: int, stored: StoredChunkRecord) -> None:
         """Makes a record stand."""
         record, crcs = stored.record, (*stored.crcs, 0, 0, 0)
+        assert not record.is_encoded  # which a file does not tell
         packed = _CHUNK.pack(
             stored.sequence,
             record.version,
