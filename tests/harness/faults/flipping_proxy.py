@@ -98,6 +98,7 @@ class FlippingProxy(grpc.GenericRpcHandler):
         return self
 
     def __exit__(self, *reason: object) -> None:
+        PROXY_ADDRESSES.discard(self.address)
         self._server.stop(None).wait()
         self._channel.close()
 

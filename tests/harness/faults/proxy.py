@@ -28,7 +28,10 @@ class Direction(enum.Enum):
 
 
 PROXY_ADDRESSES: set[str] = set()
-"""Clients that connect to one of them are to send all they have to say through it."""
+"""Clients that connect to one of them are to send all they have to say through it.
+
+Of proxies that are there: a port that one has given back may be a shard's next.
+"""
 
 
 class Proxy:
@@ -121,6 +124,7 @@ class Proxy:
 
     def close(self) -> None:
         """Ends everything and waits for the threads."""
+        PROXY_ADDRESSES.discard(self.address)
         self._closed = True
         self._ended.set()
         self._flowing.set()
