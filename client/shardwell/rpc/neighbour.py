@@ -20,6 +20,8 @@ class Neighbour:
     def __init__(self, address: str, *, is_wanted: bool) -> None:
         self.address = address
         """See Args; may be set once it is known."""
+        self.was_reached = False
+        """Whether it was ever called there: then it is on this machine, back soon if it goes."""
         self._is_wanted = is_wanted
         self._next_try_s = 0.0
         self._away_count = 0

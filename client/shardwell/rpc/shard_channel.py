@@ -64,7 +64,7 @@ _CERTIFICATES_S = 1.0
 _SAID_S = 60.0
 """How often it is logged that a token is not believed, or that the shard does not answer."""
 _RESTART_S = 1.0
-"""For so long streams of a shard that is not there go over gRPC."""
+"""For so long streams of a shard that is not there, but was, go over gRPC."""
 _ABSENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -218,11 +218,13 @@ class ShardChannel:
         try:
             connection = connected(self.unix.address, socket.SOCK_STREAM, timeout_s)
         except OSError as error:
-            is_away = isinstance(error, ConnectionRefusedError)  # it is started again, say
+            # It is started again, say; or it is on another machine.
+            is_away = isinstance(error, ConnectionRefusedError | FileNotFoundError)
             if not isinstance(error, BlockingIOError):  # as many come at once as it lets wait
-                self.unix.pause(_RESTART_S if is_away else PAUSE_S)
+                self.unix.pause(_RESTART_S if is_away and self.unix.was_reached else PAUSE_S)
             _LOG.debug("shard %d takes no streams here: %s", self.shard_index, error)
             raise
+        self.unix.was_reached = True
         call = UnixCall(connection, method, calls, self._authorization())
         self._unix_calls.add(call)
         return call

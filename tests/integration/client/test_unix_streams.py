@@ -27,7 +27,7 @@ from harness.threads import in_background, together
 from harness.tokens import common_authorization
 from shardwell.process import unix_sockets
 from shardwell.process.unix_sockets import socket_path
-from shardwell.rpc import unix_call
+from shardwell.rpc import shard_channel, unix_call
 from shardwell.rpc.shard_channel import EXCHANGE
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
@@ -178,6 +178,21 @@ def test_one_shard_that_is_elsewhere_keeps_all_on_grpc(cluster, connect) -> None
     for step in range(3):
         assert (net.exchange(np.ones(600, np.float32)) == -step - 1).all()
     assert not unix_calls(client)
+
+
+@pytest.mark.parametrize("size", [600, 900_000])
+def test_a_shard_on_another_machine_is_not_looked_for_again(
+    cluster, connect, monkeypatch, caplog, size
+) -> None:
+    """It told where it listens, there: looking again costs all open streams and their memory."""
+    monkeypatch.setattr(shard_channel, "_RESTART_S", 0.0)
+    client = connect(cluster(2, chunk_size_bytes=2**20), "w0")
+    client._shards.channels[1].unix.address = "@shardwell-nobody"
+    net = opened(client, size=size)
+    for step in range(4):
+        assert (net.exchange(np.ones(size, np.float32)) == -step - 1).all()
+    assert caplog.text.count("shard 1 takes no streams here") == 1
+    assert [calls for calls in unix_calls(client) if calls.is_active()] == []
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
