@@ -6,8 +6,10 @@ with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as clien
     weights = model.exchange(gradient)
 """
 
+import importlib
 import logging
 import os
+import typing
 
 # Before gRPC is imported, which reads it then. Unset, one half of gRPC supports forks and the other
 # does not: of children that want nothing of it a tenth is aborted (docs/adr/0003-threads.md).
@@ -50,9 +52,6 @@ from shardwell.errors import (
     WorkerUnreachableError,
     WrongShardError,
 )
-from shardwell.group.group import Group
-from shardwell.group.join import join_group
-from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
 from shardwell.placement.slices import Slice, slice_of
@@ -76,10 +75,15 @@ from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.table.table import Table
 from shardwell.traffic import Traffic
-from shardwell.training.batches import Update, merge_updates, split_batch
-from shardwell.training.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
-from shardwell.training.thread_group import ThreadedSync
-from shardwell.training.trainer import DataParallelTrainer, StepResult
+
+if typing.TYPE_CHECKING:
+    from shardwell.group.group import Group
+    from shardwell.group.join import join_group
+    from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
+    from shardwell.training.batches import Update, merge_updates, split_batch
+    from shardwell.training.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
+    from shardwell.training.thread_group import ThreadedSync
+    from shardwell.training.trainer import DataParallelTrainer, StepResult
 
 # What members of a group refuse one another is an error of theirs, to be seen by who asks for it.
 # "shardwell" itself has no such handler: it has only what a person who waits wants to read, and a
@@ -87,6 +91,27 @@ from shardwell.training.trainer import DataParallelTrainer, StepResult
 logging.getLogger("shardwell.group").addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
+
+_LATER = {
+    "Centralized": "group.schedule.strategies",
+    "DataParallelTrainer": "training.trainer",
+    "GradientSync": "training.gradient_sync",
+    "Group": "group.group",
+    "GroupSync": "training.gradient_sync",
+    "LocalSync": "training.gradient_sync",
+    "Ring": "group.schedule.strategies",
+    "ServerSync": "training.gradient_sync",
+    "StepResult": "training.trainer",
+    "Strategy": "group.schedule.strategies",
+    "ThreadedSync": "training.thread_group",
+    "Tree": "group.schedule.strategies",
+    "Update": "training.batches",
+    "join_group": "group.join",
+    "merge_updates": "training.batches",
+    "split_batch": "training.batches",
+}
+"""Where what is above for type checkers alone is. It is imported when it is asked for: whoever
+trains with shards needs none of it, and it is a tenth of what an import takes."""
 
 __all__ = [
     "FTRL",
@@ -175,3 +200,16 @@ __all__ = [
     "split_batch",
     "tune_malloc",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    module = _LATER.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -98,10 +100,28 @@ def test_all_is_what_is_promised() -> None:
 def test_public_names_are_all_in_all() -> None:
     public = {
         name
-        for name, value in vars(shardwell).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
+        for name in dir(shardwell)
+        if not name.startswith("_") and not isinstance(getattr(shardwell, name), ModuleType)
     }
     assert public | {"__version__"} == set(shardwell.__all__)
+
+
+def test_who_trains_with_shards_imports_nothing_of_groups() -> None:
+    """All of it is there when it is asked for; a wrong name is an error as anywhere."""
+    code = """if True:
+        import sys, shardwell
+        for name in shardwell._LATER:
+            assert name not in vars(shardwell), name
+        assert not [name for name in sys.modules if name.startswith("shardwell.group")]
+        from shardwell import *
+        assert join_group is shardwell.group.join.join_group
+        try:
+            shardwell.join_groups
+        except AttributeError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "module 'shardwell' has no attribute 'join_groups'\n", done.stderr
 
 
 @pytest.mark.parametrize("name", sorted(PROMISED | set(ERRORS)))
@@ -149,7 +169,7 @@ def test_everything_says_what_it_is() -> None:
     """No public class leaves its repr to `object`."""
     silent = {
         name
-        for name, kind in vars(shardwell).items()
-        if name in PROMISED and inspect.isclass(kind) and kind.__repr__ is object.__repr__
+        for name in PROMISED
+        if inspect.isclass(kind := getattr(shardwell, name)) and kind.__repr__ is object.__repr__
     }
     assert silent == {"GradientSync", "Strategy"}  # which nobody makes

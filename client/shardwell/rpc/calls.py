@@ -153,6 +153,7 @@ class Call(Cancellable, Generic[ResultT]):
         timeout_s: How long it may take.
         deliver: Receives the outcome, on the call's thread.
         scope: What it is a call of, if anything.
+        is_awaited: Whether `deliver` does nothing but hand over to who waits.
     """
 
     def __init__(
@@ -161,11 +162,14 @@ class Call(Cancellable, Generic[ResultT]):
         timeout_s: float,
         deliver: Callable[[_Outcome], None],
         scope: object,
+        *,
+        is_awaited: bool = False,
     ) -> None:
         super().__init__()
         self.body = body
         self.deliver = deliver
         self.scope = scope
+        self.is_awaited = is_awaited
         self.late_s = time.monotonic() + timeout_s + LATE_S
         """When it is cancelled, by time.monotonic()."""
         self.has_ended = False
@@ -230,10 +234,10 @@ class CallThreads:
             ForkedError, ClosedError, LimitError: it was not begun.
         """
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        call = Call(body, timeout_s, outcomes.put, scope)
+        call = Call(body, timeout_s, outcomes.put, scope, is_awaited=True)
         self._check_room()
         try:
-            self._threads.queued.put(call)
+            self._threads.submit(call)
             long_s = max(timeout_s * _LONG_PART, _LONG_S_MIN)
             outcome = _awaited(outcomes, timeout_s + LATE_S + ABANDON_S, long_s, tell)
         except queue.Empty:
@@ -269,7 +273,7 @@ class CallThreads:
                 future.set_result(outcome.result)
 
         self._check_room()
-        self._threads.queued.put(Call(body, timeout_s, deliver, scope))
+        self._threads.submit(Call(body, timeout_s, deliver, scope))
         return future
 
     def cancel_scope(self, scope: object) -> None:
@@ -295,19 +299,29 @@ class CallThreads:
 
 
 class _Threads:
-    """The threads' side of CallThreads. Callers use the queues, and take no lock of it."""
+    """The threads' side of CallThreads. Callers use the queues, and take no lock of it.
+
+    A thread waits for a call, is spare, or runs one. One waits at a time, the one that ran a call
+    last if it can be: of several that wait at one queue, a call wakes two, and others each time.
+    Whoever queues a call while none waits, or takes one and leaves another there, has a spare look
+    whether to wait. So a call that is there has a thread that waits, or one that is about to look.
+    """
 
     def __init__(self, name: str) -> None:
-        self.queued: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
-        """Calls to be run; None ends the threads."""
         self.to_cancel: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """What the thread that cancels is to do; None ends it."""
         self.is_ended = False
         """Whether no call is to begin."""
         self._name = name
+        self._queued: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        """Calls to be run; None ends the threads."""
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """For each that is put there, a spare looks whether it is to wait for a call."""
         self._lock = threading.Lock()
         self._running: set[Call[Any]] = set()
-        self._idle_count = 0
+        self._one_waits = False
+        """Whether a thread waits for a call, or is sure to do so next."""
+        self._spare_count = 0
         self._look_s = math.inf
         """When the thread that cancels looks for late calls, by time.monotonic(): no later than the
         first becomes late. A call that ends does not change it, so calls of like timeouts, one
@@ -322,6 +336,12 @@ class _Threads:
         """Starts a thread that cancels, and one that waits for a call."""
         self._thread(self._cancel)
         self._thread(self._work)
+
+    def submit(self, call: Call[Any] | None) -> None:
+        """Has a thread run it; None: has one after the other end."""
+        self._queued.put(call)
+        if not self._one_waits:
+            self._woken.put(None)
 
     def end(self, finish: Callable[[], None] | None = None) -> None:
         """Takes no further call, and ends the threads when those under way are over.
@@ -345,36 +365,39 @@ class _Threads:
         threading.Thread(target=run, name=self._name, daemon=True).start()
 
     def _work(self) -> None:
-        while (call := self._next_call()) is not None:
+        waits = False
+        while (call := self._next_call(waits=waits)) is not None:
             _current.call = call
             outcome = _outcome_of(call)
             _current.call = None
             call.has_ended = True
             with self._lock:
                 self._running.discard(call)
+                # Before its caller can make the next one, which is then this thread's.
+                waits = call.is_awaited and not self._one_waits
+                self._one_waits |= waits
             call.deliver(outcome)
             del call, outcome  # what they hold is the caller's to let go
 
-    def _next_call(self) -> Call[Any] | None:
-        """Waits for a call, and sees to it that another thread waits for the next; None: end."""
+    def _next_call(self, *, waits: bool) -> Call[Any] | None:
+        """Waits for a call, and sees to it that another thread waits for the next; None: end.
+
+        Args:
+            waits: Whether this thread is the one that waits already; else it may be a spare first.
+        """
+        if not waits and not self._is_wanted():
+            return None
+        call = self._queued.get()
+        if call is None:
+            self._queued.put(None)  # for the next thread
         with self._lock:
-            self._idle_count += 1
-        while True:
-            try:
-                call = self.queued.get(timeout=_IDLE_S)
-                break
-            except queue.Empty:
-                with self._lock:
-                    if self._idle_count > 1:
-                        self._idle_count -= 1
-                        return None
-        with self._lock:
-            self._idle_count -= 1
+            self._one_waits = False
+            if not self._queued.empty():
+                self._woken.put(None)
             if call is None:
-                self.queued.put(None)  # for the next thread
                 return None
             self._running.add(call)
-            is_last = self._idle_count == 0
+            is_last = not self._spare_count
             is_first_late = call.late_s < self._look_s
             self._look_s = min(call.late_s, self._look_s)
         if is_last:
@@ -384,6 +407,24 @@ class _Threads:
         if is_first_late:
             self.to_cancel.put(lambda: None)  # it looks when to look
         return call
+
+    def _is_wanted(self) -> bool:
+        """Waits until this thread is the one that waits for a call; False: there are enough."""
+        with self._lock:
+            self._spare_count += 1
+        is_idle = False
+        while True:
+            with self._lock:
+                is_wanted = not self._one_waits
+                if is_wanted or is_idle:
+                    self._spare_count -= 1
+                    self._one_waits = True
+                    return is_wanted
+            try:
+                self._woken.get(timeout=_IDLE_S)
+                is_idle = False
+            except queue.Empty:
+                is_idle = True
 
     def _cancel(self) -> None:
         """Runs what cancels, when it is asked for or time is over."""
@@ -400,7 +441,7 @@ class _Threads:
             _tried(act)
             del act
         self.cancel()
-        self.queued.put(None)
+        self.submit(None)
 
     def _cancel_late(self) -> None:
         now_s = time.monotonic()

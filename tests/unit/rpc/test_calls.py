@@ -9,12 +9,15 @@ import gc
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from harness.polling import Stopwatch, eventually
+from harness.threads import together
 from shardwell.errors import ClosedError, DeadlineError, LimitError
 from shardwell.rpc import calls
 from shardwell.rpc.calls import CALL_COUNT_MAX, CallThreads, cancelled_by, current_call
@@ -177,6 +180,80 @@ def test_calls_that_wait_hold_up_no_other(threads: CallThreads) -> None:
     assert not any(future.done() for future in waiting)
     ended.set()
     assert all(future.result(PATIENCE_S) for future in waiting)
+
+
+def test_calls_one_after_the_other_have_one_thread(threads: CallThreads) -> None:
+    """However many calls there were at once before; and no other thread is woken for them."""
+    ended = threading.Event()
+    waiting = [threads.start(lambda: ended.wait(PATIENCE_S), PATIENCE_S) for _ in range(5)]
+    ended.set()
+    assert all(future.result(PATIENCE_S) for future in waiting)
+    inside = threads._threads
+    eventually("all are there again", lambda: inside._one_waits + inside._spare_count >= 6)
+    eventually("nobody is woken", inside._woken.empty)
+    threads.run(lambda: None, PATIENCE_S)
+    eventually("one waits", lambda: inside._one_waits)
+    assert len({threads.run(threading.get_ident, PATIENCE_S) for _ in range(200)}) == 1
+    assert inside._woken.empty()
+
+
+@pytest.mark.parametrize("idle_s", [0.001, 10.0])
+def test_no_call_is_left_waiting(
+    threads: CallThreads, monkeypatch: pytest.MonkeyPatch, idle_s: float
+) -> None:
+    """Calls from many threads, each of which starts another and waits for it; threads that come and
+    go between them."""
+    monkeypatch.setattr(calls, "_IDLE_S", idle_s)
+
+    def outer(number: int) -> int:
+        return threads.start(lambda: number, PATIENCE_S).result(PATIENCE_S)
+
+    def caller(seed: int) -> Callable[[], list[int]]:
+        def run() -> list[int]:
+            found = []
+            for number in range(60):
+                found.append(threads.run(partial(outer, number), PATIENCE_S))
+                if number % 7 == seed:
+                    time.sleep(0.003)
+            return found
+
+        return run
+
+    assert together([caller(seed) for seed in range(6)]) == [list(range(60))] * 6
+    monkeypatch.setattr(calls, "_IDLE_S", 0.01)
+    for _ in range(3):  # who waits still as long as it was goes on with the new time after a call
+        assert threads.run(lambda: 1, PATIENCE_S) == 1
+
+
+def test_of_idle_threads_one_stays(threads: CallThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_IDLE_S", 0.05)
+    ended = threading.Event()
+    waiting = [threads.start(lambda: ended.wait(PATIENCE_S), PATIENCE_S) for _ in range(8)]
+    ended.set()
+    assert all(future.result(PATIENCE_S) for future in waiting)
+    threads.run(lambda: None, PATIENCE_S)
+    eventually("one waits, beside the thread that cancels", lambda: _count() == 2)
+    assert threads.run(lambda: 1, PATIENCE_S) == 1
+
+
+def test_without_a_further_thread_calls_take_turns(
+    threads: CallThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(run: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads._threads, "_thread", refuse)
+    begun, ended = threading.Event(), threading.Event()
+
+    def body() -> bool:
+        begun.set()
+        return ended.wait(PATIENCE_S)
+
+    first = threads.start(body, PATIENCE_S)
+    assert begun.wait(PATIENCE_S)
+    others = [threads.start(lambda: True, PATIENCE_S) for _ in range(5)]
+    ended.set()
+    assert [call.result(PATIENCE_S) for call in (first, *others)] == [True] * 6
 
 
 def test_the_limit_is_named(threads: CallThreads, monkeypatch: pytest.MonkeyPatch) -> None:
