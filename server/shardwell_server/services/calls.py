@@ -56,8 +56,8 @@ _BATCH_BYTES = 256 * 1024
 _BATCH_COUNT = 4
 """Answers that are made at once before they are written: so many of so many bytes in all. One may
 be larger, and have its payload elsewhere."""
-SHORT_BYTES_MAX = 65 * 1024
-"""See `Call.is_short`."""
+SHORT_BYTES_MAX = 257 * 1024
+"""See `Call.is_short`: a payload of 128 Ki elements in 2 bytes each, and what is around it."""
 _ROOM_WAIT_S = 10.0
 """How long a call waits for others' answers to be read, before it is refused."""
 _REQUEST_S = 10.0

@@ -58,8 +58,12 @@ from shardwell_server.shard.step_tracker import Seat
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
-_SHORT_ELEMENT_COUNT = 16_384
-"""Of a slice that is counted and encoded in less time than a thread takes to be woken."""
+_SHORT_ELEMENT_COUNT = 131_072
+"""Of a slice that is counted and encoded in less time than a thread takes to be woken, and to be
+let in beside the loop's: 0.1 ms of each."""
+_SLOW_ELEMENT_COUNT = 16_384
+"""The same where payloads are compressed, or a file is mapped, which may take several times as
+long."""
 _TROUBLE_COUNT_MAX = 16
 """In one answer, of less than 4 KiB each, as it has others, too."""
 _STATUS_SIZE_MAX_BYTES = 2**19
@@ -349,7 +353,7 @@ class ParameterServerService:
                 gradient, parameter = request.gradient, source.parameter
                 chunk = gradient.chunk
                 is_shared = chunk.HasField("shared")
-                if was_short and (is_shared or gradient.trace_parent):
+                if was_short and (gradient.trace_parent or not call.is_short):
                     yield LONG  # however short the message
                 deadline = deadline_of(self._shard, call, gradient.wait_timeout_ms / 1000)
                 contributor = source.contributor()
@@ -501,9 +505,9 @@ class ParameterServerService:
 
         A step that closes by its norm writes that into a file.
         """
-        is_small = parameter.where.size <= _SHORT_ELEMENT_COUNT
+        is_fast = parameter.storage.is_in_memory and not parameter.spec.lz4
         return (
-            is_small
+            parameter.where.size <= (_SHORT_ELEMENT_COUNT if is_fast else _SLOW_ELEMENT_COUNT)
             and self._shard.config.durability.is_process
             and not parameter.spec.closes_by_norm
         )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ class _Job(NamedTuple):
 class WorkThreads:
     """Up to `count_max` threads, started when there is work for them; one is there from the first.
 
-    Where the system has no further thread, work waits for one of those that there are. To be
-    called on the loop, except `close`.
+    Where the system has no further thread, work waits for one of those that there are. Of those
+    that have none, the one that worked last gets the next, in a queue of its own: of several that
+    wait at one queue, each job would wake two, and others each time. To be called on the loop,
+    except `close`.
 
     Raises:
         RuntimeError: the system has no thread at all.
@@ -33,9 +36,12 @@ class WorkThreads:
     def __init__(self, loop: asyncio.AbstractEventLoop, count_max: int) -> None:
         self._loop = loop
         self._count_max = count_max
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting: deque[_Job | None] = deque()
+        """Jobs that no thread had been free for; None ends one."""
+        self._idle: list[queue.SimpleQueue[_Job | None]] = []
+        """Where threads without work get it; the last has worked last."""
         self._threads: list[threading.Thread] = []
-        self._busy_count = 0
         self._is_closed = False
         self._start()
 
@@ -70,37 +76,55 @@ class WorkThreads:
         self._is_closed = True
         threads = list(self._threads)
         for _ in threads:
-            self._jobs.put(None)
+            self._give(None)
         for thread in threads:
             thread.join()
 
     def _put(self, job: _Job) -> None:
         if self._is_closed:
             raise asyncio.CancelledError
-        self._busy_count += 1
-        self._jobs.put(job)
-        if len(self._threads) < min(self._busy_count, self._count_max):
+        if not self._give(job) and len(self._threads) < self._count_max:
             with suppress(RuntimeError, MemoryError):
                 self._start()
 
+    def _give(self, job: _Job | None) -> bool:
+        """Has a thread do it, at once or when one is free; whether one is."""
+        with self._lock:
+            if not self._idle:
+                self._waiting.append(job)
+                return False
+            self._idle.pop().put(job)
+            return True
+
     def _start(self) -> None:
-        thread = threading.Thread(target=self._work, name="shardwell-work", daemon=True)
+        jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        name = "shardwell-work"
+        thread = threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
+        self._is_free(jobs)
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _work(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
+        while (job := jobs.get()) is not None:
             result: Any = None
             error: BaseException | None = None
             try:
                 result = job.call()
             except BaseException as raised:
                 error = raised
+            self._is_free(jobs)  # before it is delivered, and the next one comes of that
             self._loop.call_soon_threadsafe(self._deliver, job, result, error)
             del job, result, error  # before the next comes, they would hold what is large
 
+    def _is_free(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
+        """A thread's next job is to go there."""
+        with self._lock:
+            if self._waiting:
+                jobs.put(self._waiting.popleft())
+            else:
+                self._idle.append(jobs)
+
     def _deliver(self, job: _Job, result: Any, error: BaseException | None) -> None:
-        self._busy_count -= 1
         if job.outcome is None:
             if error is not None:
                 _LOG.error("what ends a call has failed", exc_info=error)

@@ -89,7 +89,7 @@ class ChunkRecord(NamedTuple):
     """See total_factor."""
     is_encoded: bool = False
     """Whether gradient_sum holds the first contribution as it was written. Never on disk: see
-    ParameterStorage.keeps_encoded."""
+    ParameterStorage.is_in_memory."""
 
 
 class Transition(enum.Enum):
@@ -183,8 +183,9 @@ class ParameterStorage(Storage, Protocol):
     """Sum of the open step's gradients, as large; None where one gradient makes an update."""
     slots: tuple[Float32, ...]
     """Optimizer state, one array a slot, each as large."""
-    keeps_encoded: bool
-    """Whether gradient_sum may hold what is no sum yet: see ChunkRecord.is_encoded."""
+    is_in_memory: bool
+    """Whether nothing of it is in a file: then nobody waits for a disk, and gradient_sum may hold
+    what is no sum yet (see ChunkRecord.is_encoded)."""
 
     def records(self) -> list[ChunkRecord]:
         """Where each chunk stands."""

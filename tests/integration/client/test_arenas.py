@@ -833,14 +833,17 @@ def test_large_chunks_are_not_counted_on_the_loop(cluster, connect, monkeypatch)
 
     monkeypatch.setattr(parameter_service, "payload_of", noted)
     for _ in range(5):
-        for size in (1000, 1000, 200_000):
-            net = client.parameter(f"p{size}", size=size, optimizer=shardwell.SGD(1.0))
+        for size in (1000, 1000, 200_000, 130_000, 130_000, 60_000):
+            codec = "fp16+lz4" if size == 60_000 else "fp16"
+            net = client.parameter(f"p{size}", size=size, optimizer=shardwell.SGD(1.0), codec=codec)
             net.init(np.zeros(size, np.float32))
             net.exchange(np.ones(size, np.float32))
     assert client.traffic.shared_bytes
     loop = "shardwell-loop"
-    assert any(loop in name for name in threads[1000])
-    assert not any(loop in name for name in threads[200_000])
+    for size in (1000, 130_000):
+        assert any(loop in name for name in threads[size]), size
+    for size in (200_000, 60_000):
+        assert not any(loop in name for name in threads[size]), size
 
 
 def test_a_python_that_has_no_memfd() -> None:

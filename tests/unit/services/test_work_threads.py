@@ -60,6 +60,18 @@ def test_as_many_threads_as_there_is_work_for() -> None:
     assert thread_count() == 0
 
 
+def test_work_one_after_the_other_is_one_thread_s() -> None:
+    """However many there are, and whichever of them had work before."""
+    together = threading.Barrier(COUNT_MAX)
+
+    async def body(threads: WorkThreads) -> None:
+        meetings = [threads.run(lambda: together.wait(PATIENCE_S)) for _ in range(COUNT_MAX)]
+        await asyncio.gather(*meetings)
+        assert len({await threads.run(threading.get_ident) for _ in range(200)}) == 1
+
+    on_loop(body)
+
+
 def test_without_further_threads_work_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(threads: WorkThreads) -> None:
         def refuse(thread: threading.Thread) -> None:

@@ -87,7 +87,7 @@ class ParameterSlice:
         self._limits = limits
         self._rules = TensorRules(spec.optimizer, spec.layout)
         self._codec = ChunkCodec.of(spec)
-        self._may_stay_encoded = storage.keeps_encoded and not spec.closes_by_norm
+        self._may_stay_encoded = storage.is_in_memory and not spec.closes_by_norm
         self._chunks = [
             Chunk(
                 where.chunk(index, chunk_element_count), index, index * chunk_element_count, storage

@@ -48,7 +48,7 @@ class _MemoryChange:
 class MemoryParameter(MemoryStorage):
     """Arrays without files. Pages are touched when first written; an unused array costs nothing."""
 
-    keeps_encoded = True
+    is_in_memory = True
     is_torn = False
     wants_image = False
 

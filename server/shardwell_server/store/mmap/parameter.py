@@ -58,7 +58,7 @@ class MmapParameter(MmapStorage):
     """The arrays and records of one slice, in files; see the module."""
 
     LAYOUT_NAME = "parameter.json"
-    keeps_encoded = False
+    is_in_memory = False
 
     def __init__(
         self,
