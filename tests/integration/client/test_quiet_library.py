@@ -95,7 +95,8 @@ def test_whoever_trains_reads_which_shard_does_not_come_back(cluster) -> None:
         program.process.stdin.flush()
         assert program.end(60) == 0
         assert program.lines[1:] == ["gave up", "gave up"]
-        (line,) = program.log
+        # A machine may be so busy that to connect takes long, which is told for each shard.
+        (line,) = (line for line in program.log if "(connect_timeout_s)" not in line)
         assert f"waiting for shard 1 of 2 at {running.addresses[1]}" in line
         assert "the call gives up in " in line
 

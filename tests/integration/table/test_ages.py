@@ -264,8 +264,8 @@ def test_threads_see_what_has_ended(cluster, connect, mode) -> None:
                     assert rows[:, 1].tolist() == [own[key] for key in EVERY.tolist()]
                 else:
                     a.put_row_gradients(ids, _gradients(ids, 1, weight))
-                    if mode == "sync":  # it counts when the other one has ended the step, too
-                        a.get_rows([0], min_version=step + 1)
+                    if mode == "sync":  # on each shard it counts when the other one has put, too
+                        a.get_rows(EVERY, min_version=step + 1)
                     own.update(ids)
         finally:
             has_ended.set()
@@ -276,7 +276,7 @@ def test_threads_see_what_has_ended(cluster, connect, mode) -> None:
             ids = generator.integers(0, ROW_COUNT, 3).tolist()
             b.put_row_gradients(ids, _gradients(ids, 0, weight))
             if mode == "sync":
-                b.get_rows([0], min_version=step + 1)
+                b.get_rows(EVERY, min_version=step + 1)
             other.update(ids)
 
     def reads(seed: int) -> int:
