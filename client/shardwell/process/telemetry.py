@@ -184,6 +184,11 @@ class StepSpans:
         self._step = 0
         self._begin_ns = 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether `end` may export a span, which may take any time."""
+        return bool(self._trace_parent)
+
     def begin(self, trace_parent: str, step: int) -> None:
         """A step has come whose worker has a span; it begins now."""
         self._trace_parent, self._step, self._begin_ns = trace_parent, step, now_ns()

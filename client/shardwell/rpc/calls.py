@@ -236,8 +236,12 @@ class CallThreads:
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         call = Call(body, timeout_s, outcomes.put, scope, is_awaited=True)
         self._check_room()
+        threads = self._threads
         try:
-            self._threads.submit(call)
+            # No function of Python before it is queued, at whose beginning a signal could come: an
+            # interrupted call that was not begun would be waited for in vain.
+            threads.queued.put(call)
+            threads.look()
             long_s = max(timeout_s * _LONG_PART, _LONG_S_MIN)
             outcome = _awaited(outcomes, timeout_s + LATE_S + ABANDON_S, long_s, tell)
         except queue.Empty:
@@ -246,7 +250,8 @@ class CallThreads:
                 "cancelled: its connection is stuck; make another"
             ) from None
         except BaseException:
-            self._threads.to_cancel.put(call.cancel)
+            threads.look()  # again, if the signal came before it
+            threads.to_cancel.put(call.cancel)
             if not call.has_ended:
                 with contextlib.suppress(queue.Empty):
                     outcomes.get(timeout=ABANDON_S)
@@ -273,7 +278,10 @@ class CallThreads:
                 future.set_result(outcome.result)
 
         self._check_room()
-        self._threads.submit(Call(body, timeout_s, deliver, scope))
+        try:
+            self._threads.queued.put(Call(body, timeout_s, deliver, scope))
+        finally:
+            self._threads.look()
         return future
 
     def cancel_scope(self, scope: object) -> None:
@@ -303,8 +311,8 @@ class _Threads:
 
     A thread waits for a call, is spare, or runs one. One waits at a time, the one that ran a call
     last if it can be: of several that wait at one queue, a call wakes two, and others each time.
-    Whoever queues a call while none waits, or takes one and leaves another there, has a spare look
-    whether to wait. So a call that is there has a thread that waits, or one that is about to look.
+    Whoever queues a call has a spare look whether to wait if none waits, and so has who takes one
+    and leaves another. So a call that is there has a thread that waits, or that is about to look.
     """
 
     def __init__(self, name: str) -> None:
@@ -312,9 +320,9 @@ class _Threads:
         """What the thread that cancels is to do; None ends it."""
         self.is_ended = False
         """Whether no call is to begin."""
+        self.queued: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        """Calls to be run; None ends the threads. `look` is to be called after each."""
         self._name = name
-        self._queued: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
-        """Calls to be run; None ends the threads."""
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         """For each that is put there, a spare looks whether it is to wait for a call."""
         self._lock = threading.Lock()
@@ -337,9 +345,8 @@ class _Threads:
         self._thread(self._cancel)
         self._thread(self._work)
 
-    def submit(self, call: Call[Any] | None) -> None:
-        """Has a thread run it; None: has one after the other end."""
-        self._queued.put(call)
+    def look(self) -> None:
+        """Sees to it that a thread takes what was queued. Safe to repeat."""
         if not self._one_waits:
             self._woken.put(None)
 
@@ -387,12 +394,12 @@ class _Threads:
         """
         if not waits and not self._is_wanted():
             return None
-        call = self._queued.get()
+        call = self.queued.get()
         if call is None:
-            self._queued.put(None)  # for the next thread
+            self.queued.put(None)  # for the next thread
         with self._lock:
             self._one_waits = False
-            if not self._queued.empty():
+            if not self.queued.empty():
                 self._woken.put(None)
             if call is None:
                 return None
@@ -441,7 +448,8 @@ class _Threads:
             _tried(act)
             del act
         self.cancel()
-        self.submit(None)
+        self.queued.put(None)
+        self.look()
 
     def _cancel_late(self) -> None:
         now_s = time.monotonic()

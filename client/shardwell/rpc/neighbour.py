@@ -6,6 +6,10 @@ import time
 
 PAUSE_S = 60.0
 """For so long nothing is tried with a server that refused, or had gone then."""
+_RESTART_S = 1.0
+"""For so long nothing is tried with a server that was there, and may be being started again."""
+_RESTART_COUNT = 60
+"""So often in a row, that is; then it has gone elsewhere."""
 _AWAY_COUNT = 2
 
 
@@ -20,11 +24,11 @@ class Neighbour:
     def __init__(self, address: str, *, is_wanted: bool) -> None:
         self.address = address
         """See Args; may be set once it is known."""
-        self.was_reached = False
-        """Whether it was ever called there: then it is on this machine, back soon if it goes."""
         self._is_wanted = is_wanted
         self._next_try_s = 0.0
         self._away_count = 0
+        self._restart_count = 0
+        """How often it may still be missing before it is no neighbour."""
 
     @property
     def is_there(self) -> bool:
@@ -34,6 +38,15 @@ class Neighbour:
     def pause(self, duration_s: float = PAUSE_S) -> None:
         """It refused: leave it alone for a while."""
         self._next_try_s = time.monotonic() + duration_s
+
+    def note_reached(self) -> None:
+        """It is on this machine: back soon if it goes."""
+        self._restart_count = _RESTART_COUNT
+
+    def note_missing(self) -> None:
+        """Nobody listens there: it is being started again, or on another machine."""
+        self.pause(_RESTART_S if self._restart_count else PAUSE_S)
+        self._restart_count = max(self._restart_count - 1, 0)
 
     def note_end(self, *, is_away: bool) -> None:
         """A call has ended that may have used it; `is_away`: for want of the server.

@@ -38,7 +38,7 @@ from shardwell.rpc.channel import Channel
 from shardwell.rpc.credentials import NO_CREDENTIALS, Credentials
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.held_call import HeldCall
-from shardwell.rpc.neighbour import PAUSE_S, Neighbour
+from shardwell.rpc.neighbour import Neighbour
 from shardwell.rpc.options import unary_stub
 from shardwell.rpc.session import Session, new_session
 from shardwell.rpc.tls import check_trust
@@ -63,8 +63,6 @@ _CERTIFICATES_S = 1.0
 """How often a client that waits for a shard looks whether its certificates have changed."""
 _SAID_S = 60.0
 """How often it is logged that a token is not believed, or that the shard does not answer."""
-_RESTART_S = 1.0
-"""For so long streams of a shard that is not there, but was, go over gRPC."""
 _ABSENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -218,13 +216,13 @@ class ShardChannel:
         try:
             connection = connected(self.unix.address, socket.SOCK_STREAM, timeout_s)
         except OSError as error:
-            # It is started again, say; or it is on another machine.
-            is_away = isinstance(error, ConnectionRefusedError | FileNotFoundError)
-            if not isinstance(error, BlockingIOError):  # as many come at once as it lets wait
-                self.unix.pause(_RESTART_S if is_away and self.unix.was_reached else PAUSE_S)
+            if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+                self.unix.note_missing()
+            elif not isinstance(error, BlockingIOError):  # as many come at once as it lets wait
+                self.unix.pause()
             _LOG.debug("shard %d takes no streams here: %s", self.shard_index, error)
             raise
-        self.unix.was_reached = True
+        self.unix.note_reached()
         call = UnixCall(connection, method, calls, self._authorization())
         self._unix_calls.add(call)
         return call

@@ -353,8 +353,10 @@ class ParameterServerService:
                 gradient, parameter = request.gradient, source.parameter
                 chunk = gradient.chunk
                 is_shared = chunk.HasField("shared")
-                if was_short and (gradient.trace_parent or not call.is_short):
-                    yield LONG  # however short the message
+                # However short the message; for a snapshot, what it changes is written to a file.
+                is_long = gradient.trace_parent or parameter.snapshots.pending
+                if was_short and (is_long or not call.is_short):
+                    yield LONG
                 deadline = deadline_of(self._shard, call, gradient.wait_timeout_ms / 1000)
                 contributor = source.contributor()
                 payload = payload_of(chunk, payload, arena)
@@ -387,6 +389,7 @@ class ParameterServerService:
                 yield from self._answers(call, source.parameter, pending, all_=is_between_steps)
                 if is_between_steps:
                     source.spans.end()
+                    call.is_short = self._is_short(source.parameter)  # whatever this step was
         if source is not None:
             yield from self._answers(call, source.parameter, pending, all_=True)
 

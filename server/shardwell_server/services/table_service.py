@@ -36,6 +36,8 @@ _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["TableService"]
 _SHORT_ELEMENT_COUNT = 64 * 1024
 """Values of rows that are read or updated in less time than a thread takes to be woken."""
+_SHORT_BYTES_MAX = 64 * 1024
+"""Of a message for which that holds: of many ids of narrow rows each costs more than its values."""
 _CONTENT = pb.ScanRowsRequest.Content
 _CONTENTS = (_CONTENT.CONTENT_IDS, _CONTENT.CONTENT_VALUES, _CONTENT.CONTENT_STATE)
 
@@ -107,7 +109,7 @@ class TableService:
                 if exchange is not None and not exchange.is_between_steps:
                     raise ArgumentError("`open` came in the middle of a step; end it first")
                 exchange = self._opened(request, call)
-            if call.is_short and not exchange.is_short(request):
+            if call.is_short and not exchange.is_short(request, payload.size):
                 yield LONG  # however short the message
             self._count(call, received=payload.size)
             yield from exchange.answers(request, payload, self._waiting(request, call))
@@ -256,8 +258,10 @@ class _RowExchange:
         self.may_be_short = table.is_in_memory and shard.config.durability.is_process
         """Whether nothing that it is asked for waits for a disk."""
 
-    def is_short(self, request: pb.ExchangeRowsRequest) -> bool:
+    def is_short(self, request: pb.ExchangeRowsRequest, payload_bytes: int) -> bool:
         """Whether what a message asks for takes less time than a thread to be woken."""
+        if payload_bytes > _SHORT_BYTES_MAX or self._spans.has_begun:
+            return False
         is_gradient = request.HasField("gradient")
         asked = request.gradient if is_gradient else request.fetch
         if asked.rows.row_count * self._table.spec.dim > _SHORT_ELEMENT_COUNT:

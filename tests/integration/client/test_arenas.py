@@ -846,6 +846,27 @@ def test_large_chunks_are_not_counted_on_the_loop(cluster, connect, monkeypatch)
         assert not any(loop in name for name in threads[size]), size
 
 
+def test_what_a_snapshot_keeps_is_not_written_on_the_loop(cluster, connect, monkeypatch) -> None:
+    """And once it has ended, the same stream's chunks are counted there again."""
+    running = cluster(1, chunk_size_bytes=1 << 20)
+    net = connect(running, "w0").parameter("net", size=130_000, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(net.size, np.float32))
+    real, on_loop = parameter_service.payload_of, []
+
+    def noted(*arguments: Any) -> Any:
+        on_loop.append("shardwell-loop" in threading.current_thread().name)
+        return real(*arguments)
+
+    monkeypatch.setattr(parameter_service, "payload_of", noted)
+    snapshots = running.servers[0].shard.parameters.get("net").snapshots
+    for _ in range(3):
+        net.exchange(np.ones(net.size, np.float32))
+        with snapshots.under_way(net.next_step, lambda: True):
+            for _ in range(2):
+                net.exchange(np.ones(net.size, np.float32))
+    assert on_loop == [False, False, False, True, False, False, True, False, False]
+
+
 def test_a_python_that_has_no_memfd() -> None:
     """As some builds for Linux are."""
     script = """

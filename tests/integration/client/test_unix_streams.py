@@ -27,7 +27,7 @@ from harness.threads import in_background, together
 from harness.tokens import common_authorization
 from shardwell.process import unix_sockets
 from shardwell.process.unix_sockets import socket_path
-from shardwell.rpc import shard_channel, unix_call
+from shardwell.rpc import neighbour, unix_call
 from shardwell.rpc.shard_channel import EXCHANGE
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
@@ -185,7 +185,7 @@ def test_a_shard_on_another_machine_is_not_looked_for_again(
     cluster, connect, monkeypatch, caplog, size
 ) -> None:
     """It told where it listens, there: looking again costs all open streams and their memory."""
-    monkeypatch.setattr(shard_channel, "_RESTART_S", 0.0)
+    monkeypatch.setattr(neighbour, "_RESTART_S", 0.0)
     client = connect(cluster(2, chunk_size_bytes=2**20), "w0")
     client._shards.channels[1].unix.address = "@shardwell-nobody"
     net = opened(client, size=size)

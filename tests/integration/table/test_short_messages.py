@@ -66,6 +66,18 @@ def test_few_rows_in_memory_are_served_on_the_loop(cluster, connect, threads) ->
     assert threads[f"contribute {MANY}"] == {False}
 
 
+def test_many_narrow_rows_are_not(cluster, connect, threads) -> None:
+    """Whose values are few, and whose ids alone are more than a few."""
+    table = open_table(
+        connect(cluster(1), "w0"), mode="async", row_count=50_000, dim=1, codec="fp16"
+    )
+    for _ in range(3):
+        for count in (4, 20_000, 4):
+            table.put_row_gradients(range(count), np.ones((count, 1), np.float32))
+    assert True in threads["contribute 4"]
+    assert threads["contribute 20000"] == {False}
+
+
 def test_nothing_that_may_wait_for_a_disk_is(cluster, connect, threads, tmp_path) -> None:
     client = connect(cluster(1, data_dir=tmp_path), "w0")
     _use(_table(client))

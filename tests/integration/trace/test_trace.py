@@ -222,9 +222,10 @@ def test_a_worker_that_stands_still_is_named(cluster, tmp_path) -> None:
 def test_a_shard_that_is_not_there(cluster, connect, tmp_path) -> None:
     running = cluster(2)
     trained(connect(running, "w0"), worker_count=1)
+    is_asked(running, 1)
     running.servers[1].stop(0.0)
     file = tmp_path / "run.json"
-    events, output = traced(running.target, file, "--timeout-s=0.5", code=1)
+    events, output = traced(running.target, file, "--timeout-s=3", code=1)
     assert done(events).keys() == {"shard 0", "w0"}
     assert "shard 1" in output
     running.servers[0].stop(0.0)

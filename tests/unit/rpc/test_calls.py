@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from harness.faults.interrupts import Interrupt
 from harness.polling import Stopwatch, eventually
 from harness.threads import together
 from shardwell.errors import ClosedError, DeadlineError, LimitError
@@ -83,6 +84,27 @@ def test_a_signal_that_does_not_wake_its_wait_breaks_it_off(threads: CallThreads
     finally:
         ended.set()
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupted_caller_waits_for_no_call_that_nobody_runs(
+    threads: CallThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at each moment of a call, beside another one that runs."""
+    ended = threading.Event()
+    other = threads.start(lambda: ended.wait(PATIENCE_S), PATIENCE_S)
+    monkeypatch.setattr(calls, "ABANDON_S", PATIENCE_S)
+    places = []
+    while True:
+        interrupt, watch = Interrupt(("rpc/calls.py",), len(places)), Stopwatch()
+        was_interrupted = interrupt.run(lambda: threads.run(lambda: 1, PATIENCE_S))
+        assert watch.elapsed_s < PATIENCE_S / 2, interrupt.place
+        if not was_interrupted:
+            break
+        places.append(interrupt.place)
+    assert {"calls.py:run", "calls.py:look", "calls.py:_awaited"} <= {*places}
+    assert threads.run(lambda: 1, PATIENCE_S) == 1
+    ended.set()
+    assert other.result(PATIENCE_S)
 
 
 def test_what_cancels_may_be_stuck_as_well(threads: CallThreads) -> None:
