@@ -19,6 +19,7 @@ from shardwell.errors import (
     AuthenticationError,
     CorruptChunkError,
     DeadlineError,
+    SessionUnknownError,
     ShardUnavailableError,
     ShardwellError,
 )
@@ -27,6 +28,9 @@ PAUSE_S_FIRST = 0.05
 """The bound of the first pause; a shard that dropped one stream is there at once."""
 PAUSE_S_MAX = 2.0
 """The bound of later ones; only a shard that answers and fails again is paused for so long."""
+UNKNOWN_PAUSE_S_MAX = 0.2
+"""The bound where it answers that it does not know the session: which attends by then, and may have
+to anew soon, where tokens are replaced often."""
 CORRUPT_RETRY_COUNT_MAX = 2
 """Attempts after damaged chunks; a wire that damages more of one call needs its owner."""
 _REST_S_MIN = 0.05
@@ -139,6 +143,8 @@ class Attempts:
         """Returns when the shard answers again."""
         if self._surroundings.now_s() - self._attempt_began_s > PAUSE_S_MAX:
             self._pause_bound_s = PAUSE_S_FIRST  # it was there for a while: this is another failure
+        if isinstance(lost, SessionUnknownError):
+            self._pause_bound_s = min(self._pause_bound_s, UNKNOWN_PAUSE_S_MAX)
         while self.remaining_s > 0:
             self.pause(self._next_pause_s())
             timeout_s = self.remaining_s

@@ -59,8 +59,8 @@ _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
 _SHORT_ELEMENT_COUNT = 131_072
-"""Of a slice that is counted and encoded in less time than a thread takes to be woken, and to be
-let in beside the loop's: 0.1 ms of each."""
+"""Of a slice that is counted and encoded in about the time that it takes to wake a thread and let
+it in beside the loop's."""
 _SLOW_ELEMENT_COUNT = 16_384
 """The same where payloads are compressed, or a file is mapped, which may take several times as
 long."""

@@ -15,6 +15,7 @@ from shardwell.errors import (
     CorruptChunkError,
     DeadlineError,
     NotInitializedError,
+    SessionUnknownError,
     ShardUnavailableError,
     ShardwellError,
     StepOrderError,
@@ -22,7 +23,13 @@ from shardwell.errors import (
     WorkersMissingError,
     WrongShardError,
 )
-from shardwell.rpc.retry import CORRUPT_RETRY_COUNT_MAX, PAUSE_S_FIRST, PAUSE_S_MAX, Attempts
+from shardwell.rpc.retry import (
+    CORRUPT_RETRY_COUNT_MAX,
+    PAUSE_S_FIRST,
+    PAUSE_S_MAX,
+    UNKNOWN_PAUSE_S_MAX,
+    Attempts,
+)
 
 FOREVER_S = 1e9
 
@@ -122,6 +129,16 @@ def test_a_shard_that_was_there_for_a_while_is_a_new_failure() -> None:
 
     Attempts(FOREVER_S, world).run(attempt)
     assert world.pauses_s == pytest.approx([0.05, 0.1, 0.2, 0.05, 0.1])
+
+
+def test_a_shard_that_does_not_know_the_session_is_asked_again_soon() -> None:
+    """Also after it was away for long; and one that is away then is not."""
+    world = World()
+    unknown = SessionUnknownError("attend", shard_index=1)
+    errors = [*[unavailable() for _ in range(7)], *[unknown] * 4, unavailable(), unavailable()]
+    Attempts(FOREVER_S, world).run(failing(*errors))
+    assert world.pauses_s[:7] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0])
+    assert world.pauses_s[7:] == pytest.approx([UNKNOWN_PAUSE_S_MAX] * 4 + [0.4, 0.8])
 
 
 def test_a_shard_that_answers_the_question_alone_is_not_asked_in_a_hurry() -> None:
