@@ -55,7 +55,8 @@ def step(net):
     try:
         net.exchange(np.ones(100, np.float32))
     except shardwell.ShardUnavailableError:
-        print("gave up", flush=True)
+        sys.stdout.write("gave up\\n")  # at once, as another thread writes, too
+        sys.stdout.flush()
 for net in nets:
     net.init(np.zeros(100, np.float32))
     step(net)

@@ -604,10 +604,15 @@ def test_a_fork_answers_for_nobody(cluster, connect, tmp_path) -> None:
         os.read(held, 1)  # until its parent has seen the trace
         os._exit(0)
     os.close(held)
-    events, _ = traced(running.target, tmp_path / "run.json")
+
+    def workers() -> list[str]:
+        events, _ = traced(running.target, tmp_path / f"{time.monotonic_ns()}.json")
+        return [who for who in done(events) if who.startswith("w")]
+
+    found = eventually("it can be asked, and is", workers)
     os.close(holds)
     assert os.waitpid(pid, 0)[1] == 0
-    assert [who for who in done(events) if who.startswith("w")] == ["w0"]
+    assert found == ["w0"]
 
 
 def test_many_record_while_many_train(cluster, connect, tmp_path) -> None:
