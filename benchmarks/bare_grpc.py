@@ -57,8 +57,8 @@ def serve(ports: Any, tuned: bool) -> None:
 @contextlib.contextmanager
 def serving(
     count: int, *, tuned: bool, server: Callable[[Any, bool], None] = serve
-) -> Iterator[tuple[list[int], list[int]]]:
-    """The ports of so many servers, and their process ids; they end with the block."""
+) -> Iterator[tuple[list[Any], list[int]]]:
+    """What so many servers say, their ports, and their process ids; they end with the block."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         found: Any = context.Queue()

@@ -23,7 +23,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,14 +69,15 @@ class Echo(asyncio.BufferedProtocol):
         self._transport.write(bytes(self._buffer[:nbytes]))
 
 
-def serve(ready: Any, name: str) -> None:
-    """A server on an abstract socket, until it is ended."""
+def serve_unix(names: Any, tuned: bool) -> None:
+    """A server on an abstract socket until the process that started it ends, or ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the benchmark
+    name = f"shardwell-bench-{os.getpid()}"
 
     async def run() -> None:
-        server = await asyncio.get_running_loop().create_unix_server(Echo, f"\0{name}")
-        ready.put(name)
-        await server.serve_forever()
+        await asyncio.get_running_loop().create_unix_server(Echo, f"\0{name}")
+        names.put(name)
+        await asyncio.to_thread(multiprocessing.parent_process().join)
 
     asyncio.run(run())
 
@@ -98,7 +99,10 @@ class UnixWorker:
             connection.send(message)
         left = len(self._connections)
         while left:
-            for file, _ in self._poll.poll(10_000):
+            ready = self._poll.poll(10_000)
+            if not ready:
+                raise TimeoutError("a server does not answer")
+            for file, _ in ready:
                 self._by_file[file].recv(4096)
                 left -= 1
 
@@ -106,23 +110,6 @@ class UnixWorker:
         """Ends the connections."""
         for connection in self._connections:
             connection.close()
-
-
-@contextlib.contextmanager
-def unix_serving(count: int) -> Iterator[tuple[list[str], list[int]]]:
-    """The names of so many servers, and their process ids; they end with the block."""
-    context = multiprocessing.get_context("spawn")
-    with contextlib.ExitStack() as stack:
-        ready, pids = context.Queue(), []
-        for index in range(count):
-            name = f"shardwell-bench-{os.getpid()}-{index}"
-            process = context.Process(target=serve, args=(ready, name), daemon=True)
-            process.start()
-            stack.callback(process.join)
-            stack.callback(process.terminate)
-            assert process.pid is not None
-            pids.append(process.pid)
-        yield [ready.get(timeout=60) for _ in range(count)], pids
 
 
 def handed_over(call: Callable[[], object]) -> Callable[[], None]:
@@ -161,7 +148,7 @@ def main() -> None:
     message = payload(MESSAGE_BYTES)
     with contextlib.ExitStack() as stack:
         ports, grpc_pids = stack.enter_context(serving(2, tuned=True))
-        names, unix_pids = stack.enter_context(unix_serving(2))
+        names, unix_pids = stack.enter_context(serving(2, tuned=False, server=serve_unix))
         cluster = stack.enter_context(LocalCluster(2, processes=True))
         client = stack.enter_context(shardwell.connect(cluster.target, worker_id="w0"))
         bare, unix, other = BareWorker(ports), UnixWorker(names), UnixWorker(names)
