@@ -161,6 +161,11 @@ class Codec:
             peak_bits, crc = self._written(values, payload, exponent, scratch, limit, looks, begin)
             return Written(exponent, crc, peak_bits)
 
+        if peak is None and values.size <= _SMALL_ELEMENT_COUNT:
+            if first_peak is not None and math.isfinite(first_peak):
+                peak = first_peak
+            else:
+                peak = _finite_peak(values, scratch, allow_non_finite=allow_non_finite)
         if is_exact and peak is None:
             found = written(
                 self._guess_exponent(values[:GUESS_ELEMENT_COUNT], scratch), looks=_LOOKS
@@ -174,10 +179,6 @@ class Codec:
         if peak is not None:
             is_low = peak <= self._largest()
             return written(self._exponent_for(peak), math.inf if is_low else self._largest())
-        if values.size <= _SMALL_ELEMENT_COUNT:
-            exponent, low_enough = self._exact_exponent(values, first_peak)
-            if low_enough:
-                return written(exponent)
         if first_peak is None:
             guessed = self._guess_exponent(values[:GUESS_ELEMENT_COUNT], scratch)
         else:
@@ -354,14 +355,6 @@ class Codec:
             values = np.empty(payload.size // self.item_size, np.float32)
             self.decode(payload, exponent, values)
         return int(np.argmin(np.isfinite(values)))
-
-    def _exact_exponent(
-        self, values: npt.NDArray[Any], peak: float | None = None
-    ) -> tuple[int, bool]:
-        """The exponent for a few values, and whether they are finite and round to finite ones."""
-        if peak is None:
-            peak = float(np.maximum.reduce(np.abs(values), initial=0.0))
-        return self._exponent_for(peak), peak <= min(self._largest(), _FLOAT32_MAX)
 
     def _written(
         self,

@@ -355,12 +355,13 @@ class Transfer:
     ) -> None:
         """Sends chunks [first, stop) of a gradient, all of them finite.
 
-        Where everything is shared, the messages are made here: whoever encodes looks at the values
-        in the same pass, and nothing has left by then. Elsewhere all values are looked at, and
-        messages made as they leave.
+        Where everything is shared, or short, the messages are made here: whoever encodes looks at
+        the values in the same pass, and nothing has left by then. Elsewhere all values are looked
+        at, and messages made as they leave.
         """
-        are_shared = all(line.is_shared for line in to.lines)
-        if not are_shared:
+        are_short = all(line.part.where.size <= _SHORT_ELEMENT_COUNT for line in to.lines)
+        are_made_here = are_short or all(line.is_shared for line in to.lines)
+        if not are_made_here:
             self.check_finite(work, first, stop)
         wait_ms = wait_milliseconds(attempts.rest_s)
         outgoing: list[tuple[Iterator[bytes], bool]] = []
@@ -371,12 +372,12 @@ class Transfer:
                 wait_ms,
                 first=first,
                 stop=stop,
-                leaves=not are_shared,
+                leaves=not are_made_here,
                 counts_only=counts_only,
                 trace_parent=attempts.trace_parent,
             )
             is_short = line.part.where.size <= _SHORT_ELEMENT_COUNT
-            if are_shared:
+            if are_made_here:
                 made = list(messages)
                 messages, is_short = iter(made), sum(map(len, made)) <= _SHORT_BYTES
             outgoing.append((messages, is_short))

@@ -30,7 +30,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from shardwell.errors import ClosedError, DeadlineError, LimitError
@@ -242,6 +242,8 @@ class CallThreads:
             # interrupted call that was not begun would be waited for in vain.
             threads.queued.put(call)
             threads.look()
+            if threads.are_gone:
+                _refuse(call)
             long_s = max(timeout_s * _LONG_PART, _LONG_S_MIN)
             outcome = _awaited(outcomes, timeout_s + LATE_S + ABANDON_S, long_s, tell)
         except queue.Empty:
@@ -252,7 +254,7 @@ class CallThreads:
         except BaseException:
             threads.look()  # again, if the signal came before it
             threads.to_cancel.put(call.cancel)
-            if not call.has_ended:
+            if not (call.has_ended or threads.are_gone):
                 with contextlib.suppress(queue.Empty):
                     outcomes.get(timeout=ABANDON_S)
             raise
@@ -278,10 +280,14 @@ class CallThreads:
                 future.set_result(outcome.result)
 
         self._check_room()
+        call = Call(body, timeout_s, deliver, scope)
         try:
-            self._threads.queued.put(Call(body, timeout_s, deliver, scope))
+            self._threads.queued.put(call)
         finally:
             self._threads.look()
+        if self._threads.are_gone:
+            with contextlib.suppress(InvalidStateError):  # the last of them did
+                _refuse(call)
         return future
 
     def cancel_scope(self, scope: object) -> None:
@@ -313,6 +319,7 @@ class _Threads:
     last if it can be: of several that wait at one queue, a call wakes two, and others each time.
     Whoever queues a call has a spare look whether to wait if none waits, and so has who takes one
     and leaves another. So a call that is there has a thread that waits, or that is about to look.
+    At the end the last thread refuses what is queued, and whoever queues a call later does so.
     """
 
     def __init__(self, name: str) -> None:
@@ -320,6 +327,8 @@ class _Threads:
         """What the thread that cancels is to do; None ends it."""
         self.is_ended = False
         """Whether no call is to begin."""
+        self.are_gone = False
+        """Whether no thread will take what is queued from now on."""
         self.queued: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
         """Calls to be run; None ends the threads. `look` is to be called after each."""
         self._name = name
@@ -330,6 +339,8 @@ class _Threads:
         self._one_waits = False
         """Whether a thread waits for a call, or is sure to do so next."""
         self._spare_count = 0
+        self._count = 0
+        """Of threads that run calls."""
         self._look_s = math.inf
         """When the thread that cancels looks for late calls, by time.monotonic(): no later than the
         first becomes late. A call that ends does not change it, so calls of like timeouts, one
@@ -343,7 +354,7 @@ class _Threads:
     def start(self) -> None:
         """Starts a thread that cancels, and one that waits for a call."""
         self._thread(self._cancel)
-        self._thread(self._work)
+        self._add()
 
     def look(self) -> None:
         """Sees to it that a thread takes what was queued. Safe to repeat."""
@@ -371,6 +382,17 @@ class _Threads:
     def _thread(self, run: Callable[[], None]) -> None:
         threading.Thread(target=run, name=self._name, daemon=True).start()
 
+    def _add(self) -> None:
+        """Starts a thread that runs calls."""
+        with self._lock:
+            self._count += 1
+        try:
+            self._thread(self._work)
+        except RuntimeError:
+            with self._lock:
+                self._count -= 1
+            raise
+
     def _work(self) -> None:
         waits = False
         while (call := self._next_call(waits=waits)) is not None:
@@ -385,6 +407,21 @@ class _Threads:
                 self._one_waits |= waits
             call.deliver(outcome)
             del call, outcome  # what they hold is the caller's to let go
+        with self._lock:
+            self._count -= 1
+            is_last = self.is_ended and not self._count
+        if is_last:
+            self.are_gone = True
+            self._refuse_all()
+
+    def _refuse_all(self) -> None:
+        """Ends what nobody will take."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self.queued.get_nowait()
+                if call is not None:
+                    with contextlib.suppress(InvalidStateError):  # who queued it did
+                        _refuse(call)
 
     def _next_call(self, *, waits: bool) -> Call[Any] | None:
         """Waits for a call, and sees to it that another thread waits for the next; None: end.
@@ -410,7 +447,7 @@ class _Threads:
         if is_last:
             # Without a thread to be had, calls take turns.
             with contextlib.suppress(RuntimeError):
-                self._thread(self._work)
+                self._add()
         if is_first_late:
             self.to_cancel.put(lambda: None)  # it looks when to look
         return call
@@ -485,11 +522,21 @@ def _awaited(
 def _outcome_of(call: Call[Any]) -> _Outcome:
     """Runs a call."""
     if call.cancelled.is_set():
-        return _Outcome(None, ClosedError("the call was given up before it began"))
+        return _not_begun()
     try:
         return _Outcome(call.body(), None)
     except BaseException as error:
         return _Outcome(None, error)
+
+
+def _not_begun() -> _Outcome:
+    return _Outcome(None, ClosedError("the call was given up before it began"))
+
+
+def _refuse(call: Call[Any]) -> None:
+    """Ends a call that no thread will run."""
+    call.has_ended = True
+    call.deliver(_not_begun())
 
 
 def _tried(act: Callable[[], None]) -> None:

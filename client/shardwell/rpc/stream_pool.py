@@ -145,6 +145,8 @@ class StreamSet:
     @property
     def is_open(self) -> bool:
         """Whether all streams are alive, as a look at each shows."""
+        if self._unix_calls is not None and not self._unix_calls.has_news:
+            return not self.has_ended
         return all(stream.is_open for stream in self._streams.values())
 
     @property

@@ -74,6 +74,11 @@ class UnixCalls:
         self._calls[file] = call
         self._poll.register(file, select.POLLIN)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether something has come, or a call has ended that nobody knows of, at one look."""
+        return bool(self._poll.poll(0))
+
     def wait(self) -> None:
         """Blocks until something has come, or a call has ended, and takes what there is."""
         for file, events in self._poll.poll():

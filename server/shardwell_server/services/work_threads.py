@@ -43,7 +43,8 @@ class WorkThreads:
         """Where threads without work get it; the last has worked last."""
         self._threads: list[threading.Thread] = []
         self._is_closed = False
-        self._start()
+        with self._lock:
+            self._start()
 
     async def run(
         self, call: Callable[[], Any], abandoned: Callable[[Any], object] = lambda result: None
@@ -56,7 +57,8 @@ class WorkThreads:
                 waits for it any more, as this was cancelled meanwhile.
         """
         outcome = self._loop.create_future()
-        self._put(_Job(call, outcome, abandoned))
+        if not self._put(_Job(call, outcome, abandoned)):
+            raise asyncio.CancelledError
         try:
             return await outcome
         except asyncio.CancelledError:
@@ -65,36 +67,38 @@ class WorkThreads:
             raise
 
     def begin(self, call: Callable[[], Any]) -> None:
-        """Makes a call on one of the threads, whose outcome nobody waits for."""
-        if self._is_closed:
+        """Makes a call on one of the threads, whose outcome nobody waits for; here after `close`."""
+        if not self._put(_Job(call, None, lambda result: None)):
             call()
-            return
-        self._put(_Job(call, None, lambda result: None))
 
     def close(self) -> None:
         """Ends all threads when what was begun has ended. From any thread but theirs."""
-        self._is_closed = True
-        threads = list(self._threads)
-        for _ in threads:
-            self._give(None)
-        for thread in threads:
+        with self._lock:
+            self._is_closed = True  # from here on there are no more jobs and no more threads
+            for _ in self._threads:
+                self._give(None)
+        for thread in self._threads:
             thread.join()
 
-    def _put(self, job: _Job) -> None:
-        if self._is_closed:
-            raise asyncio.CancelledError
-        if not self._give(job) and len(self._threads) < self._count_max:
-            with suppress(RuntimeError, MemoryError):
-                self._start()
+    def _put(self, job: _Job) -> bool:
+        """Has a thread do it, at once or when one is free; False: it was closed."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            if not self._give(job) and len(self._threads) < self._count_max:
+                with suppress(RuntimeError, MemoryError):
+                    self._start()
+            return True
+
+    # With the lock held.
 
     def _give(self, job: _Job | None) -> bool:
-        """Has a thread do it, at once or when one is free; whether one is."""
-        with self._lock:
-            if not self._idle:
-                self._waiting.append(job)
-                return False
-            self._idle.pop().put(job)
-            return True
+        """Has a thread do it; False: when one is free."""
+        if not self._idle:
+            self._waiting.append(job)
+            return False
+        self._idle.pop().put(job)
+        return True
 
     def _start(self) -> None:
         jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -104,6 +108,15 @@ class WorkThreads:
         self._threads.append(thread)
         self._is_free(jobs)
 
+    def _is_free(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
+        """A thread's next job is to go there."""
+        if self._waiting:
+            jobs.put(self._waiting.popleft())
+        else:
+            self._idle.append(jobs)
+
+    # On the threads, and what comes of that on the loop.
+
     def _work(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
         while (job := jobs.get()) is not None:
             result: Any = None
@@ -112,17 +125,10 @@ class WorkThreads:
                 result = job.call()
             except BaseException as raised:
                 error = raised
-            self._is_free(jobs)  # before it is delivered, and the next one comes of that
+            with self._lock:
+                self._is_free(jobs)  # before it is delivered, and the next one comes of that
             self._loop.call_soon_threadsafe(self._deliver, job, result, error)
             del job, result, error  # before the next comes, they would hold what is large
-
-    def _is_free(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
-        """A thread's next job is to go there."""
-        with self._lock:
-            if self._waiting:
-                jobs.put(self._waiting.popleft())
-            else:
-                self._idle.append(jobs)
 
     def _deliver(self, job: _Job, result: Any, error: BaseException | None) -> None:
         if job.outcome is None:

@@ -310,6 +310,36 @@ def test_close_cancels_what_runs_and_refuses_what_comes(threads: CallThreads) ->
         threads.run(lambda: 1, PATIENCE_S)
 
 
+def test_a_call_that_came_as_it_closed_is_told_of_that(
+    threads: CallThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had looked before, and was queued when no thread was left to take it."""
+    monkeypatch.setattr(threads, "_check_room", lambda: None)
+    threads.close()
+    eventually("its threads end", lambda: _count() == 0)
+    watch = Stopwatch()
+    with pytest.raises(ClosedError):
+        threads.run(lambda: 1, PATIENCE_S)
+    with pytest.raises(ClosedError):
+        threads.start(lambda: 1, PATIENCE_S).result(PATIENCE_S)
+    assert watch.elapsed_s < PATIENCE_S / 2
+
+
+def test_what_is_queued_as_it_closes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a call that takes no notice, and at whatever moment."""
+    for _ in range(100):
+        made, may_end = CallThreads("test"), threading.Event()
+        monkeypatch.setattr(made, "_check_room", lambda: None)
+        stubborn = made.start(partial(may_end.wait, PATIENCE_S), PATIENCE_S)
+        made.close()
+        queued = [made.start(lambda: 1, PATIENCE_S) for _ in range(3)]
+        may_end.set()
+        for each in [stubborn, *queued]:
+            error = each.exception(PATIENCE_S)
+            assert error is None or isinstance(error, ClosedError)
+    eventually("their threads end", lambda: _count() == 0)
+
+
 def test_threads_end_with_what_owns_them() -> None:
     made = CallThreads("test")
     assert made.run(lambda: _count(), PATIENCE_S) >= 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -145,3 +146,28 @@ def test_after_the_end_what_is_begun_is_done_at_once() -> None:
     done: list[int] = []
     on_loop(body).begin(lambda: done.append(1))
     assert done == [1]
+
+
+def test_closed_while_a_thread_is_started_it_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one must not take what was meant to end another."""
+    go_on, start = threading.Event(), threading.Thread.start
+
+    async def body(threads: WorkThreads) -> None:
+        threads.begin(lambda: go_on.wait(PATIENCE_S))
+        closer = threading.Thread(target=threads.close, daemon=True)
+
+        def start_beside_the_end(thread: threading.Thread) -> None:
+            start(closer)
+            time.sleep(0.1)  # for what may be done beside the start
+            start(thread)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start_beside_the_end)
+            threads.begin(int)
+        await asyncio.sleep(0.1)  # in which the new one takes what there is
+        go_on.set()
+        await asyncio.to_thread(closer.join, PATIENCE_S / 2)
+        assert not closer.is_alive()
+
+    on_loop(body)
+    assert thread_count() == 0

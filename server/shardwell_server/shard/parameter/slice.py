@@ -437,8 +437,8 @@ class ParameterSlice:
                 contribution.payload,
             )
             begun_s = self.times.begun_s(version)
-            with np.errstate(all="ignore"):  # overflows are found where weights are encoded
-                self._count(chunk, index, contribution, seat, step, learning_rate, header.crc32c)
+            # What overflows is found where weights are encoded.
+            self._count(chunk, index, contribution, seat, step, learning_rate, header.crc32c)
             chunk.counted_count += 1
             closed = self._tracker.records[index].version != version
             if closed or self._tracker.is_full(index):
@@ -504,15 +504,14 @@ class ParameterSlice:
         weighs = contribution.sample_count or not self._tracker.is_sync
         if self.spec.allow_non_finite or not weighs:
             return
-        with np.errstate(all="ignore"):
-            found = state_overflow(
-                contribution,
-                self._codec.codec,
-                chunk.state,
-                self._rules,
-                update_count=self._tracker.records[index].version + 1,
-                learning_rate=learning_rate,
-            )
+        found = state_overflow(
+            contribution,
+            self._codec.codec,
+            chunk.state,
+            self._rules,
+            update_count=self._tracker.records[index].version + 1,
+            learning_rate=learning_rate,
+        )
         if found is not None:
             slot_index, place = found
             element = chunk.where.offset + place
@@ -619,15 +618,7 @@ class ParameterSlice:
                     parameter=self.spec.name,
                 )
             chunk.verify()
-            with np.errstate(all="ignore"):
-                self._count(
-                    chunk,
-                    index,
-                    contribution,
-                    seat,
-                    step,
-                    entry.learning_rate,
-                )
+            self._count(chunk, index, contribution, seat, step, entry.learning_rate)
 
     # Weights out.
 
