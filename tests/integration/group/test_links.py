@@ -7,8 +7,12 @@ ends where the other side expected to be served; strangers that open links by ha
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
+import threading
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -307,3 +311,33 @@ def test_messages_keep_their_order_whoever_sends_them() -> None:
             left.recv(1)
         outgoing.cut()
         link.close()
+
+
+def test_an_end_that_can_t_be_told_hides_no_other() -> None:
+    """Whoever waits for a link is told by a function of its own, which may fail."""
+    told: list[Link] = []
+    over = threading.Event()
+
+    def serve(link: Link) -> None:
+        def end() -> None:
+            told.append(link)
+            if len(told) == 1:
+                raise RuntimeError("nobody is to know")
+
+        link.add_callback(end)
+        served.append(link)
+        over.wait(PATIENCE_S)
+
+    served: list[Link] = []
+    with ThreadPoolExecutor(2) as threads:
+        made = Links(serve, threads, 2, logging.getLogger("shardwell.test"))
+        made.start("auto", f"shardwell-test-{uuid.uuid4().hex}")
+        try:
+            for count in (1, 2):
+                with connected(made.address, socket.SOCK_STREAM, PATIENCE_S):
+                    eventually("it is served", lambda count=count: len(served) == count)
+                eventually("its end is told", lambda count=count: len(told) == count)
+        finally:
+            over.set()
+            made.close()
+    assert told == served

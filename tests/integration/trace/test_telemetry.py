@@ -24,12 +24,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Sampler
 
 import shardwell
+from harness.data.table_batches import open_table
 from harness.polling import PATIENCE_S
 from harness.programs.commands import Program
 from harness.threads import together
 from shardwell.process import telemetry
 from shardwell.process.spans import Spans, now_ns
 from shardwell.v1 import trace_pb2 as pb
+from shardwell.wire.rows import rows_per_message_max
 from shardwell_server import LocalCluster
 
 SGD = shardwell.SGD(learning_rate=1.0)
@@ -192,10 +194,19 @@ def test_no_exporter_holds_up_the_loop(cluster, connect, recorder) -> None:
                 threads.add(threading.current_thread().name)
 
     recorder.provider.add_span_processor(Noting())
-    net = connect(cluster(1), "w0").parameter("net", size=6, optimizer=SGD)
+    client = connect(cluster(1), "w0")
+    net = client.parameter("net", size=6, optimizer=SGD)
     net.init(np.zeros(6, np.float32))
     for _ in range(5):
         net.exchange(np.ones(6, np.float32))
+    assert threads == {"shardwell-work"}
+    threads.clear()
+    table = open_table(client, mode="async", row_count=10_000, dim=64, codec="fp16")
+    for _ in range(5):
+        table.put_row_gradients([1], np.ones((1, 64), np.float32))
+        # A message and a few rows: the step ends with a part that is short, and begins before it.
+        count = rows_per_message_max(table.spec) + 4
+        table.put_row_gradients(range(count), np.ones((count, 64), np.float32))
     assert threads == {"shardwell-work"}
 
 

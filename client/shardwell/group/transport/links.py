@@ -239,7 +239,10 @@ class Links:
             if link is None:  # closed meanwhile
                 return
             self._events.unregister(file)
-        link.note_end()
+        try:
+            link.note_end()
+        except Exception:  # others' ends are to be seen nevertheless
+            self._log.exception("the end of a stream of this machine could not be told")
 
     def _accept(self) -> None:
         try:
