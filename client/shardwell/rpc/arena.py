@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from shardwell.errors import CorruptChunkError
 from shardwell.numerics.codec import Bytes
+from shardwell.numerics.elementwise import copy_bytes
 from shardwell.process.shared_memory import (
     HEAD_BYTES,
     IS_SUPPORTED,
@@ -165,7 +166,7 @@ def shared_message(
     room = room_of(payload.size)
     if room is None or header.chunk.lz4 or payload.size > room.memory.size:
         return message, 0
-    room.memory[: payload.size] = payload
+    copy_bytes(payload, room.memory[: payload.size])
     shared = header.chunk.shared
     shared.offset, shared.size = room.offset, payload.size
     return header.SerializeToString(), payload.size

@@ -67,7 +67,7 @@ class WorkThreads:
             raise
 
     def begin(self, call: Callable[[], Any]) -> None:
-        """Makes a call on one of the threads, whose outcome nobody waits for; here after `close`."""
+        """Makes a call whose outcome nobody waits for: on one of the threads, or here if closed."""
         if not self._put(_Job(call, None, lambda result: None)):
             call()
 

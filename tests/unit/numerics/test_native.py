@@ -34,7 +34,11 @@ LENGTHS = [0, 1, 7, 8, 15, 16, 17, 2047, 2048, 2049, 3 * 2048 + 5]
 FACTORS = [1.0, -1.0, 0.3, 2.0**-120, 1e-46, 3e38, 1e39]
 
 
-@pytest.fixture(scope="module", params=["", "-DWITHOUT_AVX512"])
+AWAY = "-DAWAY_BYTES=1"
+"""What is only written goes past the caches, however little it is."""
+
+
+@pytest.fixture(scope="module", params=["", "-DWITHOUT_AVX512", AWAY, f"-DWITHOUT_AVX512 {AWAY}"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     return library_of(tmp_path_factory.mktemp("native"), request.param)
 
@@ -106,6 +110,25 @@ def test_an_operation_has_numpys_bits(library: native.Library, code: Code, facto
         for start in {0, min(3, count)}:
             if code in (Code.WRITE_FP16, Code.WRITE_BF16) or code in HALF or start == 0:
                 check(library, operations_of(code, factor), count, start)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_much_that_is_only_written_has_numpys_bits(library: native.Library, start: int) -> None:
+    """A payload's copy, and its values; the same memory read by another operation is as it is."""
+    copies = (Operation(Code.COPY_16, 5, 4), Operation(Code.CHECK_16, 0, 4))
+    for operations in (
+        (*copies, Operation(Code.READ_FP16, 0, 4, factor=0.5)),
+        (Operation(Code.READ_FP16, 0, 4), Operation(Code.ADD_SCALED, 1, 0)),
+    ):
+        check(library, operations, 2**20 // 2 + 77, start)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 4097, 2**20, 2**20 + 1])
+def test_bytes_are_copied_however_many(size: int) -> None:
+    source = np.arange(size).astype(np.uint8)
+    to = np.zeros(size, np.uint8)
+    elementwise.copy_bytes(source, to)
+    assert to.tobytes() == source.tobytes()
 
 
 @pytest.mark.parametrize("divisor", [3.0, 0.75, 2.0**24 + 1, 1 / 3, 0.5000000001])
@@ -381,9 +404,10 @@ def test_a_compiler_is_fetched_only_for_processors_that_it_is_of_use_for(
 # Under sanitizers: this file as a program.
 
 
-def test_it_stays_in_its_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("away", [(), (AWAY,)])
+def test_it_stays_in_its_memory(tmp_path: Path, away: tuple[str, ...]) -> None:
     """Each array ends where its memory does, which the sanitizer watches."""
-    flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", *away)
     runtime = subprocess.run(
         ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=False
     ).stdout.strip() if shutil.which("cc") else ""  # fmt: skip

@@ -90,7 +90,7 @@ PUBLIC const char *shardwell_variant(void) { return NAMES[chosen()]; }
 
 /* Bytes of an element of what an operation takes; 0: it takes nothing there. */
 struct sizes { uint8_t to, from, by; };
-static const struct sizes SIZES[CODE_COUNT] = {
+static const struct sizes SIZES[OWN_CODE_COUNT] = {
   [READ_FP32] = {4, 4, 0}, [READ_FP16] = {4, 2, 0}, [READ_BF16] = {4, 2, 0},
   [WRITE_FP32] = {4, 4, 0}, [WRITE_FP16] = {2, 4, 0}, [WRITE_BF16] = {2, 4, 0},
   [LOOK_32] = {0, 4, 0}, [LOOK_16] = {0, 2, 0},
@@ -98,9 +98,14 @@ static const struct sizes SIZES[CODE_COUNT] = {
   [ADD_CONSTANT] = {4, 0, 0}, [MULTIPLY] = {4, 4, 4}, [DIVIDE] = {4, 4, 4}, [SQUARE_ROOT] = {4, 4, 0},
   [MEAN] = {4, 0, 0}, [CLIP] = {4, 0, 0},
   [COPY_32] = {4, 4, 0}, [COPY_16] = {2, 2, 0}, [CHECK_32] = {0, 4, 0}, [CHECK_16] = {0, 2, 0},
+  [READ_FP32_AWAY] = {4, 4, 0}, [READ_FP16_AWAY] = {4, 2, 0}, [READ_BF16_AWAY] = {4, 2, 0},
+  [COPY_32_AWAY] = {4, 4, 0}, [COPY_16_AWAY] = {2, 2, 0},
 };
 
 enum { OPERATION_COUNT = 32, OWN_COUNT = 3 };
+#if !defined(AWAY_BYTES) /* so that tests try it with little */
+#define AWAY_BYTES (1 << 20) /* written at once: a cache has lost it before somebody reads it */
+#endif
 enum { CACHED_BYTES = 16 * 1024, LINE = 64 }; /* half of a small first-level cache; elements of a few lines */
 
 struct arrays {
@@ -167,6 +172,47 @@ static int uses_of(const struct operation operations[], uint64_t count, struct u
   return 1;
 }
 
+/* The same operation, past the caches; 0: there is none. */
+static uint8_t away_of(uint8_t code) {
+  switch (code) {
+    case READ_FP32: return READ_FP32_AWAY;
+    case READ_FP16: return READ_FP16_AWAY;
+    case READ_BF16: return READ_BF16_AWAY;
+    case COPY_32: return COPY_32_AWAY;
+    case COPY_16: return COPY_16_AWAY;
+    default: return 0;
+  }
+}
+
+/* Whether a place is one operation's alone. */
+static int is_used_once(const struct operation operations[], uint64_t count, uint8_t place) {
+  int used = 0;
+  for (uint64_t i = 0; i < count; i++) {
+    const struct operation *each = &operations[i];
+    const struct sizes *sizes = &SIZES[each->code];
+    used += sizes->to != 0 && each->to == place;
+    used += sizes->from != 0 && each->from == place;
+    used += sizes->by != 0 && each->by == place;
+  }
+  return used == 1;
+}
+
+/* Has much that is only written go past the caches; whether something does. */
+static int write_away(struct operation operations[], uint64_t count, const struct arrays *arrays,
+                      uint64_t element_count) {
+  int found = 0;
+  for (uint64_t i = 0; i < count; i++) {
+    struct operation *each = &operations[i];
+    const uint8_t code = away_of(each->code);
+    const int is_much = code != 0 && element_count >= AWAY_BYTES / SIZES[code].to;
+    if (is_much && arrays->address[each->to] != NULL && is_used_once(operations, count, each->to)) {
+      each->code = code;
+      found = 1;
+    }
+  }
+  return found;
+}
+
 static float NOTHING; /* where an array without elements may lie */
 
 /* The memory of the arrays that are used: of float32 or bytes. 0, or why there is none. */
@@ -228,6 +274,7 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
   if (checks && chosen_crc() == NULL) return ended(&objects, MISFIT);
   const size_t block = checks ? checked_block(bytes, own_count) : BLOCK;
   for (int i = 0; i < own_count; i++) places.own[owners[i]] = own + i * block;
+  const int is_away = write_away(operations, operation_count, &arrays, stop - start);
   void *state = begun((stop - start) * sizeof(float), 0);
   uint32_t largest = 0, inside = ~crc;
   for (uint64_t first = start; first < stop; first += block) {
@@ -245,6 +292,9 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
       largest = found > largest ? found : largest;
     }
   }
+#if defined(__x86_64__)
+  if (is_away) __builtin_ia32_sfence(); /* before anybody is told of it */
+#endif
   over(state);
   return ended(&objects, (int64_t)(uint32_t)~inside << 31 | largest);
 }

@@ -15,7 +15,10 @@ enum code {
   LOOK_32, LOOK_16,
   COPY, FILL, SCALE, ADD_SCALED, ADD_CONSTANT, MULTIPLY, DIVIDE, SQUARE_ROOT, MEAN, CLIP,
   COPY_32, COPY_16, CHECK_32, CHECK_16,
-  CODE_COUNT
+  CODE_COUNT,
+  /* What dispatch.c makes of some of them: the same, past the caches. */
+  READ_FP32_AWAY = CODE_COUNT, READ_FP16_AWAY, READ_BF16_AWAY, COPY_32_AWAY, COPY_16_AWAY,
+  OWN_CODE_COUNT
 };
 
 struct operation {
