@@ -11,9 +11,7 @@ import logging
 import os
 import resource
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
 
 import grpc
 import numpy as np
@@ -23,18 +21,13 @@ from shardwell.errors import (
     ArgumentError,
     CorruptChunkError,
     LimitError,
-    ShardUnavailableError,
     WrongShardError,
 )
 from shardwell.numerics import native
-from shardwell.numerics.codec import CODECS, Bytes, Float32, NonFiniteValueError
+from shardwell.numerics.codec import CODECS, Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
-from shardwell.process.shared_memory import SharedMemory
-from shardwell.process.telemetry import StepSpans
-from shardwell.rpc.arena import BATCH_COUNT, Places, batch_count, payload_of, shared_message
 from shardwell.rpc.arena_offers import ArenaOffers
-from shardwell.rpc.handlers import check_intact
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import ParameterSpec
@@ -43,27 +36,25 @@ from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
-from shardwell.wire.messages import Room
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import LONG, Call, Calls, Handling, Read
+from shardwell_server.services.calls import Call, Calls, Handling, Read
 from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.open_streams import OpenStreams
-from shardwell_server.shard.deadline import NotYet, RequestDeadline, until
+from shardwell_server.services.parameter_stream import (
+    ParameterStream,
+    arena_of,
+    count_payload,
+    opened,
+)
+from shardwell_server.shard.deadline import until
 from shardwell_server.shard.errors import diverged, non_finite
 from shardwell_server.shard.members import Contributor
-from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.step_tracker import Seat
 
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
-_SHORT_ELEMENT_COUNT = 131_072
-"""Of a slice that is counted and encoded in about the time that it takes to wake a thread and let
-it in beside the loop's."""
-_SLOW_ELEMENT_COUNT = 16_384
-"""The same where payloads are compressed, or a file is mapped, which may take several times as
-long."""
 _TROUBLE_COUNT_MAX = 16
 """In one answer, of less than 4 KiB each, as it has others, too."""
 _STATUS_SIZE_MAX_BYTES = 2**19
@@ -171,7 +162,7 @@ class ParameterServerService:
             if parameter is None:
                 restores = request.version or request.load_id or request.array_count > 1
                 right = Right.CREATE if restores else Right.CONTRIBUTE
-                parameter, opening = self._opened(request, call, right), request
+                parameter, opening = opened(self._shard, request, call, right), request
                 expected, array_count = parameter.where.offset, max(opening.array_count, 1)
                 context = checksum.first_weights_context(opening)
             if not request.HasField("chunk"):
@@ -204,7 +195,7 @@ class ParameterServerService:
                     index = where.offset + int(np.argmin(finite))
                     raise non_finite(parameter.spec, index, "first weights")
             parameter.set_first_weights(opening.epoch, where, values, array_index=array_index)
-            self._count(call, received=payload.size)
+            count_payload(self._shard, call, received=payload.size)
             expected = where.stop
             message = yield Read.NEXT
         if parameter is None:
@@ -240,42 +231,19 @@ class ParameterServerService:
         return pb.ConfirmInitResponse(version=version)
 
     def put_gradient(self, call: Call) -> Handling:
-        response = pb.PutGradientResponse()
-        source: _GradientSource | None = None
-        arena: SharedMemory | None = None
-        message = yield Read.NEXT_STEP
-        while message is not None:
-            for request, payload, _ in framing.parse_all(pb.PutGradientRequest, message):
-                if source is None:
-                    source, arena = self._source(request, call), self._arena(request.arena)
-                    source.contributor()
-                if not _has_gradient(request, payload):
-                    continue
-                gradient = request.gradient
-                deadline = deadline_of(self._shard, call, gradient.wait_timeout_ms / 1000)
-                contributor = source.contributor()
-                payload = payload_of(gradient.chunk, payload, arena)
-                is_new = yield from self._contribute(
-                    call, source, contributor, gradient, payload, deadline
-                )
-                response.counted_chunk_count += is_new
-                response.duplicate_chunk_count += not is_new
-                del gradient
-            del message, request, payload  # not to be held while there is no other
-            message = yield Read.NEXT
-        if source is not None:
-            source.parameter.make_durable()
-            source.spans.end()
-        return response
+        return ParameterStream(self._shard, self._arenas, call).put_gradient()
 
     def get_weights(self, request: pb.GetWeightsRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
         call.check(Right.READ, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
         deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000)
-        yield from self._weights(
-            call, parameter, request.min_version, deadline, self._arena(request.arena)
-        )
+        arena = arena_of(self._arenas, request.arena)
+        stream = ParameterStream(self._shard, self._arenas, call)
+        yield from stream.weights(parameter, request.min_version, deadline, arena)
+
+    def exchange(self, call: Call) -> Handling:
+        return ParameterStream(self._shard, self._arenas, call).exchange(self.close_step)
 
     def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
         """A first message when every chunk is sure to be had, then all chunks in order.
@@ -309,89 +277,12 @@ class ParameterServerService:
                     start = checksum.snapshot(context, header)
                     try:
                         for message in _ranges(codec, header, where, index, array, start):
-                            self._count(call, sent=len(message))
+                            count_payload(self._shard, call, sent=len(message))
                             yield message
                     except NonFiniteValueError as error:
                         raise diverged(
                             parameter.spec, where.offset + error.index, found, names[array_index]
                         ) from None
-
-    def exchange(self, call: Call) -> Handling:
-        pending: deque[_Pending] = deque()
-        counted = pb.PutGradientResponse()
-        source: _GradientSource | None = None
-        arena: SharedMemory | None = None
-        is_between_steps = True
-        while True:
-            message = yield Read.NEXT_STEP if is_between_steps else Read.NEXT
-            if message is None:
-                break
-            for request, payload, _ in framing.parse_all(pb.ExchangeRequest, message):
-                # The one before it ended a step.
-                if is_between_steps and pending and source is not None:
-                    yield from self._answers(call, source.parameter, pending, all_=True)
-                was_short = call.is_short
-                if source is None or request.HasField("open"):
-                    if not is_between_steps:
-                        raise ArgumentError("`open` came in the middle of a step; end it first")
-                    source = self._source(request, call)
-                    call.is_short = self._is_short(source.parameter)
-                if request.arena:
-                    if not is_between_steps:
-                        raise ArgumentError("`arena` came in the middle of a step; end it first")
-                    arena = self._arena(request.arena)
-                if request.HasField("fetch") or request.HasField("close"):
-                    if request.HasField("gradient") or not is_between_steps:
-                        raise ArgumentError(
-                            "`fetch` or `close` came in the middle of a step; end it first"
-                        )
-                    if was_short and not call.is_short:
-                        yield LONG
-                    yield from self._asked(call, source.parameter, request, arena)
-                if not _has_gradient(request, payload):
-                    continue
-                gradient, parameter = request.gradient, source.parameter
-                chunk = gradient.chunk
-                is_shared = chunk.HasField("shared")
-                # However short the message; for a snapshot, what it changes is written to a file.
-                is_long = gradient.trace_parent or parameter.snapshots.pending
-                if was_short and (is_long or not call.is_short):
-                    yield LONG
-                deadline = deadline_of(self._shard, call, gradient.wait_timeout_ms / 1000)
-                contributor = source.contributor()
-                payload = payload_of(chunk, payload, arena)
-                is_new = yield from self._contribute(
-                    call, source, contributor, gradient, payload, deadline
-                )
-                is_between_steps = gradient.end_of_step
-                if gradient.counts_only:
-                    counted.counted_chunk_count += is_new
-                    counted.duplicate_chunk_count += not is_new
-                else:
-                    version = gradient.step + 1 if parameter.spec.mode == "sync" else 0
-                    room = Room(chunk.shared.offset, payload) if is_shared else None
-                    pending.append(_Pending(chunk.chunk_index, version, deadline, room))
-                    if len(pending) > 2 * parameter.chunk_count:
-                        raise ArgumentError(
-                            f"{len(pending)} chunks were sent without end_of_step, of "
-                            f"{parameter.chunk_count}; read the answers first"
-                        )
-                    del room
-                if is_between_steps and counted.ByteSize():
-                    yield from self._answers(call, parameter, pending, all_=True)
-                    parameter.make_durable()
-                    yield pb.ExchangeResponse(counted=counted).SerializeToString()
-                if is_between_steps:
-                    counted.Clear()
-                del gradient, chunk
-            del message, request, payload  # not to be held while answers wait
-            if source is not None:
-                yield from self._answers(call, source.parameter, pending, all_=is_between_steps)
-                if is_between_steps:
-                    source.spans.end()
-                    call.is_short = self._is_short(source.parameter)  # whatever this step was
-        if source is not None:
-            yield from self._answers(call, source.parameter, pending, all_=True)
 
     def close_step(self, request: pb.CloseStepRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
@@ -472,206 +363,12 @@ class ParameterServerService:
                     response.parameters.append(described)
         return response
 
-    # What they share.
-
-    def _arena(self, token: int) -> SharedMemory | None:
-        """The arena of a token; None where there is none to be."""
-        memory = self._arenas.take(token) if token else None
-        if token and memory is None:
-            raise ShardUnavailableError(
-                f"no arena of token {token:#x} is here, as after a restart; call again"
-            )
-        return memory
-
-    def _count(self, call: Call, *, received: int = 0, sent: int = 0) -> None:
-        """Counts payload."""
-        self._shard.traffic.add(received=received, sent=sent)
-        call.add_bytes(received + sent)
-
-    def _opened(self, request: Any, call: Call, right: Right) -> ParameterSlice:
-        """The parameter that a stream's first message names."""
-        if not request.HasField("open"):
-            raise ArgumentError("a stream's first message must have `open`; it is missing")
-        self._shard.check_identity(request.open.shard)
-        check_name("worker_id", request.open.worker_id)
-        call.check(right, "parameter", request.open.parameter)
-        return self._shard.parameters.get(request.open.parameter)
-
-    def _source(self, request: Any, call: Call) -> _GradientSource:
-        """Whoever opens a stream, of whom nothing is asked yet but that it may read."""
-        return _GradientSource(
-            self._shard, self._opened(request, call, Right.READ), request.open, call
-        )
-
-    def _is_short(self, parameter: ParameterSlice) -> bool:
-        """Whether all that a stream does takes less time than a thread to be woken.
-
-        A step that closes by its norm writes that into a file.
-        """
-        is_fast = parameter.storage.is_in_memory and not parameter.spec.lz4
-        return (
-            parameter.where.size <= (_SHORT_ELEMENT_COUNT if is_fast else _SLOW_ELEMENT_COUNT)
-            and self._shard.config.durability.is_process
-            and not parameter.spec.closes_by_norm
-        )
-
-    def _contribute(
-        self,
-        call: Call,
-        source: _GradientSource,
-        contributor: Contributor[Seat],
-        gradient: types_pb2.GradientChunk,
-        payload: Bytes,
-        deadline: RequestDeadline,
-    ) -> Generator[NotYet, Any, bool]:
-        """To count a chunk of a gradient; False: it had been counted before."""
-        self._count(call, received=payload.size)
-        if gradient.trace_parent:
-            call.is_short = False  # whoever exports spans may take any time
-            source.spans.begin(gradient.trace_parent, gradient.step)
-        return until(source.parameter.contribute, contributor, gradient, payload, deadline)
-
-    def _asked(
-        self,
-        call: Call,
-        parameter: ParameterSlice,
-        request: pb.ExchangeRequest,
-        arena: SharedMemory | None,
-    ) -> Handling:
-        """What a stream asks for besides its gradients."""
-        if request.HasField("close") and request.HasField("fetch"):
-            raise ArgumentError("a message has `fetch` and `close`; send two")
-        if request.HasField("close"):
-            check_intact(request.close)
-            if request.close.parameter != parameter.spec.name:
-                raise ArgumentError(
-                    f"`close` names {request.close.parameter!r:.80} on a stream of "
-                    f"{parameter.spec.name!r}; open that one first"
-                )
-            closed = yield from self.close_step(request.close, call)
-            yield pb.ExchangeResponse(closed=closed).SerializeToString()
-        if request.HasField("fetch"):
-            fetch = request.fetch
-            context = checksum.weights_fetch_context(parameter.spec.name)
-            if checksum.weights_fetch(context, fetch) != fetch.crc32c:
-                raise CorruptChunkError("a fetch of weights is damaged; send it again")
-            deadline = deadline_of(self._shard, call, fetch.wait_timeout_ms / 1000)
-            shared = arena if fetch.in_arena else None
-            yield from self._weights(call, parameter, fetch.min_version, deadline, shared)
-
-    def _weights(
-        self,
-        call: Call,
-        parameter: ParameterSlice,
-        min_version: int,
-        deadline: RequestDeadline,
-        arena: SharedMemory | None,
-    ) -> Handling:
-        """All weights, chunk by chunk, each once it has seen so many updates."""
-        places = None if arena is None else Places(arena)
-        # GetWeightsResponse has the same fields.
-        batch = framing.Batch(pb.ExchangeResponse, batch_count(parameter.chunk_count))
-        for index in range(parameter.chunk_count):
-            if not parameter.is_ready(index, min_version):
-                yield from batch.rest()
-            message = yield from until(parameter.weights_message, index, min_version, deadline)
-            parameter.make_durable()  # nobody goes on from what could still be lost
-            self._count(call, sent=len(message))
-            shared_bytes = 0
-            if places is not None:
-                message, shared_bytes = shared_message(pb.ExchangeResponse, message, places.room)
-            yield from batch.add(message, waits=shared_bytes > 0)
-        yield from batch.rest()
-
-    def _answers(
-        self,
-        call: Call,
-        parameter: ParameterSlice,
-        pending: deque[_Pending],
-        *,
-        all_: bool,
-    ) -> Handling:
-        """The weights that are due, in order: those that are ready, or all."""
-        batch = framing.Batch(pb.ExchangeResponse, BATCH_COUNT)
-        while pending:
-            index, version, deadline, room = pending[0]
-            is_ready = parameter.is_ready(index, version)
-            if not is_ready and not all_:
-                break
-            if not is_ready:
-                yield from batch.rest()
-            message = yield from until(parameter.weights_message, index, version, deadline)
-            parameter.make_durable()  # it acknowledges a gradient
-            pending.popleft()
-            self._count(call, sent=len(message))
-            if room is not None:
-                message = _shared_answer(message, room)
-            yield from batch.add(message, waits=room is not None)
-        yield from batch.rest()
-
 
 def right_to_open(exists: bool, *, takes_seat: bool) -> Right:
     """What whoever opens a parameter or table needs."""
     if takes_seat:
         return Right.CONTRIBUTE
     return Right.READ if exists else Right.CREATE
-
-
-def _has_gradient(request: Any, payload: Bytes) -> bool:
-    """Whether a message has a chunk of a gradient; one that only opens a stream has none."""
-    has_gradient: bool = request.HasField("gradient")
-    if payload.size and not has_gradient:
-        raise CorruptChunkError("a message has a payload and no `gradient`; send it again")
-    return has_gradient
-
-
-class _Pending(NamedTuple):
-    """An answer that a stream is owed."""
-
-    chunk_index: int
-    version: int
-    """The least that it may have."""
-    deadline: RequestDeadline
-    room: Room | None
-    """Where its payload goes; None: into the message."""
-
-
-def _shared_answer(message: bytes, room: Room) -> bytes:
-    return shared_message(pb.ExchangeResponse, message, lambda size_bytes: room)[0]
-
-
-class _GradientSource:
-    """Who opened a stream, and where its gradients go."""
-
-    def __init__(
-        self, shard: Shard, parameter: ParameterSlice, opening: types_pb2.StreamOpen, call: Call
-    ) -> None:
-        self.parameter = parameter
-        """What it is about."""
-        self.spans = StepSpans(
-            shard.spans,
-            shard.config.shard_index,
-            opening.worker_id,
-            {"parameter": parameter.spec.name},
-        )
-        """OpenTelemetry's, of its steps."""
-        self._sessions = shard.sessions
-        self._opening = opening
-        self._call = call
-        self._contributor: Contributor[Seat] | None = None
-
-    def contributor(self) -> Contributor[Seat]:
-        """Whose gradients it brings; whoever only reads needs neither right nor session for that.
-
-        Raises:
-            AccessDeniedError, ShardUnavailableError: it may not, or its session is not known.
-        """
-        if self._contributor is None:
-            opening, call = self._opening, self._call
-            call.check(Right.CONTRIBUTE, "parameter", opening.parameter)
-            session = self._sessions.check(opening.session, opening.worker_id, call.principal.name)
-            self._contributor = Contributor(opening.worker_id, session, opening.tenure)
-        return self._contributor
 
 
 def _ranges(

@@ -42,7 +42,7 @@ from shardwell.wire import messages as framing
 from shardwell.wire.chunks import check_chunk
 from shardwell_server import LocalCluster, server
 from shardwell_server.config import Limits
-from shardwell_server.services import parameter_service
+from shardwell_server.services import parameter_stream
 
 pytestmark = [
     pytest.mark.same_host,
@@ -758,7 +758,7 @@ def test_a_stream_with_an_answer_too_many_is_not_used_again(cluster, connect, mo
 def test_a_payload_that_is_damaged_is_sent_again(cluster, connect, monkeypatch) -> None:
     running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
     expected = trained(running, connect, "inline", same_host=False)
-    real, damaged = parameter_service.payload_of, threading.Event()
+    real, damaged = parameter_stream.payload_of, threading.Event()
 
     def damaging(chunk: Any, payload: Any, memory: Any) -> Any:
         found = real(chunk, payload, memory)
@@ -768,7 +768,7 @@ def test_a_payload_that_is_damaged_is_sent_again(cluster, connect, monkeypatch) 
             found[5] ^= 4
         return found
 
-    monkeypatch.setattr(parameter_service, "payload_of", damaging)
+    monkeypatch.setattr(parameter_stream, "payload_of", damaging)
     np.testing.assert_array_equal(trained(running, connect, "shared"), expected)
     assert damaged.is_set()
 
@@ -825,13 +825,13 @@ def test_time_that_offers_take_is_none_that_a_shard_waits(cluster, connect, monk
 def test_large_chunks_are_not_counted_on_the_loop(cluster, connect, monkeypatch) -> None:
     """Also where small ones are, on the same stream, and the message is as short."""
     client = connect(cluster(1, chunk_size_bytes=1 << 20), "w0")
-    real, threads = parameter_service.payload_of, {}
+    real, threads = parameter_stream.payload_of, {}
 
     def noted(chunk: Any, payload: Any, memory: Any) -> Any:
         threads.setdefault(chunk.element_count, set()).add(threading.current_thread().name)
         return real(chunk, payload, memory)
 
-    monkeypatch.setattr(parameter_service, "payload_of", noted)
+    monkeypatch.setattr(parameter_stream, "payload_of", noted)
     for _ in range(5):
         for size in (1000, 1000, 200_000, 130_000, 130_000, 60_000):
             codec = "fp16+lz4" if size == 60_000 else "fp16"
@@ -851,13 +851,13 @@ def test_what_a_snapshot_keeps_is_not_written_on_the_loop(cluster, connect, monk
     running = cluster(1, chunk_size_bytes=1 << 20)
     net = connect(running, "w0").parameter("net", size=130_000, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(net.size, np.float32))
-    real, on_loop = parameter_service.payload_of, []
+    real, on_loop = parameter_stream.payload_of, []
 
     def noted(*arguments: Any) -> Any:
         on_loop.append("shardwell-loop" in threading.current_thread().name)
         return real(*arguments)
 
-    monkeypatch.setattr(parameter_service, "payload_of", noted)
+    monkeypatch.setattr(parameter_stream, "payload_of", noted)
     snapshots = running.servers[0].shard.parameters.get("net").snapshots
     for _ in range(3):
         net.exchange(np.ones(net.size, np.float32))
