@@ -165,7 +165,8 @@ class Codec:
             if first_peak is not None and math.isfinite(first_peak):
                 peak = first_peak
             else:
-                peak = _finite_peak(values, scratch, allow_non_finite=allow_non_finite)
+                may_be_odd = allow_non_finite and not is_exact
+                peak = _finite_peak(values, scratch, allow_non_finite=may_be_odd)
         if is_exact and peak is None:
             found = written(
                 self._guess_exponent(values[:GUESS_ELEMENT_COUNT], scratch), looks=_LOOKS

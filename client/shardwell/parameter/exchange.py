@@ -379,7 +379,8 @@ class Transfer:
             is_short = line.part.where.size <= _SHORT_ELEMENT_COUNT
             if are_made_here:
                 made = list(messages)
-                messages, is_short = iter(made), sum(map(len, made)) <= _SHORT_BYTES
+                messages = iter(made)
+                is_short = is_short or sum(map(len, made)) <= _SHORT_BYTES
             outgoing.append((messages, is_short))
         for line, (messages, is_short) in zip(to.lines, outgoing, strict=True):
             line.stream.submit(messages, is_short=is_short)

@@ -388,16 +388,27 @@ class _Threads:
             self._count += 1
         try:
             self._thread(self._work)
-        except RuntimeError:
+        except BaseException:
             with self._lock:
                 self._count -= 1
             raise
 
     def _work(self) -> None:
+        try:
+            self._run_calls()
+        finally:
+            with self._lock:
+                self._count -= 1
+                is_last = self.is_ended and not self._count
+            if is_last:
+                self.are_gone = True
+                self._refuse_all()
+
+    def _run_calls(self) -> None:
         waits = False
         while (call := self._next_call(waits=waits)) is not None:
             _current.call = call
-            outcome = _outcome_of(call)
+            outcome = _not_begun() if self.is_ended else _outcome_of(call)
             _current.call = None
             call.has_ended = True
             with self._lock:
@@ -407,12 +418,6 @@ class _Threads:
                 self._one_waits |= waits
             call.deliver(outcome)
             del call, outcome  # what they hold is the caller's to let go
-        with self._lock:
-            self._count -= 1
-            is_last = self.is_ended and not self._count
-        if is_last:
-            self.are_gone = True
-            self._refuse_all()
 
     def _refuse_all(self) -> None:
         """Ends what nobody will take."""
@@ -446,7 +451,7 @@ class _Threads:
             self._look_s = min(call.late_s, self._look_s)
         if is_last:
             # Without a thread to be had, calls take turns.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, MemoryError):
                 self._add()
         if is_first_late:
             self.to_cancel.put(lambda: None)  # it looks when to look

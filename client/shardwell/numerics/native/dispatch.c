@@ -213,6 +213,13 @@ static int write_away(struct operation operations[], uint64_t count, const struc
   return found;
 }
 
+/* To be called before anybody is told of what was written past the caches. */
+static void fence(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();
+#endif
+}
+
 static float NOTHING; /* where an array without elements may lie */
 
 /* The memory of the arrays that are used: of float32 or bytes. 0, or why there is none. */
@@ -292,9 +299,7 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
       largest = found > largest ? found : largest;
     }
   }
-#if defined(__x86_64__)
-  if (is_away) __builtin_ia32_sfence(); /* before anybody is told of it */
-#endif
+  if (is_away) fence();
   over(state);
   return ended(&objects, (int64_t)(uint32_t)~inside << 31 | largest);
 }

@@ -28,7 +28,8 @@ struct operation {
 };
 
 /* Runs one operation on some elements; returns the largest magnitude that it
-   saw, as bits, or 0 where it does not look. `to`, `from` and `by` may be the same memory. */
+   saw, as bits, or 0 where it does not look. `to`, `from` and `by` may be the same memory; else
+   they don't overlap. */
 typedef uint32_t run_block(const struct operation *operation, void *to, const void *from,
                            const void *by, size_t count);
 
