@@ -14,6 +14,9 @@ import typing
 # Before gRPC is imported, which reads it then. Unset, one half of gRPC supports forks and the other
 # does not: of children that want nothing of it a tenth is aborted (docs/adr/0003-threads.md).
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# Else it prints what befalls its connections, such as a shard's end ("Got goaway"), to standard
+# error; of those that are waited for Shardwell tells.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from shardwell.checkpoint.export import TableExport
 from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable

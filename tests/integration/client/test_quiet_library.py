@@ -5,8 +5,10 @@ Method: small programs in processes of their own, whose standard error is read.
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -100,6 +102,19 @@ def test_whoever_trains_reads_which_shard_does_not_come_back(cluster) -> None:
         (line,) = (line for line in program.log if "(connect_timeout_s)" not in line)
         assert f"waiting for shard 1 of 2 at {running.addresses[1]}" in line
         assert "the call gives up in " in line
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "ERROR"), ("INFO", "INFO")])
+def test_grpc_says_as_much_as_it_is_asked_to(given: str | None, kept: str) -> None:
+    """Of its own accord it tells of ends of connections, which a program may have asked for."""
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    if given is not None:
+        environment["GRPC_VERBOSITY"] = given
+    program = "import os, shardwell; print(os.environ['GRPC_VERBOSITY'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == (f"{kept}\n", "")
 
 
 def test_without_a_further_thread_a_call_waits_as_well(cluster, connect, monkeypatch) -> None:
