@@ -73,7 +73,8 @@ class ParameterStream:
         while message is not None:
             for request, payload, _ in framing.parse_all(pb.PutGradientRequest, message):
                 if self._source is None:
-                    self._source, self._arena = self._opened(request), self._shared(request.arena)
+                    self._source = self._opened(request)
+                    self._arena = arena_of(self._arenas, request.arena)
                     self._source.contributor()
                 if not _has_gradient(request, payload):
                     continue
@@ -150,7 +151,7 @@ class ParameterStream:
             call.is_short = self._is_short(source.parameter)
         if request.arena:
             self._check_between_steps("`arena`")
-            self._arena = self._shared(request.arena)
+            self._arena = arena_of(self._arenas, request.arena)
         if request.HasField("fetch") or request.HasField("close"):
             self._check_between_steps("`fetch` or `close`", is_in_step=request.HasField("gradient"))
             if was_short and not call.is_short:
@@ -244,9 +245,6 @@ class ParameterStream:
         """Whoever opens it, of whom nothing is asked yet but that it may read."""
         parameter = opened(self._shard, request, self._call, Right.READ)
         return _GradientSource(self._shard, parameter, request.open, self._call)
-
-    def _shared(self, token: int) -> SharedMemory | None:
-        return arena_of(self._arenas, token)
 
     def _deadline(self, gradient: types_pb2.GradientChunk) -> RequestDeadline:
         return deadline_of(self._shard, self._call, gradient.wait_timeout_ms / 1000)

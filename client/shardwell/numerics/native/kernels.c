@@ -149,34 +149,21 @@ static size_t before_line(const float *to, size_t count) {
   return before < count ? before : count;
 }
 
-static void read_fp16_away(float *to, const uint16_t *from, float factor, size_t count) {
-  size_t i = before_line(to, count);
-  read_fp16(to, from, factor, i);
-  for (; i + PART <= count; i += PART) store_away(to + i, times(halves_of(from + i), factor));
-  read_fp16(to + i, from + i, factor, count - i);
-}
-
-static void read_bf16_away(float *to, const uint16_t *from, float factor, size_t count) {
-  size_t i = before_line(to, count);
-  const int as_it_is = factor == 1.0f;
-  read_bf16(to, from, factor, i);
-  for (; i + PART <= count; i += PART) {
-    line_part values = uppers_of(from + i);
-    store_away(to + i, as_it_is ? values : times(values, factor));
+/* NAME does what PLAIN does; whole lines, which PART_OF reads in parts, go past the caches. */
+#define AWAY(NAME, FROM, PLAIN, PART_OF)                                            \
+  static void NAME(float *to, const FROM *from, float factor, size_t count) {       \
+    size_t i = before_line(to, count);                                              \
+    const int as_it_is = factor == 1.0f;                                            \
+    PLAIN(to, from, factor, i);                                                     \
+    for (; i + PART <= count; i += PART) {                                          \
+      line_part values = PART_OF(from + i);                                         \
+      store_away(to + i, as_it_is ? values : times(values, factor));                \
+    }                                                                               \
+    PLAIN(to + i, from + i, factor, count - i);                                     \
   }
-  read_bf16(to + i, from + i, factor, count - i);
-}
-
-static void scale_away(float *to, const float *from, float factor, size_t count) {
-  size_t i = before_line(to, count);
-  const int as_it_is = factor == 1.0f;
-  scale(to, from, factor, i);
-  for (; i + PART <= count; i += PART) {
-    line_part values = floats_of(from + i);
-    store_away(to + i, as_it_is ? values : times(values, factor));
-  }
-  scale(to + i, from + i, factor, count - i);
-}
+AWAY(read_fp16_away, uint16_t, read_fp16, halves_of)
+AWAY(read_bf16_away, uint16_t, read_bf16, uppers_of)
+AWAY(scale_away, float, scale, floats_of)
 
 static void copy_16_away(uint16_t *to, const uint16_t *from, size_t count) {
   size_t first = (64 - (uintptr_t)to % 64) % 64 / sizeof(uint16_t);
