@@ -56,6 +56,7 @@ from shardwell.errors import (
     WrongShardError,
 )
 from shardwell.parameter.open_exchange import OpenExchange
+from shardwell.parameter.outcome import Outcome
 from shardwell.parameter.parameter import Parameter
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.allocator import tune_malloc
@@ -152,6 +153,7 @@ __all__ = [
     "NotInitializedError",
     "OpenExchange",
     "Optimizer",
+    "Outcome",
     "Parameter",
     "ParameterSpec",
     "ParameterStatus",

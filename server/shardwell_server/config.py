@@ -34,9 +34,10 @@ class Limits:
 
     Not counted, so set it below the machine's memory, and with a data directory below the disk's
     size: in memory, tables' indexes (4 bytes for each row that there can be here up to 2^26 of
-    them, else 27 to 54 for each that exists), two batches of a message's rows a table, and encoded
-    chunks; on disk, undo (of 4 chunks at most), records and marks of parameters, events, what
-    `durability` journals, and copies that snapshots keep meanwhile."""
+    them, else 27 to 54 for each that exists), two batches of a message's rows a table, encoded
+    chunks, and, of synchronous parameters, in memory or on disk, the weights of the version before,
+    encoded (2 bytes an element with fp16); on disk, undo (of 4 chunks at most), records and marks
+    of parameters, events, what `durability` journals, and copies that snapshots keep meanwhile."""
     worker_count_max: int = 4096
     """Workers that have a seat in one parameter or table. Those that only read take none of it; as
     many that are connected are known by name. Asynchronous mode: when all are taken, a newcomer is

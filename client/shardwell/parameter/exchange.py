@@ -71,6 +71,8 @@ class Gradient:
     """From its step on; None: as it is."""
     peaks: dict[int, float] = field(default_factory=dict)
     """Largest magnitudes of chunks that were looked at, by number: of all parts, in order."""
+    after_refusal: bool = False
+    """Whether a shard refused a part of the step's gradient before, and this is another one."""
     is_clipped: bool = False
     """Whether the worker has scaled it down to its largest norm, or found that it need not."""
 
@@ -100,6 +102,8 @@ class Progress:
     """Every shard has answered its chunks before this one."""
     version: float = math.inf
     """The fewest updates that a chunk among them has seen."""
+    version_max: int = 0
+    """The most."""
     counted_shards: set[int] = field(default_factory=set)
     """Shards that have told that they counted the whole gradient."""
 
@@ -165,9 +169,16 @@ class Transfer:
         self._weights_context = checksum.weights_context(spec.name)
         self.tenure = 0
         """See StreamOpen; once the shards have said it."""
+        self.superseded: set[Slice] = set()
+        """Ranges that a shard had counted before with other values; the caller empties it."""
 
-    def get_weights(self, weights: Pieces, min_version: int, attempts: Attempts) -> int:
-        """Fills `weights`; returns the fewest updates that a chunk of them has seen."""
+    def get_weights(
+        self, weights: Pieces, min_version: int, attempts: Attempts, max_version: int | None = None
+    ) -> Progress:
+        """Fills `weights`; returns the versions of their chunks.
+
+        `max_version`: see GetWeightsRequest.
+        """
         with (
             self._spanned(SPAN_KIND_GET, min_version - 1),
             self._lines(self.parts, attempts, reads=True) as to,
@@ -179,9 +190,13 @@ class Transfer:
                 fetch.min_version = min_version
                 fetch.wait_timeout_ms = wait_milliseconds(attempts.rest_s)
                 fetch.in_arena = line.arena is not None
+                if max_version is not None:
+                    fetch.max_version = max_version
                 fetch.crc32c = checksum.weights_fetch(self._fetch_context, fetch)
                 line.ask(request)
-            return self._receive(to, weights, min_version, Progress(), step=min_version - 1)
+            progress = Progress()
+            self._receive(to, weights, min_version, progress, step=min_version - 1)
+            return progress
 
     def check_finite(self, work: Gradient, first: int = 0, stop: int | None = None) -> None:
         """Notes the peaks of rows [first, stop), and refuses what is not finite.
@@ -217,6 +232,9 @@ class Transfer:
             self._send(to, work, attempts, counts_only=True)
             for line in to.lines:
                 answer = self._answer(to, line)
+                if answer.HasField("superseded"):
+                    self._note_superseded(line.part, answer.superseded)
+                    answer = self._answer(to, line)
                 shard_index, chunk_count = line.part.channel.shard_index, len(line.part.chunks)
                 counted = answer.counted.counted_chunk_count + answer.counted.duplicate_chunk_count
                 if not answer.HasField("counted") or counted != chunk_count:
@@ -422,6 +440,7 @@ class Transfer:
             wait_timeout_ms=wait_timeout_ms,
             counts_only=counts_only,
             learning_rate=work.learning_rate,
+            after_refusal=work.after_refusal,
         )
         start = checksum.gradient(self._gradient_context, common)
         for index in range(first, last + 1):
@@ -524,12 +543,14 @@ class Transfer:
         read_ahead: list[_Answers] = [iter(()) for _ in to.lines]
         name, at_ns = self._spec.name, now_ns()
         while progress.row < stop:
-            index, version = progress.row, progress.version
+            index, version, newest = progress.row, progress.version, progress.version_max
             for number, line in enumerate(to.lines):
                 if index < len(line.part.chunks):
                     answer = next(read_ahead[number], None)
                     channel = line.part.channel
-                    if answer is None:
+                    while answer is None or answer[0].HasField("superseded"):
+                        if answer is not None:
+                            self._note_superseded(line.part, answer[0].superseded)
                         message = self._read(to, line)
                         at_ns = channel.spans.add(
                             SPAN_KIND_WAIT, name, step, index, channel.name, at_ns
@@ -540,10 +561,11 @@ class Transfer:
                         line, index, answer, weights, min_version, is_exchange=is_exchange
                     )
                     version = min(version, found)
+                    newest = max(newest, found)
                     at_ns = channel.spans.add(
                         SPAN_KIND_DECODE, name, step, index, channel.name, at_ns
                     )
-            progress.row, progress.version = index + 1, version
+            progress.row, progress.version, progress.version_max = index + 1, version, newest
         for line, answers in zip(to.lines, read_ahead, strict=True):
             if next(answers, None) is not None:
                 raise CorruptChunkError(
@@ -553,6 +575,22 @@ class Transfer:
                     parameter=self._spec.name,
                 )
         return int(progress.version)
+
+    def _note_superseded(self, part: ShardSlice, found: pb.SupersededChunks) -> None:
+        """Notes what a shard says that it had counted before with other values.
+
+        Raises:
+            CorruptChunkError: that was damaged.
+        """
+        indexes = found.chunk_indexes
+        if checksum.of_message(found) != found.crc32c or max(indexes) >= len(part.chunks):
+            raise CorruptChunkError(
+                f"shard {part.channel.shard_index} answered for {self._spec.name!r} which chunks "
+                "it had counted before, and the answer is damaged; call again",
+                shard_index=part.channel.shard_index,
+                parameter=self._spec.name,
+            )
+        self.superseded.update(part.chunks[index] for index in indexes)
 
     def _decode(
         self,

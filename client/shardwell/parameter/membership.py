@@ -54,6 +54,8 @@ class Opening:
         self.tenure = 0
         """Of this worker's seats, which its gradients name; 0: none, or they are for good."""
         self._opened_in = 0
+        self.has_seat = False
+        """Whether this worker had a seat when it opened: an earlier process of it contributed."""
 
     def open(self, attempts: Attempts) -> tuple[list[ShardSlice], int]:
         """Creates or joins the parameter on all shards.
@@ -99,6 +101,7 @@ class Opening:
             )
         if unconfirmed is not None:
             raise unconfirmed
+        self.has_seat = any(answer.has_seat for answer in answers)
         tenures = {answer.tenure for answer in answers}
         self.tenure = self._opened_in = common_tenure(tenures)
         return parts, min(next_steps) if len(tenures) == 1 else 0

@@ -24,6 +24,7 @@ from shardwell.errors import (
     DeadlineError,
     DivergedError,
     LimitError,
+    NonFiniteError,
     ShardUnavailableError,
     WorkersMissingError,
 )
@@ -34,6 +35,7 @@ from shardwell.parameter.exchange import Gradient, Progress, Transfer
 from shardwell.parameter.first_weights import FirstWeights, GivenWeights
 from shardwell.parameter.membership import Opening
 from shardwell.parameter.open_exchange import OpenExchange
+from shardwell.parameter.outcome import Outcome, merged
 from shardwell.parameter.pieces import Pieces
 from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.placement.slices import Slice, slice_of
@@ -81,6 +83,8 @@ class Parameter(Generic[ValuesT]):
         In asynchronous mode it is this worker's own count, from 0, and from 0 again when the shards
         have given its seat away meanwhile, for want of seats: see `Limits.worker_count_max`.
         """
+        self.outcome: Outcome | None = None
+        """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""
         self._shards = shards
@@ -100,6 +104,11 @@ class Parameter(Generic[ValuesT]):
         self._calls = CallScope(shards, timeout_s, what, parameter=spec.name)
         pool = StreamPool(idle_streams, what, count_max=None, parameter=spec.name)
         self._has_seat = False
+        self._is_in_step = False
+        """Whether a part of this worker's next step may be counted: of an earlier process of it, or of
+        a call that failed."""
+        self._refused_step = -1
+        """The step of which a shard refused a part."""
         self._opening = Opening(spec, shards.channels, worker_id)
         self._transfer = Transfer(spec, pool, worker_id=worker_id, traffic=traffic)
         self._calls.run(self._open)
@@ -247,8 +256,13 @@ class Parameter(Generic[ValuesT]):
         def put(attempts: Attempts) -> int:
             work = self._gradient(gradient, sample_count, learning_rate, attempts)
             self._clip(work)
-            self._put(work, attempts)
-            self.next_step = work.step + 1
+            work.after_refusal = work.step == self._refused_step
+            try:
+                self._put(work, attempts)
+            except NonFiniteError as error:
+                self._note_refusal(work, error)
+                raise
+            self._end_step(work)
             return work.step
 
         return self._calls.run(put, timeout_s, in_turn=True, verb="put_gradient")
@@ -291,6 +305,30 @@ class Parameter(Generic[ValuesT]):
             return room.result
 
         return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange")
+
+    def abandon_step(self, *, timeout_s: float | None = None) -> int:
+        """Ends this worker's next step without a gradient; returns the step.
+
+        After a call that failed, say, because a shard refused a part of a gradient. What was
+        counted of the step stays counted, and `outcome` has the ranges; the rest of this worker's
+        contribution is zeros with the weight 0. Safe to repeat.
+
+        Args:
+            timeout_s: See `Client`.
+
+        Raises:
+            ShardwellError: see `put_gradient`. The step is still this worker's next: call again.
+        """
+
+        def abandon(attempts: Attempts) -> int:
+            zeros = np.broadcast_to(np.float32(0), (self.size,))
+            work = self._contribution(Pieces(zeros), 0, None, attempts)
+            work.after_refusal = work.is_clipped = True
+            self._put(work, attempts)
+            self._end_step(work)
+            return work.step
+
+        return self._calls.run(abandon, timeout_s, in_turn=True, verb="abandon_step")
 
     def begin_exchange(
         self,
@@ -466,15 +504,29 @@ class Parameter(Generic[ValuesT]):
     def _open(self, attempts: Attempts) -> None:
         """Opens the parameter on all shards; sets `next_step`."""
         self._transfer.parts, self.next_step = self._opening.open(attempts)
+        self._is_in_step = self._opening.has_seat
         self._closed_version = 0
 
     def _get_weights(self, out: ValuesT | None, min_version: int, attempts: Attempts) -> ValuesT:
         min_version = check_integer("min_version", min_version, 0, STEP_MAX)
         room: Room[ValuesT] = self._values.room(out)
         self._close_steps_before(min_version, attempts)
-        self.version = attempts.run(
-            lambda: self._transfer.get_weights(room.pieces, min_version, attempts)
+        step = self.next_step if self._is_in_step and self.spec.mode == "sync" else None
+        found = attempts.run(
+            lambda: self._transfer.get_weights(room.pieces, min_version, attempts, step)
         )
+        self.version = int(found.version)
+        if step is not None and found.version == step < found.version_max:
+            _LOG.warning(
+                "parameter %r: step %d of worker %r was cut off, and shards have no longer the "
+                "weights before it of all chunks: these are of versions %d to %d, and a gradient "
+                "of them is another than was counted in part",
+                self.name,
+                step,
+                self._worker_id,
+                self.version,
+                found.version_max,
+            )
         return room.result
 
     def _room_beside(self, work: Gradient, out: ValuesT | None) -> Room[ValuesT]:
@@ -489,18 +541,44 @@ class Parameter(Generic[ValuesT]):
     ) -> None:
         """Exchanges the rows from `progress` on, and ends the step."""
         self._clip(work)
+        work.after_refusal = work.step == self._refused_step
         try:
             if self.spec.closes_by_norm:
                 self.version = self._exchange_clipped(work, weights, attempts)
             else:
                 stop = self._transfer.row_count
                 self.version = self._exchange_rows(work, weights, progress, stop, attempts)
+        except NonFiniteError as error:
+            self._note_refusal(work, error)
+            raise
         except DivergedError:  # some of it is counted, so all of it is to be
             if not self.spec.closes_by_norm:
                 self._put(work, attempts)
-            self.next_step = work.step + 1
+            self._end_step(work)
             raise
-        self.next_step = work.step + 1
+        self._end_step(work)
+
+    def _note_refusal(self, work: Gradient, error: NonFiniteError) -> None:
+        """Lets the step end with other values, if a shard has refused a part of these."""
+        if error.shard_index is not None:
+            self._refused_step = work.step
+
+    def _end_step(self, work: Gradient) -> None:
+        """Goes on to the next step: all of this one is counted."""
+        superseded = merged(self._transfer.superseded)
+        self._transfer.superseded.clear()
+        self.outcome = Outcome(step=work.step, size=self.size, superseded=superseded)
+        self.next_step, self._is_in_step = work.step + 1, False
+        if superseded:
+            _LOG.warning(
+                "parameter %r: of step %d of worker %r, another gradient had been counted before "
+                "for %d of %d elements, so what this one has there was not; see `outcome`",
+                self.name,
+                work.step,
+                self._worker_id,
+                sum(where.size for where in superseded),
+                self.size,
+            )
 
     def _exchange_rows(
         self, work: Gradient, weights: Pieces, progress: Progress, stop: int, attempts: Attempts
@@ -514,7 +592,8 @@ class Parameter(Generic[ValuesT]):
         """The same where no weights come before all gradients of the step are counted."""
         self._put(work, attempts)
         self._close_steps_before(work.step + 1, attempts)
-        return attempts.run(lambda: self._transfer.get_weights(weights, work.step + 1, attempts))
+        found = attempts.run(lambda: self._transfer.get_weights(weights, work.step + 1, attempts))
+        return int(found.version)
 
     def _put(self, work: Gradient, attempts: Attempts) -> None:
         """Has a gradient counted, all of it."""
@@ -561,6 +640,18 @@ class Parameter(Generic[ValuesT]):
         if learning_rate is not None:
             check_learning_rate("learning_rate", learning_rate)
             self.spec.check_has_rate()
+        return self._contribution(values, count, learning_rate, attempts, is_whole=is_whole)
+
+    def _contribution(
+        self,
+        values: Pieces,
+        count: int,
+        learning_rate: float | None,
+        attempts: Attempts,
+        *,
+        is_whole: bool = True,
+    ) -> Gradient:
+        """A gradient of this worker's next step, for which it has a seat."""
         work = Gradient(values, self.next_step, count, learning_rate)
         if not self._has_seat:
             if is_whole:
@@ -569,6 +660,7 @@ class Parameter(Generic[ValuesT]):
             self._transfer.tenure = self._opening.tenure
             self._has_seat = True
             work.step = self.next_step
+        self._is_in_step = True
         return work
 
     def _tell(

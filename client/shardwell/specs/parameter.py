@@ -186,6 +186,15 @@ class ParameterSpec(TrainingSpec):
         """
         return self.optimizer.clip_norm > 0 and self.worker_count > 1
 
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether shards keep the version before each chunk's, for a worker that was restarted.
+
+        A chunk that closes by the norm of all gradients leaves no version before every worker's
+        gradient is counted whole; and asynchronous steps have no version that all workers read.
+        """
+        return self.mode == "sync" and not self.closes_by_norm
+
     def check_has_rate(self) -> None:
         """Refuses to give a learning rate to an optimizer without one.
 

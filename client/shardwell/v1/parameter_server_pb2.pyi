@@ -32,7 +32,7 @@ class CreateParameterRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class CreateParameterResponse(_message.Message):
-    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch", "incarnation", "begun", "took_over", "tenure")
+    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch", "incarnation", "begun", "took_over", "tenure", "has_seat")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class CreateParameterResponse(_message.Message):
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     TOOK_OVER_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
+    HAS_SEAT_FIELD_NUMBER: _ClassVar[int]
     created: bool
     slice_offset: int
     slice_size: int
@@ -57,7 +58,8 @@ class CreateParameterResponse(_message.Message):
     begun: bool
     took_over: bool
     tenure: int
-    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ...) -> None: ...
+    has_seat: bool
+    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ...) -> None: ...
 
 class ClaimInitRequest(_message.Message):
     __slots__ = ("shard", "parameter", "worker_id", "wait_timeout_ms", "above_epoch", "crc32c")
@@ -152,28 +154,42 @@ class PutGradientRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., arena: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PutGradientResponse(_message.Message):
-    __slots__ = ("counted_chunk_count", "duplicate_chunk_count")
+    __slots__ = ("counted_chunk_count", "duplicate_chunk_count", "superseded")
     COUNTED_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     counted_chunk_count: int
     duplicate_chunk_count: int
-    def __init__(self, counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ...) -> None: ...
+    superseded: SupersededChunks
+    def __init__(self, counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., superseded: _Optional[_Union[SupersededChunks, _Mapping]] = ...) -> None: ...
+
+class SupersededChunks(_message.Message):
+    __slots__ = ("step", "chunk_indexes", "crc32c")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    chunk_indexes: _containers.RepeatedScalarFieldContainer[int]
+    crc32c: int
+    def __init__(self, step: _Optional[int] = ..., chunk_indexes: _Optional[_Iterable[int]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class GetWeightsRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "worker_id", "min_version", "wait_timeout_ms", "arena")
+    __slots__ = ("shard", "parameter", "worker_id", "min_version", "wait_timeout_ms", "arena", "max_version")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
+    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
     worker_id: str
     min_version: int
     wait_timeout_ms: int
     arena: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., arena: _Optional[int] = ...) -> None: ...
+    max_version: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., arena: _Optional[int] = ..., max_version: _Optional[int] = ...) -> None: ...
 
 class GetWeightsResponse(_message.Message):
     __slots__ = ("chunk", "version", "batch", "padding", "payload")
@@ -210,24 +226,27 @@ class ExchangeRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., arena: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., fetch: _Optional[_Union[WeightsFetch, _Mapping]] = ..., close: _Optional[_Union[CloseStepRequest, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class WeightsFetch(_message.Message):
-    __slots__ = ("min_version", "wait_timeout_ms", "in_arena", "crc32c")
+    __slots__ = ("min_version", "wait_timeout_ms", "in_arena", "max_version", "crc32c")
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     IN_ARENA_FIELD_NUMBER: _ClassVar[int]
+    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     min_version: int
     wait_timeout_ms: int
     in_arena: bool
+    max_version: int
     crc32c: int
-    def __init__(self, min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., in_arena: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., in_arena: bool = ..., max_version: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("chunk", "version", "batch", "counted", "closed", "padding", "payload")
+    __slots__ = ("chunk", "version", "batch", "counted", "closed", "superseded", "padding", "payload")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     chunk: _types_pb2.Chunk
@@ -235,9 +254,10 @@ class ExchangeResponse(_message.Message):
     batch: _containers.RepeatedScalarFieldContainer[bytes]
     counted: PutGradientResponse
     closed: CloseStepResponse
+    superseded: SupersededChunks
     padding: bytes
     payload: bytes
-    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., counted: _Optional[_Union[PutGradientResponse, _Mapping]] = ..., closed: _Optional[_Union[CloseStepResponse, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., counted: _Optional[_Union[PutGradientResponse, _Mapping]] = ..., closed: _Optional[_Union[CloseStepResponse, _Mapping]] = ..., superseded: _Optional[_Union[SupersededChunks, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class CloseStepRequest(_message.Message):
     __slots__ = ("shard", "parameter", "step", "norm", "wait_timeout_ms", "crc32c")

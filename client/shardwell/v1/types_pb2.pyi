@@ -344,7 +344,7 @@ class StreamOpen(_message.Message):
     def __init__(self, shard: _Optional[_Union[ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ...) -> None: ...
 
 class GradientChunk(_message.Message):
-    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "trace_parent", "counts_only")
+    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "trace_parent", "counts_only", "after_refusal")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +353,7 @@ class GradientChunk(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     COUNTS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    AFTER_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     chunk: Chunk
     step: int
     sample_count: int
@@ -361,7 +362,8 @@ class GradientChunk(_message.Message):
     learning_rate: float
     trace_parent: str
     counts_only: bool
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ..., learning_rate: _Optional[float] = ..., trace_parent: _Optional[str] = ..., counts_only: bool = ...) -> None: ...
+    after_refusal: bool
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ..., learning_rate: _Optional[float] = ..., trace_parent: _Optional[str] = ..., counts_only: bool = ..., after_refusal: bool = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index", "rank", "missing_ranks", "table", "init_epoch", "free_in_ms")

@@ -32,7 +32,7 @@ _DOUBLE = struct.Struct("<d")
 _NUMBERS = tuple(struct.Struct(f"<{count}Q") for count in range(12))
 # The same of fields whose types are known, for what each chunk has: a negative number's eight bytes
 # are those of its remainder, and an absent rate is 0.0, whose bytes are zeros.
-_GRADIENT_FIELDS = struct.Struct("<QQQd")
+_GRADIENT_FIELDS = struct.Struct("<QQQdQ")
 _CHUNK_FIELDS = struct.Struct("<QQQqQ")
 
 
@@ -86,6 +86,10 @@ def _bits(value: float) -> int:
 
 def _optional(value: float | None) -> tuple[int, int]:
     return (0, 0) if value is None else (1, _bits(value))
+
+
+def _optional_number(value: int | None) -> tuple[int, int]:
+    return (0, 0) if value is None else (1, value)
 
 
 def of_message(message: Any) -> int:
@@ -238,6 +242,7 @@ def gradient(context: int, header: types_pb2.GradientChunk) -> int:
         header.sample_count,
         header.HasField("learning_rate"),
         header.learning_rate,
+        header.after_refusal,
     )
     return int(crc32.iscsi(fields, context))
 
@@ -249,7 +254,8 @@ def weights(context: int, version: int) -> int:
 
 def weights_fetch(context: int, header: parameter_server_pb2.WeightsFetch) -> int:
     """Goes on over a question for weights, and ends: it has no payload."""
-    return _with_numbers(context, header.min_version, header.in_arena)
+    most = header.max_version if header.HasField("max_version") else None
+    return _with_numbers(context, header.min_version, header.in_arena, *_optional_number(most))
 
 
 def first_weights(context: int, array_index: int) -> int:

@@ -240,7 +240,7 @@ class ParameterServerService:
         deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000)
         arena = arena_of(self._arenas, request.arena)
         stream = ParameterStream(self._shard, self._arenas, call)
-        yield from stream.weights(parameter, request.min_version, deadline, arena)
+        yield from stream.weights(parameter, request, deadline, arena)
 
     def exchange(self, call: Call) -> Handling:
         return ParameterStream(self._shard, self._arenas, call).exchange(self.close_step)

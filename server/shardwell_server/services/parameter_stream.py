@@ -93,6 +93,8 @@ class ParameterStream:
         if self._source is not None:
             self._source.parameter.make_durable()
             self._source.spans.end()
+            if (superseded := self._source.superseded()) is not None:
+                self._counted.superseded.CopyFrom(superseded)
         return self._counted
 
     def exchange(self, close_step: CloseStep) -> Handling:
@@ -116,18 +118,22 @@ class ParameterStream:
     def weights(
         self,
         parameter: ParameterSlice,
-        min_version: int,
+        asked: pb.GetWeightsRequest | pb.WeightsFetch,
         deadline: RequestDeadline,
         arena: SharedMemory | None,
     ) -> Handling:
         """All weights, chunk by chunk, each once it has seen so many updates."""
+        min_version = asked.min_version
+        max_version = asked.max_version if asked.HasField("max_version") else None
         places = None if arena is None else Places(arena)
         # GetWeightsResponse has the same fields.
         batch = framing.Batch(pb.ExchangeResponse, batch_count(parameter.chunk_count))
         for index in range(parameter.chunk_count):
             if not parameter.is_ready(index, min_version):
                 yield from batch.rest()
-            message = yield from until(parameter.weights_message, index, min_version, deadline)
+            message = yield from until(
+                parameter.weights_message, index, min_version, deadline, max_version
+            )
             parameter.make_durable()  # nobody goes on from what could still be lost
             count_payload(self._shard, self._call, sent=len(message))
             shared_bytes = 0
@@ -189,6 +195,9 @@ class ParameterStream:
                     f"{len(self._pending)} chunks were sent without end_of_step, of "
                     f"{parameter.chunk_count}; read the answers first"
                 )
+        superseded = source.superseded() if self._is_between_steps else None
+        if superseded is not None:
+            yield pb.ExchangeResponse(superseded=superseded).SerializeToString()
         if self._is_between_steps and self._counted.ByteSize():
             yield from self._answers(parameter, all_=True)
             parameter.make_durable()
@@ -217,7 +226,7 @@ class ParameterStream:
                 raise CorruptChunkError("a fetch of weights is damaged; send it again")
             deadline = deadline_of(self._shard, self._call, fetch.wait_timeout_ms / 1000)
             arena = self._arena if fetch.in_arena else None
-            yield from self.weights(parameter, fetch.min_version, deadline, arena)
+            yield from self.weights(parameter, fetch, deadline, arena)
 
     def _answers(self, parameter: ParameterSlice, *, all_: bool) -> Handling:
         """The weights that are due, in order: those that are ready, or all."""
@@ -259,6 +268,7 @@ class ParameterStream:
     ) -> Generator[NotYet, Any, bool]:
         """Counts a chunk of a gradient; False: it had been counted before."""
         count_payload(self._shard, self._call, received=payload.size)
+        source.step = gradient.step
         if gradient.trace_parent:
             self._call.is_short = False  # whoever exports spans may take any time
             source.spans.begin(gradient.trace_parent, gradient.step)
@@ -345,10 +355,22 @@ class _GradientSource:
             {"parameter": parameter.spec.name},
         )
         """OpenTelemetry's, of its steps."""
+        self.step = 0
+        """Of the last gradient."""
         self._sessions = shard.sessions
         self._opening = opening
         self._call = call
         self._contributor: Contributor[Seat] | None = None
+
+    def superseded(self) -> pb.SupersededChunks | None:
+        """Chunks of the step that had been counted with other values; None: there are none."""
+        indexes = [] if self._contributor is None else self._contributor.superseded
+        if not indexes:
+            return None
+        found = pb.SupersededChunks(step=self.step, chunk_indexes=indexes)
+        found.crc32c = checksum.of_message(found)
+        indexes.clear()
+        return found
 
     def contributor(self) -> Contributor[Seat]:
         """Whose gradients it brings; whoever only reads needs neither right nor session for that.

@@ -53,7 +53,8 @@ def state_overflow(
     }[too_large]
     return NonFiniteError(
         f"{whose}, {what}: {cause} that the optimizer's {slot_name!r} of {place} would be "
-        f"infinite for good; it is not counted; {advice}, or open with allow_non_finite=True",
+        f"infinite for good; this part of it is not counted, and others may be; {advice} and call "
+        "again, or end the step with abandon_step(); or open with allow_non_finite=True",
         element_index=element_index,
         **where,
     )

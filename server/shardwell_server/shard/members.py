@@ -195,6 +195,8 @@ class Contributor(Generic[SeatT]):
         self.begins_anew = begins_anew
         self.seat: SeatT | None = None
         """Known once it has contributed."""
+        self.superseded: list[int] = []
+        """Chunks that it sent for which Decision was SUPERSEDED."""
 
 
 # Events. That of a seat: who takes the next one. Of an owner: the same worker's other session.
@@ -443,6 +445,10 @@ class Seats(ABC, Generic[SeatT]):
         """The number of a worker's tenure; 0: it has no seat, or seats are kept for good."""
         seat = self._seats.get(worker_id)
         return 0 if seat is None else seat.tenure.number
+
+    def has_seat(self, worker_id: str) -> bool:
+        """Whether a worker has a seat."""
+        return worker_id in self._seats
 
     @property
     def seats(self) -> list[SeatT]:

@@ -33,6 +33,7 @@ from shardwell.process.spans import Spans
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2, types_pb2
+from shardwell.wire.chunks import HEAD_SIZE_MAX_BYTES
 from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
@@ -291,13 +292,20 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
 
     def _layout_of(self, spec: ParameterSpec, owner: str, kept: Layout | None = None) -> Layout:
         config = self._config
-        per_chunk = config.chunk_size_bytes // CODECS[spec.codec_name].item_size
+        item_size = CODECS[spec.codec_name].item_size
+        size = slice_of(spec.size, config.shard_index, config.shard_count).size
+        chunk_size, kept_size_bytes = config.chunk_size_bytes // item_size, 0
+        if kept is not None:
+            chunk_size, kept_size_bytes = kept.chunk_element_count, kept.kept_size_bytes
+        elif spec.keeps_versions:
+            kept_size_bytes = min(chunk_size, size) * item_size + HEAD_SIZE_MAX_BYTES
         return Layout(
             name=spec.name,
-            slice_size=slice_of(spec.size, config.shard_index, config.shard_count).size,
-            chunk_element_count=per_chunk if kept is None else kept.chunk_element_count,
+            slice_size=size,
+            chunk_element_count=chunk_size,
             with_sum=spec.worker_count > 1,
             initial_slots=UpdateRule(spec.optimizer).initial_slots,
+            kept_size_bytes=kept_size_bytes,
             description=self._description(spec.to_proto(), owner),
         )
 

@@ -4,7 +4,9 @@ States of a chunk for one worker, where v is the chunk's version (updates applie
 also the number of its open step) and `last` the last step that the worker contributed there:
 
     step <= last               DUPLICATE   acknowledge, do not count
-    the same, step = last, with another CRC than the seat's owner had counted: StepOrderError
+    the same, step = last, with another CRC than was counted:
+        by the seat's owner    StepOrderError; SUPERSEDED after a refusal of another chunk
+        by an earlier owner    SUPERSEDED  acknowledge, do not count, and say so
     sync:  step == v           COUNT
            step == v + 1       WAIT        if last == v: the worker is one ahead of the others
            step < v            StepOrderError: closed without this worker
@@ -41,6 +43,8 @@ class Decision(enum.Enum):
     COUNT = enum.auto()
     DUPLICATE = enum.auto()
     WAIT = enum.auto()
+    SUPERSEDED = enum.auto()
+    """A duplicate, of which another gradient was counted."""
 
 
 class Seat(seats.Seat):
@@ -64,7 +68,10 @@ class Seat(seats.Seat):
     ) -> None:
         super().__init__(worker_id, index, owner, tenure)
         self.last_step = [max(step - tenure.first_step, -1) for step in stored_steps]
-        self.forget_checksums()
+        self.last_crc32c = array("q", [-1]) * len(self.last_step)
+        """CRC of the owner's payload that `last_step` was counted with, per chunk; -1: not known."""
+        self.earlier_crc32c = array("q", self.last_crc32c)
+        """The same of an earlier owner, where the owner's is not known."""
 
     @property
     def unused_step(self) -> int:
@@ -72,8 +79,9 @@ class Seat(seats.Seat):
         return max(self.last_step, default=-1) + 2
 
     def forget_checksums(self) -> None:
-        self.last_crc32c = array("q", [-1]) * len(self.last_step)
-        """CRC of the payload that `last_step` was counted with, per chunk; -1: not known."""
+        for index, crc32c in enumerate(self.last_crc32c):
+            if crc32c != -1:
+                self.earlier_crc32c[index], self.last_crc32c[index] = crc32c, -1
 
 
 class StepTracker(Seats[Seat]):
@@ -112,17 +120,29 @@ class StepTracker(Seats[Seat]):
         return self._sit(Seat(event["worker_id"], index, stored_steps, owner, tenure))
 
     def decide(
-        self, seat: Seat, chunk_index: int, step: int, crc32c: int | None = None
+        self,
+        seat: Seat,
+        chunk_index: int,
+        step: int,
+        crc32c: int | None = None,
+        *,
+        after_refusal: bool = False,
     ) -> Decision:
         """What to do with `seat`'s gradient of `step` for a chunk; `crc32c` is its payload's.
+
+        `after_refusal`: see GradientChunk.
 
         Raises:
             StepOrderError: see the table above.
         """
         last, version = seat.last_step[chunk_index], self.records[chunk_index].version
         if step <= last:
-            counted = seat.last_crc32c[chunk_index]
-            if step == last and crc32c is not None and counted not in (-1, crc32c):
+            counted, earlier = seat.last_crc32c[chunk_index], seat.earlier_crc32c[chunk_index]
+            if step < last or crc32c is None or crc32c == counted:
+                return Decision.DUPLICATE
+            if counted == -1:
+                return Decision.DUPLICATE if earlier in (-1, crc32c) else Decision.SUPERSEDED
+            if not after_refusal:
                 raise StepOrderError(
                     f"worker {seat.worker_id!r} sent step {step} of chunk {chunk_index} again, and "
                     f"its gradient is another than was counted (crc32c {crc32c:#010x}, counted "
@@ -131,7 +151,7 @@ class StepTracker(Seats[Seat]):
                     "part, connect anew",
                     worker_id=seat.worker_id,
                 )
-            return Decision.DUPLICATE
+            return Decision.SUPERSEDED
         expected = max(last + 1, version) if self.is_sync else last + 1
         if step != expected:
             reason = "closed without it" if step < expected else "was not its next"

@@ -117,6 +117,8 @@ class Layout:
     """Whether gradients are summed before they are applied."""
     initial_slots: tuple[float, ...] = ()
     """First value of each array of optimizer state."""
+    kept_size_bytes: int = 0
+    """Room for a chunk's encoded weights, which `ParameterStorage.keep` takes; 0: none are kept."""
     description: dict[str, Any] = field(default_factory=dict)
     """What the shard needs to make the parameter again: a JSON object."""
 
@@ -232,6 +234,24 @@ class ParameterStorage(Storage, Protocol):
 
         Raises:
             StorageError: it can't be written; the one before stays in force.
+        """
+
+    def keep(self, chunk_index: int, version: int, encoded: bytes) -> None:
+        """Keeps a chunk's encoded weights, in place of those that it kept before.
+
+        To be called before the transition that leaves the version is begun; the chunk's lock is
+        held. What is kept survives the process where files do.
+
+        Args:
+            chunk_index: The chunk.
+            version: Of the weights.
+            encoded: At most `Layout.kept_size_bytes`.
+        """
+
+    def kept(self, chunk_index: int, version: int) -> bytes | None:
+        """What `keep` kept of a version; None: another version, or nothing.
+
+        What a file holds is not checked: its reader checks the CRC that a message has.
         """
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:

@@ -10,6 +10,7 @@ start them. `make soak MINUTES=10` does it for longer, several clusters at a tim
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import shutil
@@ -78,6 +79,27 @@ CASES = [
     ),
     KillCase(name="first weights", plan=FirstWeightsPlan()),
     KillCase(name="durable first weights", plan=FirstWeightsPlan(), durability="step"),
+]
+# A worker that is started again in the middle of a step must send what its earlier process would have.
+CASES += [
+    dataclasses.replace(
+        case, name=f"{case.name}, depends", plan=dataclasses.replace(case.plan, depends=True)
+    )
+    for case in CASES
+    if isinstance(case.plan, TrainingPlan) and case.plan.mode == "sync"
+]
+_PIECES = TrainingPlan(verb="pieces", depends=True, size=12_000)
+CASES += [
+    KillCase(name="pieces", plan=_PIECES),
+    KillCase(name="pieces of one worker", plan=dataclasses.replace(_PIECES, worker_count=1)),
+    KillCase(
+        name="pieces, adam, three workers, three shards",
+        plan=dataclasses.replace(
+            _PIECES, worker_count=3, optimizer=shardwell.Adam(learning_rate=0.125), codec="fp32+lz4"
+        ),
+        shard_count=3,
+    ),
+    KillCase(name="pieces, durable steps", plan=_PIECES, durability="step", steps=20),
 ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,7 @@ SGD = shardwell.SGD(learning_rate=0.5)
 CALL_TIMEOUT_S = 60.0
 _PATTERN_SIZE = 4099
 """Prime, so that no two chunks get the same."""
+_PAUSE_S = 0.01
 RATE_STEP_COUNT = 8
 """With `changes_rate`, every so many steps comes another learning rate."""
 
@@ -33,7 +36,11 @@ class TrainingPlan:
     codec: CodecName = "fp16"
     optimizer: shardwell.Optimizer = SGD
     verb: str = "exchange"
-    """Or "put_get": put_gradient, then get_weights of that step."""
+    """Or "put_get": put_gradient, then get_weights of that step; or "pieces": begin_exchange, and a
+    pause between what is ready first and the rest, so that kills fall into the middle of steps."""
+    depends: bool = False
+    """Whether gradients depend on all weights: then a worker that reads parts of two versions sends
+    others. Synchronous mode."""
     changes_rate: bool = False
     """Worker 0 also changes the learning rate, as part of some of its steps."""
 
@@ -48,11 +55,12 @@ class TrainingPlan:
         with self.opened(target, f"w{worker_index}") as model:
             model.init(self.first_weights())
             say(f"from {model.next_step}")
+            weights = model.get_weights(min_version=model.next_step) if self.depends else None
             while model.next_step <= last_step:
                 step = model.next_step
                 if self.changes_rate and worker_index == 0 and step % RATE_STEP_COUNT == 0:
                     model.set_learning_rate(self.rate(step))
-                self._step(model, worker_index, step)
+                weights = self._step(model, worker_index, step, weights)
                 say(f"step {step}")
 
     @contextlib.contextmanager
@@ -73,15 +81,27 @@ class TrainingPlan:
                 mode=self.mode,
             )
 
-    def _step(self, model: shardwell.Parameter, worker_index: int, step: int) -> None:
+    def _step(
+        self, model: shardwell.Parameter, worker_index: int, step: int, weights: Float32 | None
+    ) -> Float32:
         gradient = self.gradient(worker_index, step)
+        if self.depends:
+            assert weights is not None
+            gradient += zlib.crc32(weights.tobytes()) % 7 - 3
         sample_count = self.sample_count(worker_index)
         if self.verb == "exchange":
-            model.exchange(gradient, sample_count=sample_count)
-            return
+            return model.exchange(gradient, sample_count=sample_count)
+        if self.verb == "pieces":
+            begun = model.begin_exchange(gradient, sample_count=sample_count)
+            for where in model.slices:
+                begun.ready(where.offset, where.offset + where.size // 2)
+            threading.Event().wait(_PAUSE_S)
+            for where in model.slices:
+                begun.ready(where.offset + where.size // 2, where.stop)
+            return begun.finish()
         joined = model.put_gradient(gradient, sample_count=sample_count)
         assert joined == step
-        model.get_weights(min_version=step + 1 if self.mode == "sync" else 0)
+        return model.get_weights(min_version=step + 1 if self.mode == "sync" else 0)
 
     def gradient(self, worker_index: int, step: int) -> Float32:
         """Small whole numbers; a worker can repeat them. A pattern, made fast."""

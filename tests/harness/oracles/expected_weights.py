@@ -27,7 +27,7 @@ def expected_weights(plan: TrainingPlan) -> ExpectedWeights:
     """NumPy's where float32 is exact, else those of an undisturbed cluster."""
     optimizer = plan.optimizer
     is_exact = isinstance(optimizer, shardwell.SGD) and not optimizer.momentum
-    return ComputedWeights(plan) if is_exact else UndisturbedWeights(plan)
+    return ComputedWeights(plan) if is_exact and not plan.depends else UndisturbedWeights(plan)
 
 
 class ComputedWeights:

@@ -77,6 +77,7 @@ def crc_of(message: Any, *context: Value) -> int:
 def of_fetch(parameter: str, fetch: Any) -> int:
     """What the CRC of a WeightsFetch should be."""
     values = (WEIGHTS_FETCH, parameter, fetch.min_version, fetch.in_arena)
+    values += (fetch.HasField("max_version"), fetch.max_version)
     return crc32.iscsi(b"".join(map(_packed, values)))
 
 
@@ -123,7 +124,7 @@ _HEADS = {
     "Rows": ("row_count", "scale_exponent", "lz4"),
 }
 _FIELDS = {
-    "GradientChunk": ("step", "sample_count", "learning_rate?"),
+    "GradientChunk": ("step", "sample_count", "learning_rate?", "after_refusal"),
     "GetWeightsResponse": ("version",),
     "ExchangeResponse": ("version",),
     "InitWeightsRequest": ("array_index",),

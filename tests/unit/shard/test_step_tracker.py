@@ -201,5 +201,21 @@ def test_another_gradient_in_place_of_one_that_counted_is_refused() -> None:
     with pytest.raises(StepOrderError, match="step 1 of chunk 0 again, and its") as caught:
         steps.decide(seat, 0, 1, 12)
     assert "0x0000000c, counted 0x0000000b" in caught.value.message
-    seat.give_to(session_of("w0", life=1))
-    assert steps.decide(seat, 0, 1, 12) is Decision.DUPLICATE
+    assert steps.decide(seat, 0, 1, 12, after_refusal=True) is Decision.SUPERSEDED
+    assert steps.decide(seat, 0, 1, 11, after_refusal=True) is Decision.DUPLICATE
+
+
+def test_what_an_earlier_process_counted_with_is_known_to_the_next() -> None:
+    steps = tracker(chunk_count=2, worker_count=1)
+    seat = take(steps, "w0")
+    steps.record(seat, 0, 0, steps.following(0, 1), 10)
+    for life in (1, 2):  # the second one's process counts nothing
+        seat.give_to(session_of("w0", life=life))
+        assert steps.decide(seat, 0, 0, 10) is Decision.DUPLICATE
+        assert steps.decide(seat, 0, 0, 12) is Decision.SUPERSEDED
+        assert steps.decide(seat, 0, 0) is Decision.DUPLICATE
+    assert steps.decide(seat, 1, 0, 12) is Decision.COUNT
+    steps.record(seat, 0, 1, steps.following(0, 1), 20)
+    assert steps.decide(seat, 0, 1, 20) is Decision.DUPLICATE
+    with pytest.raises(StepOrderError, match="another than was counted"):
+        steps.decide(seat, 0, 1, 10)

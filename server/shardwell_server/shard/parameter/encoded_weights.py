@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 
+from shardwell.errors import ArgumentError, CorruptChunkError, DivergedError
 from shardwell.numerics.codec import NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
+from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard.errors import diverged
 from shardwell_server.shard.parameter.chunk import Chunk
@@ -31,6 +34,30 @@ class EncodedWeights:
         with self._lock:
             kept = self._kept.get(chunk_index)
         return kept[1] if kept is not None and kept[0] == version else None
+
+    def leave(self, chunk: Chunk, chunk_index: int, version: int) -> bytes | None:
+        """A chunk's message in the version that it is about to leave, kept here no more.
+
+        The chunk's lock is held. None: the weights are not finite, and nobody can have them.
+        """
+        with self._lock:
+            found, message = self._kept.pop(chunk_index, (-1, b""))
+        if found == version:
+            return message
+        with contextlib.suppress(DivergedError):
+            return self._encode(chunk, chunk_index, version)
+        return None
+
+    def fits(self, chunk: Chunk, chunk_index: int, version: int, message: bytes) -> bool:
+        """Whether bytes are the message of a chunk in a version: an earlier process left them."""
+        try:
+            header, payload = framing.parse(pb.ExchangeResponse, message)
+            start = checksum.weights(self._context, version)
+            intact = self._codec.check(header.chunk, payload, start, thread_scratch())
+            self._codec.open(intact, chunk.where)
+        except (ArgumentError, CorruptChunkError):
+            return False
+        return (header.version, header.chunk.chunk_index) == (version, chunk_index)
 
     def make(self, chunk: Chunk, chunk_index: int, version: int) -> bytes:
         """A chunk's message, kept for the next; the chunk's lock is held.

@@ -87,6 +87,7 @@ class ParameterSlice:
         self._limits = limits
         self._rules = TensorRules(spec.optimizer, spec.layout)
         self._codec = ChunkCodec.of(spec)
+        self._keeps_versions = spec.keeps_versions
         self._may_stay_encoded = storage.is_in_memory and not spec.closes_by_norm
         self._chunks = [
             Chunk(
@@ -189,6 +190,7 @@ class ParameterSlice:
                 begun=self._register.has_begun,
                 took_over=took_over,
                 tenure=self._tracker.tenure_of(worker_id),
+                has_seat=self._tracker.has_seat(worker_id),
             )
         self.make_durable()  # next_step tells that the steps before it were counted
         return response
@@ -374,7 +376,8 @@ class ParameterSlice:
         Everything is checked before anything is changed; the worker's seat is taken only then.
 
         Returns:
-            False if it had been counted before.
+            False if it had been counted before; `contributor.superseded` has those of which another
+            gradient was.
 
         Raises:
             ArgumentError, CorruptChunkError, NonFiniteError: the chunk is refused.
@@ -410,12 +413,16 @@ class ParameterSlice:
             self._register.bring_learning_rate(seat, contributor, step, rate)
         with chunk.changed:
             seat.check(contributor)  # another one may take it over at any time
-            decision = self._tracker.decide(seat, index, step, header.crc32c)
+            decision = self._tracker.decide(
+                seat, index, step, header.crc32c, after_refusal=gradient.after_refusal
+            )
             if decision is Decision.WAIT:
                 deadline.wait(chunk.changed)
                 raise workers_missing(self.spec, self._tracker, index, step, deadline)
-            if decision is Decision.DUPLICATE:
+            if decision is not Decision.COUNT:
                 chunk.duplicate_count += 1
+                if decision is Decision.SUPERSEDED:
+                    contributor.superseded.append(index)
                 return False
             chunk.verify()
             version = self._tracker.records[index].version
@@ -548,6 +555,10 @@ class ParameterSlice:
         closes = tracker.completes(index)
         if closes and self.snapshots.pending:
             self.snapshots.before_close(index, learning_rate)
+        if closes and self._keeps_versions:
+            encoded = self._encoded.leave(chunk, index, record.version)
+            if encoded is not None:
+                self.storage.keep(index, record.version, encoded)
         transition = Transition.FIRST if total.factor == 0.0 else Transition.ADD
         with self.storage.change(index, Transition.CLOSE if closes else transition) as change:
             if closes:
@@ -632,11 +643,16 @@ class ParameterSlice:
         return self._tracker.records[chunk_index].version >= min_version
 
     def weights_message(
-        self, chunk_index: int, min_version: int, deadline: RequestDeadline
+        self,
+        chunk_index: int,
+        min_version: int,
+        deadline: RequestDeadline,
+        max_version: int | None = None,
     ) -> bytes:
         """A chunk's weights as a sealed message, once it has seen `min_version` updates.
 
         GetWeightsResponse and ExchangeResponse have the same fields, so it serves both.
+        `max_version`: see GetWeightsRequest.
 
         Raises:
             NotInitializedError, WorkersMissingError.
@@ -650,6 +666,10 @@ class ParameterSlice:
                 deadline.wait(chunk.changed)
                 raise workers_missing(self.spec, self._tracker, chunk_index, min_version, deadline)
             version = self._tracker.records[chunk_index].version
+            if max_version is not None and version > max_version >= min_version:
+                kept = self.storage.kept(chunk_index, max_version)
+                if kept and self._encoded.fits(chunk, chunk_index, max_version, kept):
+                    return kept
             message = self._encoded.get(chunk_index, version)
             if message is None:
                 begin_ns = now_ns()

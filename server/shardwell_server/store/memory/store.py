@@ -64,6 +64,8 @@ class MemoryParameter(MemoryStorage):
                 slot[:] = value
         self._chunk_count = layout.chunk_count
         self._change = _MemoryChange()
+        self._kept: dict[int, tuple[int, bytes]] = {}
+        """Version and encoding, by chunk."""
 
     def records(self) -> list[ChunkRecord]:
         return [ChunkRecord()] * self._chunk_count
@@ -86,6 +88,13 @@ class MemoryParameter(MemoryStorage):
     @contextlib.contextmanager
     def imaging(self) -> Iterator[Callable[[int], None]]:
         yield lambda chunk_index: None
+
+    def keep(self, chunk_index: int, version: int, encoded: bytes) -> None:
+        self._kept[chunk_index] = version, encoded
+
+    def kept(self, chunk_index: int, version: int) -> bytes | None:
+        found, encoded = self._kept.get(chunk_index, (-1, b""))
+        return encoded if found == version else None
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         pass

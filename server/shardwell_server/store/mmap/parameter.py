@@ -47,7 +47,8 @@ from shardwell_server.store.journal.journal import (
     segments,
 )
 from shardwell_server.store.journal.parameter_entries import pack_entry, read_entries
-from shardwell_server.store.mmap import undo
+from shardwell_server.store.mmap import kept_weights, undo
+from shardwell_server.store.mmap.kept_weights import KeptWeights
 from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.mmap.undo import Arrays, UndoArea
 from shardwell_server.store.records.atomic_records import ChunkRecords, StoredChunkRecord, file_size
@@ -90,6 +91,8 @@ class MmapParameter(MmapStorage):
         self._stored: list[StoredChunkRecord] = []
         file = opened("undo", undo.file_size(layout))
         self._undo = UndoArea(file, layout, salt, reached)
+        size = kept_weights.file_size(layout)
+        self._kept = KeptWeights(opened("kept", size), layout, reached) if size else None
 
     @classmethod
     def create(
@@ -242,6 +245,8 @@ class MmapParameter(MmapStorage):
         """
         for into, array in zip(self._arrays(), source._arrays(), strict=True):
             np.copyto(self._chunk(into, chunk_index), source._chunk(array, chunk_index))
+        if self._kept is not None and source._kept is not None:
+            self._kept.copy(source._kept, chunk_index)
         self._put(chunk_index, source._stored[chunk_index])
         self._marks.make_room(source._seat_count)
         for seat_index in range(source._seat_count):
@@ -251,6 +256,13 @@ class MmapParameter(MmapStorage):
     def _arrays(self) -> Arrays:
         total = () if self.gradient_sum is None else (self.gradient_sum,)
         return (self.weights, *total, *self.slots)
+
+    def keep(self, chunk_index: int, version: int, encoded: bytes) -> None:
+        if self._kept is not None:
+            self._kept.put(chunk_index, version, encoded)
+
+    def kept(self, chunk_index: int, version: int) -> bytes | None:
+        return None if self._kept is None else self._kept.get(chunk_index, version)
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         stored = self._stored[chunk_index]

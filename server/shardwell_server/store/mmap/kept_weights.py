@@ -1,0 +1,69 @@
+"""Each chunk's weights as they were encoded in the version before, for a worker that was restarted.
+
+A place a chunk, of `Layout.kept_size_bytes` and a head, each rounded up to a page:
+
+    word 0   version of the weights
+    word 1   length of the encoding
+    16       the encoding: a message, whose own CRC covers it and the version
+
+A place is written before its chunk leaves the version. A kill meanwhile leaves a place that is not
+whole, and a chunk that still has the version, so that nobody reads the place before it is written
+again. What a reader finds is checked by its CRC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from shardwell_server.store.contract import Layout
+from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile
+
+_HEAD_BYTES = 16
+
+
+def _place_bytes(layout: Layout) -> int:
+    size = _HEAD_BYTES + layout.kept_size_bytes
+    return -(-size // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+
+
+def file_size(layout: Layout) -> int:
+    """Bytes of the file; 0 where nothing is kept."""
+    return layout.chunk_count * _place_bytes(layout) if layout.kept_size_bytes else 0
+
+
+class KeptWeights:
+    """The places of a slice. Different chunks may be written at once."""
+
+    def __init__(self, file: MappedFile, layout: Layout, reached: Callable[[str], None]) -> None:
+        self._file = file
+        self._place_bytes = _place_bytes(layout)
+        self._size_max_bytes = layout.kept_size_bytes
+        self._words = file.words(0, file_size(layout) // 8)
+        self._reached = reached
+
+    def put(self, chunk_index: int, version: int, encoded: bytes) -> None:
+        """Writes a chunk's place."""
+        assert len(encoded) <= self._size_max_bytes
+        start = chunk_index * self._place_bytes
+        self._words[start // 8] = version
+        self._words[start // 8 + 1] = len(encoded)
+        self._reached("head of what is kept")
+        first = start + _HEAD_BYTES
+        np.copyto(self._file.data[first : first + len(encoded)], np.frombuffer(encoded, np.uint8))
+        self._reached("what is kept")
+
+    def get(self, chunk_index: int, version: int) -> bytes | None:
+        """A chunk's encoding in a version; None: the place has another, or none."""
+        start = chunk_index * self._place_bytes
+        found, length = self._words[start // 8], self._words[start // 8 + 1]
+        if found != version or not 0 < length <= self._size_max_bytes:
+            return None
+        first = start + _HEAD_BYTES
+        return self._file.data[first : first + length].tobytes()
+
+    def copy(self, source: KeptWeights, chunk_index: int) -> None:
+        """Makes a chunk's place what it is in another storage of the same layout."""
+        place = slice(chunk_index * self._place_bytes, (chunk_index + 1) * self._place_bytes)
+        np.copyto(self._file.data[place], source._file.data[place])
