@@ -45,6 +45,7 @@ PROMISED = {
     "CheckpointParameter",
     "CheckpointTable",
     "Client",
+    "Outcome",
     "Parameter",
     "ParameterSpec",
     "ParameterStatus",

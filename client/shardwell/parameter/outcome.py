@@ -23,7 +23,7 @@ class Outcome:
 
     @property
     def counted(self) -> str:
-        """ "all" of the gradient, a "part" of it, or "none"."""
+        """How much of the gradient counted: "all", a "part" or "none"."""
         lost = sum(where.size for where in self.superseded)
         return "all" if not lost else "part" if lost < self.size else "none"
 

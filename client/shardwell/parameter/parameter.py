@@ -105,8 +105,8 @@ class Parameter(Generic[ValuesT]):
         pool = StreamPool(idle_streams, what, count_max=None, parameter=spec.name)
         self._has_seat = False
         self._is_in_step = False
-        """Whether a part of this worker's next step may be counted: of an earlier process of it, or of
-        a call that failed."""
+        """Whether a part of this worker's next step may be counted: of an earlier process of it, or
+        of a call that failed."""
         self._refused_step = -1
         """The step of which a shard refused a part."""
         self._opening = Opening(spec, shards.channels, worker_id)

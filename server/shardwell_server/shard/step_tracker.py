@@ -69,7 +69,7 @@ class Seat(seats.Seat):
         super().__init__(worker_id, index, owner, tenure)
         self.last_step = [max(step - tenure.first_step, -1) for step in stored_steps]
         self.last_crc32c = array("q", [-1]) * len(self.last_step)
-        """CRC of the owner's payload that `last_step` was counted with, per chunk; -1: not known."""
+        """CRC of the owner's payload that `last_step` was counted with, per chunk; -1: unknown."""
         self.earlier_crc32c = array("q", self.last_crc32c)
         """The same of an earlier owner, where the owner's is not known."""
 

@@ -80,7 +80,7 @@ CASES = [
     KillCase(name="first weights", plan=FirstWeightsPlan()),
     KillCase(name="durable first weights", plan=FirstWeightsPlan(), durability="step"),
 ]
-# A worker that is started again in the middle of a step must send what its earlier process would have.
+# A worker that is started again in mid-step must send what its first process would have.
 CASES += [
     dataclasses.replace(
         case, name=f"{case.name}, depends", plan=dataclasses.replace(case.plan, depends=True)

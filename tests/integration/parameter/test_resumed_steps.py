@@ -1,4 +1,4 @@
-"""Goal: a worker that is started again in the middle of a step sends what its first process would have.
+"""Goal: a worker that is started again in mid-step sends what its first process would have.
 
 Method: a worker whose gradients depend on all weights ends in a step of which half is counted, and
 so half of its chunks have closed; another one of its name goes on. Beside it the same training,
