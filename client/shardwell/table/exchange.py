@@ -7,6 +7,7 @@ works know how far they have come.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -45,6 +46,7 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.rows import ID_SIZE_BYTES, RowCodec
 
+_LOG = logging.getLogger("shardwell")
 _SHORT_BYTES_MAX = 64 * 1024
 """Of rows and their ids as they travel, which are sent in less time than a thread takes to be
 woken."""
@@ -136,6 +138,8 @@ class RowFetch:
         self.starts = starts
         self.min_version = min_version
         self.known_version = known_version
+        self.max_version: int | None = None
+        """The version that is wanted where a shard has it; None: the newest."""
         self.is_exact = False
         """Whether no further one can have."""
         self.version = math.inf
@@ -201,6 +205,8 @@ class RowTransfer:
         self._answer_context = checksum.rows_answer_context(spec.name)
         self.row_count_max = self._codec.row_count_max
         """Rows of one message that is sent; fewer, once the shards have said so."""
+        self.superseded_part_count = 0
+        """Parts that shards had counted with other rows or gradients; the caller makes it 0."""
         self.incarnation = 0
         """See OpenTableResponse; once the shards have said it."""
         self.tenure = 0
@@ -316,6 +322,8 @@ class RowTransfer:
         if fetch is not None:
             for span in asked.questions:
                 header.fetch.min_version = fetch.min_version
+                if fetch.max_version is not None:
+                    header.fetch.max_version = fetch.max_version
                 header.fetch.wait_timeout_ms = wait_timeout_ms
                 ids = fetch.ids.ids[slice(*span)]
                 start = checksum.rows_fetch(self._fetch_context, header.fetch)
@@ -364,6 +372,7 @@ class RowTransfer:
             raise self._unexpected(
                 asked, header, f"step {put.step} counted in {len(asked.parts)} parts"
             )
+        self.superseded_part_count += counted.superseded_part_count
         put.counted_shards.add(asked.channel.shard_index)
 
     def take_rows(self, asked: Asked, message: bytes, fetch: RowFetch, span: Span) -> None:
@@ -423,6 +432,15 @@ class RowTransfer:
                 "another name",
                 shard_index=asked.channel.shard_index,
                 table=self._spec.name,
+            )
+        if fetch.max_version is not None and header.version > fetch.max_version:
+            _LOG.warning(
+                "table %r: step %d of worker %r was cut off, and shard %d has no longer the rows "
+                "before it: a gradient of these is another than was counted in part",
+                self._spec.name,
+                fetch.max_version,
+                self._worker_id,
+                asked.channel.shard_index,
             )
         self._traffic.add_received(len(message), count * self._spec.dim)
         fetch.answered(asked.channel.shard_index, header.version)

@@ -50,6 +50,8 @@ class Joined(NamedTuple):
     """Whether the worker's seat was another session's, and this one has not contributed yet."""
     tenure: int
     """Of the worker's seats; 0: it has none, or they are for good."""
+    has_seat: bool
+    """Whether the worker had a seat by then."""
 
 
 def find_table_spec(
@@ -143,6 +145,7 @@ class TableOpening:
             incarnation=answers[0].incarnation,
             took_over=any(answer.took_over for answer in answers),
             tenure=common_tenure(answer.tenure for answer in answers),
+            has_seat=any(answer.has_seat for answer in answers),
         )
 
     def _join_all(

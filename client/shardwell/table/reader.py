@@ -250,6 +250,7 @@ class RowReading:
         fetch = self._asking(
             ids, rows, batch, min_version=min_version, known_version=self._view.known_version
         )
+        fetch.max_version = self._view.max_version
         attempts.run(lambda: self._transfer.attempt(None, fetch, attempts))
         version = int(fetch.version)
         self._view.keep(ids.ids, rows, version, asked)

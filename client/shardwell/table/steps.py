@@ -6,6 +6,7 @@ object lives: a step that may be counted in part is sent again with the same row
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from shardwell.table.exchange import RowFetch, RowPut, RowTransfer
 from shardwell.table.gradient_sums import RowSums
 from shardwell.table.membership import Joined, TableOpening
 from shardwell.table.view import Moment, TableView
+
+_LOG = logging.getLogger("shardwell")
 
 
 class _Begun(NamedTuple):
@@ -142,6 +145,16 @@ class TableSteps:
         else:
             self._view.end_step(begun, fetch.ids.ids, fetch.rows, int(fetch.version))
         self._begun, self.is_begun = None, False
+        superseded = self._transfer.superseded_part_count
+        self._transfer.superseded_part_count = 0
+        if superseded:
+            _LOG.warning(
+                "table %r: an earlier process of this worker had sent %d parts of step %d with "
+                "other rows or gradients, which were counted; these were not",
+                self._spec.name,
+                superseded,
+                self._view.next_step - 1,
+            )
 
     def _repeat(self, begun: _Begun, put: RowPut) -> None:
         """Lets a step that was begun go on with the same rows only."""
@@ -186,6 +199,8 @@ class TableSteps:
         self._transfer.tenure = joined.tenure
         if is_other or joined.next_step != self._view.next_step:
             self._begun = None
-        self._view.resume(joined.next_step, is_begun=self._begun is not None)
+        self._view.resume(
+            joined.next_step, is_begun=self._begun is not None, has_seat=joined.has_seat
+        )
         self.is_begun = joined.is_begun or self._begun is not None
         return joined.version

@@ -55,6 +55,9 @@ class TableView:
         """See `Table.next_step`."""
         self.version = 0
         """See `Table.version`."""
+        self.max_version: int | None = None
+        """The version that this worker reads while some of its next step may be counted; None: the
+        newest."""
         self.call_count = 0
         """Calls so far that fetched rows or sent gradients; prefetches do not count."""
 
@@ -136,15 +139,17 @@ class TableView:
 
     # Steps.
 
-    def resume(self, next_step: int, *, is_begun: bool) -> None:
+    def resume(self, next_step: int, *, is_begun: bool, has_seat: bool) -> None:
         """Goes on at another step.
 
         Args:
             next_step: The step.
             is_begun: Whether a call of this worker has begun it, and failed.
+            has_seat: Whether this worker has contributed before, in whichever process.
         """
         with self._lock:
             self.next_step = next_step
+            self.max_version = next_step if has_seat and self._is_sync else None
             self._is_sending = is_begun
 
     def begin_step(self, ids: Ids | None) -> Moment:
@@ -184,6 +189,7 @@ class TableView:
             self._era += 1  # what was asked for meanwhile may lack the step
             self._is_sending = False
             self.next_step += 1
+            self.max_version = None
 
     def fail_step(self, step: int, *, is_begun: bool) -> None:
         """To be called when a step did not end.
@@ -195,3 +201,5 @@ class TableView:
         with self._lock:
             self.next_step = step
             self._is_sending = is_begun
+            if is_begun and self._is_sync:
+                self.max_version = step

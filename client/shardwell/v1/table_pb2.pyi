@@ -91,7 +91,7 @@ class OpenTableRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class OpenTableResponse(_message.Message):
-    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun", "took_over", "tenure")
+    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun", "took_over", "tenure", "has_seat")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     ROWS_PER_MESSAGE_MAX_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class OpenTableResponse(_message.Message):
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     TOOK_OVER_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
+    HAS_SEAT_FIELD_NUMBER: _ClassVar[int]
     created: bool
     rows_per_message_max: int
     version: int
@@ -112,7 +113,8 @@ class OpenTableResponse(_message.Message):
     begun: bool
     took_over: bool
     tenure: int
-    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ...) -> None: ...
+    has_seat: bool
+    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ...) -> None: ...
 
 class TableOpen(_message.Message):
     __slots__ = ("shard", "table", "worker_id", "incarnation", "session", "tenure")
@@ -163,24 +165,28 @@ class RowGradients(_message.Message):
     def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., part_index: _Optional[int] = ..., end_of_step: bool = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., abandons: bool = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class RowsFetch(_message.Message):
-    __slots__ = ("rows", "min_version", "wait_timeout_ms")
+    __slots__ = ("rows", "min_version", "wait_timeout_ms", "max_version")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     rows: Rows
     min_version: int
     wait_timeout_ms: int
-    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ...) -> None: ...
+    max_version: int
+    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., max_version: _Optional[int] = ...) -> None: ...
 
 class RowsCounted(_message.Message):
-    __slots__ = ("step", "counted_part_count", "duplicate_part_count")
+    __slots__ = ("step", "counted_part_count", "duplicate_part_count", "superseded_part_count")
     STEP_FIELD_NUMBER: _ClassVar[int]
     COUNTED_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
     step: int
     counted_part_count: int
     duplicate_part_count: int
-    def __init__(self, step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ...) -> None: ...
+    superseded_part_count: int
+    def __init__(self, step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., superseded_part_count: _Optional[int] = ...) -> None: ...
 
 class ExchangeRowsRequest(_message.Message):
     __slots__ = ("open", "gradient", "fetch", "padding", "payload")

@@ -282,7 +282,8 @@ def row_gradients(context: int, header: table_pb2.RowGradients) -> int:
 
 def rows_fetch(context: int, header: table_pb2.RowsFetch) -> int:
     """Goes on over a question for rows."""
-    return _with_numbers(context, header.min_version)
+    most = header.max_version if header.HasField("max_version") else None
+    return _with_numbers(context, header.min_version, *_optional_number(most))
 
 
 def rows_answer(context: int, ids: Ids | Bytes, version: int) -> int:

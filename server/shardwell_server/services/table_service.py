@@ -321,6 +321,9 @@ class _RowExchange:
             counted.counted_part_count += 1
         else:
             counted.duplicate_part_count += 1
+        superseded = self._contributor.superseded
+        counted.superseded_part_count += len(superseded)
+        superseded.clear()
         self.is_between_steps = gradient.end_of_step
 
 

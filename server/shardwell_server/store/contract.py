@@ -360,6 +360,14 @@ class RowChange(Protocol):
     sums: Float32 | None
     """The same of the sums; without rows where the change is not of `sums`."""
 
+    @property
+    def weights_before(self) -> Float32:
+        """(n, dim): the rows as they were, read-only; gone with `commit`.
+
+        To be asked after `write` or `update`, of a change of `values`. What it holds of new rows
+        has no meaning.
+        """
+
     def write(
         self,
         *,
@@ -436,6 +444,20 @@ class TableStorage(Storage, Protocol):
     @property
     def reserved_row_count(self) -> int:
         """Places that there is room for."""
+
+    def keep_rows(self, step: int, ids: Int64, rows: Float32) -> bool:
+        """Keeps what rows were before a step, beside those that it kept of the same step.
+
+        To be called before the change that writes them is committed. What is kept survives the
+        process where files do; not where the disk is full or failed, and then this returns False.
+        """
+
+    def kept_rows(self) -> Sequence[tuple[int, Int64, Float32]]:
+        """What an earlier process kept: step, ids and rows.
+
+        Raises:
+            StorageError: it can't be read.
+        """
 
     @property
     def undo_bytes(self) -> int:

@@ -136,7 +136,7 @@ _FIELDS = {
         "sample_count",
         "abandons",
     ),
-    "RowsFetch": ("min_version",),
+    "RowsFetch": ("min_version", "max_version?"),
     "ExchangeRowsResponse": ("version",),
     "ScanRowsResponse": ("version", "learning_rate"),
     "LoadRowsRequest": ("finish",),

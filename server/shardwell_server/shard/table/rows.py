@@ -8,6 +8,7 @@ readers are kept out only while rows are written, so that they see each row befo
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator
 
@@ -27,11 +28,13 @@ from shardwell.wire.row_state import RowState
 from shardwell_server.shard.table.index import rebuild_index
 from shardwell_server.shard.table.reading_lock import ReadingLock
 from shardwell_server.shard.table.row_slots import RowSlots
+from shardwell_server.shard.table.rows_before import RowsBefore
 from shardwell_server.shard.table.snapshot import TableSnapshots
 from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
 from shardwell_server.store.contract import Int64, Places
 from shardwell_server.store.gradient_rows import Cell, add_rows, first_bad_cell, touched_rows
 
+_LOG = logging.getLogger("shardwell_server")
 _NO_PLACES: Places = np.empty(0, np.int64)
 Flags = npt.NDArray[np.bool_]
 
@@ -82,6 +85,13 @@ class TableRows:
         self._lock = ReadingLock()
         self._batch_row_count_max = batch_row_count_max
         self._index = rebuild_index(spec, storage, places, placement, shard_index)
+        self._before = RowsBefore()
+        self._keeps = spec.mode == "sync"
+        self._unkept_step = -1
+        version = storage.record.version
+        for step, ids, rows in storage.kept_rows():
+            if version - 1 <= step <= version:  # a loss of power may have taken later ones back
+                self._before.add(step, ids, rows)
         # Which rows have a sum, so that nobody has to look for them.
         self._touched = (
             [touched_rows(storage.has_sum, places.used)] if spec.worker_count > 1 else []
@@ -89,8 +99,12 @@ class TableRows:
 
     # Reading.
 
-    def read(self, ids: Ids, into: Float32) -> tuple[int, float]:
+    def read(
+        self, ids: Ids, into: Float32, max_version: int | None = None
+    ) -> tuple[int, float | None]:
         """Copies rows to `into`, (n, dim).
+
+        `max_version`: see RowsFetch.
 
         Returns:
             The version at which they were read, and `first_peak` of `Codec.encode`.
@@ -107,9 +121,14 @@ class TableRows:
                 storage.weights, places, into, look_count, may_wait=bool(storage.undo_bytes)
             )
             version = storage.record.version
+            if missing_count:
+                is_missing = places < 0
+                first = initial_rows(self._spec.initializer, ids[is_missing], self._spec.dim)
+                into[is_missing] = first
+            if max_version is not None and max_version == self._before.step:
+                self._before.put_back(ids, into)
+                return max_version, None
         if missing_count:
-            is_missing = places < 0
-            into[is_missing] = initial_rows(self._spec.initializer, ids[is_missing], self._spec.dim)
             return version, peak_of(into.reshape(-1)[:GUESS_ELEMENT_COUNT])
         return version, float_of(bits)
 
@@ -256,6 +275,7 @@ class TableRows:
                 alone()
                 change.write(weights=change.weights, slots=change.slots)
             self._note(places, counts, step)
+            self._keep(step, ids, is_new, change)
             self._commit(change, ids, places, is_new, record, position)
 
     def load(self, state: RowState, record: TableRecord) -> None:
@@ -347,6 +367,7 @@ class TableRows:
                 change.write(weights=change.weights, slots=change.slots)
                 self._note(places, counts, step)
                 storage.has_sum[places] = False
+                self._keep(step, storage.keys[places], None, change)
                 committed = closing if rest.size else record
                 change.commit(committed._replace(row_used=self._places.used), None)
             touched = rest
@@ -376,6 +397,22 @@ class TableRows:
         return old.size
 
     # Parts of a change.
+
+    def _keep(self, step: int, ids: Ids, is_new: Flags | None, change: RowChange) -> None:
+        """Keeps what a change's rows were before it, in synchronous mode; nobody reads."""
+        if not self._keeps:
+            return
+        rows = change.weights_before.copy()
+        if is_new is not None and is_new.any():
+            rows[is_new] = initial_rows(self._spec.initializer, ids[is_new], self._spec.dim)
+        self._before.add(step, ids, rows)
+        if not self._storage.keep_rows(step, ids, rows) and step != self._unkept_step:
+            self._unkept_step = step
+            _LOG.warning(
+                "rows of a step can't be kept in a file: a worker that is killed in the middle of "
+                "it together with this shard will read rows of two versions",
+                extra={"table": self._spec.name, "step": step},
+            )
 
     @contextlib.contextmanager
     def _changing(

@@ -229,6 +229,7 @@ class TableSlice:
                 begun=has_begun,
                 took_over=took_over,
                 tenure=self._tracker.tenure_of(worker_id),
+                has_seat=self._tracker.has_seat(worker_id),
             )
         self.make_durable()  # next_step tells that what came before it was counted
         return response
@@ -281,8 +282,10 @@ class TableSlice:
             if decision is Decision.WAIT:
                 deadline.wait(self._changed)
                 raise table_workers_missing(self.spec, self._tracker, header.step, deadline)
-            if decision is Decision.DUPLICATE:
+            if decision is not Decision.COUNT:
                 self._duplicate_part_count += not header.abandons
+                if decision is Decision.SUPERSEDED:
+                    contributor.superseded.append(header.part_index)
                 return False
             self._check_sample_count(seat, header)
             version = self.storage.record.version
@@ -441,7 +444,8 @@ class TableSlice:
         self._wait_for(fetch.min_version, deadline)
         begin_ns = now_ns()
         values = np.empty((ids.size, self.spec.dim), np.float32)
-        version, first_peak = self._rows.read(ids, values)
+        max_version = fetch.max_version if fetch.HasField("max_version") else None
+        version, first_peak = self._rows.read(ids, values, max_version)
         header = pb.ExchangeRowsResponse(version=version)
         start = checksum.rows_answer(self._answer_context, ids, version)
         try:

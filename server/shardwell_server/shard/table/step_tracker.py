@@ -9,6 +9,7 @@ was restored since, goes on at the open step: where o < v, its position counts a
     s < o, or s = o and k < c    DUPLICATE   acknowledge, do not count
     the latter, ending the step  StepOrderError: more parts were counted, of other rows
     either, of the last step of the seat's owner, with another CRC: StepOrderError
+    the same of an earlier owner SUPERSEDED  acknowledge, do not count, and say so
     sync: s < v                  StepOrderError: closed without it
     s = o and k = c              COUNT; sync, o = v + 1: WAIT until v closes
     otherwise                    StepOrderError: parts or steps were skipped
@@ -54,7 +55,12 @@ class Seat(seats.Seat):
         super().__init__(worker_id, stored.seat_index, owner, tenure)
         step = stored.step - tenure.first_step
         self.position = stored._replace(step=step) if step >= 0 else Position(self.index)
-        self.forget_checksums()
+        self.last_step = -1
+        self.part_crc32cs: dict[int, int] = {}
+        """CRCs of the payloads of `last_step`'s parts that were counted, as far as known."""
+        self.earlier_step = -1
+        self.earlier_crc32cs: dict[int, int] = {}
+        """The same of `earlier_step`, and an earlier owner's."""
 
     def stored_position(self, position: Position) -> Position:
         """What a position of the worker is in the storage."""
@@ -65,9 +71,11 @@ class Seat(seats.Seat):
         return self.position.step + 1  # some parts of the open one may be counted
 
     def forget_checksums(self) -> None:
-        self.last_step = -1
-        self.part_crc32cs: dict[int, int] = {}
-        """CRCs of the payloads of `last_step`'s parts that were counted, as far as known."""
+        if self.last_step >= 0:
+            if self.last_step != self.earlier_step:
+                self.earlier_step, self.earlier_crc32cs = self.last_step, {}
+            self.earlier_crc32cs.update(self.part_crc32cs)
+        self.last_step, self.part_crc32cs = -1, {}
 
 
 class TableStepTracker(Seats[Seat]):
@@ -136,6 +144,10 @@ class TableStepTracker(Seats[Seat]):
                     "ended, open the table again and go on at its next_step",
                     worker_id=seat.worker_id,
                 )
+            if counted is None and crc32c is not None and step == seat.earlier_step:
+                counted = seat.earlier_crc32cs.get(part_index)
+                if counted not in (None, crc32c):
+                    return Decision.SUPERSEDED
             return Decision.DUPLICATE
         self._check_step(seat, step)
         _, expected = self._next_part(seat)

@@ -10,7 +10,7 @@ import numpy as np
 from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import Operations
-from shardwell_server.store.contract import Event, Places, Position, TableLayout, TableRecord
+from shardwell_server.store.contract import Event, Int64, Places, Position, TableLayout, TableRecord
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.row_arrays import (
     check_capacity,
@@ -85,6 +85,12 @@ class MemoryTable(MemoryStorage):
     def verify(self, places: Places) -> None:
         pass
 
+    def keep_rows(self, step: int, ids: Int64, rows: Float32) -> bool:
+        return True
+
+    def kept_rows(self) -> Sequence[tuple[int, Int64, Float32]]:
+        return ()
+
     def make_image(self, is_stopping: Callable[[], bool]) -> None:
         pass
 
@@ -118,6 +124,10 @@ class MemoryRowChange:
                 np.copyto(copy, rows)
         if sums and self.sums is not None:
             np.copyto(self.sums, self._saved[-2])
+
+    @property
+    def weights_before(self) -> Float32:
+        return self._of._saved.weights[: self._places.size]
 
     def write(
         self,

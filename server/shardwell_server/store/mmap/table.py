@@ -40,7 +40,7 @@ from shardwell.errors import StorageError
 from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import Operations
-from shardwell_server.store.contract import Places, Position, TableLayout, TableRecord
+from shardwell_server.store.contract import Int64, Places, Position, TableLayout, TableRecord
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.files.sparse import SparseFile, copy_sparse, reserve_all
 from shardwell_server.store.journal.journal import Journaling, image_path, images
@@ -51,6 +51,7 @@ from shardwell_server.store.journal.table_entries import (
     pack_mark,
 )
 from shardwell_server.store.lazy_memory import lazy_zeros
+from shardwell_server.store.mmap.kept_rows import KeptRows
 from shardwell_server.store.mmap.row_guard import RowGuard
 from shardwell_server.store.mmap.row_undo import RowUndo, entry_bytes
 from shardwell_server.store.mmap.storage import MmapStorage
@@ -128,6 +129,7 @@ class MmapTable(MmapStorage):
         self._records = TableRecords(fixed("records", file_size(1)), salt, reached)
         self._stored = StoredTableRecord(0, TableRecord(), None)
         self._reserved_row_count = 0
+        self._kept = KeptRows(directory / "kept", layout.dim, layout.rows_per_change_max, salt)
         self._image_lock = threading.Lock()
         self._marked = (-1, 0)
         """Number and size of the segment, when it had a mark and nothing else."""
@@ -225,6 +227,18 @@ class MmapTable(MmapStorage):
 
     def verify(self, places: Places) -> None:
         self._guard.verify(places)
+
+    def keep_rows(self, step: int, ids: Int64, rows: Float32) -> bool:
+        is_kept = self._kept.put(step, ids, rows)
+        self._reached("kept rows")
+        return is_kept
+
+    def kept_rows(self) -> list[tuple[int, Int64, Float32]]:
+        return self._kept.read()
+
+    def close(self) -> None:
+        self._kept.close()
+        super().close()
 
     # The journal.
 
@@ -348,6 +362,7 @@ class MmapRowChange:
         self._places = places
         self._kinds = {"values": values, "sums": sums}
         self._given: dict[int, Float32] = {}
+        self._before: Float32 | None = None
         self._is_saved = False
         self._is_committed = False
         n, copies = places.size, of._copies
@@ -378,6 +393,15 @@ class MmapRowChange:
             for number, copy in guard.numbered(self.weights, self.slots, self.sums):
                 if number in saved:
                     np.copyto(copy, saved[number])
+                    if copy is self.weights:
+                        self._before = saved[number]
+
+    @property
+    def weights_before(self) -> Float32:
+        before = self._before
+        return (
+            np.empty((self._places.size, self._of._layout.dim), "f4") if before is None else before
+        )
 
     def write(
         self,

@@ -247,4 +247,5 @@ def test_other_rows_in_place_of_those_that_counted_are_refused() -> None:
     steps.record(seat, steps.following(seat, ends_step=True), 20)
     assert steps.decide(seat, 0, 0, ends_step=False, crc32c=99) is Decision.DUPLICATE
     seat.give_to(session_of("w0", life=1))
-    assert steps.decide(seat, 1, 0, ends_step=True, crc32c=99) is Decision.DUPLICATE
+    assert steps.decide(seat, 1, 0, ends_step=True, crc32c=20) is Decision.DUPLICATE
+    assert steps.decide(seat, 1, 0, ends_step=True, crc32c=99) is Decision.SUPERSEDED
