@@ -19,6 +19,7 @@ import numpy as np
 import shardwell
 from shardwell.rpc.credentials import TokenFile, token_file
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import checksum
 
 SIZE = 4_000_000
 THREAD_COUNT = 4
@@ -43,7 +44,7 @@ def calls(target: str, number: int, over: threading.Event) -> None:
     metadata = (("authorization", token.authorization()),)
     with grpc.insecure_channel(target.split(",")[number % (target.count(",") + 1)]) as channel:
         ask = channel.unary_unary(STATUS)
-        request = pb.GetStatusRequest().SerializeToString()
+        request = checksum.sealed(pb.GetStatusRequest())
         room = threading.Semaphore(CALL_COUNT // THREAD_COUNT)
         while not over.is_set():
             room.acquire()

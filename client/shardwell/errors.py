@@ -28,6 +28,7 @@
     ├── WorkerLostError                   a worker of the group is gone
     ├── CollectiveMismatchError           ranks called different collectives, or with other arrays
     ├── ClosedError                       the client or group was closed
+    │   ├── SessionEndedError             ... and a shard knows that it has ended
     │   └── ForkedError                   it was made in the process that this one was forked from
     └── InternalError                     a defect of Shardwell
 
@@ -260,6 +261,10 @@ class CollectiveMismatchError(ShardwellError):
 
 class ClosedError(ShardwellError):
     """The client or group, or what it was used for, is closed."""
+
+
+class SessionEndedError(ClosedError):
+    """The client's session has ended, by EndSession, and never attends or contributes again."""
 
 
 class ForkedError(ClosedError):

@@ -156,6 +156,7 @@ class TableRestore:
         header = pb.LoadRowsRequest()
         header.CopyFrom(self._header)
         header.open.shard.CopyFrom(channel.identity)
+        checksum.seal(header.open)
         return self._message(header, empty_state(self._entry.spec, 0))
 
     def _message(self, header: pb.LoadRowsRequest, state: RowState) -> bytes:

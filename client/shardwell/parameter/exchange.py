@@ -244,6 +244,7 @@ class Transfer:
                         shard_index=shard_index,
                         parameter=self._spec.name,
                     )
+                line.part.channel.received(answer.counted, self._spec.name)
                 progress.counted_shards.add(shard_index)
 
     def close_step(self, step: int, attempts: Attempts) -> None:
@@ -277,7 +278,7 @@ class Transfer:
                 if norm is not None:
                     close.norm = norm
                 close.wait_timeout_ms = wait_milliseconds(attempts.rest_s)
-                close.crc32c = checksum.of_message(close)
+                checksum.seal(close)
                 line.ask(request)
             return [self._closed(line, self._answer(to, line)) for line in to.lines]
 
@@ -453,6 +454,7 @@ class Transfer:
                 self._begin(header, line)
                 gradient.trace_parent = trace_parent
             gradient.end_of_step = index == last
+            gradient.control_crc32c = checksum.gradient_control(gradient)
             room = None if places is None else places.room(where.size * item_size)
             try:
                 message = self._codec.encode(
@@ -583,7 +585,8 @@ class Transfer:
             CorruptChunkError: that was damaged.
         """
         indexes = found.chunk_indexes
-        if checksum.of_message(found) != found.crc32c or max(indexes) >= len(part.chunks):
+        is_whole = checksum.of_message(found) == found.crc32c
+        if not is_whole or not indexes or max(indexes) >= len(part.chunks):
             raise CorruptChunkError(
                 f"shard {part.channel.shard_index} answered for {self._spec.name!r} which chunks "
                 "it had counted before, and the answer is damaged; call again",
@@ -643,10 +646,11 @@ class Transfer:
         return int(header.version)
 
     def _opening(self, channel: ShardChannel) -> types_pb2.StreamOpen:
-        return types_pb2.StreamOpen(
+        opening = types_pb2.StreamOpen(
             shard=channel.identity,
             parameter=self._spec.name,
             worker_id=self._worker_id,
             session=channel.session.number,
             tenure=self.tenure,
         )
+        return checksum.seal(opening)

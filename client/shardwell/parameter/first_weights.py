@@ -186,7 +186,7 @@ class FirstWeights:
             session=channel.session.number,
         )
         header = pb.InitWeightsRequest(
-            open=opening,
+            open=checksum.seal(opening),
             epoch=epoch,
             version=self._values.version,
             learning_rate=self._values.learning_rate,

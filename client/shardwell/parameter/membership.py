@@ -83,9 +83,10 @@ class Opening:
             answers = attempts.run(join)
         parts: list[ShardSlice] = []
         for channel, answer in zip(self._channels, answers, strict=True):
-            if answer.slice_size:
-                first_chunk = parts[-1].first_chunk + len(parts[-1].chunks) if parts else 0
-                parts.append(self._part(channel, answer, first_chunk))
+            first_chunk = parts[-1].first_chunk + len(parts[-1].chunks) if parts else 0
+            part = self._part(channel, answer, first_chunk)
+            if part.where.size:
+                parts.append(part)
         next_steps = [answer.next_step for answer in answers if answer.slice_size]
         if self._spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
             # Training may go on between two answers: who seems to be behind is asked once more.

@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError
 
 from shardwell.errors import (
     ArgumentError,
-    CorruptChunkError,
     InternalError,
     LimitError,
     ShardwellError,
@@ -48,7 +47,7 @@ class Handlers:
         """A handler of one request and one response, over `call(request, context)`."""
         return grpc.unary_unary_rpc_method_handler(
             self._handling(parsed(call, request_type)),
-            response_serializer=lambda response: response.SerializeToString(),
+            response_serializer=checksum.sealed,
         )
 
     def answering(self, call: Callable[..., Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
@@ -120,22 +119,7 @@ def parsed(call: Callable[..., Any], request_type: Any) -> Callable[..., Any]:
             raise ArgumentError(
                 f"{len(message)} bytes that are no {request_type.DESCRIPTOR.full_name}: {error}"
             ) from None
-        if checksum.CRC_FIELD in request.DESCRIPTOR.fields_by_name:
-            check_intact(request)
+        checksum.check_sealed(request)
         return call(request, context)
 
     return with_bytes
-
-
-def check_intact(request: Any) -> None:
-    """Refuses a request without a payload whose CRC does not fit.
-
-    Raises:
-        CorruptChunkError: so it was damaged.
-    """
-    found = checksum.of_message(request)
-    if found != request.crc32c:
-        raise CorruptChunkError(
-            f"{request.DESCRIPTOR.name}: CRC32C of its fields is {found:#010x}; it says "
-            f"{request.crc32c:#010x}, so it was damaged; send it again"
-        )

@@ -18,11 +18,18 @@ from typing import Any
 
 import grpc
 
-from shardwell.errors import AuthenticationError, ShardUnavailableError, ShardwellError
+from shardwell.errors import (
+    AuthenticationError,
+    CorruptChunkError,
+    ShardUnavailableError,
+    ShardwellError,
+)
 from shardwell.process.owner import OwnerProcess
 
 _LIFE_S_MIN = 1.0
 """A call that ended sooner is made again after so long, so that no shard is asked in a loop."""
+_FOR_NOW = (ShardUnavailableError, CorruptChunkError)
+"""The call is made again by itself: the shard went away, or it was damaged on its way."""
 
 
 class HeldCall:
@@ -77,6 +84,22 @@ class HeldCall:
         if call is not None:
             call.cancel()
 
+    def doubt(self) -> None:
+        """Makes the call anew: the shard does not know what it says, though it is open.
+
+        Not in its first second: what it says may still be on its way.
+        """
+        with self._lock:
+            is_old = time.monotonic() - self._began_s >= _LIFE_S_MIN
+            is_doubtful = self._call is not None and is_old
+        if is_doubtful:
+            self.begin_anew()
+
+    def let_end(self) -> None:
+        """Makes no call from now on; the one that is open goes on until the shard ends it."""
+        with self._lock:
+            self._closed = True
+
     def close(self) -> None:
         """Ends the call, and makes none from now on. Safe to repeat."""
         with self._lock:
@@ -112,7 +135,7 @@ class HeldCall:
         else:
             error = self._translate(call)
             self._is_distrusted = isinstance(error, AuthenticationError)
-            is_for_now = self._is_distrusted or isinstance(error, ShardUnavailableError)
+            is_for_now = self._is_distrusted or isinstance(error, _FOR_NOW)
             self._refusal = None if is_for_now else error  # it is not made again by itself
             if self._refusal is not None:
                 return

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from shardwell.errors import ForkedError
 from shardwell.process.owner import OwnerProcess
 from shardwell.rpc.tls import TlsFiles
+from shardwell.wire import checksum
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
 CHANNEL_OPTIONS = (
@@ -143,9 +144,12 @@ def listen_on(
 
 
 def unary_stub(channel: grpc.Channel, method: str, response_type: type[Message]) -> Any:
-    """What calls `method`, "/package.Service/Name": one message there, one message back."""
+    """What calls `method`, "/package.Service/Name": one message there, one message back.
+
+    The CRC of the request is made to fit; that of the response is for who reads it to check.
+    """
     return channel.unary_unary(
         method,
-        request_serializer=lambda message: message.SerializeToString(),
+        request_serializer=checksum.sealed,
         response_deserializer=response_type.FromString,
     )

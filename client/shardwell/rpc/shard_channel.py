@@ -140,7 +140,7 @@ class ShardChannel:
         """Connections beside that, by number."""
         self._lock = threading.Lock()
         self._bind()
-        self._attendance = HeldCall(self._attended, self.translate)
+        self._attendance = HeldCall(self._attended, self._translate)
         self._giver = recording.SpanGiver(
             self.spans, lambda: self._channel.current, self._asks_for_recordings, self.translate
         )
@@ -160,11 +160,11 @@ class ShardChannel:
         """A stream of one message, which needs no thread that writes it."""
         self.snapshot: Any = channel.unary_stream(
             f"/{_SERVICE}/Snapshot",
-            request_serializer=pb.SnapshotRequest.SerializeToString,
+            request_serializer=checksum.sealed,
         )
         self.scan_rows: Any = channel.unary_stream(
             f"/{_TABLE_SERVICE}/ScanRows",
-            request_serializer=table_pb2.ScanRowsRequest.SerializeToString,
+            request_serializer=checksum.sealed,
         )
         self.load_rows: Any = channel.stream_unary(
             f"/{_TABLE_SERVICE}/LoadRows",
@@ -172,7 +172,7 @@ class ShardChannel:
         )
         self._attend: Any = channel.unary_stream(
             f"/{_SESSION_SERVICE}/Attend",
-            request_serializer=session_pb2.AttendRequest.SerializeToString,
+            request_serializer=checksum.sealed,
         )
         self._end_session: Any = unary_stub(
             channel, f"/{_SESSION_SERVICE}/EndSession", session_pb2.EndSessionResponse
@@ -273,6 +273,7 @@ class ShardChannel:
 
     def end_session(self, timeout_s: float) -> Any:
         """Tells the shard that the session has ended in order: a call that is under way."""
+        self._attendance.let_end()
         request = session_pb2.EndSessionRequest(shard=self.identity, session=self.session.number)
         return self._end_session.future(request, timeout=timeout_s)
 
@@ -316,8 +317,6 @@ class ShardChannel:
         stub = self._stubs.get(name)
         if stub is None:
             stub = self._stubs[name] = unary_stub(self._channel.current, name, response_type)
-        if checksum.CRC_FIELD in request.DESCRIPTOR.fields_by_name:
-            request.crc32c = checksum.of_message(request)
         return stub.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
 
     def result_of(self, call: Any, parameter: str | None = None, table: str | None = None) -> Any:
@@ -350,16 +349,15 @@ class ShardChannel:
                 parameter=parameter,
                 table=table,
             )
-        if checksum.CRC_FIELD in response.DESCRIPTOR.fields_by_name:
-            found, told = checksum.of_message(response), getattr(response, checksum.CRC_FIELD)
-            if found != told:
-                raise CorruptChunkError(
-                    f"{response.DESCRIPTOR.name} of shard {self.shard_index}: CRC32C of its fields "
-                    f"is {found:#010x}; it says {told:#010x}, so it was damaged; call again",
-                    shard_index=self.shard_index,
-                    parameter=parameter,
-                    table=table,
-                )
+        try:
+            checksum.check_sealed(response)
+        except CorruptChunkError as error:
+            raise CorruptChunkError(
+                f"shard {self.shard_index} answered: {error.message}",
+                shard_index=self.shard_index,
+                parameter=parameter,
+                table=table,
+            ) from None
         return response
 
     def clock_offset(self, timeout_s: float) -> recording.ClockOffset:
@@ -418,7 +416,7 @@ class ShardChannel:
         """How it ended to ask the shard who it is."""
         stub: Any = self._channel.current.unary_unary(
             f"/{_SERVICE}/GetStatus",
-            request_serializer=pb.GetStatusRequest.SerializeToString,
+            request_serializer=checksum.sealed,
         )
         question = pb.GetStatusRequest(identity_only=True)
         with self.translated():
@@ -463,6 +461,14 @@ class ShardChannel:
 
         LimitError where this process has no descriptor left, so that it is not the shard's doing.
         """
+        found = self._translate(error, parameter, table)
+        if isinstance(found, SessionUnknownError):
+            self._attendance.doubt()
+        return found
+
+    def _translate(
+        self, error: grpc.RpcError, parameter: str | None = None, table: str | None = None
+    ) -> ShardwellError:
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             try:
                 check_descriptors(1, f"a connection to {self.address}")

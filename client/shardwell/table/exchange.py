@@ -203,6 +203,7 @@ class RowTransfer:
         self._gradient_context = checksum.row_gradients_context(spec.name, worker_id)
         self._fetch_context = checksum.rows_fetch_context(spec.name)
         self._answer_context = checksum.rows_answer_context(spec.name)
+        self._counted_context = checksum.rows_counted_context(spec.name)
         self.row_count_max = self._codec.row_count_max
         """Rows of one message that is sent; fewer, once the shards have said so."""
         self.superseded_part_count = 0
@@ -309,6 +310,7 @@ class RowTransfer:
             header.open.incarnation = self.incarnation
             header.open.session = asked.channel.session.number
             header.open.tenure = self.tenure
+            checksum.seal(header.open)
         if put is not None:
             spans, peer = asked.channel.spans, asked.channel.name
             for index, span in enumerate(asked.parts):
@@ -371,6 +373,13 @@ class RowTransfer:
         if not header.HasField("counted") or counted.step != put.step or not is_whole:
             raise self._unexpected(
                 asked, header, f"step {put.step} counted in {len(asked.parts)} parts"
+            )
+        if checksum.rows_counted(self._counted_context, counted, header.version) != counted.crc32c:
+            raise CorruptChunkError(
+                f"shard {asked.channel.shard_index} answered for {self._spec.name!r}: the count of "
+                f"step {put.step} is damaged; call again",
+                shard_index=asked.channel.shard_index,
+                table=self._spec.name,
             )
         self.superseded_part_count += counted.superseded_part_count
         put.counted_shards.add(asked.channel.shard_index)

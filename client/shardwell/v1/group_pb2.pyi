@@ -58,7 +58,7 @@ class LostMember(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: bool = ..., rebuilds: bool = ..., expired: bool = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
-    __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable", "previous_member_count")
+    __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable", "previous_member_count", "crc32c")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class JoinGroupRequest(_message.Message):
     CHECKED_GENERATION_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     spec: GroupSpec
     member: Member
     rank: int
@@ -79,55 +80,64 @@ class JoinGroupRequest(_message.Message):
     checked_generation: int
     unreachable: _containers.RepeatedCompositeFieldContainer[UnreachableMember]
     previous_member_count: int
-    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., rank: _Optional[int] = ..., lease_ms: _Optional[int] = ..., previous_generation: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., replacement_wait_ms: _Optional[int] = ..., checked_generation: _Optional[int] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableMember, _Mapping]]] = ..., previous_member_count: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., rank: _Optional[int] = ..., lease_ms: _Optional[int] = ..., previous_generation: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., replacement_wait_ms: _Optional[int] = ..., checked_generation: _Optional[int] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableMember, _Mapping]]] = ..., previous_member_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class JoinGroupResponse(_message.Message):
-    __slots__ = ("generation", "members", "rank", "ready", "missing_ranks", "refusals")
+    __slots__ = ("generation", "members", "rank", "ready", "missing_ranks", "refusals", "crc32c")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     generation: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     rank: int
     ready: bool
     missing_ranks: _containers.RepeatedScalarFieldContainer[int]
     refusals: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., rank: _Optional[int] = ..., ready: bool = ..., missing_ranks: _Optional[_Iterable[int]] = ..., refusals: _Optional[_Iterable[str]] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., rank: _Optional[int] = ..., ready: bool = ..., missing_ranks: _Optional[_Iterable[int]] = ..., refusals: _Optional[_Iterable[str]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
-    __slots__ = ("spec", "member", "generation", "rank", "member_count", "lease_ms")
+    __slots__ = ("spec", "member", "generation", "rank", "member_count", "lease_ms", "crc32c")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     spec: GroupSpec
     member: Member
     generation: int
     rank: int
     member_count: int
     lease_ms: int
-    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., member_count: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., member_count: _Optional[int] = ..., lease_ms: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class RenewLeaseResponse(_message.Message):
-    __slots__ = ("lost", "waiting_count")
+    __slots__ = ("lost", "waiting_count", "crc32c")
     LOST_FIELD_NUMBER: _ClassVar[int]
     WAITING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     lost: _containers.RepeatedCompositeFieldContainer[LostMember]
     waiting_count: int
-    def __init__(self, lost: _Optional[_Iterable[_Union[LostMember, _Mapping]]] = ..., waiting_count: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, lost: _Optional[_Iterable[_Union[LostMember, _Mapping]]] = ..., waiting_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class LeaveGroupRequest(_message.Message):
-    __slots__ = ("group", "member_id")
+    __slots__ = ("group", "member_id", "crc32c")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     group: str
     member_id: str
-    def __init__(self, group: _Optional[str] = ..., member_id: _Optional[str] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, group: _Optional[str] = ..., member_id: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class LeaveGroupResponse(_message.Message):
     __slots__ = ()

@@ -32,7 +32,7 @@ class CreateParameterRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class CreateParameterResponse(_message.Message):
-    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch", "incarnation", "begun", "took_over", "tenure", "has_seat")
+    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch", "incarnation", "begun", "took_over", "tenure", "has_seat", "crc32c")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class CreateParameterResponse(_message.Message):
     TOOK_OVER_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
     HAS_SEAT_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     created: bool
     slice_offset: int
     slice_size: int
@@ -59,7 +60,8 @@ class CreateParameterResponse(_message.Message):
     took_over: bool
     tenure: int
     has_seat: bool
-    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ...) -> None: ...
+    crc32c: int
+    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ClaimInitRequest(_message.Message):
     __slots__ = ("shard", "parameter", "worker_id", "wait_timeout_ms", "above_epoch", "crc32c")
@@ -78,16 +80,18 @@ class ClaimInitRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., wait_timeout_ms: _Optional[int] = ..., above_epoch: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ClaimInitResponse(_message.Message):
-    __slots__ = ("initialized", "granted", "epoch", "version")
+    __slots__ = ("initialized", "granted", "epoch", "version", "crc32c")
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     initialized: bool
     granted: bool
     epoch: int
     version: int
-    def __init__(self, initialized: bool = ..., granted: bool = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, initialized: bool = ..., granted: bool = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class InitWeightsRequest(_message.Message):
     __slots__ = ("open", "epoch", "chunk", "version", "array_index", "learning_rate", "load_id", "array_count", "padding", "payload")
@@ -114,10 +118,12 @@ class InitWeightsRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., epoch: _Optional[int] = ..., chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., learning_rate: _Optional[float] = ..., load_id: _Optional[int] = ..., array_count: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class InitWeightsResponse(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "crc32c")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, version: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ConfirmInitRequest(_message.Message):
     __slots__ = ("shard", "parameter", "epoch", "crc32c")
@@ -132,10 +138,12 @@ class ConfirmInitRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., epoch: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ConfirmInitResponse(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "crc32c")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, version: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class PutGradientRequest(_message.Message):
     __slots__ = ("open", "gradient", "arena", "batch", "padding", "payload")
@@ -154,14 +162,16 @@ class PutGradientRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., arena: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PutGradientResponse(_message.Message):
-    __slots__ = ("counted_chunk_count", "duplicate_chunk_count", "superseded")
+    __slots__ = ("counted_chunk_count", "duplicate_chunk_count", "superseded", "crc32c")
     COUNTED_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     counted_chunk_count: int
     duplicate_chunk_count: int
     superseded: SupersededChunks
-    def __init__(self, counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., superseded: _Optional[_Union[SupersededChunks, _Mapping]] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., superseded: _Optional[_Union[SupersededChunks, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SupersededChunks(_message.Message):
     __slots__ = ("step", "chunk_indexes", "crc32c")
@@ -174,7 +184,7 @@ class SupersededChunks(_message.Message):
     def __init__(self, step: _Optional[int] = ..., chunk_indexes: _Optional[_Iterable[int]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class GetWeightsRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "worker_id", "min_version", "wait_timeout_ms", "arena", "max_version")
+    __slots__ = ("shard", "parameter", "worker_id", "min_version", "wait_timeout_ms", "arena", "max_version", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +192,7 @@ class GetWeightsRequest(_message.Message):
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
     worker_id: str
@@ -189,7 +200,8 @@ class GetWeightsRequest(_message.Message):
     wait_timeout_ms: int
     arena: int
     max_version: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., arena: _Optional[int] = ..., max_version: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., arena: _Optional[int] = ..., max_version: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class GetWeightsResponse(_message.Message):
     __slots__ = ("chunk", "version", "batch", "padding", "payload")
@@ -286,16 +298,18 @@ class CloseStepResponse(_message.Message):
     def __init__(self, squared_norm: _Optional[float] = ..., norm: _Optional[float] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "version", "wait_timeout_ms")
+    __slots__ = ("shard", "parameter", "version", "wait_timeout_ms", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
     version: int
     wait_timeout_ms: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SnapshotResponse(_message.Message):
     __slots__ = ("chunk", "version", "array_index", "array_count", "learning_rate", "padding", "payload")
@@ -360,17 +374,19 @@ class ReportResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusRequest(_message.Message):
-    __slots__ = ("identity_only", "parameter", "after")
+    __slots__ = ("identity_only", "parameter", "after", "crc32c")
     IDENTITY_ONLY_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     identity_only: bool
     parameter: str
     after: str
-    def __init__(self, identity_only: bool = ..., parameter: _Optional[str] = ..., after: _Optional[str] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, identity_only: bool = ..., parameter: _Optional[str] = ..., after: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more", "arena_address", "arithmetic", "stream_address", "troubles")
+    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more", "arena_address", "arithmetic", "stream_address", "troubles", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -384,6 +400,7 @@ class GetStatusResponse(_message.Message):
     ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     STREAM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     software_version: str
     uptime_s: float
@@ -397,7 +414,8 @@ class GetStatusResponse(_message.Message):
     arithmetic: str
     stream_address: str
     troubles: _containers.RepeatedCompositeFieldContainer[Trouble]
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ..., arena_address: _Optional[str] = ..., arithmetic: _Optional[str] = ..., stream_address: _Optional[str] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ..., arena_address: _Optional[str] = ..., arithmetic: _Optional[str] = ..., stream_address: _Optional[str] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class Trouble(_message.Message):
     __slots__ = ("name", "words")

@@ -185,7 +185,8 @@ class ParameterServerServiceServicer(object):
         shard, with CANCELLED, when others need its place: open another.
 
         Read while you write: the shard stops reading while answers are not taken. Idempotency key and
-        errors as for PutGradient and GetWeights. A stream that only fetches needs no session, and the right to read.
+        errors as for PutGradient and GetWeights. A step that is sent again on another stream, all of it, is answered in
+        full, also for chunks that were counted before. A stream that only fetches needs no session, and the right to read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,7 +57,8 @@ class SessionServiceServicer(object):
         The response's headers say that it is known; no message follows. Several calls of one session
         may be open, as after a connection that broke: one is enough. It needs a token, where calls bring
         one, and no right besides. Errors: INVALID_ARGUMENT,
-        FAILED_PRECONDITION (wrong shard), RESOURCE_EXHAUSTED (session_count_max), UNAVAILABLE (the shard
+        FAILED_PRECONDITION (wrong shard; ERROR_CODE_SESSION_ENDED after EndSession), RESOURCE_EXHAUSTED
+        (session_count_max), DATA_LOSS (CRC: make the call again), UNAVAILABLE (the shard
         stops; attend again when it is back).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -68,6 +69,12 @@ class SessionServiceServicer(object):
         """Ends a session in order: its seats are free for whoever comes with their worker ids, and its
         workers are done (ParameterStatus.done_worker_ids). Idempotent. A client that ends without it
         frees them, too, once its connection is gone.
+
+        Call it on every shard, when no stream contributes any more. The shard then ends the session's Attend, and
+        its streams that have brought a gradient, with FAILED_PRECONDITION and ERROR_CODE_SESSION_ENDED; streams that
+        only fetch go on. The number never attends or contributes again: both fail so, for as long as the shard
+        remembers it, which are the session_count_max sessions that left last, until the shard is started again. A
+        client that goes on draws another number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -91,7 +91,7 @@ class OpenTableRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class OpenTableResponse(_message.Message):
-    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun", "took_over", "tenure", "has_seat")
+    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun", "took_over", "tenure", "has_seat", "crc32c")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     ROWS_PER_MESSAGE_MAX_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class OpenTableResponse(_message.Message):
     TOOK_OVER_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
     HAS_SEAT_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     created: bool
     rows_per_message_max: int
     version: int
@@ -114,23 +115,26 @@ class OpenTableResponse(_message.Message):
     took_over: bool
     tenure: int
     has_seat: bool
-    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ...) -> None: ...
+    crc32c: int
+    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class TableOpen(_message.Message):
-    __slots__ = ("shard", "table", "worker_id", "incarnation", "session", "tenure")
+    __slots__ = ("shard", "table", "worker_id", "incarnation", "session", "tenure", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
     worker_id: str
     incarnation: int
     session: int
     tenure: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("row_count", "scale_exponent", "crc32c", "lz4")
@@ -177,16 +181,18 @@ class RowsFetch(_message.Message):
     def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., max_version: _Optional[int] = ...) -> None: ...
 
 class RowsCounted(_message.Message):
-    __slots__ = ("step", "counted_part_count", "duplicate_part_count", "superseded_part_count")
+    __slots__ = ("step", "counted_part_count", "duplicate_part_count", "superseded_part_count", "crc32c")
     STEP_FIELD_NUMBER: _ClassVar[int]
     COUNTED_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     step: int
     counted_part_count: int
     duplicate_part_count: int
     superseded_part_count: int
-    def __init__(self, step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., superseded_part_count: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., superseded_part_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ExchangeRowsRequest(_message.Message):
     __slots__ = ("open", "gradient", "fetch", "padding", "payload")
@@ -217,7 +223,7 @@ class ExchangeRowsResponse(_message.Message):
     def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., counted: _Optional[_Union[RowsCounted, _Mapping]] = ..., version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ScanRowsRequest(_message.Message):
-    __slots__ = ("shard", "table", "content", "version", "wait_timeout_ms")
+    __slots__ = ("shard", "table", "content", "version", "wait_timeout_ms", "crc32c")
     class Content(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONTENT_UNSPECIFIED: _ClassVar[ScanRowsRequest.Content]
@@ -233,12 +239,14 @@ class ScanRowsRequest(_message.Message):
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
     content: ScanRowsRequest.Content
     version: int
     wait_timeout_ms: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., content: _Optional[_Union[ScanRowsRequest.Content, str]] = ..., version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., content: _Optional[_Union[ScanRowsRequest.Content, str]] = ..., version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ScanRowsResponse(_message.Message):
     __slots__ = ("rows", "version", "learning_rate", "padding", "payload")
@@ -275,10 +283,12 @@ class LoadRowsRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[TableOpen, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., version: _Optional[int] = ..., learning_rate: _Optional[float] = ..., finish: bool = ..., load_id: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class LoadRowsResponse(_message.Message):
-    __slots__ = ("row_count",)
+    __slots__ = ("row_count", "crc32c")
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     row_count: int
-    def __init__(self, row_count: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, row_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class EvictRowsRequest(_message.Message):
     __slots__ = ("shard", "table", "older_than_step", "crc32c")
@@ -293,10 +303,12 @@ class EvictRowsRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., older_than_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class EvictRowsResponse(_message.Message):
-    __slots__ = ("evicted_row_count",)
+    __slots__ = ("evicted_row_count", "crc32c")
     EVICTED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     evicted_row_count: int
-    def __init__(self, evicted_row_count: _Optional[int] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, evicted_row_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SetTableLearningRateRequest(_message.Message):
     __slots__ = ("shard", "table", "learning_rate", "from_step", "crc32c")
@@ -317,18 +329,22 @@ class SetTableLearningRateResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTableStatusRequest(_message.Message):
-    __slots__ = ("shard", "table")
+    __slots__ = ("shard", "table", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class GetTableStatusResponse(_message.Message):
-    __slots__ = ("tables",)
+    __slots__ = ("tables", "crc32c")
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedCompositeFieldContainer[TableStatus]
-    def __init__(self, tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class TableStatus(_message.Message):
     __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate", "loading", "load_id", "incarnation", "done_worker_ids", "wait", "members")

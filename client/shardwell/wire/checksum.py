@@ -16,11 +16,13 @@ from __future__ import annotations
 import enum
 import functools
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from fastcrc import crc32
+from google.protobuf.message import Message
 
+from shardwell.errors import CorruptChunkError
 from shardwell.numerics.codec import Bytes
 from shardwell.placement.rows import Ids
 from shardwell.v1 import parameter_server_pb2, peer_pb2, table_pb2, types_pb2
@@ -28,12 +30,16 @@ from shardwell.v1 import parameter_server_pb2, peer_pb2, table_pb2, types_pb2
 CRC_FIELD = "crc32c"
 """Of messages that `of_message` is for."""
 _MASK = 2**64 - 1
+_ZERO, _ONE = (number.to_bytes(8, "little") for number in (0, 1))
 _DOUBLE = struct.Struct("<d")
 _NUMBERS = tuple(struct.Struct(f"<{count}Q") for count in range(12))
 # The same of fields whose types are known, for what each chunk has: a negative number's eight bytes
 # are those of its remainder, and an absent rate is 0.0, whose bytes are zeros.
 _GRADIENT_FIELDS = struct.Struct("<QQQdQ")
 _CHUNK_FIELDS = struct.Struct("<QQQqQ")
+
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Kind(enum.IntEnum):
@@ -50,6 +56,8 @@ class Kind(enum.IntEnum):
     ROWS_LOAD = 9
     PEER_CHUNK = 10
     WEIGHTS_FETCH = 11
+    GRADIENT_CONTROL = 20
+    ROWS_COUNTED = 21
 
 
 def extended(crc: int, *values: int | str) -> int:
@@ -94,38 +102,103 @@ def _optional_number(value: int | None) -> tuple[int, int]:
 
 def of_message(message: Any) -> int:
     """The CRC32C of a message without a payload: of its type, and all its fields but the CRC."""
-    return extended(0, message.DESCRIPTOR.full_name, *_values(message))
+    parts = [_text(message.DESCRIPTOR.full_name)]
+    _append(message, parts)
+    return int(crc32.iscsi(b"".join(parts)))
 
 
-def _values(message: Any) -> Iterator[int | str]:
-    """The fields of a message, in the order of their numbers."""
-    for name, is_repeated, has_presence, is_message in _fields(message.DESCRIPTOR):
-        if is_repeated:
-            values = getattr(message, name)
-            yield len(values)
+def seal(message: MessageT) -> MessageT:
+    """The message, whose CRC is made to fit, if its type has one; changed in place."""
+    if CRC_FIELD in message.DESCRIPTOR.fields_by_name:
+        message.crc32c = of_message(message)  # type: ignore[attr-defined]
+    return message
+
+
+def sealed(message: Message) -> bytes:
+    """The bytes of a message whose CRC fits; see `seal`."""
+    return bytes(seal(message).SerializeToString())
+
+
+def check_sealed(message: Any) -> None:
+    """Refuses a message whose type has a CRC, and whose CRC does not fit.
+
+    Raises:
+        CorruptChunkError: so it was damaged.
+    """
+    if CRC_FIELD not in message.DESCRIPTOR.fields_by_name:
+        return
+    found, expected = of_message(message), getattr(message, CRC_FIELD)
+    if found != expected:
+        raise CorruptChunkError(
+            f"{message.DESCRIPTOR.name}: CRC32C of its fields is {found:#010x}; it says "
+            f"{expected:#010x}, so it was damaged; send it again"
+        )
+
+
+def _append(message: Any, parts: list[bytes]) -> None:
+    """Adds the fields of a message to `parts`, in the order of their numbers."""
+    found = {field.number: value for field, value in message.ListFields()}
+    for number, absent, is_repeated, has_presence, append in _fields(message.DESCRIPTOR):
+        value = found.get(number)
+        if value is None:
+            parts.append(absent)
+        elif is_repeated:
+            parts.append(_number(len(value)))
+            for each in value:
+                append(each, parts)
         else:
-            is_there = not has_presence or message.HasField(name)
             if has_presence:
-                yield is_there
-            values = (getattr(message, name),) if is_there or not is_message else ()
-        for value in values:
-            if is_message:
-                yield from _values(value)
-            else:
-                yield _bits(value) if isinstance(value, float) else value
+                parts.append(_ONE)
+            append(value, parts)
+
+
+def _append_number(value: int, parts: list[bytes]) -> None:
+    parts.append((value & _MASK).to_bytes(8, "little"))
+
+
+def _append_double(value: float, parts: list[bytes]) -> None:
+    parts.append(_DOUBLE.pack(value))
+
+
+def _append_text(value: str, parts: list[bytes]) -> None:
+    parts.append(_text(value))
+
+
+class _Field(NamedTuple):
+    """A field of a message, as its CRC has it."""
+
+    number: int
+    absent: bytes
+    """What it adds where it is absent."""
+    is_repeated: bool
+    has_presence: bool
+    append: Callable[[Any, list[bytes]], None]
+    """Adds a value."""
 
 
 @functools.cache
-def _fields(descriptor: Any) -> list[tuple[str, bool, bool, bool]]:
-    """A message's fields but its CRC: name, whether it repeats, may be absent, is a message."""
-    return [
-        (field.name, field.is_repeated, field.has_presence, field.message_type is not None)
-        for field in sorted(descriptor.fields, key=lambda each: each.number)
-        if field.name != CRC_FIELD
-    ]
+def _fields(descriptor: Any) -> list[_Field]:
+    """A message's fields but its CRC."""
+    found = []
+    for field in sorted(descriptor.fields, key=lambda each: each.number):
+        if field.name == CRC_FIELD:
+            continue
+        append: Any = _append_number
+        if field.message_type is not None:
+            append = _append
+        elif field.type == field.TYPE_STRING:
+            append = _append_text
+        elif field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
+            append = _append_double
+        is_pair = field.has_presence and field.message_type is None
+        absent = _ZERO * (1 + is_pair)
+        found.append(_Field(field.number, absent, field.is_repeated, field.has_presence, append))
+    return found
 
 
 # Contexts: what a stream or call was opened for.
+
+_CONTROL_CONTEXT = extended(0, Kind.GRADIENT_CONTROL)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -178,6 +251,11 @@ def rows_fetch_context(table: str) -> int:
 def rows_answer_context(table: str) -> int:
     """Of rows that ExchangeRows answers; see `rows_answer`."""
     return extended(0, Kind.ROWS_ANSWER, table)
+
+
+def rows_counted_context(table: str) -> int:
+    """Of what ExchangeRows answers to the end of a step."""
+    return extended(0, Kind.ROWS_COUNTED, table)
 
 
 def rows_scan_context(table: str, content: int) -> int:
@@ -247,6 +325,13 @@ def gradient(context: int, header: types_pb2.GradientChunk) -> int:
     return int(crc32.iscsi(fields, context))
 
 
+def gradient_control(header: types_pb2.GradientChunk) -> int:
+    """Of what a chunk of a gradient says besides, which may differ when it is sent again."""
+    return _with_numbers(
+        _CONTROL_CONTEXT, header.end_of_step, header.counts_only, header.wait_timeout_ms
+    )
+
+
 def weights(context: int, version: int) -> int:
     """Goes on over a chunk of weights."""
     return int(crc32.iscsi(_number(version), context))
@@ -295,6 +380,18 @@ def rows_answer(context: int, ids: Ids | Bytes, version: int) -> int:
         version: Of the answer.
     """
     return _with_numbers(int(crc32.iscsi(ids.view("u1").data, context)), version)
+
+
+def rows_counted(context: int, counted: table_pb2.RowsCounted, version: int) -> int:
+    """Goes on over the count of a step, and the version beside it, and ends: it has no payload."""
+    return _with_numbers(
+        context,
+        counted.step,
+        counted.counted_part_count,
+        counted.duplicate_part_count,
+        counted.superseded_part_count,
+        version,
+    )
 
 
 def rows_scan(context: int, header: table_pb2.ScanRowsResponse) -> int:

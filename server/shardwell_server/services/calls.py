@@ -37,12 +37,14 @@ from shardwell.errors import (
     ArgumentError,
     AuthenticationError,
     LimitError,
+    SessionEndedError,
     ShardUnavailableError,
     ShardwellError,
 )
 from shardwell.rpc.credentials import authorization_of
 from shardwell.rpc.error_codes import to_status
 from shardwell.rpc.handlers import parsed, status_of
+from shardwell.wire import checksum
 from shardwell_server.access.access import Access
 from shardwell_server.access.audit import Note, no_audit
 from shardwell_server.access.rights import ANYBODY, Right
@@ -110,6 +112,8 @@ class Call:
         """Who makes it."""
         self.usage: Usage | None = None
         """What the token of that uses; None: nobody's token."""
+        self.session = 0
+        """By which it contributes, or attends; 0: by none, so far."""
         self.is_counted = False
         """Whether it counts among the open calls of that token."""
         self._note = note
@@ -190,6 +194,10 @@ class Call:
         """Ends it with that error, when its handler yields. From any thread."""
         self._loop.call_soon_threadsafe(self._end, error)
 
+    def soon(self, act: Callable[[], None]) -> None:
+        """Runs something on the loop's thread. From any thread."""
+        self._loop.call_soon_threadsafe(act)
+
     def note_end(self) -> None:
         """Nobody waits for it any more."""
         self._is_over = True
@@ -215,6 +223,12 @@ class _Step(NamedTuple):
 def _method_of(handler: Callable[..., Any]) -> str:
     """The RPC's name, by that of its handler."""
     return "".join(word.capitalize() for word in handler.__name__.split("_"))
+
+
+def _sealed_once(response: Any) -> bytes:
+    """The bytes of a response; its CRC is computed here, unless its handler has, on a thread."""
+    is_sealed = getattr(response, checksum.CRC_FIELD, 0)
+    return bytes(response.SerializeToString()) if is_sealed else checksum.sealed(response)
 
 
 def _go_on(handling: Handling, message: bytes | None) -> _Step:
@@ -345,6 +359,22 @@ class Calls:
             except AuthenticationError as error:
                 call.end(error)
 
+    def end_those_of(self, session: int, call: Call, error: ShardwellError) -> None:
+        """Ends, soon, calls by which a session contributes or attends; from any thread.
+
+        Args:
+            session: Its number.
+            call: The one that asks for it.
+            error: Why.
+        """
+
+        def end() -> None:
+            for each in list(self._open):
+                if each.session == session:
+                    each.end(error)
+
+        call.soon(end)
+
     # What gRPC takes.
 
     def unary(
@@ -373,9 +403,7 @@ class Calls:
             )
 
         # Whose one message is read here: gRPC would wait for it before anybody knows who calls.
-        return grpc.stream_unary_rpc_method_handler(
-            serve, response_serializer=lambda response: response.SerializeToString()
-        )
+        return grpc.stream_unary_rpc_method_handler(serve, response_serializer=_sealed_once)
 
     def held(
         self, handler: Callable[[Any, Call], Handling], request_type: Any
@@ -405,9 +433,7 @@ class Calls:
         async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             return await self._served(context, handler, handler, is_stream=True)
 
-        return grpc.stream_unary_rpc_method_handler(
-            serve, response_serializer=lambda response: response.SerializeToString()
-        )
+        return grpc.stream_unary_rpc_method_handler(serve, response_serializer=_sealed_once)
 
     def both(self, handler: Callable[[Call], Handling]) -> grpc.RpcMethodHandler[Any, Any]:
         """A stream of messages, a stream of answers."""
@@ -603,7 +629,8 @@ class Calls:
 
     async def _abort(self, call: Call, error: Exception) -> None:
         """Ends a call with the status that stands for `error`."""
-        self.refusal_counts[type(error).__name__] += 1
+        if not isinstance(call.ending, SessionEndedError):  # the end of a session refuses nothing
+            self.refusal_counts[type(error).__name__] += 1
         if error is call.ending:
             error.shard_index = self._shard_index
             status = to_status(error)

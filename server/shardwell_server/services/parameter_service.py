@@ -298,8 +298,7 @@ class ParameterServerService:
             squared_norm, norm = yield from until(steps.measure, step, deadline)
             parameter.make_durable()  # what it is of, before anybody closes a step with it
         response = pb.CloseStepResponse(squared_norm=squared_norm, norm=norm)
-        response.crc32c = checksum.of_message(response)
-        return response
+        return checksum.seal(response)
 
     def set_learning_rate(
         self, request: pb.SetLearningRateRequest, call: Call
@@ -361,7 +360,7 @@ class ParameterServerService:
                 response.more = size_bytes > _STATUS_SIZE_MAX_BYTES and bool(response.parameters)
                 if not response.more:
                     response.parameters.append(described)
-        return response
+        return checksum.seal(response)
 
 
 def right_to_open(exists: bool, *, takes_seat: bool) -> Right:

@@ -18,7 +18,6 @@ from shardwell.process.shared_memory import SharedMemory
 from shardwell.process.telemetry import StepSpans
 from shardwell.rpc.arena import BATCH_COUNT, Places, batch_count, payload_of, shared_message
 from shardwell.rpc.arena_offers import ArenaOffers
-from shardwell.rpc.handlers import check_intact
 from shardwell.specs.names import check_name
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -201,7 +200,7 @@ class ParameterStream:
         if self._is_between_steps and self._counted.ByteSize():
             yield from self._answers(parameter, all_=True)
             parameter.make_durable()
-            yield pb.ExchangeResponse(counted=self._counted).SerializeToString()
+            yield pb.ExchangeResponse(counted=checksum.seal(self._counted)).SerializeToString()
             self._counted.Clear()
 
     def _asked(
@@ -211,7 +210,7 @@ class ParameterStream:
         if request.HasField("close") and request.HasField("fetch"):
             raise ArgumentError("a message has `fetch` and `close`; send two")
         if request.HasField("close"):
-            check_intact(request.close)
+            checksum.check_sealed(request.close)
             if request.close.parameter != parameter.spec.name:
                 raise ArgumentError(
                     f"`close` names {request.close.parameter!r:.80} on a stream of "
@@ -267,6 +266,10 @@ class ParameterStream:
         deadline: RequestDeadline,
     ) -> Generator[NotYet, Any, bool]:
         """Counts a chunk of a gradient; False: it had been counted before."""
+        if checksum.gradient_control(gradient) != gradient.control_crc32c:
+            raise CorruptChunkError(
+                "end_of_step, counts_only or wait_timeout_ms of a chunk is damaged; send it again"
+            )
         count_payload(self._shard, self._call, received=payload.size)
         source.step = gradient.step
         if gradient.trace_parent:
@@ -295,6 +298,7 @@ def opened(shard: Shard, request: Any, call: Call, right: Right) -> ParameterSli
     """The parameter that a stream's first message names."""
     if not request.HasField("open"):
         raise ArgumentError("a stream's first message must have `open`; it is missing")
+    checksum.check_sealed(request.open)
     shard.check_identity(request.open.shard)
     check_name("worker_id", request.open.worker_id)
     call.check(right, "parameter", request.open.parameter)
@@ -382,5 +386,6 @@ class _GradientSource:
             opening, call = self._opening, self._call
             call.check(Right.CONTRIBUTE, "parameter", opening.parameter)
             session = self._sessions.check(opening.session, opening.worker_id, call.principal.name)
+            call.session = session.number
             self._contributor = Contributor(opening.worker_id, session, opening.tenure)
         return self._contributor

@@ -14,6 +14,7 @@ from shardwell.rpc.session import HOST_LENGTH_MAX, Session
 from shardwell.specs.names import check_name
 from shardwell.v1 import session_pb2 as pb
 from shardwell_server.services.calls import HELD, Call, Calls, Handling
+from shardwell_server.shard.sessions import session_ended
 from shardwell_server.shard.shard import Shard
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["SessionService"]
@@ -50,6 +51,7 @@ class SessionService:
         session, sessions = Session(request.session, host, request.pid), self._shard.sessions
         ended = ShardUnavailableError("the shard does not attend this session any more")
         token = sessions.attend(worker_id, session, partial(call.end, ended), call.usage)
+        call.session = session.number
         try:
             yield HELD
         finally:
@@ -58,4 +60,5 @@ class SessionService:
     def end_session(self, request: pb.EndSessionRequest, call: Call) -> pb.EndSessionResponse:
         self._shard.check_identity(request.shard)
         self._shard.end_session(request.session, call.principal.name)
+        self._calls.end_those_of(request.session, call, session_ended(request.session))
         return pb.EndSessionResponse()

@@ -160,6 +160,7 @@ class TableService:
             if loading is None:
                 if not request.HasField("open"):
                     raise ArgumentError("a stream's first message must have `open`; it is missing")
+                checksum.check_sealed(request.open)
                 self._shard.check_identity(request.open.shard)
                 call.check(Right.CREATE, "table", request.open.table)
                 loading = _Load(self._shard.tables.get(request.open.table), request)
@@ -213,9 +214,10 @@ class TableService:
             tables = [self._shard.tables.get(request.table)]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(tables), 1), 1)
         attending = self._shard.sessions.by_worker() if tables else {}
-        return pb.GetTableStatusResponse(
+        response = pb.GetTableStatusResponse(
             tables=[table.describe(name_count_max, attending) for table in tables]
         )
+        return checksum.seal(response)
 
     # What they share.
 
@@ -228,6 +230,7 @@ class TableService:
         """The table and worker that a stream's first message names."""
         if not request.HasField("open"):
             raise ArgumentError("a stream's first message must have `open`; it is missing")
+        checksum.check_sealed(request.open)
         self._shard.check_identity(request.open.shard)
         check_name("worker_id", request.open.worker_id)
         call.check(Right.READ, "table", request.open.table)
@@ -250,6 +253,7 @@ class _RowExchange:
         self._opening = opening
         self._contributor: Contributor[Seat] | None = None
         self._counted = pb.RowsCounted()
+        self._counted_context = checksum.rows_counted_context(opening.table)
         self._spans = StepSpans(
             shard.spans, shard.config.shard_index, opening.worker_id, {"table": opening.table}
         )
@@ -283,6 +287,9 @@ class _RowExchange:
                 return
             table.make_durable()
             response = pb.ExchangeRowsResponse(counted=self._counted, version=table.version)
+            response.counted.crc32c = checksum.rows_counted(
+                self._counted_context, response.counted, response.version
+            )
             message = response.SerializeToString()
             self._counted = pb.RowsCounted()
         elif request.HasField("fetch"):
@@ -314,6 +321,7 @@ class _RowExchange:
             session = self._shard.sessions.check(
                 opening.session, opening.worker_id, call.principal.name
             )
+            call.session = session.number
             self._contributor = Contributor(opening.worker_id, session, opening.tenure)
         if (
             yield from until(self._table.contribute, self._contributor, gradient, payload, deadline)

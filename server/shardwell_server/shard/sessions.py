@@ -18,6 +18,7 @@ from shardwell.errors import (
     AccessDeniedError,
     ArgumentError,
     LimitError,
+    SessionEndedError,
     SessionUnknownError,
     ShardUnavailableError,
 )
@@ -65,7 +66,8 @@ class Sessions:
     """Those of one shard. Any thread may call it; inside, only the lock of a `Usage` is taken.
 
     Args:
-        count_max: Sessions that may attend at once; of as many that have left it is known when.
+        count_max: Sessions that may attend at once; of as many that have left it is known when,
+            and whether they ended in order.
         lease_s: How long a session may be gone before its seats are given to other workers.
         return_s: See the module.
         now_s: A clock that never goes back.
@@ -89,6 +91,8 @@ class Sessions:
         """When sessions left that attended, the first one first."""
         self._left_owners: dict[int, str] = {}
         """Names of the tokens by which those did that brought one."""
+        self._ended: set[int] = set()
+        """Sessions of those that ended in order, and never attend again."""
         self._others_left_s = now_s()
         """When all others had left that are not known to attend, at the latest."""
         self._is_stopping = False
@@ -120,6 +124,7 @@ class Sessions:
 
         Raises:
             ArgumentError: a session of that number has another worker_id.
+            SessionEndedError: the session has ended in order.
             LimitError: too many sessions attend, of all or of the token.
             ShardUnavailableError: the shard stops.
         """
@@ -128,6 +133,8 @@ class Sessions:
         with self._lock:
             if self._is_stopping:
                 raise ShardUnavailableError("the shard is stopping; wait until it is back")
+            if session.number in self._ended:
+                raise session_ended(session.number)
             found = self._attending.get(session.number)
             if found is None:
                 if len(self._attending) >= self._count_max:
@@ -186,6 +193,7 @@ class Sessions:
             if whose != owner:
                 raise AccessDeniedError(f"session {number:#x} attends by another token")
             self._forget(number)
+            self._ended.add(number)
             return True
 
     def _forget(self, number: int) -> None:
@@ -200,6 +208,7 @@ class Sessions:
             first = next(iter(self._left_s))
             self._others_left_s = self._left_s.pop(first)
             self._left_owners.pop(first, None)
+            self._ended.discard(first)
 
     def alive_for_s(self, number: int) -> float:
         with self._lock:
@@ -225,12 +234,16 @@ class Sessions:
             owner: Name of the caller's token; empty: it has none.
 
         Raises:
+            SessionEndedError: it has ended in order.
             SessionUnknownError: it does not, or by another token.
             ArgumentError: it is that of another worker_id.
         """
         with self._lock:
             found = self._attending.get(number)
             is_its = found is not None and found.owner == owner
+            has_ended = number in self._ended
+        if has_ended:
+            raise session_ended(number, worker_id)
         if found is None or not is_its:
             of = f" by token {owner!r}" if owner else ""
             raise SessionUnknownError(
@@ -251,6 +264,15 @@ class Sessions:
             calls = [call for found in self._attending.values() for call in found.calls.values()]
         for call in calls:
             call.end()
+
+
+def session_ended(number: int, worker_id: str | None = None) -> SessionEndedError:
+    """The error for a call by a session that has ended in order."""
+    return SessionEndedError(
+        f"session {number:#x} has ended (EndSession), and contributes no more; draw another number "
+        "and attend with that",
+        worker_id=worker_id,
+    )
 
 
 def _move_member(

@@ -23,6 +23,7 @@ from harness.group.ranks import error_of, joined, on_ranks, summed
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.threads import in_background
 from harness.tokens import bearing
+from harness.wire_client import crc as wire_crc
 from harness.wire_client.worker import error_detail
 from shardwell.v1 import group_pb2, group_pb2_grpc, peer_pb2, peer_pb2_grpc
 from shardwell.v1 import types_pb2 as types
@@ -202,7 +203,7 @@ def impostor(place: str, chunks: list[bytes]) -> Iterator[None]:
         meeting = group_pb2_grpc.GroupServiceStub(channel)
 
         def ready() -> Any:
-            answer = meeting.JoinGroup(request, timeout=PATIENCE_S)
+            answer = meeting.JoinGroup(wire_crc.seal_message(request), timeout=PATIENCE_S)
             request.checked_generation = answer.generation
             return answer if answer.ready else None
 

@@ -1,5 +1,5 @@
-"""Goal: no single bit that flips in a message with a payload, or in a request that changes
-something, is accepted with a wrong result.
+"""Goal: no single bit that flips in a message between a client and a shard is accepted with a wrong
+result.
 
 Method: a worker trains through a proxy that flips one bit of one message: each bit before the
 payload (in `make test` every thirteenth, so that all bits of a byte have their turn), and the
@@ -23,10 +23,10 @@ import pytest
 import shardwell
 from harness.faults.flipping_proxy import FlippingProxy
 from harness.group.ranks import on_ranks
-from harness.polling import PATIENCE_S
+from harness.polling import PATIENCE_S, eventually
 from harness.wire_client import crc as wire_crc
 from harness.wire_client.table import WireTable, table_spec
-from harness.wire_client.worker import WireWorker
+from harness.wire_client.worker import WireWorker, spec
 from shardwell.errors import ShardwellError
 from shardwell.group.mailbox import Mailbox
 from shardwell.parameter.first_weights import FirstWeights
@@ -34,7 +34,7 @@ from shardwell.rpc import retry
 from shardwell.rpc.retry import Attempts
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import peer_pb2, table_pb2
+from shardwell.v1 import peer_pb2, session_pb2, table_pb2
 from shardwell.wire import messages as framing
 from shardwell_server.config import Limits
 
@@ -45,6 +45,7 @@ DAMAGED_TIMEOUT_S = 1.0
 """Of a call with a damaged message: some are never answered."""
 IDS = np.array([3, 4, 9])
 SGD = shardwell.SGD(learning_rate=1.0)
+ZEROS = shardwell.Zeros()
 CLIPPED = shardwell.SGD(learning_rate=1.0, clip_norm=1.0)
 
 KINDS: dict[tuple[str, str], Any] = {
@@ -119,6 +120,22 @@ class Line:
             assert self._proxy.is_done
             yield result
 
+    @property
+    def address(self) -> str:
+        """Of the proxy."""
+        return self._proxy.address
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the message has come that was to be changed."""
+        return self._proxy.is_done
+
+    def watch(
+        self, method: str, direction: str, change: Callable[[bytes], bytes], number: int = 0
+    ) -> None:
+        """Changes one message: see `FlippingProxy.watch`."""
+        self._proxy.watch(method, direction, number, change)
+
     def end_streams(self) -> None:
         """The next call on a parameter or table says again what its stream is for."""
         for idle in (self.client._idle_streams, self.client._idle_row_streams):
@@ -183,6 +200,7 @@ def test_gradients(line, verb) -> None:
 
     for count, _ in enumerate(line.flips("Exchange", "request", call), start=1):
         np.testing.assert_array_equal(kept(line), -count * GRADIENT)
+        np.testing.assert_array_equal(model.get_weights(), -count * GRADIENT)
     untouched()
 
 
@@ -345,7 +363,7 @@ def test_checkpoints(line, tmp_path, method, direction, number) -> None:
 
 
 def opened_table(client: shardwell.Client, name: str = NAME, **options: Any) -> shardwell.Table:
-    options = {"codec": "fp32", "optimizer": SGD, "initializer": shardwell.Zeros(), **options}
+    options = {"codec": "fp32", "optimizer": SGD, "initializer": ZEROS, **options}
     return client.table(name, row_count=ROW_COUNT, dim=DIM, **options)
 
 
@@ -537,6 +555,182 @@ def test_openings(line, kind, method) -> None:
             assert {(spec.row_count, spec.dim) for spec in specs().values()} == {(ROW_COUNT, DIM)}
         if method == "ClaimInit":
             assert line.shard.parameters.get(made[-1])._register._first.epoch >> 32 <= 2
+
+
+# Answers without a payload.
+
+
+@pytest.mark.parametrize("kind", ["parameter", "table"])
+def test_what_openings_answer(line, kind) -> None:
+    """Whether a slice is empty, how far training is, and where: never another than it is."""
+    model = opened(line.client, codec="fp32")
+    table = opened_table(line.client)
+    for _ in range(2):
+        model.put_gradient(np.full(SIZE, 3, np.float32))
+        table.put_row_gradients(IDS, np.full((3, DIM), 3, np.float32))
+    model.close()
+    table.close()
+
+    def call(timeout_s: float | None) -> Any:
+        if kind == "table":
+            with line.client.table(
+                NAME, row_count=ROW_COUNT, dim=DIM, optimizer=SGD, codec="fp32", initializer=ZEROS
+            ) as found:
+                return found.get_rows(IDS), found.next_step, found.version
+        model = line.client.parameter(NAME, size=SIZE, optimizer=SGD, codec="fp32")
+        with contextlib.closing(model) as found:
+            out = np.full(SIZE, -123, np.float32)
+            return found.get_weights(out=out), found.next_step, found.version
+
+    method = {"parameter": "CreateParameter", "table": "OpenTable"}[kind]
+    for values, next_step, version in line.flips(method, "response", call):
+        np.testing.assert_array_equal(values, -6)
+        assert (next_step, version) == (2, 2)
+
+
+@pytest.mark.parametrize("method", ["ClaimInit", "InitWeights"])
+def test_what_first_weights_are_answered(line, method) -> None:
+    names = iter(f"m{number:05d}" for number in range(10**5))
+    values = np.arange(SIZE, dtype=np.float32)
+
+    def call(timeout_s: float | None) -> shardwell.Parameter:
+        model = line.client.parameter(next(names), size=SIZE, optimizer=SGD, codec="fp32")
+        model.init(values, timeout_s=timeout_s)
+        return model
+
+    for model in line.flips(method, "response", call):
+        np.testing.assert_array_equal(model.get_weights(), values)
+        assert (model.version, model.next_step) == (0, 0)
+
+
+def test_how_many_rows_were_evicted(line) -> None:
+    table = opened_table(line.client)
+
+    def call(timeout_s: float | None) -> int:
+        return table.evict(older_than_step=table.next_step, timeout_s=timeout_s)
+
+    for _ in line.flips("EvictRows", "response", call):
+        assert rows_of(line) == {}
+        table.put_row_gradients(IDS, np.ones((3, DIM), np.float32))
+        table.put_row_gradients([], np.ones((0, DIM), np.float32))
+        assert table.evict(older_than_step=table.next_step) == 3
+
+
+@pytest.mark.parametrize("direction", ["request", "response"])
+def test_who_a_shard_is(line, direction) -> None:
+    """A name of the cluster that was damaged would be believed for as long as the client lives."""
+    model = opened(line.client, codec="fp32")
+    model.put_gradient(np.full(SIZE, 3, np.float32))
+
+    def call(timeout_s: float | None) -> np.ndarray:
+        timeout_s = PATIENCE_S if timeout_s is None else timeout_s
+        with shardwell.connect(
+            line.address, worker_id="reader", connect_timeout_s=timeout_s, timeout_s=PATIENCE_S
+        ) as client:
+            (status,) = client.status()
+            assert [each.version_max for each in status.parameters] == [1]
+            return client.parameter(NAME).get_weights()
+
+    for weights in line.flips("GetStatus", direction, call):
+        np.testing.assert_array_equal(weights, -3)
+
+
+@pytest.mark.parametrize("direction", ["request", "response"])
+def test_groups_that_meet(line, direction) -> None:
+    def call(timeout_s: float | None) -> tuple[int, int, float]:
+        values = np.ones(3, np.float32)
+        with shardwell.join_group(
+            "job", rank=0, size=1, rendezvous=line.address, timeout_s=PATIENCE_S
+        ) as group:
+            group.all_reduce(values)
+            return group.rank, group.size, float(values.sum())
+
+    for found in line.flips("JoinGroup", direction, call):
+        assert found == (0, 1, 3.0)
+
+
+# Sessions.
+
+
+def test_attending(line) -> None:
+    """A client whose session arrived as another one goes on by itself."""
+    opened(line.client, codec="fp32", mode="async", worker_count=None)
+    line.client.close()
+    count = 0
+
+    def call(timeout_s: float | None) -> None:
+        nonlocal count
+        with shardwell.connect(line.address, worker_id="w1", timeout_s=PATIENCE_S) as client:
+            opened(client, codec="fp32", mode="async", worker_count=None).put_gradient(
+                np.ones(SIZE, np.float32)
+            )
+        count += 1
+
+    for _ in line.flips("Attend", "request", call):
+        np.testing.assert_array_equal(kept(line), -count)
+
+
+@pytest.mark.parametrize("field", ["session", "worker_id"])
+def test_a_shard_that_knows_another_session_instead(line, field) -> None:
+    """However that came to be: its client ends that call, and makes another one."""
+
+    def changed(message: bytes) -> bytes:
+        request = session_pb2.AttendRequest.FromString(message)
+        setattr(request, field, {"session": request.session ^ 1, "worker_id": "w7"}[field])
+        if field == "worker_id":
+            request.session ^= 1
+        return bytes(wire_crc.seal_message(request).SerializeToString())
+
+    line.watch("Attend", "request", changed)
+    with shardwell.connect(line.address, worker_id="w1", timeout_s=PATIENCE_S) as client:
+        opened(client, codec="fp32").put_gradient(np.ones(SIZE, np.float32))
+        eventually("the call has come", lambda: line.is_done)
+        np.testing.assert_array_equal(kept(line), -1)
+
+
+def test_sessions_that_end(line) -> None:
+    """None but the one that was meant, and never one that goes on."""
+    with WireWorker(line.running.target, OTHER_WORKER) as worker:
+        model = worker.create(spec(NAME, SIZE))
+        model.init(np.zeros(SIZE))
+        request = wire_crc.seal_message(
+            session_pb2.EndSessionRequest(shard=worker.identities[0], session=worker.session)
+        ).SerializeToString()
+        end = worker.channels[0].unary_unary("/shardwell.v1.SessionService/EndSession")
+        for count, bit in enumerate(range(0, 8 * len(request), line.stride), start=1):
+            damaged = bytearray(request)
+            damaged[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(grpc.RpcError):
+                end(bytes(damaged), timeout=PATIENCE_S)
+            model.push(np.ones(SIZE))
+            np.testing.assert_array_equal(kept(line), -count)
+
+
+# Where a step ends.
+
+
+@pytest.mark.parametrize("field", ["end_of_step", "counts_only", "wait_timeout_ms"])
+@pytest.mark.parametrize("number", [0, 1], ids=["first", "last"])
+@pytest.mark.parametrize("verb", ["put_gradient", "exchange"])
+def test_where_a_step_ends(line, verb, number, field) -> None:
+    """Of two chunks, one says something else than was sent; the next call finds no step begun."""
+    model = line.client.parameter("pair", size=2048, optimizer=SGD, codec="fp32")
+    model.init(np.zeros(2048, np.float32))
+    getattr(model, verb)(np.ones(2048, np.float32))
+
+    def changed(message: bytes) -> bytes:
+        request = pb.ExchangeRequest.FromString(message)
+        gradient = request.gradient
+        assert gradient.end_of_step == (number == 1)
+        setattr(gradient, field, int(not getattr(gradient, field)))
+        return bytes(request.SerializeToString())
+
+    line.watch("Exchange", "request", changed, number)
+    with pytest.raises(shardwell.CorruptChunkError, match="is damaged"):
+        getattr(model, verb)(np.ones(2048, np.float32))
+    assert line.is_done
+    getattr(model, verb)(np.ones(2048, np.float32))
+    np.testing.assert_array_equal(model.get_weights(min_version=2), -2)
 
 
 # Groups. Every bit of peers' chunks: test_group_refusals.py.

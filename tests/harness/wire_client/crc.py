@@ -7,6 +7,8 @@ types.proto has them all.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,12 +18,25 @@ GRADIENT, WEIGHTS, FIRST_WEIGHTS, SNAPSHOT = 1, 2, 3, 4
 ROW_GRADIENTS, ROWS_FETCH, ROWS_ANSWER, ROWS_SCAN, ROWS_LOAD, PEER_CHUNK = 5, 6, 7, 8, 9, 10
 WEIGHTS_FETCH = 11
 
+_NO_TYPE = SimpleNamespace(fields_by_name=())
+
 Value = int | float | str | bytes
 
 
 def seal(message: Any, *context: Value) -> Any:
-    """The message, whose CRC fits now; changed in place."""
+    """The message, whose CRC fits now, and what it opens; changed in place."""
     head_of(message).crc32c = crc_of(message, *context)
+    return seal_around(message)
+
+
+def seal_around(message: Any) -> Any:
+    """A message of a stream, in which the CRCs of `open` and of a chunk's control fields fit."""
+    fields = message.DESCRIPTOR.fields_by_name
+    if "open" in fields and message.HasField("open"):
+        seal_message(message.open)
+    is_gradient = "gradient" in fields and message.HasField("gradient")
+    if is_gradient and hasattr(message.gradient, "control_crc32c"):
+        message.gradient.control_crc32c = of_control(message.gradient)
     return message
 
 
@@ -50,14 +65,53 @@ def _all_fields(message: Any) -> list[Value]:
     return values
 
 
-class Sealing(grpc.UnaryUnaryClientInterceptor):
-    """Gives requests without a payload their CRC."""
+def seal_message(message: Any) -> Any:
+    """A message without a payload, whose CRC fits now, if it has one; changed in place."""
+    if "crc32c" in message.DESCRIPTOR.fields_by_name:
+        message.crc32c = of_message(message)
+    return message
+
+
+class Sealing(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Gives requests without a payload their CRC, and looks at that of their answers.
+
+    Of messages with a payload, only what `seal_around` says.
+    """
 
     def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        is_message = hasattr(request, "DESCRIPTOR")  # and no garbage
-        if is_message and "crc32c" in request.DESCRIPTOR.fields_by_name:
-            request.crc32c = of_message(request)
-        return continuation(details, request)
+        return _checked(continuation(details, _sealed(request)))
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(details, _sealed(request))
+
+    def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
+        return _checked(continuation(details, _sealed_around(requests)))
+
+    def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        return continuation(details, _sealed_around(requests))
+
+
+def _sealed(request: Any) -> Any:
+    return seal_message(request) if hasattr(request, "DESCRIPTOR") else request  # no garbage
+
+
+def _sealed_around(requests: Iterable[Any]) -> Iterator[Any]:
+    for request in requests:
+        yield seal_around(request) if hasattr(request, "DESCRIPTOR") else request
+
+
+def _checked(call: Any) -> Any:
+    """A call, whose answer has a CRC that fits, if it has one."""
+    if call.exception() is None:
+        answer = call.result()
+        if "crc32c" in getattr(answer, "DESCRIPTOR", _NO_TYPE).fields_by_name:
+            assert answer.crc32c == of_message(answer), answer
+    return call
 
 
 def fits(message: Any, *context: Value) -> bool:
@@ -72,6 +126,19 @@ def crc_of(message: Any, *context: Value) -> int:
     names = _HEADS[type(head).__name__]
     values = [*context, *_fields(message), *(getattr(head, name) for name in names)]
     return crc32.iscsi(b"".join(map(_packed, values)) + message.payload)
+
+
+def of_control(gradient: Any) -> int:
+    """What control_crc32c of a chunk of a gradient should be."""
+    values = (20, gradient.end_of_step, gradient.counts_only, gradient.wait_timeout_ms)
+    return crc32.iscsi(b"".join(map(_packed, values)))
+
+
+def of_counted(table: str, answer: Any) -> int:
+    """What the CRC of the count in an ExchangeRowsResponse should be."""
+    counted = answer.counted
+    parts = (counted.step, counted.counted_part_count, counted.duplicate_part_count)
+    return crc32.iscsi(b"".join(map(_packed, (21, table, *parts, answer.version))))
 
 
 def of_fetch(parameter: str, fetch: Any) -> int:

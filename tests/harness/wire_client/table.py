@@ -112,13 +112,14 @@ class WireTable:
 
     def opening(self, shard_index: int) -> pb.TableOpen:
         """What a stream's first message has."""
-        return pb.TableOpen(
+        opening = pb.TableOpen(
             shard=self.worker.identities[shard_index],
             table=self.spec.name,
             worker_id=self.worker.worker_id,
             session=self.worker.session,
             tenure=self.tenure,
         )
+        return wire_crc.seal_message(opening)
 
     def split(self, ids: Iterable[int]) -> list[list[int]]:
         """Distinct ids by shard, ascending."""
@@ -208,6 +209,8 @@ class WireTable:
             calls.append(self.stream(shard_index, self.parts(mine, rows, **options)))
         answers = [list(call) for call in calls]
         assert all(len(answer) == 1 for answer in answers)
+        for (answer,) in answers:
+            assert answer.counted.crc32c == wire_crc.of_counted(self.spec.name, answer)
         self.next_step = answers[0][0].counted.step + 1
         return [answer for (answer,) in answers]
 

@@ -212,13 +212,14 @@ class WireParameter:
 
     def open(self, shard_index: int) -> types.StreamOpen:
         """What a stream's first message has."""
-        return types.StreamOpen(
+        opening = types.StreamOpen(
             shard=self.worker.identities[shard_index],
             parameter=self.spec.name,
             worker_id=self.worker.worker_id,
             session=self.worker.session,
             tenure=self.tenure,
         )
+        return wire_crc.seal_message(opening)
 
     def claim_init(self, wait_timeout_s: float = 0.0) -> pb.ClaimInitResponse:
         """Asks shard 0 for the right to set the first weights."""

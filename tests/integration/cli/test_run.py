@@ -23,6 +23,7 @@ from harness.leaks import child_pids, is_running
 from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.programs.commands import Program, run_command
 from harness.tokens import bearing
+from harness.wire_client import crc as wire_crc
 from shardwell.group.launch.environment import LaunchEnvironment
 from shardwell.v1 import group_pb2 as pb
 
@@ -121,7 +122,8 @@ def test_the_place_to_meet_is_served(script, pids) -> None:
                 request_serializer=pb.JoinGroupRequest.SerializeToString,
                 response_deserializer=pb.JoinGroupResponse.FromString,
             )
-            assert list(join(request, timeout=PATIENCE_S).missing_ranks) == [1]
+            answer = join(wire_crc.seal_message(request), timeout=PATIENCE_S)
+            assert list(answer.missing_ranks) == [1]
         running.send(signal.SIGTERM)
         assert running.end() == 128 + signal.SIGTERM
 

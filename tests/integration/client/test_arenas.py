@@ -29,6 +29,7 @@ from google.protobuf.message import DecodeError
 import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
+from harness.wire_client import crc as wire_crc
 from harness.wire_client.arena import NONCE, SEALS, SIZE, WireArena
 from harness.wire_client.worker import WireWorker, decode, error_detail, spec
 from shardwell.process.shared_memory import IS_SUPPORTED, OwnMemory
@@ -672,7 +673,9 @@ def test_what_the_other_side_changes_is_noticed(offering) -> None:
 
 
 def in_one(messages: list[Any]) -> Any:
-    return pb.ExchangeRequest(batch=[message.SerializeToString() for message in messages])
+    return pb.ExchangeRequest(
+        batch=[wire_crc.seal_around(message).SerializeToString() for message in messages]
+    )
 
 
 def test_messages_in_one_are_as_by_themselves(offering) -> None:

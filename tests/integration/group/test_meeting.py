@@ -19,6 +19,7 @@ import shardwell
 from harness.group.rendezvous_driver import group_spec
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.tokens import bearing
+from harness.wire_client import crc as wire_crc
 from harness.wire_client.worker import error_detail
 from shardwell.group.rendezvous.client import Formed, Rendezvous
 from shardwell.group.rendezvous.lease import LeaseKeeper
@@ -353,8 +354,12 @@ def test_bytes_that_are_no_request(cluster, method: str, message: bytes) -> None
         call = channel.unary_unary(f"/shardwell.v1.GroupService/{method}")
         with pytest.raises(grpc.RpcError) as caught:
             call(message, timeout=PATIENCE_S)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error_detail(caught.value).code == types_pb2.ERROR_CODE_INVALID_ARGUMENT
+    expected = (
+        (grpc.StatusCode.INVALID_ARGUMENT, types_pb2.ERROR_CODE_INVALID_ARGUMENT)
+        if message
+        else (grpc.StatusCode.DATA_LOSS, types_pb2.ERROR_CODE_CORRUPT_CHUNK)  # all but the CRC
+    )
+    assert (caught.value.code(), error_detail(caught.value).code) == expected
     assert join(target, new_member("h0"), 0, group_spec(1)).rank == 0
 
 
@@ -375,7 +380,7 @@ def test_requests_that_are_too_large(cluster) -> None:
         stub: Any = group_pb2_grpc.GroupServiceStub(channel)
         for attack in attacks:
             with pytest.raises(grpc.RpcError) as caught:
-                stub.JoinGroup(attack, timeout=PATIENCE_S)
+                stub.JoinGroup(wire_crc.seal_message(attack), timeout=PATIENCE_S)
             assert caught.value.code() in (
                 grpc.StatusCode.INVALID_ARGUMENT,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,

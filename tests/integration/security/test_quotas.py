@@ -263,6 +263,7 @@ def test_a_session_has_few_calls_by_which_it_attends(cluster, tokens) -> None:
     metadata = [("authorization", f"Bearer {tokens.add('ci', 'read').read_text().strip()}")]
     request = session_pb2.AttendRequest(worker_id="w", session=7, host="here")
     request.shard.cluster_id, request.shard.shard_count = running.cluster_id, 1
+    wire_crc.seal_message(request)
     with grpc.insecure_channel(running.target) as channel:
         attend = channel.unary_stream("/shardwell.v1.SessionService/Attend")
         attended = []

@@ -382,10 +382,7 @@ def request_of(method: str, row: Row, shard: types_pb2.ShardIdentity) -> Any:
     service, _, name = method.partition("/")
     (found,) = [each for each in SERVICES if each.name == service]
     kind = message_factory.GetMessageClass(found.methods_by_name[name].input_type)
-    request = kind(**row.request(shard))
-    if "crc32c" in kind.DESCRIPTOR.fields_by_name:
-        request.crc32c = wire_crc.of_message(request)
-    return request
+    return wire_crc.seal_around(wire_crc.seal_message(kind(**row.request(shard))))
 
 
 def expected(row: Row, who: str) -> grpc.StatusCode:
@@ -594,14 +591,18 @@ def test_a_stream_that_goes_on_with_another_name(running, tokens) -> None:
     tokens.add("both", "create:prod-p", "read:prod-t")
     bearer = f"Bearer {(tokens.directory / 'both.token').read_text().strip()}"
     opens = [
-        parameter_server_pb2.ExchangeRequest(
-            open=STREAM_OPEN(shard=identity(running), worker_id="w", session=7, parameter=name)
+        wire_crc.seal_around(
+            parameter_server_pb2.ExchangeRequest(
+                open=STREAM_OPEN(shard=identity(running), worker_id="w", session=7, parameter=name)
+            )
         ).SerializeToString()
         for name in ("prod-p", "other-p")
     ]
     rows = [
-        table_pb2.ExchangeRowsRequest(
-            open=TABLE_OPEN(shard=identity(running), worker_id="w", session=7, table=name)
+        wire_crc.seal_around(
+            table_pb2.ExchangeRowsRequest(
+                open=TABLE_OPEN(shard=identity(running), worker_id="w", session=7, table=name)
+            )
         ).SerializeToString()
         for name in ("prod-t", "other-t")
     ]
@@ -611,6 +612,7 @@ def test_a_stream_that_goes_on_with_another_name(running, tokens) -> None:
             shard=identity(running), worker_id="w", session=7, host="here"
         )
         metadata = [("authorization", bearer)]
+        wire_crc.seal_message(request)
         attending = attend(request.SerializeToString(), metadata=metadata)
         attending.initial_metadata()
         for path, messages in (
@@ -645,6 +647,7 @@ def test_a_seat_is_taken_by_one_s_own_session_alone(running, tokens, kind) -> No
         session = session_pb2.AttendRequest(
             shard=identity(running), worker_id="w", session=7, host="here"
         )
+        wire_crc.seal_message(session)
         attending = attend(
             session.SerializeToString(), metadata=[("authorization", secret["create"])]
         )

@@ -24,6 +24,7 @@ from harness.certificates import authority, of_client, of_server
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
 from harness.tokens import Tokens, bearing
+from harness.wire_client import crc as wire_crc
 from shardwell.v1 import group_pb2, group_pb2_grpc, peer_pb2, peer_pb2_grpc
 from shardwell_server import GroupCluster, ShardConfig, ShardServer
 
@@ -523,7 +524,8 @@ def renewed(target: str, file: Path, group: str, member_id: str = "m") -> None:
         lease_ms=1000,
     )
     with bearing(grpc.insecure_channel(target), file.read_text().strip()) as channel:
-        group_pb2_grpc.GroupServiceStub(channel).RenewLease(request, timeout=PATIENCE_S)
+        stub = group_pb2_grpc.GroupServiceStub(channel)
+        stub.RenewLease(wire_crc.seal_message(request), timeout=PATIENCE_S)
 
 
 def waiting_id(meetings: Any) -> str:

@@ -162,6 +162,8 @@ def test_a_gradient_that_comes_again_too_late_is_refused(cluster, kind, ends) ->
         ]
         others[0].put(10, step=0)
         until_accepted(lambda: others[1].put(10, step=0), grpc.RpcError)
+        if ends == "in order":
+            late.worker.session += 1  # as a worker that connects again
         late.worker.attendances = [late.worker.attend(index) for index in range(2)]
         for step in (0, 1):
             with pytest.raises(grpc.RpcError) as caught:

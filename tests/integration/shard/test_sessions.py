@@ -7,7 +7,10 @@ asynchronous; the weights show which gradients counted: every element is minus t
 from __future__ import annotations
 
 import os
+import queue
 import socket
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -17,8 +20,9 @@ import shardwell
 from harness.polling import eventually
 from harness.programs.session_worker import SIZE, SessionWorker, Subject
 from harness.wire_client.table import WireTable, table_spec
-from harness.wire_client.worker import WireWorker, error_detail, spec
+from harness.wire_client.worker import WireParameter, WireWorker, error_detail, spec
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import table_pb2
 from shardwell.v1 import types_pb2 as types
 from shardwell_server import Limits
 
@@ -206,6 +210,24 @@ def test_default_ids_never_collide(cluster) -> None:
 # Sessions on the wire.
 
 
+def wired(worker: WireWorker) -> tuple[WireParameter, WireTable]:
+    """A parameter of four elements and a table of four rows, all zeros."""
+    model = worker.create(spec(size=4))
+    model.init(np.zeros(4))
+    return model, WireTable(worker, table_spec(row_count=4, dim=1))
+
+
+def fed(outgoing: queue.SimpleQueue[Any]) -> Iterator[Any]:
+    """Messages as they come, until None does."""
+    return iter(outgoing.get, None)
+
+
+def opens(table: WireTable, message: table_pb2.ExchangeRowsRequest) -> Any:
+    """The message, which opens a stream about the table."""
+    message.open.CopyFrom(table.opening(0))
+    return message
+
+
 def test_a_gradient_needs_a_session_that_attends(cluster) -> None:
     target = cluster(1).target
     with WireWorker(target, "w0") as maker:
@@ -303,6 +325,106 @@ def test_session_count_max(cluster, connect) -> None:
 
     eventually("the third gets in", gets_in)
     assert subjects[2].values() == {-3.0}
+
+
+@KINDS
+def test_a_session_that_has_ended_contributes_no_more(cluster, kind) -> None:
+    """As a worker's loop of retries would have it, which attends where its session is not known."""
+    running = cluster(1)
+    ended = (Code.FAILED_PRECONDITION, types.ERROR_CODE_SESSION_ENDED)
+    with WireWorker(running.target, "w0") as worker:
+        model, table = wired(worker)
+        worker.end_session()
+        calls = {
+            "parameter": [
+                lambda: [model.push(np.ones(4))],
+                lambda: [worker.create(spec(size=4), take_seat=True)],
+            ],
+            "table": [
+                lambda: table.stream(0, table.parts([1], [[1.0]])),
+                lambda: [table.open(take_seat=True)],
+            ],
+        }[kind]
+        for call in calls:
+            assert "another number" in refused(call, *ended).details()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(worker.attend(0))
+        assert (caught.value.code(), error_detail(caught.value).code) == ended
+        worker.end_session()  # as one whose answer was lost
+        np.testing.assert_array_equal(model.pull(), 0)
+        assert table.get([1]) == 0
+        worker.session += 1
+        worker.attendances.append(worker.attend(0))
+        model.push(np.ones(4))
+        table.put([1], [[1.0]])
+        np.testing.assert_array_equal(model.pull(), -1)
+        assert table.get([1]) == -1
+
+
+@KINDS
+def test_what_a_session_has_open_ends_with_it(cluster, kind) -> None:
+    """Its Attend, and streams that contribute by it; not those that only read."""
+    running = cluster(1)
+    with WireWorker(running.target, "w0") as worker, WireWorker(running.target, "w1") as other:
+        model, table = wired(worker)
+        outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        if kind == "parameter":
+            reading = worker.stubs[0].Exchange(fed(fetches := queue.SimpleQueue()))
+            fetches.put(model.fetch(0))
+            open_one = worker.stubs[0].Exchange(fed(outgoing))
+            outgoing.put(model.gradient_messages(pb.ExchangeRequest, 0, np.ones(4))[0])
+        else:
+            reading = table.stubs[0].ExchangeRows(fed(fetches := queue.SimpleQueue()))
+            fetches.put(opens(table, table.fetch([1])))
+            open_one = table.stubs[0].ExchangeRows(fed(outgoing))
+            outgoing.put(opens(table, table.parts([1], [[1.0]])[0]))
+        next(open_one)
+        next(reading)
+        worker.end_session()
+        for call in (open_one, worker.attendances[0]):
+            with pytest.raises(grpc.RpcError) as caught:
+                next(call)
+            assert caught.value.code() is Code.FAILED_PRECONDITION
+            assert error_detail(caught.value).code == types.ERROR_CODE_SESSION_ENDED
+        assert other.attendances[0].is_active()
+        assert reading.is_active()
+        for each in (fetches, outgoing):
+            each.put(None)
+        assert not list(reading)
+        assert not running.servers[0]._calls.refusal_counts
+
+
+def test_a_stream_goes_on_while_its_session_attends_no_more(cluster) -> None:
+    """Until another session takes its seat: that alone decides, so that nothing counts twice."""
+    running = cluster(1)
+    sessions = running.servers[0].shard.sessions
+    with WireWorker(running.target, "w0") as worker, WireWorker(running.target, "w1") as other:
+        model, _ = wired(worker)
+        outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        stream = worker.stubs[0].Exchange(fed(outgoing))
+        outgoing.put(model.gradient_messages(pb.ExchangeRequest, 0, np.ones(4), step=0)[0])
+        next(stream)
+        worker.attendances[0].cancel()
+        eventually("it attends no more", lambda: sessions.count == 1)
+        (message,) = model.gradient_messages(pb.ExchangeRequest, 0, np.ones(4), step=1)
+        message.ClearField("open")
+        outgoing.put(message)
+        assert next(stream).version == 2
+        refused(
+            lambda: [model.push(np.ones(4))], Code.UNAVAILABLE, types.ERROR_CODE_SESSION_UNKNOWN
+        )
+        other.worker_id, other.session = "w0", other.session + 1
+        other.attendances.append(other.attend(0))
+        taken = other.create(spec(size=4), take_seat=True)
+        taken.next_step = 2
+        taken.push(np.ones(4))
+        (message,) = model.gradient_messages(pb.ExchangeRequest, 0, np.ones(4), step=3)
+        message.ClearField("open")
+        outgoing.put(message)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stream)
+        assert error_detail(caught.value).code == types.ERROR_CODE_WORKER_ID_IN_USE
+        np.testing.assert_array_equal(taken.pull(), -3)
 
 
 def test_two_calls_of_one_session_are_one_life(cluster) -> None:

@@ -18,6 +18,7 @@ import shardwell
 from harness.faults.proxy import Proxy
 from harness.polling import PATIENCE_S, eventually
 from harness.tokens import bearing
+from harness.wire_client import crc as wire_crc
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.config import Limits
@@ -107,7 +108,7 @@ def test_answers_that_are_not_read_count_in_a_limit(cluster, connect, monkeypatc
     room = running.servers[0]._calls._room
     (status,) = client.status()
     shard = types_pb2.ShardIdentity(cluster_id=status.cluster_id, shard_index=0, shard_count=1)
-    request = pb.GetWeightsRequest(parameter="large", shard=shard)
+    request = wire_crc.seal_message(pb.GetWeightsRequest(parameter="large", shard=shard))
     with Proxy(running.target) as line, bearing(grpc.insecure_channel(line.address)) as channel:
         line.slow_down(bytes_per_s=200_000)
         get = channel.unary_stream("/shardwell.v1.ParameterServerService/GetWeights")

@@ -30,6 +30,7 @@ WIRE: dict[str, tuple[type[errors.ShardwellError], grpc.StatusCode]] = {
     "STEP_ORDER": (errors.StepOrderError, Code.FAILED_PRECONDITION),
     "WORKER_ID_IN_USE": (errors.WorkerIdInUseError, Code.FAILED_PRECONDITION),
     "SESSION_UNKNOWN": (errors.SessionUnknownError, Code.UNAVAILABLE),
+    "SESSION_ENDED": (errors.SessionEndedError, Code.FAILED_PRECONDITION),
     "SEATS_TAKEN": (errors.SeatsTakenError, Code.FAILED_PRECONDITION),
     "WORKERS_MISSING": (errors.WorkersMissingError, Code.DEADLINE_EXCEEDED),
     "LIMIT_EXCEEDED": (errors.LimitError, Code.RESOURCE_EXHAUSTED),

@@ -28,6 +28,7 @@ from shardwell.errors import (
     ArgumentError,
     LimitError,
     SeatsTakenError,
+    SessionEndedError,
     SessionUnknownError,
     ShardUnavailableError,
     StepOrderError,
@@ -91,6 +92,8 @@ class SessionMachine(RuleBasedStateMachine):
             sessions=self.sessions,
         )
         self.calls: dict[Session, list[object]] = {}
+        self.remembered: dict[Session, bool] = {}
+        """Sessions that left, of which the shard knows, and whether they ended in order."""
         self.left_s: dict[Session, float] = {}
 
     def place_of(self, worker: str) -> Place | None:
@@ -111,19 +114,29 @@ class SessionMachine(RuleBasedStateMachine):
             return -1.0
         return self.now_s - self.left_s.get(session, self.started_s)
 
-    def note_left(self, session: Session) -> None:
+    def note_left(self, session: Session, *, in_order: bool = False) -> None:
         self.left_s.pop(session, None)
         self.left_s[session] = self.now_s
+        in_order |= self.remembered.pop(session, False)
+        self.remembered[session] = in_order
+        if len(self.remembered) > SESSION_COUNT_MAX:
+            del self.remembered[next(iter(self.remembered))]
 
     @rule(worker=workers, life=lives)
     def attend(self, worker: str, life: int) -> None:
         session = session_of(worker, life)
         attending = [one for one, calls in self.calls.items() if calls]
+        if self.remembered.get(session):
+            with pytest.raises(SessionEndedError, match="has ended"):
+                self.sessions.attend(worker, session, lambda: None)
+            return
         if session not in attending and len(attending) == SESSION_COUNT_MAX:
             with pytest.raises(LimitError, match="session_count_max"):
                 self.sessions.attend(worker, session, lambda: None)
             return
         token = self.sessions.attend(worker, session, lambda: None)
+        if session not in attending:
+            self.remembered.pop(session, None)
         self.calls.setdefault(session, []).append(token)
 
     @rule(worker=workers, life=lives, again=st.booleans())
@@ -148,7 +161,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.tracker.set_owner(place.worker, None)
             place.owner, place.ended = None, next(self.numbers)
         self.calls[session] = []
-        self.note_left(session)
+        self.note_left(session, in_order=True)
 
     @rule(duration_s=st.sampled_from([0.5, 2.0, 10.0]))
     def wait(self, duration_s: float) -> None:
@@ -186,7 +199,8 @@ class SessionMachine(RuleBasedStateMachine):
         if attends and not self.calls.get(session):
             self.attend(worker, life)
         if not self.calls.get(session):
-            with pytest.raises(SessionUnknownError):
+            has_ended = self.remembered.get(session)
+            with pytest.raises(SessionEndedError if has_ended else SessionUnknownError):
                 self.sessions.check(session.number, worker)
             return
         assert self.sessions.check(session.number, worker) == session

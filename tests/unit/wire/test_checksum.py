@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf import descriptor_pool
 
 from harness.wire_client import crc as wire_crc
 from harness.wire_client.table import table_spec
 from harness.wire_client.worker import sgd, spec
+from shardwell.errors import CorruptChunkError
+from shardwell.v1 import group_pb2, peer_pb2, session_pb2, table_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import peer_pb2, table_pb2, types_pb2
 from shardwell.wire import checksum
 
 LARGE = 2**64 - 1
@@ -180,6 +182,16 @@ MESSAGES = [
     pb.CreateParameterRequest(spec=spec("p", 6, optimizer=sgd(0.25)), session=LARGE),
     table_pb2.OpenTableRequest(spec=table_spec("t", 9, 2), worker_id="w"),
     table_pb2.OpenTableRequest(spec=table_spec("t", None, 2), worker_id="w"),
+    session_pb2.AttendRequest(worker_id="w", session=LARGE, host="h", pid=2**32 - 1),
+    session_pb2.EndSessionRequest(session=LARGE),
+    types_pb2.StreamOpen(parameter="p", worker_id="w", session=LARGE, tenure=1),
+    table_pb2.TableOpen(table="t", worker_id="w", session=LARGE, tenure=1),
+    pb.GetStatusResponse(
+        shard=types_pb2.ShardIdentity(cluster_id="c"),
+        uptime_s=0.5,
+        parameters=[pb.ParameterStatus(wait=types_pb2.StepWait(open_for_s=0.0)), {}],
+    ),
+    group_pb2.JoinGroupRequest(rank=1, lost_ranks=[2, 3]),
 ]
 
 
@@ -193,9 +205,70 @@ def test_a_message_without_a_payload_is_what_the_proto_says(message: Any) -> Non
     assert checksum.of_message(changed) == found
     if hasattr(changed, "shard"):
         changed.shard.shard_count += 1
-    else:
+    elif hasattr(changed, "norm"):
         changed.norm += 1
+    else:
+        changed.rank += 1
     assert checksum.of_message(changed) != found
+
+
+@pytest.mark.parametrize(
+    ("service", "method"),
+    [
+        (service.full_name, method.name)
+        for file in (pb, table_pb2, session_pb2, group_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ],
+)
+def test_every_message_without_a_payload_has_one(service: str, method: str) -> None:
+    """Of whatever call, in either direction: else one flipped bit is believed."""
+    found = descriptor_pool.Default().FindServiceByName(service).methods_by_name[method]
+    for kind in (found.input_type, found.output_type):
+        names = set(kind.fields_by_name)
+        assert not names or names & {"crc32c", "payload"}, kind.full_name
+
+
+CONTROL = types_pb2.GradientChunk(end_of_step=True, counts_only=True, wait_timeout_ms=2**32 - 1)
+
+
+def test_what_a_chunk_says_besides_is_covered_beside_it() -> None:
+    """It may differ when a chunk is sent again, whose own CRC must not."""
+    changed = [types_pb2.GradientChunk() for _ in range(4)]
+    changed[1].end_of_step = changed[2].counts_only = True
+    changed[3].wait_timeout_ms = 1
+    found = [checksum.gradient_control(each) for each in (CONTROL, *changed)]
+    assert found == [wire_crc.of_control(each) for each in (CONTROL, *changed)]
+    assert len(set(found)) == len(found)
+    context = checksum.gradient_context("p", "w")
+    assert len({checksum.gradient(context, each) for each in changed}) == 1
+
+
+def test_the_count_of_a_step_covers_the_version_beside_it() -> None:
+    found = set()
+    for table, version, step, counted, repeated in itertools.product(
+        "tu", *[(0, LARGE)] * 2, (0, 1), (0, 1)
+    ):
+        answer = table_pb2.ExchangeRowsResponse(
+            counted=table_pb2.RowsCounted(
+                step=step, counted_part_count=counted, duplicate_part_count=repeated
+            ),
+            version=version,
+        )
+        context = checksum.rows_counted_context(table)
+        crc = checksum.rows_counted(context, answer.counted, answer.version)
+        assert crc == wire_crc.of_counted(table, answer)
+        found.add(crc)
+    assert len(found) == 32
+
+
+def test_a_message_is_sealed_and_looked_at() -> None:
+    message = pb.ConfirmInitRequest(parameter="p", epoch=3)
+    with pytest.raises(CorruptChunkError, match=r"ConfirmInitRequest: CRC32C .* damaged"):
+        checksum.check_sealed(message)
+    checksum.check_sealed(pb.ConfirmInitRequest.FromString(checksum.sealed(message)))
+    assert checksum.sealed(pb.ReportResponse()) == b""  # which has none
+    checksum.check_sealed(pb.ReportResponse())
 
 
 def test_those_that_differ_in_presence_alone_differ() -> None:

@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 
 from shardwell.errors import (
     ClosedError,
+    CorruptChunkError,
     DeadlineError,
     ShardUnavailableError,
     WorkersMissingError,
@@ -33,6 +34,7 @@ from shardwell.rpc.options import unary_stub
 from shardwell.rpc.tls import check_trust
 from shardwell.specs.names import format_ranks, parse_target
 from shardwell.v1 import group_pb2 as pb
+from shardwell.wire import checksum
 
 POLL_INTERVAL_S_MIN, POLL_INTERVAL_S_MAX = 0.02, 0.25
 """Between two questions; drawn anew each time, so that many workers do not ask at one moment."""
@@ -228,6 +230,8 @@ class Rendezvous(Closing):
                 waiting.failed(error)
                 if not request.previous_generation:  # else the two sides have met before
                     check_trust("the rendezvous", self.address, self._tls, waiting.remaining_s)
+            except CorruptChunkError as error:
+                waiting.failed(error)
             except WorkerUnreachableError as error:
                 if not request.previous_generation:
                     raise
@@ -286,6 +290,7 @@ class Rendezvous(Closing):
         try:
             if (response := call.result()) is None:
                 raise ShardUnavailableError(f"the answer of {self.address} was lost on its way")
+            checksum.check_sealed(response)
             return response
         except grpc.FutureCancelledError:
             if _is_expired():
