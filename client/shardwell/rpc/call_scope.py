@@ -75,7 +75,8 @@ class CallScope:
                 self._attempted, body, bound_s, in_turn=in_turn, trace_parent=span.trace_parent
             )
             tell = partial(self._tell_wait, verb, bound_s) if verb else None
-            return self._shards.threads.run(call, bound_s, scope=self, tell=tell)
+            look = partial(self._shards.look_for_silence, f"{verb or 'a call'} of {self._what}")
+            return self._shards.threads.run(call, bound_s, scope=self, tell=tell, look=look)
 
     def start(
         self,

@@ -41,6 +41,9 @@ _LONG_PART = 0.25
 """Of a call's time, after which it takes long: who has slow steps gives them more time."""
 _LONG_S_MIN = 10.0
 """Nothing that takes less does."""
+_LOOK_S_FIRST = 2.0
+"""After so long, and then each time that it has doubled, a call that waits has its shards looked
+at."""
 CALL_COUNT_MAX = 256
 """Calls of one client that are under way at once; each has a thread."""
 LATE_S = 0.25
@@ -218,6 +221,7 @@ class CallThreads:
         *,
         scope: object = None,
         tell: Callable[[float], None] | None = None,
+        look: Callable[[float], None] | None = None,
     ) -> ResultT:
         """What `body` returns or raises, from a thread of these. Blocks up to `timeout_s`.
 
@@ -228,6 +232,7 @@ class CallThreads:
             timeout_s: When it is cancelled.
             scope: What it is a call of: see `cancel_scope`.
             tell: Called once it has taken long, with how long.
+            look: Called after a few seconds, and again after as many, with how many.
 
         Raises:
             DeadlineError: it did not end, even though it was cancelled.
@@ -245,7 +250,7 @@ class CallThreads:
             if threads.are_gone:
                 _refuse(call)
             long_s = max(timeout_s * _LONG_PART, _LONG_S_MIN)
-            outcome = _awaited(outcomes, timeout_s + LATE_S + ABANDON_S, long_s, tell)
+            outcome = _awaited(outcomes, timeout_s + LATE_S + ABANDON_S, long_s, tell, look)
         except queue.Empty:
             raise DeadlineError(
                 f"a call of this {self._name} did not end within {ABANDON_S:g} s after it was "
@@ -511,15 +516,20 @@ def _awaited(
     timeout_s: float,
     long_s: float,
     tell: Callable[[float], None] | None,
+    look: Callable[[float], None] | None,
 ) -> _Outcome:
-    """The outcome, or queue.Empty; signals are handled meanwhile, and `tell` called after long."""
-    began_s = time.monotonic()
+    """The outcome, or queue.Empty; signals are handled meanwhile, `tell` and `look` called."""
+    began_s, look_s = time.monotonic(), _LOOK_S_FIRST
     until_s = began_s + timeout_s
     while (rest_s := until_s - time.monotonic()) > SIGNAL_INTERVAL_S:
         with contextlib.suppress(queue.Empty):
             return outcomes.get(timeout=SIGNAL_INTERVAL_S)
-        if tell is not None and time.monotonic() - began_s >= long_s:
-            tell(time.monotonic() - began_s)
+        waited_s = time.monotonic() - began_s
+        if look is not None and waited_s >= look_s:
+            look(waited_s)
+            look_s *= 2
+        if tell is not None and waited_s >= long_s:
+            tell(waited_s)
             tell = None
     return outcomes.get(timeout=max(rest_s, 0.0))
 

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import grpc
 
@@ -23,6 +24,7 @@ from shardwell.process.descriptors import check_descriptors
 from shardwell.process.spans import Spans
 from shardwell.rpc.calls import CallThreads, current_call
 from shardwell.rpc.credentials import Credentials
+from shardwell.rpc.options import KEEPALIVE_PING_MS
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import new_session
 from shardwell.rpc.shard_channel import ShardChannel
@@ -108,6 +110,37 @@ class Shards:
         if is_there:
             channel.attend()
         return is_there
+
+    def look_for_silence(self, what: str, waited_s: float) -> None:
+        """Logs, in a moment, which shards answer nothing while a call waits. Does not wait.
+
+        Who waits for other workers waits for shards that answer, and nothing is logged.
+
+        Args:
+            what: Which call.
+            waited_s: How long it has waited.
+        """
+        look = partial(self._look, what, time.monotonic() - waited_s)
+        with contextlib.suppress(ShardwellError):  # so many calls wait, or the client was closed
+            self.threads.start(look, 2 * _SILENCE_S_MAX)
+
+    def _look(self, what: str, began_s: float) -> None:
+        with contextlib.suppress(ShardwellError):
+            asked = [(channel, channel.question(_SILENCE_S_MAX)) for channel in self.channels]
+            for channel, question in asked:
+                if channel.is_silent(question) and channel.is_worth_telling():
+                    _LOG.warning(
+                        "shard %d of %d at %s has answered nothing for %.0f s, and %s has waited "
+                        "%.0f s: its process may stand still, or what lies between dropped the "
+                        "connection, which is made anew in up to %.0f s",
+                        channel.shard_index,
+                        len(self.channels),
+                        channel.address,
+                        _SILENCE_S_MAX,
+                        what,
+                        time.monotonic() - began_s,
+                        2 * KEEPALIVE_PING_MS / 1000,
+                    )
 
     def describe(self, shard_index: int) -> str:
         """See `Surroundings`."""

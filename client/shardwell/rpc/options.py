@@ -17,14 +17,20 @@ from shardwell.rpc.tls import TlsFiles
 from shardwell.wire import checksum
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
+KEEPALIVE_PING_MS = 5_000
+"""After so long without a word of a server its client pings, and gives it as long to answer."""
+_PING_INTERVAL_MS_MIN = 2_000
+"""Clients that ping more often are sent away."""
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_SIZE_MAX_BYTES),
     ("grpc.max_send_message_length", MESSAGE_SIZE_MAX_BYTES),
-    # A server whose machine vanished is noticed within half a minute, although no call ends.
-    ("grpc.keepalive_time_ms", 15_000),
-    ("grpc.keepalive_timeout_ms", 15_000),
+    # A server whose machine vanished, or whose connection a relay forgot, is noticed within 10 s,
+    # although no call ends; within 5 s where bytes are on their way, as the second is
+    # TCP_USER_TIMEOUT, too. Servers answer pings however busy they are.
+    ("grpc.keepalive_time_ms", KEEPALIVE_PING_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_PING_MS),
     # While a ping of gRPC's own is unanswered it sends no other; its default is a minute.
-    ("grpc.http2.ping_timeout_ms", 15_000),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_PING_MS),
     ("grpc.http2.max_pings_without_data", 0),
     # A server that comes back is noticed within about half a second, however long it was away; a
     # refused connection costs well under a millisecond.
@@ -74,7 +80,7 @@ def server_options(
         ("grpc.keepalive_timeout_ms", half_ms),
         # While a ping of gRPC's own is unanswered it sends no keepalive.
         ("grpc.http2.ping_timeout_ms", half_ms),
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MS_MIN),
         ("grpc.keepalive_permit_without_calls", 1),
     )
 

@@ -414,13 +414,31 @@ class ShardChannel:
 
     def _asked(self, timeout_s: float) -> grpc.StatusCode:
         """How it ended to ask the shard who it is."""
+        return self._code_of(self.question(timeout_s))
+
+    def question(self, timeout_s: float) -> Any:
+        """Asks the shard who it is: a call that is under way.
+
+        Raises:
+            ClosedError: the channel was closed.
+        """
         stub: Any = self._channel.current.unary_unary(
             f"/{_SERVICE}/GetStatus",
             request_serializer=checksum.sealed,
         )
         question = pb.GetStatusRequest(identity_only=True)
         with self.translated():
-            call = stub.future(question, timeout=timeout_s, wait_for_ready=True)
+            return stub.future(question, timeout=timeout_s, wait_for_ready=True)
+
+    def is_silent(self, question: Any) -> bool:
+        """Whether the shard has answered nothing in the time of a `question`; blocks until then.
+
+        Raises:
+            ClosedError: the channel was closed, before or meanwhile.
+        """
+        return self._code_of(question) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def _code_of(self, call: Any) -> grpc.StatusCode:
         try:
             with cancelled_by(call.cancel):
                 error = call.exception()

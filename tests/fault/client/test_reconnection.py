@@ -122,6 +122,32 @@ def test_cut_in_the_middle_of_a_step(
     assert both[0].counted(running.target) == both[0].sent(step_count, 2)
 
 
+@KIND
+def test_a_relay_that_forgets_all_connections(running, proxies, join, kind, caplog) -> None:
+    """As one that was started anew: no end comes, and no answer, over what was open. Pings that are
+    not answered show it, long before the call's time is over, and a log line says who is silent."""
+    trained = join(kind, timeout_s=13.0)
+    trained.initialize()
+    trained.step("exchange", 0)
+    proxies[1].forget()
+    trained.step("exchange", 1)
+    trained.check(2)
+    assert trained.counted(running.target) == trained.sent(2)
+    lines = [each.getMessage() for each in caplog.records if "answered nothing" in each.message]
+    (line,) = lines
+    assert f"shard 1 of 2 at {proxies[1].address} has answered nothing for 2 s" in line
+    assert f"exchange{'_rows' if kind == 'table' else ''} of {kind}" in line
+
+
+def test_who_waits_for_other_workers_reads_of_no_shard(join, caplog) -> None:
+    """All shards answer, however long a step is open."""
+    trained = join(worker_count=2)
+    trained.initialize()
+    with pytest.raises(shardwell.WorkersMissingError):
+        trained.step("exchange", 0, timeout_s=7.0)
+    assert not [each for each in caplog.records if "answered nothing" in each.getMessage()]
+
+
 def _unavailable(call: Callable[[], Any]) -> shardwell.ShardUnavailableError | None:
     """What a call ends with; None where a busy machine made it end with another shard's silence."""
     with pytest.raises((shardwell.ShardUnavailableError, shardwell.DeadlineError)) as caught:

@@ -56,6 +56,7 @@ class Proxy:
         """Bytes that went each way."""
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
+        self._forgotten: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._refusing = False
         self._closed = False
@@ -92,6 +93,12 @@ class Proxy:
     def resume(self) -> None:
         """Lets bytes go on, from where they were held."""
         self._flowing.set()
+
+    def forget(self) -> None:
+        """Passes nothing more of the connections that are open, nor their ends, as a relay does
+        that was started anew; new ones are passed."""
+        with self._lock:
+            self._forgotten |= self._sockets
 
     def slow_down(self, *, delay_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
         """Holds every read back for `delay_s`, and passes no more than so many bytes a second."""
@@ -182,6 +189,8 @@ class Proxy:
         try:
             while data := source.recv(_READ_SIZE_BYTES):
                 self._flowing.wait()
+                if source in self._forgotten:
+                    continue
                 if self._delay_s or self._bytes_per_s:
                     rate = self._bytes_per_s
                     self._ended.wait(self._delay_s + (len(data) / rate if rate else 0.0))
@@ -189,15 +198,18 @@ class Proxy:
                 sink.sendall(self._tampered(passed, direction))
                 if is_over:
                     self.cut(refuse=self._refuses_after_cut)
-            with contextlib.suppress(OSError):
-                sink.shutdown(socket.SHUT_WR)
+            if source not in self._forgotten:
+                with contextlib.suppress(OSError):
+                    sink.shutdown(socket.SHUT_WR)
         except OSError:
-            _reset(sink)
+            if source not in self._forgotten:
+                _reset(sink)
         finally:
             with self._lock:
                 left[0] -= 1
                 if not left[0]:
                     self._sockets -= {source, sink}
+                    self._forgotten -= {source, sink}
                     source.close()
                     sink.close()
 
