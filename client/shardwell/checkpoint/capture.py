@@ -30,6 +30,7 @@ from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, SliceWriter, write_r
 from shardwell.errors import ArgumentError, CorruptChunkError, DeadlineError, ShardwellError
 from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import CODECS
+from shardwell.numerics.finite import canonical_nans
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
@@ -296,7 +297,11 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
                     stored = _CODEC.open(intact, part)
                 except ShardwellError as error:
                     raise self._corrupt(channel, error.message) from None
-                writer.write(index, part.offset - where.offset, stored.view(np.float32))
+                values = stored.view(np.float32)
+                if self._spec.allow_non_finite:
+                    values = values.copy()
+                    canonical_nans(values)
+                writer.write(index, part.offset - where.offset, values)
                 self._traffic.add_received(len(message), part.size)
                 expected[index] = part.stop
                 version_min = min(version_min, header.version)

@@ -129,6 +129,7 @@ class CallMaker:
             reduction=Reduction.SUM,
             codec_name=self._codec,
             timeout_s=timeout_s,
+            may_have_nans=self._allow_non_finite,
         )
 
     def _peaks(self, rank: int, size: int, call: Call, operation: Operation) -> dict[int, float]:

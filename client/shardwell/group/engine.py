@@ -58,6 +58,8 @@ class Call:
     """For the others to call; then again for the data."""
     peaks: dict[int, float] = field(default_factory=dict)
     """Largest magnitudes of chunks that enter here, if all ranks take part."""
+    may_have_nans: bool = False
+    """Whether ranks may contribute NaN."""
     result: Future[int] = field(default_factory=Future)
     """Done when the array is; with a join, the rank that was last."""
     place: tuple[int, int] = (0, 1)
@@ -206,6 +208,7 @@ class Engine:
             factor=weights.factor(place) if is_mean else 1.0,
             divisor=weights.divisor if is_mean else 1.0,
             peaks=call.peaks if len(ranks) == self._size else None,
+            may_have_nans=call.may_have_nans,
         )
         deadline_s = time.monotonic() + wait_within(call.timeout_s)
         targets = {place: self._links.outgoing(ranks[place]) for place in plan.targets}

@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from shardwell.numerics.codec import is_plain, peak_of
 
+CANONICAL_NAN = np.uint32(0x7FC00000).view(np.float32)
+"""What every NaN is where values reach a program: which bits arithmetic leaves in one depends on
+the order of operands that a compiler chose."""
 _BLOCK_ELEMENT_COUNT = 256 * 1024
 """1 MiB of float32: fetched from memory once, read twice."""
 
@@ -44,3 +47,12 @@ def find_peak(values: npt.NDArray[Any]) -> tuple[float, int | None]:
 def first_non_finite(values: npt.NDArray[Any]) -> int | None:
     """Index of the first NaN or infinity of (n,) values; None if all are finite."""
     return find_peak(values)[1]
+
+
+def canonical_nans(values: npt.NDArray[np.float32]) -> bool:
+    """Gives every NaN of an array the bits of CANONICAL_NAN, in place; whether there was one."""
+    is_nan = np.isnan(values)
+    found = bool(is_nan.any())
+    if found:
+        values[is_nan] = CANONICAL_NAN
+    return found

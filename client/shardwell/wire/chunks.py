@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.numerics.codec import CODECS, Bytes, Codec, Computed, Float32, Written
+from shardwell.numerics.finite import canonical_nans
 from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.parameter import ParameterSpec
@@ -192,7 +193,7 @@ class ChunkCodec:
             payload: See `check_chunk`.
             start: See `check_chunk`.
             where: See `open`.
-            values: (where.size,), filled; undefined after an error.
+            values: (where.size,), filled, each NaN canonical; undefined after an error.
 
         Raises:
             CorruptChunkError, ArgumentError: see `check_chunk` and `open`.
@@ -204,11 +205,13 @@ class ChunkCodec:
         if not is_plain or payload.size != size or not self.codec.has_exponent(exponent):
             stored = self.open(check_chunk(chunk, payload, start), where)
             self.codec.decode(stored, exponent, values)
-            return
-        head = checksum.before_payload(start, chunk)
-        may_change = payload.flags.writeable
-        crc = self.codec.decode_checked(payload, exponent, values, head, may_change=may_change)
-        _check_crc(chunk, payload, crc)
+        else:
+            head = checksum.before_payload(start, chunk)
+            may_change = payload.flags.writeable
+            crc = self.codec.decode_checked(payload, exponent, values, head, may_change=may_change)
+            _check_crc(chunk, payload, crc)
+        if self._allow_non_finite:
+            canonical_nans(values)
 
     def open(self, intact: IntactChunk, where: Slice) -> Bytes:
         """Checks a chunk against the range where it belongs; returns the codec's bytes.

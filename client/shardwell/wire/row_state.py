@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError, NonFiniteError
 from shardwell.numerics.codec import Bytes, Float32
+from shardwell.numerics.finite import canonical_nans
 from shardwell.placement.rows import Ids
 from shardwell.specs.parameter import STEP_MAX
 from shardwell.specs.table import TableSpec
@@ -130,6 +131,9 @@ class RowStateCodec:
             _bytes(array)[:] = payload[at : at + array.nbytes]
             at += array.nbytes
         self.check(state)
+        if self._spec.allow_non_finite:
+            for values in (state.weights, *state.slots):
+                canonical_nans(values)
         return state
 
     def check(self, state: RowState) -> None:

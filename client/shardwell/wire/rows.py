@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.numerics import row_batches
 from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32, Written
+from shardwell.numerics.finite import canonical_nans
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
@@ -313,6 +314,11 @@ class RowCodec:
             reads = codec.reads(0, 1, math.ldexp(1.0, exponent))
             crc = row_batches.spread(reads, payload, places, starts, first, stop, into, before)
             _compare(rows, payload, crc)
+            if self._allow_non_finite:
+                spread = places[starts[first] : starts[stop]]
+                values = into[spread]
+                if canonical_nans(values):
+                    into[spread] = values
             return
         opened = self.open(rows, payload, start=start, with_ids=False, with_values=True)
         assert rows.row_count == count
@@ -322,8 +328,13 @@ class RowCodec:
         into[places[starts[first] : starts[stop]]] = np.repeat(values, counts, axis=0)
 
     def decode(self, opened: OpenedRows, values: Float32) -> None:
-        """Reads values that were opened into (n, dim) float32, C-contiguous, overwritten."""
+        """Reads values that were opened into (n, dim) float32, C-contiguous, overwritten.
+
+        Each NaN is canonical.
+        """
         self.codec.decode(opened.values, opened.exponent, values.reshape(-1))
+        if self._allow_non_finite:
+            canonical_nans(values)
 
     def peak(self, opened: OpenedRows) -> float:
         """Largest magnitude of the values; infinity if one is not finite."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.data.nans import CANONICAL, ODD_NANS, nan_bits
 from harness.group.ranks import STRATEGIES, begun_on_ranks, error_of, on_ranks
 from harness.polling import PATIENCE_S, Stopwatch
 
@@ -307,3 +308,17 @@ def test_a_rebuild_of_a_group_that_is_well(place) -> None:
         assert generations == sorted(set(generations))
 
     on_ranks(3, place, work)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_a_nan_has_one_pattern_on_all_ranks(cluster, size, codec, op) -> None:
+    def reduce(group: shardwell.Group) -> set[int]:
+        values = np.resize(np.roll(ODD_NANS[:-1], group.rank), 50)  # NumPy warns of the last one
+        group.all_reduce(values, op=op)
+        assert np.isnan(values).all()
+        return nan_bits(values)
+
+    found = on_ranks(size, cluster(1).target, reduce, codec=codec, allow_non_finite=True)
+    assert found == [{CANONICAL}] * size

@@ -6,10 +6,13 @@ bf16: 2^-8 relative; fp32: exact), and plain NumPy.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import shardwell
+from harness.data.nans import CANONICAL, ODD_NANS, nan_bits
 
 CODECS = ["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
 RELATIVE = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
@@ -154,3 +157,32 @@ def test_a_step_that_diverged_is_counted_everywhere(cluster, connect) -> None:
     with pytest.raises(shardwell.DivergedError, match="row id 7"):
         table.get_rows([3, 7])
     assert np.isfinite(table.get_rows(others, min_version=3)).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_nan_that_comes_back_has_one_pattern(cluster, connect, tmp_path, codec) -> None:
+    """Whatever it was sent as: which bits sums leave in it depends on what computed them."""
+    running = cluster(2)
+    clients = [connect(running, f"w{index}") for index in (0, 1)]
+    options = {"size": 64, "codec": codec, "worker_count": 2, "allow_non_finite": True}
+    first, second = (
+        each.parameter("open", optimizer=shardwell.SGD(1.0, momentum=0.5), **options)
+        for each in clients
+    )
+    first.init(np.where(np.arange(64) % 5 == 0, ODD_NANS[-1], np.float32(1)))
+    first.put_gradient(np.resize(ODD_NANS, 64))
+    weights = second.exchange(np.resize(ODD_NANS[::-1], 64))
+    for found in (weights, first.get_weights()):
+        assert nan_bits(found) == {CANONICAL}
+    clients[0].save_checkpoint(tmp_path / "saved")
+    files = [path for path in sorted((tmp_path / "saved").rglob("*")) if path.suffix != ".json"]
+    found = np.concatenate([_values_of(path) for path in files if path.is_file()])
+    assert np.isnan(found).sum() >= 2 * 64  # of weights and of momentum
+    assert nan_bits(found) == {CANONICAL}
+
+
+def _values_of(path: Path) -> np.ndarray:
+    """The values of a file of safetensors: what follows its header."""
+    contents = path.read_bytes()
+    start = 8 + int.from_bytes(contents[:8], "little")
+    return np.frombuffer(contents, np.uint8)[start:].view("<f4")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.data.nans import CANONICAL, ODD_NANS, nan_bits
 from harness.oracles.rows import OPTIMIZERS
 from shardwell_server.config import Limits
 
@@ -146,6 +147,16 @@ def test_values_that_are_not_finite_may_be_allowed(cluster, connect) -> None:
     gradients[1, 1] = np.inf
     rows = table.exchange_rows([1, 2], gradients)
     assert rows.tolist() == [[-0.5] * DIM, [-0.5, -np.inf, -0.5]]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "fp32+lz4"])
+def test_a_nan_that_comes_back_has_one_pattern(cluster, connect, codec) -> None:
+    table = _table(connect(cluster(2), "w0"), allow_non_finite=True, codec=codec)
+    gradients = np.resize(ODD_NANS, (8, DIM))
+    rows = table.exchange_rows(np.arange(8), gradients)
+    for found in (rows, table.get_rows(np.arange(8)), table.get_rows([3, 3, 1])):
+        assert np.isnan(found).all()
+        assert nan_bits(found) == {CANONICAL}
 
 
 def test_sums_that_overflow_on_a_shard_are_mapped_back(cluster, connect) -> None:

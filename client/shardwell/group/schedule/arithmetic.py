@@ -15,6 +15,7 @@ import numpy as np
 
 from shardwell.numerics.codec import CODECS, Bytes, Computed, Float32
 from shardwell.numerics.elementwise import Code, Operation, add_scaled, blocks, scale
+from shardwell.numerics.finite import canonical_nans
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import divide
 from shardwell.placement.slices import Slice
@@ -58,6 +59,7 @@ class ChunkArithmetic:
         factor: What this rank's values are multiplied with before they are added.
         divisor: What totals are divided by.
         peaks: The largest magnitude of this rank's own values in chunks, by index, where known.
+        may_have_nans: Whether ranks may contribute NaN; each is canonical in results.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ChunkArithmetic:
         factor: float = 1.0,
         divisor: float = 1.0,
         peaks: Mapping[int, float] | None = None,
+        may_have_nans: bool = False,
     ) -> None:
         self._array = array
         self._call_index = call_index
@@ -81,6 +84,7 @@ class ChunkArithmetic:
         self._factor = factor
         self._divisor = divisor
         self._peaks = peaks or {}
+        self._may_have_nans = may_have_nans
         element_count = min(array.size, chunk_element_count(codec_name))
         self._total: Float32 = np.empty(element_count, np.float32)
         self._written: Bytes = np.empty(element_count * CODECS[codec_name].item_size, np.uint8)
@@ -186,6 +190,7 @@ class ChunkArithmetic:
             total, peak = self._divided(total), None
         if not rooms:
             self._settle(total, into)
+            self._make_canonical(into)
             return []
         header = self._header(pb.STAGE_FINAL)
         if any(rooms):
@@ -196,6 +201,8 @@ class ChunkArithmetic:
             _, written = framing.parse(pb.ReceiveChunksResponse, message)
         if any(rooms) or self._codec.codec.name != "fp32" or total is not into:
             self.store(header.chunk.scale_exponent, written, where, rooms)
+        else:
+            self._make_canonical(into)
         return self._for_each(header, written, rooms) if any(rooms) else [message] * len(rooms)
 
     def forwarded(
@@ -223,6 +230,7 @@ class ChunkArithmetic:
         """Writes final values that came to the array, and as they are to rooms for other ranks."""
         copies = [room.memory for room in rooms if room is not None]
         self._codec.codec.decode(stored, exponent, self._own(where), copies)
+        self._make_canonical(self._own(where))
 
     def _divided(self, total: Total) -> Total:
         """The mean of a total, in other memory than the array."""
@@ -245,6 +253,11 @@ class ChunkArithmetic:
         values = total.values() if isinstance(total, Computed) else total
         if values is not into:
             np.copyto(into, values)
+
+    def _make_canonical(self, values: Float32) -> None:
+        """What is final has the same bits on all ranks, whatever computed it."""
+        if self._may_have_nans:
+            canonical_nans(values)
 
     def _for_each(
         self, header: pb.ReceiveChunksResponse, payload: Bytes, rooms: Sequence[Room | None]
