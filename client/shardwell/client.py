@@ -28,6 +28,7 @@ from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
 from shardwell.rpc.credentials import Credentials, TokenFileArgument
+from shardwell.rpc.deletion import Deletion
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
@@ -237,7 +238,7 @@ class Client(Closing):
         after its `close`, a new one.
 
         Args:
-            name: 1 to 128 letters, digits, `.`, `_`, `-`.
+            name: 1 to 128 letters, digits, `.`, `_`, `-`; not that of a table.
             size: Number of float32 elements, from 1, of one that is a single vector.
             tensors: Shapes by name, of one that has tensors, such as {"w": (20, 64), "b": (64,)};
                 or what has shapes, as a model's weights have. They lie in the parameter in this
@@ -281,9 +282,11 @@ class Client(Closing):
         else:
             found = self._calls.run(partial(find_spec, name, self._shards.channels))
             if found is None:
+                other = self._calls.run(partial(find_table_spec, name, self._shards.channels))
+                is_table = "" if other is None else f" ({name!r} is a table)"
                 raise UnknownParameterError(
-                    f"no shard has a parameter {name!r}; pass size= or tensors= and optimizer= to "
-                    "create it, or open it when another worker has",
+                    f"no shard has a parameter {name!r}{is_table}; pass size= or tensors= and "
+                    "optimizer= to create it, or open it when another worker has",
                     parameter=name,
                 )
             spec = _agreed(found, given, parameter=name)
@@ -326,7 +329,7 @@ class Client(Closing):
         after its `close`, a new one.
 
         Args:
-            name: 1 to 128 letters, digits, `.`, `_`, `-`. A parameter may have the same.
+            name: 1 to 128 letters, digits, `.`, `_`, `-`; not that of a parameter.
             row_count: Ids are 0 to row_count - 1, at most 2^62; None: any 64-bit integer is one.
                 Only rows that have had a gradient take room.
             dim: Values of a row, 1 to 65536.
@@ -379,9 +382,11 @@ class Client(Closing):
         else:
             found = self._calls.run(partial(find_table_spec, name, self._shards.channels))
             if found is None:
+                other = self._calls.run(partial(find_spec, name, self._shards.channels))
+                is_parameter = "" if other is None else f" ({name!r} is a parameter)"
                 raise UnknownTableError(
-                    f"no shard has a table {name!r}; pass row_count=, dim= and optimizer= to "
-                    "create it, or open it when another worker has",
+                    f"no shard has a table {name!r}{is_parameter}; pass row_count=, dim= and "
+                    "optimizer= to create it, or open it when another worker has",
                     table=name,
                 )
             spec = _agreed(found, given, table=name)
@@ -413,6 +418,53 @@ class Client(Closing):
             caching=caching,
         )
         return self._tables.keep(name, made)
+
+    def delete(
+        self,
+        name: str,
+        *,
+        kind: str | None = None,
+        force: bool = False,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Deletes a parameter or table on all shards, with its files; its name is free then.
+
+        What was cut off, by the end of this process or of a shard, is finished by the same call,
+        from any client; until then nobody can open the name. Other workers of it get
+        UnknownParameterError or UnknownTableError, which names who deleted it. Objects of this
+        client for it are closed. It needs the right `admin`, or `create` and the token that made
+        it.
+
+        Args:
+            name: Of the parameter or table.
+            kind: "parameter" or "table", where an older version gave both the same name.
+            force: Although workers are connected that use it. Default: they are an error, except
+                this client itself.
+            timeout_s: Bound of all of it; default: the client's.
+
+        Returns:
+            Bytes of weights and optimizer state that all shards stored of it.
+
+        Raises:
+            UnknownParameterError, UnknownTableError: no shard has it.
+            MembersAliveError: workers use it; they are named. Nothing was deleted.
+            AccessDeniedError: the token has no right to it.
+            ShardUnavailableError, DeadlineError: a shard did not come back in time; call again.
+            StorageError: a shard can't remove or note it; call again when its disk is well.
+        """
+        deletion = Deletion(
+            name, kind, self._shards.channels, worker_id=self.worker_id, force=force
+        )
+        freed_bytes = self._calls.run(deletion.run, timeout_s)
+        opened: list[_Closeable | None] = []
+        if kind != "table":
+            opened.append(self._parameters.find(name))
+        if kind != "parameter":
+            opened.append(self._tables.find(name))
+        for one in opened:
+            if one is not None:
+                one.close()
+        return freed_bytes
 
     def save_checkpoint(
         self,
@@ -583,6 +635,9 @@ def _agreed(stored: SpecT, given: dict[str, Any], **where: Any) -> SpecT:
 class _Closeable(Protocol):
     """What can be opened, and closed by itself too."""
 
+    spec: Any
+    """What was declared."""
+
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
@@ -608,10 +663,14 @@ class _Opened(Generic[OpenT]):
             return self._open(name)
 
     def keep(self, name: str, made: OpenT) -> OpenT:
-        """Keeps what was made, but where another thread was faster; returns what is kept."""
+        """Keeps what was made, except where another thread was faster; returns what is kept.
+
+        One of another spec is of what was deleted, and had the name before.
+        """
         with self._lock:
             found = self._open(name)
-            kept = self._objects[name] = made if found is None else found
+            is_same = found is not None and found.spec == made.spec
+            kept = self._objects[name] = found if found is not None and is_same else made
             closed = self._closed
         if closed:
             kept.close()

@@ -12,6 +12,7 @@
     ├── StepOrderError                    a step that closed without this worker, or was skipped
     ├── SeatsTakenError                   worker_count other workers contribute already
     ├── WorkerIdInUseError                another process contributes under this worker's id
+    ├── MembersAliveError                 delete() of what workers still use; it names them
     ├── CorruptChunkError                 a chunk whose CRC, length or place does not fit
     ├── WrongShardError                   an address leads to another shard or cluster
     ├── AuthenticationError (ConnectionError)  TLS or a token: one side does not believe the other
@@ -148,6 +149,22 @@ class WorkerIdInUseError(ShardwellError):
     def __init__(self, message: str, *, free_in_s: float | None = None, **where: Any) -> None:
         super().__init__(message, **where)
         self.free_in_s = free_in_s
+
+
+class MembersAliveError(ShardwellError):
+    """What is to be deleted has workers that are connected; nothing was deleted.
+
+    The message names their processes; `member_worker_ids` are those that the shards know, of very
+    many the first. `delete(force=True)` deletes it all the same.
+    """
+
+    retryable = True
+
+    def __init__(
+        self, message: str, *, member_worker_ids: tuple[str, ...] = (), **where: Any
+    ) -> None:
+        super().__init__(message, **where)
+        self.member_worker_ids = member_worker_ids
 
 
 class CorruptChunkError(ShardwellError):

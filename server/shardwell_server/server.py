@@ -39,6 +39,7 @@ from shardwell_server.config import ShardConfig
 from shardwell_server.services.calls import Call, Calls
 from shardwell_server.services.event_loop import EventLoop
 from shardwell_server.services.health import HealthService
+from shardwell_server.services.name_service import NAME_SERVICE_NAME, NameService
 from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
 from shardwell_server.services.parameter_service import ParameterServerService
 from shardwell_server.services.sessions import SESSION_SERVICE_NAME, SessionService
@@ -178,6 +179,7 @@ class ShardServer:
         tables = TableService(self.shard, self._calls)
         sessions = SessionService(self.shard, self._calls)
         traces = TraceService(self.shard, self._calls)
+        names_of = NameService(self.shard, self._calls)
         self._meetings = GroupService(shard_index=config.shard_index, admit=_admit)
         with_streams = (service.handler(), tables.handler())
         self._server.add_generic_rpc_handlers(
@@ -185,6 +187,7 @@ class ShardServer:
                 *with_streams,
                 sessions.handler(),
                 traces.handler(),
+                names_of.handler(),
                 self._meetings.handler(self._calls.unary),
             )
         )
@@ -200,6 +203,7 @@ class ShardServer:
                 TABLE_SERVICE_NAME,
                 SESSION_SERVICE_NAME,
                 TRACE_SERVICE_NAME,
+                NAME_SERVICE_NAME,
                 GROUP_SERVICE_NAME,
                 health.SERVICE_NAME,
                 reflection.SERVICE_NAME,

@@ -157,6 +157,25 @@ class StoreContract:
             storage.weights[:] = number
         assert [storage.weights.sum() for storage in made] == [n * n for n in range(200)]
 
+    def test_what_was_removed_is_gone_and_its_name_free(self, store: Store) -> None:
+        kept = store.create(layout("kept", 8, slot_count=0, with_sum=False))
+        removed = store.create(layout("m", 8, slot_count=1, with_sum=True))
+        kept.weights[:], removed.weights[:] = 1.0, 2.0
+        store.remove("m")
+        np.testing.assert_array_equal(removed.weights, 2.0)  # of a call that is under way
+        again = store.create(layout("m", 9, slot_count=0, with_sum=False))
+        np.testing.assert_array_equal(again.weights, np.zeros(9))
+        np.testing.assert_array_equal(kept.weights, 1.0)
+        again.log({"kind": "seat", "worker_id": "w0"})
+        assert [*again.events()] == [{"kind": "seat", "worker_id": "w0"}]
+
+    def test_what_became_of_names(self, store: Store) -> None:
+        assert [*store.name_events()] == []
+        first, second = {"kind": "marked", "name": "m"}, {"kind": "deleted", "name": "m"}
+        store.log_name(first, [first])
+        store.log_name(second, [second])
+        assert [*store.name_events()][-1] == second
+
     def test_closing_may_be_repeated(self, store: Store) -> None:
         store.create(layout("p", 10, slot_count=1, with_sum=True))
         store.close()

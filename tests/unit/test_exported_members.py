@@ -84,6 +84,7 @@ RETRYABLE = {
     "NotInitializedError",
     "InitSupersededError",
     "CorruptChunkError",
+    "MembersAliveError",
     "DeadlineError",
     "WorkersMissingError",
     "SessionUnknownError",

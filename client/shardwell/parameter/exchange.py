@@ -171,6 +171,8 @@ class Transfer:
         """See StreamOpen; once the shards have said it."""
         self.superseded: set[Slice] = set()
         """Ranges that a shard had counted before with other values; the caller empties it."""
+        self.incarnation = 0
+        """The same."""
 
     def get_weights(
         self, weights: Pieces, min_version: int, attempts: Attempts, max_version: int | None = None
@@ -343,7 +345,7 @@ class Transfer:
         channels = [part.channel for part in parts]
         lines: list[_Line] = []
         with ToldOf(channels), self._pool.borrowed(attempts.rest_s) as streams:
-            subject = (self._spec.name, self.tenure)
+            subject = (self._spec.name, self.incarnation, self.tenure)
             streams.only_reads = reads and streams.is_new
             opened = streams.streams(channels, subject, attempts.rest_s)
             try:
@@ -652,5 +654,6 @@ class Transfer:
             worker_id=self._worker_id,
             session=channel.session.number,
             tenure=self.tenure,
+            incarnation=self.incarnation,
         )
         return checksum.seal(opening)

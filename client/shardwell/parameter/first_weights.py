@@ -80,8 +80,10 @@ class FirstWeights:
         worker_id: str,
         traffic: Traffic,
         attempts: Attempts,
+        incarnation: int = 0,
     ) -> None:
         self._name = name
+        self._incarnation = incarnation
         self._values = values
         self._channels = channels
         self._worker_id = worker_id
@@ -141,6 +143,7 @@ class FirstWeights:
                 worker_id=self._worker_id,
                 wait_timeout_ms=wait_milliseconds(self._attempts.rest_s),
                 above_epoch=self._above_epoch,
+                incarnation=self._incarnation,
             ),
             pb.ClaimInitResponse,
             timeout_s=self._attempts.rest_s,
@@ -184,6 +187,7 @@ class FirstWeights:
             parameter=self._name,
             worker_id=self._worker_id,
             session=channel.session.number,
+            incarnation=self._incarnation,
         )
         header = pb.InitWeightsRequest(
             open=checksum.seal(opening),

@@ -53,12 +53,18 @@ class Opening:
         self._worker_id = worker_id
         self.tenure = 0
         """Of this worker's seats, which its gradients name; 0: none, or they are for good."""
+        self.incarnation = 0
+        """Of the parameter that was opened; see CreateParameterResponse."""
         self._opened_in = 0
         self.has_seat = False
         """Whether this worker had a seat when it opened: an earlier process of it contributed."""
 
-    def open(self, attempts: Attempts) -> tuple[list[ShardSlice], int]:
+    def open(self, attempts: Attempts, *, is_known: bool = False) -> tuple[list[ShardSlice], int]:
         """Creates or joins the parameter on all shards.
+
+        Args:
+            attempts: Those of the call.
+            is_known: Whether it is to be the one that was opened before, and none is created.
 
         Returns:
             The parts that have elements, in the order of the shards, and the step at which this
@@ -67,10 +73,18 @@ class Opening:
         Raises:
             SpecMismatchError, LimitError: a shard refuses.
             StepOrderError: the shards do not have the same past.
+            UnknownParameterError: with `is_known`: it was deleted.
             CorruptChunkError: a shard cuts the parameter in another way.
         """
         # While one shard is waited for the others go on, so all are asked again.
-        join = partial(join_all, self._spec, self._channels, attempts, worker_id=self._worker_id)
+        join = partial(
+            join_all,
+            self._spec,
+            self._channels,
+            attempts,
+            worker_id=self._worker_id,
+            incarnation=self.incarnation if is_known else 0,
+        )
         answers = attempts.run(join)
         unconfirmed: StepOrderError | None = None
         if answers[0].initialized and not all(answer.initialized for answer in answers):
@@ -103,6 +117,7 @@ class Opening:
         if unconfirmed is not None:
             raise unconfirmed
         self.has_seat = any(answer.has_seat for answer in answers)
+        self.incarnation = answers[0].incarnation
         tenures = {answer.tenure for answer in answers}
         self.tenure = self._opened_in = common_tenure(tenures)
         return parts, min(next_steps) if len(tenures) == 1 else 0
@@ -118,6 +133,7 @@ class Opening:
             SeatsTakenError, NotInitializedError, WorkerIdInUseError: see the errors.
             StepOrderError: an earlier process of this worker went on since, or its seat was given
                 to another one.
+            UnknownParameterError: the parameter that was opened was deleted.
         """
         tenure = secrets.randbits(63) + 1
         take = partial(
@@ -128,6 +144,7 @@ class Opening:
             worker_id=self._worker_id,
             take_seat=True,
             tenure=tenure,
+            incarnation=self.incarnation,
         )
         answers = claim_seat(attempts, take)
         if len({answer.tenure for answer in answers}) > 1:  # some were given away, and others not
@@ -196,6 +213,7 @@ def join_all(
     take_seat: bool = False,
     tenure: int = 0,
     begins_anew: bool = False,
+    incarnation: int = 0,
 ) -> list[pb.CreateParameterResponse]:
     """Creates or joins a parameter on shard 0, then on all others at once.
 
@@ -210,9 +228,11 @@ def join_all(
         take_seat: Whether the worker takes its seat.
         tenure: See CreateParameterRequest.
         begins_anew: The same.
+        incarnation: Of the parameter that is meant, which must exist; 0: whatever has the name.
 
     Raises:
         StepOrderError: a shard lost its memory.
+        UnknownParameterError: the one that is meant was deleted.
         ShardwellError: a shard refuses.
     """
 
@@ -238,6 +258,6 @@ def join_all(
             parameter=spec.name,
         )
 
-    first = join(channels[0])
+    first = join(channels[0], incarnation=incarnation, must_exist=incarnation > 0 and not take_seat)
     others = partial(join, incarnation=first.incarnation, must_exist=first.begun)
     return [first, *ask_all(channels[1:], others)]

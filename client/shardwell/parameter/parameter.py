@@ -174,10 +174,11 @@ class Parameter(Generic[ValuesT]):
                 worker_id=self._worker_id,
                 traffic=self._traffic,
                 attempts=attempts,
+                incarnation=self._opening.incarnation,
             )
             version = attempts.run(first_weights.settle)
             if self.spec.mode == "sync" and self.next_step < version:  # a checkpoint was restored
-                self._open(attempts)
+                self._open(attempts, is_known=True)
             return version
 
         return self._calls.run(settle, timeout_s, in_turn=True)
@@ -501,9 +502,10 @@ class Parameter(Generic[ValuesT]):
 
     # What the verbs share, on a thread of the client's.
 
-    def _open(self, attempts: Attempts) -> None:
-        """Opens the parameter on all shards; sets `next_step`."""
-        self._transfer.parts, self.next_step = self._opening.open(attempts)
+    def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
+        """Opens the parameter on all shards, that which is open if `is_known`; sets `next_step`."""
+        self._transfer.parts, self.next_step = self._opening.open(attempts, is_known=is_known)
+        self._transfer.incarnation = self._opening.incarnation
         self._is_in_step = self._opening.has_seat
         self._closed_version = 0
 

@@ -51,8 +51,8 @@ class SliceProbe(Parameter[Any]):
         )
 
     @override
-    def _open(self, attempts: Attempts) -> None:
-        super()._open(attempts)
+    def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
+        super()._open(attempts, is_known=is_known)
         self._transfer.parts = [
             ShardSlice(part.channel, part.where, part.chunk_element_count, 0)
             for part in self._transfer.parts

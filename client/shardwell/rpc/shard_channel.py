@@ -43,13 +43,14 @@ from shardwell.rpc.options import unary_stub
 from shardwell.rpc.session import Session, new_session
 from shardwell.rpc.tls import check_trust
 from shardwell.rpc.unix_call import UnixCall, UnixCalls
-from shardwell.v1 import arena_pb2, session_pb2, table_pb2, trace_pb2, types_pb2
+from shardwell.v1 import arena_pb2, names_pb2, session_pb2, table_pb2, trace_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 
 _LOG = logging.getLogger("shardwell")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 _TABLE_SERVICE = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
+_NAME_SERVICE = names_pb2.DESCRIPTOR.services_by_name["NameService"].full_name
 _SESSION_SERVICE = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
 EXCHANGE = f"/{_SERVICE}/Exchange"
 EXCHANGE_ROWS = f"/{_TABLE_SERVICE}/ExchangeRows"
@@ -277,6 +278,22 @@ class ShardChannel:
         request = session_pb2.EndSessionRequest(shard=self.identity, session=self.session.number)
         return self._end_session.future(request, timeout=timeout_s)
 
+    def delete(
+        self, request: names_pb2.DeleteRequest, timeout_s: float
+    ) -> names_pb2.DeleteResponse:
+        """Does a stage of a deletion; blocks up to `timeout_s`."""
+        request.shard.CopyFrom(self.identity)
+        with self.translated():
+            call = self.start(
+                "Delete",
+                request,
+                names_pb2.DeleteResponse,
+                timeout_s=timeout_s,
+                service=_NAME_SERVICE,
+            )
+            response: names_pb2.DeleteResponse = self.result_of(call)
+            return response
+
     def call(
         self,
         method: str,
@@ -310,9 +327,10 @@ class ShardChannel:
         timeout_s: float,
         wait_for_ready: bool = False,
         of_table: bool = False,
+        service: str = "",
     ) -> Any:
         """The same without waiting: a gRPC future; see `result_of`."""
-        service = _TABLE_SERVICE if of_table else _SERVICE
+        service = service or (_TABLE_SERVICE if of_table else _SERVICE)
         name = f"/{service}/{method}"
         stub = self._stubs.get(name)
         if stub is None:

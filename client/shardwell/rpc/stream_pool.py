@@ -91,7 +91,8 @@ class StreamSet:
 
         Args:
             channels: The shards.
-            subject: Name of the parameter or table, and the tenure of the worker's seat there.
+            subject: Name and incarnation of the parameter or table, and the tenure of the worker's
+                seat there.
             timeout_s: For shards on this machine.
 
         Raises:

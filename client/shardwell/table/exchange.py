@@ -245,7 +245,7 @@ class RowTransfer:
         attempts: Attempts,
     ) -> None:
         channels = [one.channel for one in asked]
-        subject = (self._spec.name, self.tenure)
+        subject = (self._spec.name, self.incarnation, self.tenure)
         opened = streams.streams(channels, subject, attempts.rest_s)
         wait_ms = wait_milliseconds(attempts.rest_s)
         for one, (stream, opens) in zip(asked, opened, strict=True):

@@ -87,6 +87,8 @@ class TableOpening:
         self._spec = spec
         self._channels = channels
         self._worker_id = worker_id
+        self._incarnation = 0
+        """Of the table that was opened last."""
 
     @property
     def shard_count(self) -> int:
@@ -110,6 +112,7 @@ class TableOpening:
             SeatsTakenError: worker_count other workers have one.
             WorkerIdInUseError: another process has this worker's.
             StepOrderError: the shards do not have the same past.
+            UnknownTableError: the table that was opened was deleted.
         """
         return self._joined(attempts, take_seat=True)
 
@@ -119,6 +122,7 @@ class TableOpening:
         if take_seat and len({answer.tenure for answer in answers}) > 1:
             # Some of the worker's seats were given away, and others not.
             answers = self._join_all(attempts, tenure, begins_anew=True)
+        self._incarnation = answers[0].incarnation
         is_known = len({answer.tenure for answer in answers}) == 1
         most = rows_per_message_max(self._spec)
         for channel, answer in zip(self._channels, answers, strict=True):
@@ -307,6 +311,7 @@ class TableOpening:
         """Creates or joins the table on one shard; `first` is what shard 0 said."""
         take_seat = tenure > 0
         channel.has_seats |= take_seat
+        known = self._incarnation if take_seat else 0  # a seat in the table that was opened
         return channel.call(
             "OpenTable",
             pb.OpenTableRequest(
@@ -314,7 +319,7 @@ class TableOpening:
                 worker_id=self._worker_id,
                 spec=self._spec.to_proto(),
                 take_seat=take_seat,
-                incarnation=first.incarnation if first is not None else 0,
+                incarnation=first.incarnation if first is not None else known,
                 must_exist=first is not None and first.begun,
                 session=channel.session.number,
                 tenure=tenure,

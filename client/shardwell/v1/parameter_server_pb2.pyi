@@ -64,20 +64,22 @@ class CreateParameterResponse(_message.Message):
     def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ClaimInitRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "worker_id", "wait_timeout_ms", "above_epoch", "crc32c")
+    __slots__ = ("shard", "parameter", "worker_id", "wait_timeout_ms", "above_epoch", "incarnation", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     ABOVE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
     worker_id: str
     wait_timeout_ms: int
     above_epoch: int
+    incarnation: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., wait_timeout_ms: _Optional[int] = ..., above_epoch: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., wait_timeout_ms: _Optional[int] = ..., above_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ClaimInitResponse(_message.Message):
     __slots__ = ("initialized", "granted", "epoch", "version", "crc32c")
@@ -426,7 +428,7 @@ class Trouble(_message.Message):
     def __init__(self, name: _Optional[str] = ..., words: _Optional[str] = ...) -> None: ...
 
 class ParameterStatus(_message.Message):
-    __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count", "done_worker_ids", "load_id", "wait", "members")
+    __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count", "done_worker_ids", "load_id", "wait", "members", "ended", "abandoned_for_s", "marked")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -445,6 +447,9 @@ class ParameterStatus(_message.Message):
     LOAD_ID_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    ABANDONED_FOR_S_FIELD_NUMBER: _ClassVar[int]
+    MARKED_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.ParameterSpec
     slice_offset: int
     slice_size: int
@@ -463,4 +468,7 @@ class ParameterStatus(_message.Message):
     load_id: int
     wait: _types_pb2.StepWait
     members: _containers.RepeatedCompositeFieldContainer[_types_pb2.MemberStatus]
-    def __init__(self, spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., initialized: bool = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., contributed_worker_count: _Optional[int] = ..., missing_worker_count: _Optional[int] = ..., done_worker_ids: _Optional[_Iterable[str]] = ..., load_id: _Optional[int] = ..., wait: _Optional[_Union[_types_pb2.StepWait, _Mapping]] = ..., members: _Optional[_Iterable[_Union[_types_pb2.MemberStatus, _Mapping]]] = ...) -> None: ...
+    ended: bool
+    abandoned_for_s: float
+    marked: bool
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., initialized: bool = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., contributed_worker_count: _Optional[int] = ..., missing_worker_count: _Optional[int] = ..., done_worker_ids: _Optional[_Iterable[str]] = ..., load_id: _Optional[int] = ..., wait: _Optional[_Union[_types_pb2.StepWait, _Mapping]] = ..., members: _Optional[_Iterable[_Union[_types_pb2.MemberStatus, _Mapping]]] = ..., ended: bool = ..., abandoned_for_s: _Optional[float] = ..., marked: bool = ...) -> None: ...

@@ -332,20 +332,22 @@ class MissingWorker(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., connected: bool = ...) -> None: ...
 
 class StreamOpen(_message.Message):
-    __slots__ = ("shard", "parameter", "worker_id", "session", "tenure", "crc32c")
+    __slots__ = ("shard", "parameter", "worker_id", "session", "tenure", "crc32c", "incarnation")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     shard: ShardIdentity
     parameter: str
     worker_id: str
     session: int
     tenure: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, shard: _Optional[_Union[ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., crc32c: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class GradientChunk(_message.Message):
     __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "trace_parent", "counts_only", "after_refusal", "control_crc32c")

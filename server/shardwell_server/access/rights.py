@@ -4,8 +4,8 @@ Rights are steps of one ladder: whoever may do more may do what is below it.
 
     read        see a name's status, fetch weights and rows, take checkpoints
     contribute  first weights and gradients, learning rates; join a group of that name
-    create      make a parameter or table; restore it from a checkpoint
-    admin       remove rows
+    create      make a parameter or table; restore it from a checkpoint; delete what it has made
+    admin       remove rows; delete a parameter or table
 """
 
 from __future__ import annotations

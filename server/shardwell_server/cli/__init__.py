@@ -16,6 +16,7 @@ _COMMANDS = {
     "certs": ("certs", "certs"),
     "checkpoint": ("checkpoint", "checkpoint"),
     "cluster": ("cluster", "cluster"),
+    "delete": ("delete", "delete"),
     "demo": ("demo", "demo"),
     "demo-worker": ("train_digits", "demo_worker"),
     "health": ("health", "health"),

@@ -1,13 +1,14 @@
 """`shardwell bench`: a cluster as one worker sees it, and what a step there waits for.
 
-What is measured is a parameter of its own, asynchronous, so that nobody waits for anybody. It stays
-on the shards, which can't forget one, under a name that each run with as many elements uses again.
+It measures parameters of its own, asynchronous, so that nobody waits for anybody, and deletes them
+at its end, also when a signal breaks it off.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 import socket
 import statistics
 import time
@@ -20,6 +21,7 @@ import numpy as np
 from rich.table import Table
 
 import shardwell
+from shardwell.errors import ShardwellError, UnknownParameterError
 from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.scratch import Scratch
 from shardwell.parameter.parameter import Parameter
@@ -44,6 +46,8 @@ _CALL_COUNT = 50
 """Round trips that are timed, a shard."""
 _WARM_UP_COUNT = 5
 """Round trips that are not."""
+_DELETE_S = 10.0
+"""For each parameter at the end, whatever is left of the command's time."""
 _ROUND_COUNT_MAX = 50
 """Rounds of transfers, of which medians are taken; short ones need no more."""
 _CODEC_S = 0.1
@@ -187,8 +191,8 @@ def bench(
 ) -> None:
     """Measure a cluster from here: latency, throughput, codecs, and what limits a step.
 
-    Uses a parameter of its own, shardwell-bench-..., which stays on the shards for the next run.
-    Shards that train meanwhile do so more slowly, and slow this down.
+    Uses parameters of its own, shardwell-bench-..., which it deletes at its end. Shards that train
+    meanwhile do so more slowly, and slow this down.
     """
     deadline_s = time.monotonic() + timeout_s
     with connected("bench", target, timeout_s, worker_id=unique_worker_id()) as (client, _):
@@ -198,8 +202,12 @@ def bench(
             for index, address in enumerate(parse_target(target))
         ]
         work = _Transfers(client, megabytes, deadline_s)
-        transports = work.transports()
-        exchange_s, times = work.measure(seconds)
+        try:
+            work.make()
+            transports = work.transports()
+            exchange_s, times = work.measure(seconds)
+        finally:
+            left = work.delete()
         shards = [
             ShardFigures(
                 shard_index=index,
@@ -215,7 +223,7 @@ def bench(
     codecs = {name: _codec_rates(name) for name in CODECS}
     step = _step(shards, exchange_s, codecs["fp16"], link)
     if as_json:
-        print_json(cluster_id, megabytes, shards, codecs, step, work.names)
+        print_json(cluster_id, megabytes, shards, codecs, step, left)
         return
     screen = console()
     screen.print(
@@ -228,7 +236,8 @@ def bench(
     screen.print(_codec_table(codecs))
     for line in _conclusion(step, megabytes, shards, link):
         screen.print(line, markup=False)
-    screen.print(f"Left on the shards for the next run: {', '.join(work.names)}.", markup=False)
+    if left:
+        screen.print(f"Left on the shards: {'; '.join(left)}", style="yellow", markup=False)
 
 
 class _Transfers:
@@ -241,28 +250,42 @@ class _Transfers:
     """
 
     def __init__(self, client: shardwell.Client, megabytes: int, deadline_s: float) -> None:
+        self._client = client
         self._deadline_s = deadline_s
         size = megabytes * 10**6 // 4
         self._values = _values(size)
         self._out = np.zeros(size, np.float32)
+        # Another bench may run beside this one, and delete its own.
+        own = secrets.token_hex(4)
+        self._names = {codec: f"shardwell-bench-{own}-{megabytes}MB-{codec}" for codec in _CODECS}
         self._whole: dict[str, Parameter[Any]] = {}
         self._probes: dict[str, list[SliceProbe]] = {}
-        for codec in _CODECS:
-            model = client.parameter(
-                f"shardwell-bench-{megabytes}MB-{codec}",
-                size=size,
+
+    def make(self) -> None:
+        """Creates the parameters."""
+        for codec, name in self._names.items():
+            model = self._client.parameter(
+                name,
+                size=self._values.size,
                 optimizer=shardwell.Average(),
                 codec=codec,
                 mode="async",
             )
             model.init(self._out, timeout_s=self._rest_s())
             self._whole[codec] = model
-            self._probes[codec] = [SliceProbe(model, i) for i in range(client.shard_count)]
+            self._probes[codec] = [SliceProbe(model, i) for i in range(self._client.shard_count)]
 
-    @property
-    def names(self) -> list[str]:
-        """Of the parameters."""
-        return [model.name for model in self._whole.values()]
+    def delete(self) -> list[str]:
+        """Deletes the parameters; of those that are left the name, and why."""
+        left = []
+        for name in self._names.values():
+            try:
+                self._client.delete(name, timeout_s=_DELETE_S)
+            except UnknownParameterError:
+                pass  # it came to an end before that one was made
+            except ShardwellError as error:
+                left.append(f"{name} ({error.message})")
+        return left
 
     def slice_size(self, shard_index: int) -> int:
         """Elements that a shard has of each parameter."""

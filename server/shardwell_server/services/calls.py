@@ -151,6 +151,13 @@ class Call:
             self._granted.add(asked)
         self.note("opened", kind=kind, name=name, right=right.word)
 
+    def has_asked_for(self, kind: str, name: str) -> bool:
+        """Whether it was granted anything of a name, or so many that nobody knows."""
+        granted = list(self._granted)
+        return len(granted) >= _GRANTED_COUNT_MAX or any(
+            each[1:] == (kind, name) for each in granted
+        )
+
     def note(self, event: str, **fields: Any) -> None:
         """Adds a line to the audit log, with who makes the call."""
         if self._note is no_audit:
@@ -340,6 +347,7 @@ class Calls:
         self._note = note
         self._shard_index = shard_index
         self._room = _AnswerRoom(answer_bytes_max)
+        self._loop = asyncio.get_running_loop()
         self._open: set[Call] = set()
         self.refusal_counts: Counter[str] = Counter()
         """Calls that ended with an error, by its name; any thread may read it."""
@@ -350,6 +358,22 @@ class Calls:
         """Has all calls look again that wait for other workers: the shard stops, say."""
         for call in self._open:
             call.changed.set()
+
+    def end_those_of(self, kind: str, name: str, message: str) -> None:
+        """Ends calls that were granted a name, to be made again by their client. From any thread.
+
+        Args:
+            kind: "parameter" or "table".
+            name: Of that.
+            message: Why they end.
+        """
+
+        def end() -> None:
+            for call in list(self._open):
+                if call.has_asked_for(kind, name):
+                    call.end(ShardUnavailableError(message))
+
+        self._loop.call_soon_threadsafe(end)
 
     def end_those_without_token(self) -> None:
         """Ends calls whose token has ended meanwhile, or changed: their client has another one."""

@@ -21,6 +21,7 @@ from shardwell.errors import (
     ArgumentError,
     CorruptChunkError,
     LimitError,
+    ShardUnavailableError,
     WrongShardError,
 )
 from shardwell.numerics import native
@@ -117,6 +118,7 @@ class ParameterServerService:
         call.check(right_to_open(exists, takes_seat=request.take_seat), "parameter", spec.name)
         if (call.principal.best(spec.name) or 0) < Right.CONTRIBUTE:
             worker_id = ""  # who may not contribute is none that others wait for
+        self._shard.parameters.check_opened(spec.name, request.incarnation)
         if request.must_exist and not exists:
             raise self._shard.lost_memory("parameter", spec.name)
         if request.take_seat:
@@ -135,6 +137,8 @@ class ParameterServerService:
             worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
         )
         response.created = created
+        if self._shard.parameters.get(spec.name) is not parameter:  # it was deleted meanwhile
+            raise ShardUnavailableError(f"parameter {spec.name!r} was deleted; call again")
         if created:
             call.note("created", kind="parameter", name=spec.name)
             _LOG.info("parameter created", extra={"parameter": spec.name, "size": spec.size})
@@ -146,6 +150,7 @@ class ParameterServerService:
             raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
         worker_id = check_name("worker_id", request.worker_id)
         call.check(Right.CONTRIBUTE, "parameter", request.parameter)
+        self._shard.parameters.check_opened(request.parameter, request.incarnation)
         parameter = self._shard.parameters.get(request.parameter)
         deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
         return (yield from until(parameter.claim_init, worker_id, deadline, request.above_epoch))

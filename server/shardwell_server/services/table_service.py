@@ -10,7 +10,13 @@ from collections.abc import Callable
 
 import grpc
 
-from shardwell.errors import ArgumentError, CorruptChunkError, DivergedError, NonFiniteError
+from shardwell.errors import (
+    ArgumentError,
+    CorruptChunkError,
+    DivergedError,
+    NonFiniteError,
+    ShardUnavailableError,
+)
 from shardwell.numerics.codec import Bytes
 from shardwell.process.telemetry import StepSpans
 from shardwell.specs.names import check_name
@@ -79,6 +85,7 @@ class TableService:
             self._shard.tables.get(spec.name)  # whoever takes a seat has opened it before
         if (call.principal.best(spec.name) or 0) < Right.CONTRIBUTE:
             worker_id = ""  # who may not contribute is none that others wait for
+        self._shard.tables.check_opened(spec.name, request.incarnation)
         if request.must_exist and not exists:
             raise self._shard.lost_memory("table", spec.name)
         seat_for = None
@@ -95,6 +102,8 @@ class TableService:
             worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
         )
         response.created = created
+        if self._shard.tables.get(spec.name) is not table:  # it was deleted meanwhile
+            raise ShardUnavailableError(f"table {spec.name!r} was deleted; call again")
         if created:
             call.note("created", kind="table", name=spec.name)
             _LOG.info("table created", extra={"table": spec.name, "dim": spec.dim})
@@ -234,6 +243,7 @@ class TableService:
         self._shard.check_identity(request.open.shard)
         check_name("worker_id", request.open.worker_id)
         call.check(Right.READ, "table", request.open.table)
+        self._shard.tables.check_opened(request.open.table, request.open.incarnation)
         table = self._shard.tables.get(request.open.table)
         table.register.check_incarnation(request.open.incarnation)
         return _RowExchange(self._shard, table, request.open, call)

@@ -53,20 +53,27 @@ class ByteBudget:
 
 
 class OwnedBytes:
-    """The part of a budget that the owner of a token uses, who has a bound of his own."""
+    """What one parameter or table uses of a budget, and of what its owner's token may use."""
 
     def __init__(self, all_: ByteBudget, usage: Usage) -> None:
         self._all = all_
         self._usage = usage
+        self._lock = threading.Lock()
+        self._count = 0
+        self._is_over = False
 
     def take(self, size_bytes: int, what: str, advice: str, **where: Any) -> None:
         """As `ByteBudget.take`, of both."""
-        self._usage.take("stored_bytes", size_bytes, **where)
-        try:
-            self._all.take(size_bytes, what, advice, **where)
-        except BaseException:
-            self._usage.add("stored_bytes", -size_bytes)
-            raise
+        with self._lock:
+            if self._is_over:
+                return
+            self._usage.take("stored_bytes", size_bytes, **where)
+            try:
+                self._all.take(size_bytes, what, advice, **where)
+            except BaseException:
+                self._usage.add("stored_bytes", -size_bytes)
+                raise
+            self._count += size_bytes
 
     @property
     def left_bytes(self) -> int:
@@ -77,5 +84,21 @@ class OwnedBytes:
 
     def add(self, size_bytes: int) -> None:
         """As `ByteBudget.add`, of both."""
+        with self._lock:
+            if not self._is_over:
+                self._add(size_bytes)
+
+    def give_back(self) -> int:
+        """Counts nothing of it any more, whatever comes; returns how many bytes that were.
+
+        Of a parameter or table that is gone: a call that is under way may still ask for room.
+        """
+        with self._lock:
+            count, self._is_over = self._count, True
+            self._add(-count)
+            return count
+
+    def _add(self, size_bytes: int) -> None:
+        self._count += size_bytes
         self._usage.add("stored_bytes", size_bytes)
         self._all.add(size_bytes)

@@ -67,6 +67,12 @@ class Liveness(Protocol):
         math.inf while it attends.
         """
 
+    def gone_for_s(self, number: int) -> float:
+        """For how many seconds a session has not attended; 0 while it does.
+
+        Of one that this process of the shard never saw: since the process began.
+        """
+
 
 class Tenure(NamedTuple):
     """Of a seat; see the module."""
@@ -464,6 +470,53 @@ class Seats(ABC, Generic[SeatT]):
     def done_worker_ids(self) -> list[str]:
         """Those with a seat whose sessions have ended in order."""
         return [seat.worker_id for seat in self.seats if seat.owner is None]
+
+    def living(self, but: int = 0) -> list[tuple[str, int, float]]:
+        """Workers with a seat, or that have opened it, whose sessions count as alive.
+
+        Args:
+            but: Number of a session that is none of them; 0: none.
+
+        Returns:
+            Of each its id, the number of its session, and `Liveness.alive_for_s` of that.
+        """
+        sessions = dict(self._openers)
+        for seat in self.seats:
+            if seat.owner is not None:
+                sessions[seat.owner.number] = seat.worker_id
+        found = [
+            (worker_id, number, self._sessions.alive_for_s(number))
+            for number, worker_id in sessions.items()
+            if number != but
+        ]
+        return [each for each in found if each[2] > 0]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every worker with a seat has left in order, and nobody is about to take one."""
+        seats = self.seats
+        return bool(seats) and all(seat.owner is None for seat in seats) and not self._newcomers()
+
+    @property
+    def gone_for_s(self) -> float:
+        """For how long no worker with a seat has been connected, though not all left in order.
+
+        0 where one is, where nobody has a seat, where all left in order, or where a newcomer is
+        about to take a seat.
+        """
+        owners = [seat.owner for seat in self.seats if seat.owner is not None]
+        if not owners or self._newcomers():
+            return 0.0
+        return min(self._sessions.gone_for_s(owner.number) for owner in owners)
+
+    def _newcomers(self) -> list[str]:
+        """Workers that have opened it, are alive, and may take a seat, or have one."""
+        has_room = not self.is_sync or len(self._seats) < self._worker_count
+        return [
+            worker_id
+            for number, worker_id in list(self._openers.items())
+            if (has_room or worker_id in self._seats) and self._sessions.alive_for_s(number)
+        ]
 
     def owned_by(self, session_number: int) -> list[str]:
         """Workers whose seats a session has; one at the most, as a session has one worker_id."""

@@ -1,7 +1,8 @@
 """The parameters and the tables of a shard: each by name, made once, under the limits over all.
 
 Made is one when its storage is, and the shard has taken that over; until then, and if either fails,
-there is none of that name, on disk or here.
+there is none of that name, on disk or here. Deleted it is in two steps on shard 0, in one on the
+others: see deletions.py. A parameter and a table never get the same name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
@@ -21,6 +22,7 @@ from shardwell.errors import (
     LimitError,
     ShardwellError,
     SpecMismatchError,
+    StepOrderError,
     StorageError,
     UnknownParameterError,
     UnknownTableError,
@@ -37,6 +39,7 @@ from shardwell.wire.chunks import HEAD_SIZE_MAX_BYTES
 from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
+from shardwell_server.shard.deletions import Deletions, Mark
 from shardwell_server.shard.members import Liveness
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Counted, Usages
@@ -51,6 +54,21 @@ class Owned(Protocol):
     @property
     def spec(self) -> Any:
         """What was declared."""
+
+    @property
+    def incarnation(self) -> int:
+        """What tells it from others of its name; 0: it has none yet."""
+
+    def living_members(self, but: int) -> list[tuple[str, int, float]]:
+        """See `Seats.living`."""
+
+
+class _Booked(NamedTuple):
+    """What one counts as."""
+
+    owner: str
+    """Name of the token by which it was made; empty: of none."""
+    stored: OwnedBytes
 
 
 SpecT = TypeVar("SpecT", ParameterSpec, TableSpec)
@@ -70,6 +88,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         sessions: Which are alive.
         usages: What the owners of tokens use.
         spans: What the shard did last.
+        deletions: Which names were deleted, or are about to be.
         spool_dir: See Shard.
     """
 
@@ -87,8 +106,12 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         sessions: Liveness,
         usages: Usages,
         spans: Spans,
+        deletions: Deletions,
         spool_dir: Path | None = None,
     ) -> None:
+        self.beside: Registry[Any, Any, Any, Any] | None = None
+        """That of the other kind, whose names are taken, too."""
+        self._deletions = deletions
         self._usages = usages
         self._config = config
         self._store = store
@@ -98,6 +121,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         self._spans = spans
         self._spool_dir = spool_dir
         self._by_name: dict[str, OwnedT] = {}
+        self._booked: dict[str, _Booked] = {}
 
     def open(self, spec: SpecT, owner: str = "") -> tuple[OwnedT, bool]:
         """The one of that name, made now if it is new; and whether it was.
@@ -107,13 +131,17 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             owner: Name of the token by which it is made; empty: of none.
 
         Raises:
-            SpecMismatchError: it exists with another spec.
+            SpecMismatchError: it exists with another spec, or the other kind has the name.
+            UnknownParameterError, UnknownTableError: it is being deleted.
             LimitError: a limit would be exceeded.
             StorageError: there is no room on the disk, or it can't be written to.
         """
         with self._lock:
             known = self._by_name.get(spec.name)
+            if self._deletions.mark_of(self._kind, spec.name) is not None:
+                raise self._unknown(spec.name, self._deleted_words(spec.name))
             if known is None:
+                self._check_free(spec.name)
                 return self._make(spec, owner), True
         differences = known.spec.differences(spec)
         if differences:
@@ -128,12 +156,165 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """One that was opened.
 
         Raises:
-            UnknownParameterError, UnknownTableError: there is none of that name.
+            UnknownParameterError, UnknownTableError: there is none of that name, or it is being
+                deleted.
         """
         found = self._by_name.get(name)
-        if found is None:
-            raise self._unknown(name)
+        if found is None or self._deletions.mark_of(self._kind, name) is not None:
+            raise self._unknown(name, self._deleted_words(name))
         return found
+
+    def check_opened(self, name: str, incarnation: int) -> None:
+        """Refuses what is meant for one that was deleted here, whatever has its name since.
+
+        Args:
+            name: Its name.
+            incarnation: Of what the caller has opened; 0: whatever has the name.
+
+        Raises:
+            UnknownParameterError, UnknownTableError: it was deleted.
+            StepOrderError: another one has its name on shard 0, where each is made first.
+        """
+        found = self._by_name.get(name)
+        own = 0 if found is None else found.incarnation
+        if not incarnation or own == incarnation:
+            return
+        by = self._deletions.deleted_by(self._kind, name, incarnation)
+        if by is not None:
+            since = ", and another one was made since" if own else ""
+            how = f"was deleted by {by!r}{since}; open it again to use what has the name now"
+            raise self._unknown(name, how)
+        if own and self._config.shard_index == 0:
+            raise StepOrderError(
+                f"{self._kind} {name!r} was made anew on shard 0 since this worker opened it: "
+                "shard 0 lost its memory; restore a checkpoint into an empty cluster, or start the "
+                "training again under another name",
+                **self._where(name),
+            )
+
+    def _deleted_words(self, name: str) -> str:
+        """How a name was deleted, for an error about it; empty: it was not."""
+        mark = self._deletions.mark_of(self._kind, name)
+        if mark is not None:
+            return (
+                f"is being deleted by {mark.by!r}, and other shards may have it still: delete it "
+                "again to finish that (shardwell delete NAME), then it can be made anew"
+            )
+        by = self._deletions.deleted_by(self._kind, name)
+        return "" if by is None else f"was deleted by {by!r}; open it again to make it anew"
+
+    def _check_free(self, name: str) -> None:
+        """Refuses a name that the other kind has; the lock is held.
+
+        Raises:
+            SpecMismatchError: it has it.
+        """
+        if self.beside is not None and self.beside.has(name):
+            raise SpecMismatchError(
+                f"{name!r} is a {self.beside._kind} on this cluster, and a {self._kind} can't have "
+                f"the same name; choose another one, or delete the {self.beside._kind} first",
+                **self._where(name),
+            )
+
+    # Deleting.
+
+    def owner_of(self, name: str) -> str | None:
+        """Name of the token by which one was made; empty: of none. None: there is none."""
+        booked = self._booked.get(name)
+        return None if booked is None else booked.owner
+
+    def mark_of(self, name: str) -> Mark | None:
+        """The mark on a name: its deletion is decided."""
+        return self._deletions.mark_of(self._kind, name)
+
+    def living_members(self, name: str, but: int) -> list[tuple[str, int, float]]:
+        """See `Seats.living`; none where there is nothing of that name."""
+        found = self._by_name.get(name)
+        return [] if found is None else found.living_members(but)
+
+    def find(self, name: str) -> OwnedT | None:
+        """One of that name, though its deletion is decided."""
+        return self._by_name.get(name)
+
+    def mark(self, name: str, incarnation: int, by: str, *, force: bool, but: int) -> bool:
+        """Decides that one is deleted, unless it has members; False: it has. Safe to repeat.
+
+        Args:
+            name: Its name.
+            incarnation: What is meant.
+            by: Who deletes it.
+            force: Although it has members.
+            but: Number of a session that is none.
+
+        Raises:
+            StepOrderError: there is another one.
+            StorageError: it can't be noted.
+        """
+        with self._lock:
+            found, mark = self._by_name.get(name), self._deletions.mark_of(self._kind, name)
+            if mark is not None and mark.incarnation == incarnation:
+                return True
+            if found is None or found.incarnation != incarnation:
+                raise self._another(name)
+            if not force and found.living_members(but):
+                return False
+            self._deletions.mark(self._kind, name, incarnation, by)
+            return True
+
+    def remove(self, name: str, incarnation: int, held: int, by: str) -> int:
+        """Removes one with its files; returns how many bytes it stored. Safe to repeat.
+
+        Args:
+            name: Its name.
+            incarnation: That of shard 0.
+            held: That of this shard, as it was asked before.
+            by: Who deletes it.
+
+        Raises:
+            StepOrderError: there is another one; or this is shard 0, which has not marked it.
+            StorageError: it can't be removed, or that can't be noted.
+        """
+        with self._lock:
+            found, mark = self._by_name.get(name), self._deletions.mark_of(self._kind, name)
+            freed_bytes = 0
+            if found is not None:
+                is_decided = self._config.shard_index > 0 or mark is not None
+                if not is_decided or found.incarnation not in (incarnation, held):
+                    raise self._another(name)
+                self._remove_storage(name)
+                del self._by_name[name]
+                booked = self._booked.pop(name)
+                freed_bytes = booked.stored.give_back()
+                self._usages.of(booked.owner).add(self._counted, -1)
+            gone = {incarnation, held}
+            if found is not None or mark is not None or not self._knows(name, gone):
+                self._deletions.finish(self._kind, name, gone, by)
+            return freed_bytes
+
+    def finish_removed(self) -> None:
+        """Ends deletions that an earlier process cut off once the files were gone; at the start.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        for kind, name in self._deletions.marked:
+            mark = self._deletions.mark_of(kind, name)
+            if kind == self._kind and mark is not None and name not in self._by_name:
+                self._deletions.finish(kind, name, {mark.incarnation}, mark.by)
+
+    def _knows(self, name: str, incarnations: set[int]) -> bool:
+        """Whether all of these are known to be deleted."""
+        return all(
+            self._deletions.deleted_by(self._kind, name, each) is not None
+            for each in incarnations - {0}
+        )
+
+    def _another(self, name: str) -> StepOrderError:
+        return StepOrderError(
+            f"{self._kind} {name!r} is another one on shard {self._config.shard_index} than was "
+            "asked about, or its deletion is not decided; nothing was removed; delete it again",
+            **self._where(name),
+        )
 
     def has(self, name: str) -> bool:
         """Whether one of that name was opened."""
@@ -172,6 +353,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             stored.add(self._size_beforehand(layout) + self._size_of(storage))
             self._usages.of(owner).add(self._counted, 1)
             self._by_name[name] = self._made(spec, layout, storage, stored)
+            self._booked[name] = _Booked(owner, stored)
 
     def _make(self, spec: SpecT, owner: str) -> OwnedT:
         if len(self._by_name) >= self._count_max:
@@ -194,6 +376,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         except BaseException:
             usage.add(self._counted, -1)
             raise
+        self._booked[spec.name] = _Booked(owner, stored)
         return self._by_name[spec.name]
 
     def _bytes_of(self, owner: str) -> OwnedBytes:
@@ -231,8 +414,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """How many there may be."""
 
     @abstractmethod
-    def _unknown(self, name: str) -> ShardwellError:
-        """The error for a name that there is none of."""
+    def _unknown(self, name: str, how: str) -> ShardwellError:
+        """The error for a name that there is none of; `how` it was deleted, if it was."""
 
     @abstractmethod
     def _spec_of(self, description: dict[str, Any]) -> SpecT:
@@ -262,6 +445,14 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """Makes the storage, which `begin` takes over."""
 
     @abstractmethod
+    def _remove_storage(self, name: str) -> None:
+        """Removes the storage of one.
+
+        Raises:
+            StorageError: it can't be removed; nothing changed.
+        """
+
+    @abstractmethod
     def _made(self, spec: SpecT, layout: LayoutT, storage: StorageT, stored: OwnedBytes) -> OwnedT:
         """The shard's part of it."""
 
@@ -280,12 +471,16 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         found[0].make_image()  # of what needs no first weights, before anybody hears of it
         return found
 
-    def _unknown(self, name: str) -> ShardwellError:
-        return UnknownParameterError(
-            f"shard {self._config.shard_index} has no parameter {name!r:.140}; create it first "
-            "(a shard that lost its memory has none)",
-            parameter=name[:140],
+    def _unknown(self, name: str, how: str) -> ShardwellError:
+        words = (
+            f"parameter {name!r:.140} {how}"
+            if how
+            else (
+                f"shard {self._config.shard_index} has no parameter {name!r:.140}; create it first "
+                "(a shard that lost its memory has none)"
+            )
         )
+        return UnknownParameterError(words, parameter=name[:140])
 
     def _spec_of(self, description: dict[str, Any]) -> ParameterSpec:
         return ParameterSpec.from_proto(ParseDict(description, types_pb2.ParameterSpec()))
@@ -318,6 +513,9 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
     def _create(self, layout: Layout, begin: Begin[ParameterStorage]) -> object:
         return self._store.create(layout, begin)
 
+    def _remove_storage(self, name: str) -> None:
+        self._store.remove(name)
+
     def _made(
         self, spec: ParameterSpec, layout: Layout, storage: ParameterStorage, stored: OwnedBytes
     ) -> ParameterSlice:
@@ -344,12 +542,16 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
     def _count_max(self) -> int:
         return self._config.limits.table_count_max
 
-    def _unknown(self, name: str) -> ShardwellError:
-        return UnknownTableError(
-            f"shard {self._config.shard_index} has no table {name!r:.140}; open it first (a "
-            "shard that lost its memory has none)",
-            table=name[:140],
+    def _unknown(self, name: str, how: str) -> ShardwellError:
+        words = (
+            f"table {name!r:.140} {how}"
+            if how
+            else (
+                f"shard {self._config.shard_index} has no table {name!r:.140}; open it first (a "
+                "shard that lost its memory has none)"
+            )
         )
+        return UnknownTableError(words, table=name[:140])
 
     def _spec_of(self, description: dict[str, Any]) -> TableSpec:
         return TableSpec.from_proto(ParseDict(description, table_pb2.TableSpec()))
@@ -387,6 +589,9 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
 
     def _create(self, layout: TableLayout, begin: Begin[TableStorage]) -> object:
         return self._store.create_table(layout, begin)
+
+    def _remove_storage(self, name: str) -> None:
+        self._store.remove_table(name)
 
     def _made(
         self, spec: TableSpec, layout: TableLayout, storage: TableStorage, stored: OwnedBytes

@@ -225,6 +225,13 @@ class Sessions:
             left_s = self._left_s.get(number, self._others_left_s)
             return left_s + self._lease_s - self._now_s()
 
+    def gone_for_s(self, number: int) -> float:
+        with self._lock:
+            if number in self._attending:
+                return 0.0
+            left_s = self._left_s.get(number, self._others_left_s)
+            return max(self._now_s() - left_s, 0.0)
+
     def check(self, number: int, worker_id: str, owner: str = "") -> Session:
         """The session of that number, which must attend to contribute as a worker.
 

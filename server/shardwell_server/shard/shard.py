@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardwell.errors import (
     StepOrderError,
@@ -18,11 +18,16 @@ from shardwell.process.spans import Spans
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.deletions import Deletions
+from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Usages
 from shardwell_server.shard.recordings import Recordings
 from shardwell_server.shard.registry import Parameters, Tables
 from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
+from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store import Store
+
+_Part: TypeAlias = ParameterSlice | TableSlice
 
 
 class PayloadBytes:
@@ -83,6 +88,7 @@ class Shard:
         self.recordings = Recordings()
         """Who records what all did last."""
         lock = threading.Lock()
+        parameters, tables = store.recover(), store.recover_tables()
         common = (
             config,
             store,
@@ -91,15 +97,19 @@ class Shard:
             self.sessions,
             self.usages,
             self.spans,
+            Deletions(store),
             spool_dir,
         )
         self.parameters = Parameters(*common)
         """Those of this shard."""
-        self.parameters.recover(store.recover())
+        self.parameters.recover(parameters)
         self.tables = Tables(*common)
         """The same."""
-        self.tables.recover(store.recover_tables())
+        self.tables.recover(tables)
+        self.parameters.beside, self.tables.beside = self.tables, self.parameters
         store.recovered()
+        self.parameters.finish_removed()
+        self.tables.finish_removed()
         for table in self.tables.all():
             table.go_on()
         self.make_images()
@@ -153,9 +163,10 @@ class Shard:
         """
         for parameter in self.parameters.all():
             for index in range(parameter.chunk_count):
-                yield functools.partial(parameter.verify, index)
+                yield partial(self._unless_deleted, parameter, partial(parameter.verify, index))
         for table in self.tables.all():
-            yield from table.checks()
+            for check in table.checks():
+                yield partial(self._unless_deleted, table, check)
 
     def look_at_files(self) -> None:
         """Looks whether the files are still there; nothing is acknowledged any more if not.
@@ -171,8 +182,7 @@ class Shard:
         Raises:
             StorageError: the disk failed for one, the others notwithstanding.
         """
-        parameters, tables = self.parameters.all(), self.tables.all()
-        _do_all([*(each.sync for each in parameters), *(each.sync for each in tables)])
+        self._do_all(lambda part: part.sync())
 
     def make_images(self) -> None:
         """Writes the images whose time it is.
@@ -180,9 +190,7 @@ class Shard:
         Raises:
             StorageError: the disk failed, or is full, for one, the others notwithstanding.
         """
-        parameters, tables = self.parameters.all(), self.tables.all()
-        makers = [*(each.make_image for each in parameters), *(each.make_image for each in tables)]
-        _do_all([functools.partial(make, self.is_stopping) for make in makers])
+        self._do_all(lambda part: part.make_image(self.is_stopping))
 
     def end_session(self, number: int, owner: str = "") -> None:
         """Notes that a session, by its number, has ended in order: its seats are free.
@@ -197,12 +205,7 @@ class Shard:
         """
         if not self.sessions.end(number, owner):
             return
-        parameters, tables = self.parameters.all(), self.tables.all()
-        enders = [
-            *(each.end_session for each in parameters),
-            *(each.end_session for each in tables),
-        ]
-        _do_all([functools.partial(end, number) for end in enders])
+        self._do_all(lambda part: part.end_session(number))
 
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""
@@ -229,14 +232,23 @@ class Shard:
         """Lets go of the store, when no request is left."""
         self._store.close()
 
+    def _do_all(self, act: Callable[[_Part], None]) -> None:
+        """Does it to each parameter and table, and raises the first StorageError at the end."""
+        failed: StorageError | None = None
+        parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]
+        for part in parts:
+            try:
+                self._unless_deleted(part, partial(act, part))
+            except StorageError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
-def _do_all(acts: Iterable[Callable[[], None]]) -> None:
-    """Does each, and raises the first StorageError at the end."""
-    failed: StorageError | None = None
-    for act in acts:
+    def _unless_deleted(self, part: _Part, act: Callable[[], None]) -> None:
+        """Does it; that files are gone is no error of one that was deleted meanwhile."""
         try:
             act()
-        except StorageError as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
+        except StorageError:
+            registry = self.parameters if isinstance(part, ParameterSlice) else self.tables
+            if registry.find(part.spec.name) is part:
+                raise

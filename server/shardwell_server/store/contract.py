@@ -562,7 +562,7 @@ class Store(Protocol):
     def create_table(
         self, layout: TableLayout, begin: Begin[TableStorage] = nothing
     ) -> TableStorage:
-        """Makes the storage of a new table; tables and parameters may have the same names.
+        """Makes the storage of a new table, whose name is unique among its tables.
 
         Args:
             layout: Of it.
@@ -571,6 +571,40 @@ class Store(Protocol):
         Raises:
             LimitError: there is no address space for it.
             StorageError: there is no room on the disk, or it can't be written to.
+        """
+
+    def remove(self, name: str) -> None:
+        """Removes the storage of a parameter, with its files, whole or not at all.
+
+        Its arrays stay valid for those who still use them; what they write is kept nowhere.
+
+        Raises:
+            StorageError: it can't be removed; nothing changed.
+        """
+
+    def remove_table(self, name: str) -> None:
+        """Removes the storage of a table: see `remove`.
+
+        Raises:
+            StorageError: it can't be removed; nothing changed.
+        """
+
+    def name_events(self) -> Sequence[Event]:
+        """What `log_name` noted, in order; to be called after `recover`.
+
+        Raises:
+            StorageError: the file was damaged.
+        """
+
+    def log_name(self, event: Event, compacted: Sequence[Event]) -> None:
+        """Notes what became of a name; it survives a loss of power, removals before it too.
+
+        Args:
+            event: What is noted.
+            compacted: Events that say the same as all so far, this one included.
+
+        Raises:
+            StorageError: it could not be written; nothing is noted.
         """
 
     def close(self) -> None:

@@ -49,6 +49,10 @@ class AllAlive:
         """See Liveness."""
         return math.inf
 
+    def gone_for_s(self, number: int) -> float:
+        """See Liveness."""
+        return 0.0
+
 
 def noted(event: Event) -> None:
     """Takes note of nothing."""

@@ -21,6 +21,7 @@ from shardwell.process.spans import Spans
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.deletions import Deletions
 from shardwell_server.shard.quotas import Usages
 from shardwell_server.shard.registry import Tables
 from shardwell_server.store import Store, TableLayout, TableStorage
@@ -44,7 +45,9 @@ def tables_of(
 ) -> Tables:
     limit = stored or ByteBudget(config.limits.stored_bytes_max)
     kept = store or MemoryStore()
-    tables = Tables(config, kept, threading.Lock(), limit, AllAlive(), Usages(), Spans())
+    tables = Tables(
+        config, kept, threading.Lock(), limit, AllAlive(), Usages(), Spans(), Deletions(kept)
+    )
     tables.recover(kept.recover_tables())
     return tables
 

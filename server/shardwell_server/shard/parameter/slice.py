@@ -195,6 +195,16 @@ class ParameterSlice:
         self.make_durable()  # next_step tells that the steps before it were counted
         return response
 
+    @property
+    def incarnation(self) -> int:
+        """What tells it from others of its name; 0: it has none yet."""
+        return self._register.incarnation
+
+    def living_members(self, but: int) -> list[tuple[str, int, float]]:
+        """See `Seats.living`."""
+        with self._register.lock:
+            return self._tracker.living(but)
+
     def end_session(self, number: int) -> None:
         """Notes that a session, by its number, has ended in order.
 

@@ -234,6 +234,16 @@ class TableSlice:
         self.make_durable()  # next_step tells that what came before it was counted
         return response
 
+    @property
+    def incarnation(self) -> int:
+        """What tells it from others of its name; 0: it has none yet."""
+        return self.register.incarnation
+
+    def living_members(self, but: int) -> list[tuple[str, int, float]]:
+        """See `Seats.living`."""
+        with self._changed:
+            return self._tracker.living(but)
+
     def end_session(self, number: int) -> None:
         """Notes that a session, by its number, has ended in order.
 

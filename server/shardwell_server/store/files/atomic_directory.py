@@ -1,7 +1,7 @@
-"""Directories that are made whole or not at all, numbered, so that no path is made from a name.
+"""Directories that are made and removed whole, numbered, so that no path is made from a name.
 
 000001/        one that was made
-000002.new/    one whose making was cut off; removed at the next start
+000002.new/    one whose making, or removal, was cut off; removed at the next start
 """
 
 from __future__ import annotations
@@ -100,3 +100,29 @@ class AtomicDirectories:
                 raise StorageError(f"{directory}: {doing} failed: {reason}; add shards") from None
             raise
         self._next_number += 1
+
+    def remove(self, directory: Path) -> None:
+        """Removes one that was made: it is gone once it has lost its name.
+
+        What can't be removed of its files is, at the next start.
+
+        Raises:
+            StorageError: it keeps its name; nothing changed.
+        """
+        gone = directory.with_suffix(".new")
+        try:
+            os.replace(directory, gone)
+        except OSError as error:
+            raise storage_error(directory, error, "removing it") from None
+        self._reached("removed files' name")
+        shutil.rmtree(gone, ignore_errors=True)
+        self._reached("removed files")
+
+    def sync(self) -> None:
+        """Makes the names of all survive a loss of power.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        if self._path.exists():
+            sync_directory(self._path)

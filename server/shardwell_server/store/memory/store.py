@@ -12,6 +12,7 @@ from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import (
     Begin,
     ChunkRecord,
+    Event,
     JournalEntry,
     Layout,
     ParameterStorage,
@@ -109,6 +110,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self._parameters: dict[str, MemoryParameter] = {}
         self._tables: dict[str, MemoryTable] = {}
+        self._name_events: list[Event] = []
 
     def check_present(self) -> None:
         pass
@@ -160,6 +162,18 @@ class MemoryStore:
                 table=layout.name,
             ) from None
         return made
+
+    def remove(self, name: str) -> None:
+        del self._parameters[name]
+
+    def remove_table(self, name: str) -> None:
+        del self._tables[name]
+
+    def name_events(self) -> Sequence[Event]:
+        return list(self._name_events)
+
+    def log_name(self, event: Event, compacted: Sequence[Event]) -> None:
+        self._name_events = list(compacted)
 
     def close(self) -> None:
         self._parameters.clear()

@@ -2,16 +2,19 @@
 
 parameters/000001/    a parameter (parameter.py)
 tables/000001/        a table (table.py)
+names                 which names were deleted, or are about to be (shard/deletions.py)
 
-Both are numbered (store/files/atomic_directory.py).
+Directories are numbered (store/files/atomic_directory.py); `names` is made with the first deletion.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -20,6 +23,7 @@ from shardwell.rpc.asking import ask_all
 from shardwell_server.config import Durability
 from shardwell_server.store.contract import (
     Begin,
+    Event,
     Layout,
     ParameterStorage,
     TableLayout,
@@ -29,13 +33,16 @@ from shardwell_server.store.contract import (
 from shardwell_server.store.files.atomic_directory import AtomicDirectories
 from shardwell_server.store.files.boot import Boot
 from shardwell_server.store.files.layout import read_layout
-from shardwell_server.store.files.mapped import storage_error
+from shardwell_server.store.files.mapped import storage_error, sync_directory
 from shardwell_server.store.files.presence import Presence
 from shardwell_server.store.mmap.parameter import MmapParameter
 from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.mmap.table import MmapTable
+from shardwell_server.store.records.event_log import EventLog
 
 _LOG = logging.getLogger("shardwell_server")
+_NAMES_SALT = 0
+"""There is one log of names in a directory."""
 LayoutT = TypeVar("LayoutT", Layout, TableLayout)
 StorageT = TypeVar("StorageT", bound=MmapStorage)
 
@@ -147,6 +154,19 @@ class _Kind(Generic[LayoutT, StorageT]):
         storage.presence = presence
         return storage
 
+    def remove(self, name: str) -> None:
+        """Removes one with its files; its arrays stay mapped while they are used.
+
+        Raises:
+            StorageError: it can't be removed; nothing changed.
+        """
+        self._directories.remove(self.open[name].directory)
+        del self.open[name]
+
+    def sync_names(self) -> None:
+        """Makes the names of all directories survive a loss of power; OSError: the disk failed."""
+        self._directories.sync()
+
 
 class MmapStore:
     """Parameters and tables in memory-mapped files, which survive the process.
@@ -171,6 +191,11 @@ class MmapStore:
         self._boot = boot or Boot(path)
         self._is_torn = False
         self._presence = Presence(path)
+        self._reached = reached
+        self._names = EventLog(path / "names", _NAMES_SALT, reached, is_synced=True)
+        self._has_names = False
+        self._look_lock = threading.Lock()
+        """Held while names of files are looked at, or removed."""
 
         def directories(name: str) -> AtomicDirectories:
             return AtomicDirectories(
@@ -206,10 +231,11 @@ class MmapStore:
         self._presence.check()
 
     def look(self) -> None:
-        self._presence.look(
-            ("boot.json", "parameters", "tables"),
-            [each.named_files for each in self._all() if each.presence is not None],
-        )
+        with self._look_lock:
+            self._presence.look(
+                ("boot.json", "parameters", "tables"),
+                [each.named_files for each in self._all() if each.presence is not None],
+            )
 
     def _start(self, storage: MmapStorage, *, is_new: bool = False) -> None:
         if self._durability.is_process:
@@ -240,6 +266,42 @@ class MmapStore:
             begin(storage)
 
         return self._tables.create(layout, self._presence, f"making table {layout.name!r}", start)
+
+    def remove(self, name: str) -> None:
+        self._presence.check()
+        with self._look_lock:
+            self._parameters.remove(name)
+
+    def remove_table(self, name: str) -> None:
+        self._presence.check()
+        with self._look_lock:
+            self._tables.remove(name)
+
+    def name_events(self) -> Sequence[Event]:
+        self._has_names = (self._path / "names").exists()
+        return self._names.read() if self._has_names else []
+
+    def log_name(self, event: Event, compacted: Sequence[Event]) -> None:
+        try:
+            self._parameters.sync_names()
+            self._tables.sync_names()
+            if not self._has_names:
+                self._begin_names(event)
+                return
+        except OSError as error:
+            raise storage_error(self._path / "names", error, "writing it") from None
+        self._names.append(event)
+        self._names.compact(compacted)
+
+    def _begin_names(self, event: Event) -> None:
+        """Makes the log with its first event, whole or not at all."""
+        making = self._path / "names.new"
+        EventLog(making, _NAMES_SALT, self._reached, is_synced=True).create([event])
+        os.replace(making, self._path / "names")
+        self._reached("log of names")
+        sync_directory(self._path)
+        self._names.read()  # how far it goes
+        self._has_names = True
 
     def close(self) -> None:
         """The files stay; they are unmapped when nobody uses the arrays any more.

@@ -1,0 +1,128 @@
+"""NameService: how names of parameters and tables are deleted; docs/adr/0029-deletion.md."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import grpc
+
+from shardwell.errors import ArgumentError, WrongShardError
+from shardwell.specs.names import check_name
+from shardwell.v1 import names_pb2 as pb
+from shardwell.wire import checksum
+from shardwell_server.access.rights import Right
+from shardwell_server.services.calls import Call, Calls
+from shardwell_server.shard.registry import Registry
+from shardwell_server.shard.shard import Shard
+
+_LOG = logging.getLogger("shardwell_server")
+_SERVICE = pb.DESCRIPTOR.services_by_name["NameService"]
+NAME_SERVICE_NAME = _SERVICE.full_name
+_STAGE = pb.DeleteRequest.Stage
+_MEMBER_COUNT_MAX = 100
+"""That are told in an answer."""
+_WORDS = {pb.NAME_KIND_PARAMETER: "parameter", pb.NAME_KIND_TABLE: "table"}
+
+
+class NameService:
+    """Handlers, one method an RPC."""
+
+    def __init__(self, shard: Shard, calls: Calls) -> None:
+        self._shard = shard
+        self._calls = calls
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All methods, for grpc.aio.Server."""
+        handlers = {"Delete": self._calls.unary(self.delete, pb.DeleteRequest)}
+        assert set(handlers) == {method.name for method in _SERVICE.methods}
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+
+    def delete(self, request: pb.DeleteRequest, call: Call) -> pb.DeleteResponse:
+        self._shard.check_identity(request.shard)
+        name, by = check_name("name", request.name), check_name("worker_id", request.worker_id)
+        held, response = self._held(request), pb.DeleteResponse()
+        for found in held:
+            self._check_may(call, found.kind, name)
+        if not held:
+            call.principal.check(Right.CREATE, "parameter", name)
+        match request.stage:
+            case _STAGE.STAGE_LOOK:
+                response.held.extend(held)
+            case _STAGE.STAGE_MARK:
+                if self._shard.config.shard_index != 0:
+                    raise WrongShardError("STAGE_MARK is done by shard 0 alone; call it there")
+                registry, word = self._registry(request.kind)
+                response.done = registry.mark(
+                    name, request.incarnation, by, force=request.force, but=request.session
+                )
+                if response.done:
+                    self._end_calls(word, name)
+                response.held.extend(self._held(request))
+            case _STAGE.STAGE_REMOVE:
+                registry, word = self._registry(request.kind)
+                response.held.extend(held)
+                response.freed_bytes = registry.remove(
+                    name, request.incarnation, request.held_incarnation, by
+                )
+                response.done = True
+                if held:
+                    self._end_calls(word, name)
+                    call.note("deleted", kind=word, name=name)
+                    _LOG.info(f"{word} deleted", extra={word: name, "by": by})
+            case _:
+                raise ArgumentError(f"stage must be one of DeleteRequest; got {request.stage}")
+        response.crc32c = checksum.of_message(response)
+        return response
+
+    def _registry(self, kind: pb.NameKind) -> tuple[Registry[Any, Any, Any, Any], str]:
+        """Where names of a kind are, and the kind in a word.
+
+        Raises:
+            ArgumentError: there is no such kind.
+        """
+        if kind not in _WORDS:
+            raise ArgumentError(f"kind must be that of a parameter or table; got {kind}")
+        is_parameter = kind == pb.NAME_KIND_PARAMETER
+        return self._shard.parameters if is_parameter else self._shard.tables, _WORDS[kind]
+
+    def _held(self, request: pb.DeleteRequest) -> list[pb.HeldName]:
+        """What this shard has of the name and kind that are asked for."""
+        found = []
+        attending = self._shard.sessions.by_worker()
+        for kind in _WORDS if request.kind == pb.NAME_KIND_UNSPECIFIED else (request.kind,):
+            registry, _ = self._registry(kind)
+            mark, part = registry.mark_of(request.name), registry.find(request.name)
+            if part is None and mark is None:
+                continue
+            entry = pb.HeldName(kind=kind, marked=mark is not None)
+            if mark is not None:
+                entry.incarnation = mark.incarnation
+            elif part is not None:
+                entry.incarnation = part.incarnation
+            living = registry.living_members(request.name, request.session)
+            for worker_id, number, alive_for_s in living[:_MEMBER_COUNT_MAX]:
+                member = entry.members.add(worker_id=worker_id)
+                session = attending.get(worker_id)
+                if session is not None and session.number == number:
+                    member.host, member.pid = session.host, session.pid
+                if alive_for_s != math.inf:
+                    member.free_in_ms = int(alive_for_s * 1000) + 1
+            found.append(entry)
+        return found
+
+    def _check_may(self, call: Call, kind: pb.NameKind, name: str) -> None:
+        """Refuses who may neither administer the name nor has made what has it.
+
+        Raises:
+            AccessDeniedError: the caller is such a one.
+        """
+        registry, word = self._registry(kind)
+        principal, owner = call.principal, registry.owner_of(name)
+        is_owner = owner is None or (owner != "" and owner == principal.name)
+        principal.check(Right.CREATE if is_owner else Right.ADMIN, word, name)
+
+    def _end_calls(self, word: str, name: str) -> None:
+        """Ends what is at work on a name; made again, it hears that the name is gone."""
+        self._calls.end_those_of(word, name, f"{word} {name!r} is being deleted; call again")

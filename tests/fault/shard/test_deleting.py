@@ -1,0 +1,191 @@
+"""Goal: a deletion that is cut off anywhere is finished by a repeat; names are made as a whole.
+
+Method: the client ends, or a shard is killed, after each of a deletion's requests in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell_server import LocalCluster
+
+SGD = shardwell.SGD(learning_rate=1.0)
+SIZE = 300
+REQUEST_COUNT = 5
+"""Of a deletion on two shards: both are looked at, shard 0 marks, both remove."""
+KINDS = ["parameter", "table"]
+
+
+class EndedError(BaseException):
+    """The client's process ends here."""
+
+
+def opened(client: shardwell.Client, kind: str, dim: int = 2) -> Any:
+    """`dim` makes it another one."""
+    if kind == "table":
+        return client.table(
+            "m", row_count=50, dim=dim, optimizer=SGD, initializer=shardwell.Zeros()
+        )
+    made = client.parameter("m", size=SIZE * dim, optimizer=SGD)
+    made.init(np.zeros(SIZE * dim, np.float32))
+    return made
+
+
+def step(one: Any, dim: int = 2) -> Any:
+    if isinstance(one, shardwell.Table):
+        return one.exchange_rows([1, 2], np.ones((2, dim), np.float32))
+    return one.exchange(np.ones(one.size, np.float32))
+
+
+def held(running: LocalCluster) -> list[bool]:
+    """Whether each shard has it."""
+    with shardwell.connect(running.target) as client:  # which waits for one that was killed
+        return [bool(shard.parameters or shard.tables) for shard in client.status()]
+
+
+def after_requests(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
+    """Calls `act` when a deletion has had so many answers."""
+    made, counts = ShardChannel.delete, itertools.count(1)
+
+    def delete(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
+        answer = made(channel, request, timeout_s)
+        if next(counts) == number:
+            act()
+        return answer
+
+    monkeypatch.setattr(ShardChannel, "delete", delete)
+
+
+@pytest.mark.parametrize("number", range(1, REQUEST_COUNT + 1))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("store", ["memory", "mmap"])
+def test_a_client_that_ends_anywhere(
+    cluster, connect, monkeypatch, tmp_path: Path, store, kind, number
+) -> None:
+    running = cluster(2, data_dir=tmp_path if store == "mmap" else None)
+    worker = connect(running, "w0")
+    one = opened(worker, kind)
+    step(one)
+    ends = connect(running, "ends")
+    unknown = (shardwell.UnknownParameterError, shardwell.UnknownTableError)
+
+    def end() -> None:
+        raise EndedError
+
+    with monkeypatch.context() as patch:
+        after_requests(patch, number, end)
+        with pytest.raises(EndedError):
+            ends.delete("m", force=True)
+    ends.close()
+    left = held(running)
+    assert left == [number < 5, number < 4]
+    if number < 3:  # nothing is decided: it goes on
+        np.testing.assert_array_equal(step(one), -2.0)
+    elif number < 5:  # nobody makes a part of it anew, with whatever spec
+        for dim in (2, 3):
+            with pytest.raises(unknown, match="is being deleted by 'ends'"):
+                opened(connect(running, f"w{dim}"), kind, dim)
+        with pytest.raises(unknown, match="deleted by 'ends'"):
+            step(one)
+    assert held(running) == left
+
+    again = connect(running, "again")
+    if any(left):
+        # Where it is decided, members are not asked about.
+        again.delete("m", force=number < 3)
+    with pytest.raises(unknown, match="nothing is left to delete"):
+        again.delete("m")
+    assert held(running) == [False, False]
+    assert [shard.stored_bytes for shard in again.status()] == [0, 0]
+    np.testing.assert_array_equal(step(opened(again, kind, 3), 3), -1.0)
+    with pytest.raises(unknown, match="another one was made since"):
+        step(one)
+
+
+@pytest.mark.parametrize("shard_index", [0, 1])
+@pytest.mark.parametrize("number", range(1, REQUEST_COUNT + 1))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(8)
+def test_a_shard_that_is_killed_anywhere(
+    cluster, connect, monkeypatch, tmp_path: Path, kind, number, shard_index
+) -> None:
+    """The same call goes on when the shard is back."""
+    running = cluster(2, data_dir=tmp_path, processes=True)
+    worker = connect(running, "w0")
+    one = opened(worker, kind)
+    step(one)
+    ops = connect(running, "ops")
+
+    def kill() -> None:
+        running.children[shard_index].kill()
+        running.start_again(shard_index)
+
+    with monkeypatch.context() as patch:
+        after_requests(patch, number, kill)
+        assert ops.delete("m", force=True) > 0
+    for _ in range(2):
+        assert held(running) == [False, False]
+        running.children[shard_index].kill()
+        running.start_again(shard_index)
+    for index in range(2):
+        assert not list((tmp_path / f"shard-{index}" / f"{kind}s").iterdir())
+    np.testing.assert_array_equal(step(opened(ops, kind, 3), 3), -1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_that_a_restarted_shard_waits_for(cluster, connect, tmp_path: Path, kind) -> None:
+    """They have their time to come back; then it is deleted, by the same call."""
+    running = cluster(2, data_dir=tmp_path, processes=True, session_lease_s=1.0)
+    worker = connect(running, "w0")
+    step(opened(worker, kind))
+    ops = connect(running, "ops")
+    for index in range(2):
+        running.children[index].kill()
+    worker._shards.close()  # without a word, as if it was killed, too
+    for index in range(2):
+        running.start_again(index)
+    assert ops.delete("m") > 0
+    assert held(running) == [False, False]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_is_left_of_a_cluster_that_lost_memory(cluster, connect, lost) -> None:
+    running = cluster(2, processes=True)
+    step(opened(connect(running, "w0"), "parameter"))
+    running.children[lost].kill()
+    running.start_again(lost)
+    ops = connect(running, "ops")
+    assert held(running) == [lost != 0, lost != 1]
+    ops.delete("m", force=True)
+    np.testing.assert_array_equal(step(opened(ops, "parameter", 3), 3), -1.0)
+
+
+def test_a_late_request_removes_nothing_of_what_came_since(cluster, connect, monkeypatch) -> None:
+    running = cluster(2)
+    client = connect(running, "w0")
+    opened(client, "parameter")
+    sent: list[tuple[ShardChannel, Any]] = []
+    made = ShardChannel.delete
+
+    def delete(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
+        sent.append((channel, type(request).FromString(request.SerializeToString())))
+        return made(channel, request, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardChannel, "delete", delete)
+        client.delete("m")
+    again = opened(client, "parameter")
+    step(again)
+    for channel, request in sent:
+        if request.stage == request.STAGE_LOOK:
+            continue
+        with pytest.raises(shardwell.StepOrderError, match="another one"):
+            channel.delete(request, 10.0)
+    np.testing.assert_array_equal(step(again), -2.0)
