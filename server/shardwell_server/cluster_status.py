@@ -153,7 +153,10 @@ def losses(statuses: Sequence[ShardStatus]) -> list[str]:
             steps = found.setdefault(("table", table.spec.name), {})
             steps[status.shard_index] = table.version
     words = []
+    marked = {(kind, name) for kind, name, _ in _marked(statuses)}
     for (kind, name), steps in sorted(found.items()):
+        if (kind, name) in marked:  # it is missing where it was deleted
+            continue
         lacking = [s.shard_index for s in statuses if s.shard_index not in steps]
         if lacking and any(steps.values()):
             which = ", ".join(map(str, lacking))
@@ -161,6 +164,65 @@ def losses(statuses: Sequence[ShardStatus]) -> list[str]:
                 f"{kind} {name!r} has begun, and shard {which} does not have it: it lost its "
                 "memory; stop it and start it with its files, or restore a checkpoint"
             )
+    return words
+
+
+def _marked(statuses: Sequence[ShardStatus]) -> list[tuple[str, str, list[int]]]:
+    """Kind and name of what is being deleted, and the shards that have it still."""
+    found: dict[tuple[str, str], list[int]] = {}
+    marked = set()
+    for status in statuses:
+        of_kinds: list[tuple[str, Sequence[ParameterStatus | TableStatus]]] = [
+            ("parameter", status.parameters),
+            ("table", status.tables),
+        ]
+        for kind, parts in of_kinds:
+            for part in parts:
+                key = (kind, part.spec.name)
+                found.setdefault(key, []).append(status.shard_index)
+                if part.marked:
+                    marked.add(key)
+    return [(*key, found[key]) for key in sorted(marked)]
+
+
+def ended_names(statuses: Sequence[ShardStatus]) -> set[tuple[str, str]]:
+    """Kind and name of what all workers have left in order, on all shards."""
+    of_kinds: dict[str, list[dict[str, Any]]] = {
+        "parameter": merged(status.parameters for status in statuses),
+        "table": merged(status.tables for status in statuses),
+    }
+    return {(kind, e["name"]) for kind, found in of_kinds.items() for e in found if e["ended"]}
+
+
+def unfinished(
+    statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
+) -> list[str]:
+    """Deletions that were cut off, or are under way."""
+    return [
+        f"{kind} {name!r} is being deleted, and shard {', '.join(map(str, shards))} has it still; "
+        f"if that was cut off, finish it: shardwell delete {name}"
+        for kind, name, shards in _marked(statuses)
+        if is_shown(name)
+    ]
+
+
+def abandoned(
+    statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
+) -> list[str]:
+    """Parameters and tables whose workers are all gone for long, though not all left in order."""
+    words = []
+    of_kinds: dict[str, list[dict[str, Any]]] = {
+        "parameter": merged((status.parameters for status in statuses), is_shown),
+        "table": merged((status.tables for status in statuses), is_shown),
+    }
+    for kind, found in of_kinds.items():
+        for each in found:
+            if each["abandoned_for_s"] is not None:
+                words.append(
+                    f"{kind} {each['name']!r} is abandoned: no worker of it has been connected for "
+                    f"{duration(each['abandoned_for_s'])}; start them again, or delete it: "
+                    f"shardwell delete {each['name']}"
+                )
     return words
 
 
@@ -213,6 +275,13 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
         "done": in_order({w for part in parts for w in part.done_worker_ids})[:NAME_COUNT_MAX],
     }
     whole["members"] = members(parts)[:NAME_COUNT_MAX]
+    whole["ended"] = all(part.ended for part in parts)
+    gone = [part.abandoned_for_s for part in parts]
+    is_abandoned = not whole["ended"] and all(
+        p.ended or p.abandoned_for_s is not None for p in parts
+    )
+    whole["abandoned_for_s"] = min(filter(None, gone), default=None) if is_abandoned else None
+    whole["marked"] = any(part.marked for part in parts)
     if isinstance(first, ParameterStatus):
         whole["elements"] = first.spec.size
         whole["ready"] = all(p.initialized for p in parts if isinstance(p, ParameterStatus))

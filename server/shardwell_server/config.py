@@ -61,6 +61,10 @@ class Limits:
     """The longest that a call may wait for other workers, whatever timeout it asks for."""
     init_claim_s: float = 60.0
     """How long a client may take to send first weights before another may take over."""
+    abandoned_after_s: float = 600.0
+    """How long no worker of a parameter or table may be connected, though not all left in order,
+    before it counts as abandoned: from then on nobody is waited for in status, metrics and alerts.
+    It goes on when one comes back. A restart of all workers takes less."""
     snapshot_count_max: int = 4
     """Snapshots of one parameter under way at once; each may copy the slice to the disk."""
     learning_rate_change_count_max: int = 64

@@ -166,8 +166,6 @@ class StoreContract:
         again = store.create(layout("m", 9, slot_count=0, with_sum=False))
         np.testing.assert_array_equal(again.weights, np.zeros(9))
         np.testing.assert_array_equal(kept.weights, 1.0)
-        again.log({"kind": "seat", "worker_id": "w0"})
-        assert [*again.events()] == [{"kind": "seat", "worker_id": "w0"}]
 
     def test_what_became_of_names(self, store: Store) -> None:
         assert [*store.name_events()] == []

@@ -126,6 +126,13 @@ class ParameterStatus:
     """What step `version_min` waits for."""
     members: tuple[MemberStatus, ...]
     """Workers with seats; of very many, those that lag most."""
+    ended: bool
+    """Whether all workers have left in order, so that nobody is waited for."""
+    abandoned_for_s: float | None
+    """Seconds for which none of its workers has been connected, though not all left in order; None:
+    less than the shard's `abandoned_after_s`. Nobody is waited for."""
+    marked: bool
+    """Whether its deletion was begun and is not finished; shard 0 knows."""
 
     @staticmethod
     def from_proto(message: pb.ParameterStatus) -> ParameterStatus:
@@ -153,6 +160,11 @@ class ParameterStatus:
             load_id=message.load_id,
             wait=StepWait.from_proto(message.wait),
             members=tuple(map(MemberStatus.from_proto, message.members)),
+            ended=message.ended,
+            abandoned_for_s=(
+                message.abandoned_for_s if message.HasField("abandoned_for_s") else None
+            ),
+            marked=message.marked,
         )
 
 
@@ -194,6 +206,13 @@ class TableStatus:
     """What step `version` waits for, in synchronous mode."""
     members: tuple[MemberStatus, ...]
     """Workers with seats; of very many, those that lag most."""
+    ended: bool
+    """Whether all workers have left in order, so that nobody is waited for."""
+    abandoned_for_s: float | None
+    """Seconds for which none of its workers has been connected, though not all left in order; None:
+    less than the shard's `abandoned_after_s`. Nobody is waited for."""
+    marked: bool
+    """Whether its deletion was begun and is not finished; shard 0 knows."""
 
     @staticmethod
     def from_proto(message: table_pb2.TableStatus) -> TableStatus:
@@ -220,6 +239,11 @@ class TableStatus:
             incarnation=message.incarnation,
             wait=StepWait.from_proto(message.wait),
             members=tuple(map(MemberStatus.from_proto, message.members)),
+            ended=message.ended,
+            abandoned_for_s=(
+                message.abandoned_for_s if message.HasField("abandoned_for_s") else None
+            ),
+            marked=message.marked,
         )
 
 

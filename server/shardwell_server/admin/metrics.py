@@ -201,7 +201,15 @@ class _ShardCollector(Collector):
         rate = GaugeMetricFamily("shardwell_learning_rate", "The next update's.", labels=label)
         open_for = GaugeMetricFamily(
             "shardwell_step_open_seconds",
-            "Since the first contribution to the open step; 0 if there is none.",
+            "Since the first contribution to the open step; 0 without one, or without any worker.",
+            labels=label,
+        )
+        ended = GaugeMetricFamily(
+            "shardwell_ended", "1 if all workers have left in order.", labels=label
+        )
+        abandoned = GaugeMetricFamily(
+            "shardwell_abandoned_seconds",
+            "For how long no worker has been connected, once that is abandoned_after_s; else 0.",
             labels=label,
         )
         missing = GaugeMetricFamily(
@@ -249,6 +257,8 @@ class _ShardCollector(Collector):
             rate.add_metric(names, status.learning_rate)
             missing.add_metric(names, figures.missing if part.spec.mode == "sync" else 0)
             open_for.add_metric(names, status.wait.open_for_s)
+            ended.add_metric(names, status.ended)
+            abandoned.add_metric(names, status.abandoned_for_s)
             if self._vitals.shard.config.worker_metrics:
                 _add_missing(waited_for, names, status.wait)
                 for member in status.members:
@@ -264,8 +274,8 @@ class _ShardCollector(Collector):
                 for figure, means in part.reports.means().items():
                     reported.add_metric([*names, figure], means[-1][1])
         yield from (
-            version, counted, again, rate, open_for, missing, waited_for, lag, idle, steps,
-            reported, waits, periods,
+            version, counted, again, rate, open_for, ended, abandoned, missing, waited_for, lag,
+            idle, steps, reported, waits, periods,
         )  # fmt: skip
 
     def _parts(self) -> Iterator[tuple[str, _Part, _Status, _Figures]]:

@@ -22,6 +22,7 @@ from shardwell_server.cluster_status import (
     losses,
     merged,
     told_troubles,
+    unfinished,
     verdict,
 )
 
@@ -46,11 +47,11 @@ def own_status(vitals: Vitals, address: str) -> ShardStatus:
         sent_payload_bytes=shard.traffic.sent_bytes,
         open_stream_count=vitals.stream_count(),
         parameters=tuple(
-            ParameterStatus.from_proto(each.describe(_NAME_COUNT_MAX, attending))
+            ParameterStatus.from_proto(shard.parameters.describe(each, _NAME_COUNT_MAX, attending))
             for each in shard.parameters.all()
         ),
         tables=tuple(
-            TableStatus.from_proto(each.describe(_NAME_COUNT_MAX, attending))
+            TableStatus.from_proto(shard.tables.describe(each, _NAME_COUNT_MAX, attending))
             for each in shard.tables.all()
         ),
         troubles=tuple(map(Trouble.from_proto, troubles(vitals))),
@@ -73,7 +74,7 @@ def view(
         "cluster": config.cluster_id,
         "shards": [_shard(index, answers) for index in range(len(answers))],
         "lost": losses(statuses) if is_shown("") else [],
-        "troubles": told_troubles(statuses, is_shown),
+        "troubles": [*told_troubles(statuses, is_shown), *unfinished(statuses, is_shown)],
         "waits": [
             {**as_json(each), "words": str(each)}
             for each in blockers(statuses)
@@ -103,11 +104,12 @@ def view(
 
 def _reports(vitals: Vitals, name: str) -> dict[str, list[list[float | None]]]:
     """What workers have reported to this shard: by figure, steps with means; None: not finite."""
-    if not vitals.shard.parameters.has(name):
+    parameter = vitals.shard.parameters.find(name)
+    if parameter is None:
         return {}
     return {
         figure: [[step, mean if math.isfinite(mean) else None] for step, mean in means]
-        for figure, means in vitals.shard.parameters.get(name).reports.means().items()
+        for figure, means in parameter.reports.means().items()
     }
 
 

@@ -49,6 +49,7 @@ _LIMITS = {
     "encoded_chunk_count_max": "Encoded chunks of weights kept a parameter for workers in step.",
     "wait_max_s": "Longest wait of a call for other workers, whatever timeout it asks for.",
     "init_claim_s": "Seconds to send first weights, before another client may take over.",
+    "abandoned_after_s": "How long no worker may be connected before a job counts as abandoned.",
     "snapshot_count_max": "Snapshots of one parameter, for checkpoints, under way at once.",
     "learning_rate_change_count_max": "Changes of a learning rate scheduled for steps to come.",
 }

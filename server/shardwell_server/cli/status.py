@@ -19,15 +19,18 @@ from shardwell_server.cli.tables import table
 from shardwell_server.cluster_status import (
     LONG_WAIT_S,
     Answer,
+    abandoned,
     as_json,
     ask,
     blockers,
     duration,
+    ended_names,
     given,
     in_order,
     losses,
     size,
     told_troubles,
+    unfinished,
     verdict,
 )
 from shardwell_server.terminal import console
@@ -35,12 +38,15 @@ from shardwell_server.terminal import console
 
 @click.command()
 @shards_option
+@click.option("--all", "shows_all", is_flag=True, help="Also what all workers have left in order.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a shard and line.")
 @click.option(
     "--timeout-s", type=Duration(), default=5.0, show_default=True, help="For each shard's answer."
 )
-def status(*, target: str, as_json: bool, timeout_s: float) -> None:
+def status(*, target: str, shows_all: bool, as_json: bool, timeout_s: float) -> None:
     """Show shards, parameters, tables, versions, and who is missing from the open step.
+
+    What all workers have left in order is one line, without --all.
 
     Exit code 1 if a shard does not answer, is not the one that its place in the list says, or lacks
     what others have.
@@ -65,14 +71,20 @@ def status(*, target: str, as_json: bool, timeout_s: float) -> None:
         screen.print(_shard_table(answers))
         if any(status.arithmetic for _, status in given(answers)):
             screen.print(_arithmetic(answers), markup=False, soft_wrap=True)
-        if given(answers):
-            screen.print(_parameter_table(answers))
-        if any(status.tables for _, status in given(answers)):
-            screen.print(_tables_table(answers))
+        statuses = [status for _, status in given(answers)]
+        ended = set() if shows_all else ended_names(statuses)
+        if statuses:
+            screen.print(_parameter_table(answers, ended))
+        if any(("table", t.spec.name) not in ended for status in statuses for t in status.tables):
+            screen.print(_tables_table(answers, ended))
+        if ended:
+            names = ", ".join(name for _, name in sorted(ended))
+            words = f"ended, all workers have left (--all lists them): {names}"
+            screen.print(words, markup=False, soft_wrap=True)
         for blocker in blockers(status for _, status in given(answers)):
             if blocker.open_for_s >= LONG_WAIT_S:
                 screen.print(str(blocker), style="yellow", markup=False, soft_wrap=True)
-        for words in told_troubles([status for _, status in given(answers)]):
+        for words in (*told_troubles(statuses), *unfinished(statuses), *abandoned(statuses)):
             screen.print(words, style="yellow", markup=False, soft_wrap=True)
         for fault in (*filter(None, faults), *lost):
             screen.print(fault, style="red", markup=False, soft_wrap=True)
@@ -123,7 +135,7 @@ def _shard_table(answers: list[Answer]) -> Table:
     return shards
 
 
-def _parameter_table(answers: list[Answer]) -> Table:
+def _parameter_table(answers: list[Answer], ended: set[tuple[str, str]]) -> Table:
     parameters = table(
         "parameters", "name", ">shard", "elements", "optimizer", "codec", "open step"
     )
@@ -132,6 +144,7 @@ def _parameter_table(answers: list[Answer]) -> Table:
             (parameter.spec.name, status.shard_index, parameter)
             for _, status in given(answers)
             for parameter in status.parameters
+            if ("parameter", parameter.spec.name) not in ended
         ),
         key=lambda row: row[:2],
     )
@@ -153,13 +166,14 @@ def _parameter_table(answers: list[Answer]) -> Table:
     return parameters
 
 
-def _tables_table(answers: list[Answer]) -> Table:
+def _tables_table(answers: list[Answer], ended: set[tuple[str, str]]) -> Table:
     tables = table("tables", "name", ">shard", ">rows", ">dim", "optimizer", "codec", "open step")
     rows = sorted(
         (
             (found.spec.name, status.shard_index, found)
             for _, status in given(answers)
             for found in status.tables
+            if ("table", found.spec.name) not in ended
         ),
         key=lambda row: row[:2],
     )
@@ -190,6 +204,8 @@ def _open_step(parameter: ParameterStatus) -> str:
 
 def _taking_part(step: str, status: ParameterStatus | TableStatus) -> str:
     """A step, and who is in it."""
+    if status.abandoned_for_s is not None:
+        return f"{step}; [yellow]abandoned for {duration(status.abandoned_for_s)}[/yellow]"
     if status.spec.mode == "async":
         return f"{step}, asynchronous"
     missing = in_order(status.missing_worker_ids)

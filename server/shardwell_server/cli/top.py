@@ -34,6 +34,7 @@ from shardwell_server.cluster_status import (
     merged,
     size,
     told_troubles,
+    unfinished,
     verdict,
 )
 from shardwell_server.terminal import console
@@ -109,7 +110,8 @@ def _picture(answers: Sequence[Answer], rates: _Rates) -> Group:
     statuses = [status for _, status in given(answers)]
     faults = [verdict(index, answers)[1] for index in range(len(answers))]
     lines = [Text(fault, style="red") for fault in (*filter(None, faults), *losses(statuses))]
-    lines += [Text(words, style="yellow") for words in told_troubles(statuses)]
+    troubles = (*told_troubles(statuses), *unfinished(statuses))
+    lines += [Text(words, style="yellow") for words in troubles]
     waits = [each for each in blockers(statuses) if each.open_for_s >= LONG_WAIT_S]
     lines += [Text(str(each), style="yellow") for each in waits]
     if not lines:
@@ -148,6 +150,8 @@ def _names(statuses: Sequence[ShardStatus], rates: _Rates) -> Table:
     }
     for kind, found in kinds.items():
         for each in found:
+            if each["ended"]:
+                continue
             name, rate = each["name"] + kind, each["learning_rate"]
             names.add_row(
                 name,
@@ -155,7 +159,9 @@ def _names(statuses: Sequence[ShardStatus], rates: _Rates) -> Table:
                 f"{rates.of(name, each['step']):.3g}",
                 f"{each['optimizer']} {rate:g}" if rate else each["optimizer"],
                 _some(each["in_step"]),
-                "asynchronous"
+                f"abandoned for {duration(each['abandoned_for_s'])}"
+                if each["abandoned_for_s"] is not None
+                else "asynchronous"
                 if each["mode"] == "async"
                 else _some(each["missing"], each["unknown"]),
                 _lags(each["members"]),

@@ -42,11 +42,11 @@ class NameService:
     def delete(self, request: pb.DeleteRequest, call: Call) -> pb.DeleteResponse:
         self._shard.check_identity(request.shard)
         name, by = check_name("name", request.name), check_name("worker_id", request.worker_id)
+        # Before anybody hears whether there is such a name.
+        call.principal.check(Right.CREATE, _WORDS.get(request.kind, "name"), name)
         held, response = self._held(request), pb.DeleteResponse()
         for found in held:
             self._check_may(call, found.kind, name)
-        if not held:
-            call.principal.check(Right.CREATE, "parameter", name)
         match request.stage:
             case _STAGE.STAGE_LOOK:
                 response.held.extend(held)

@@ -360,7 +360,7 @@ class ParameterServerService:
         attending = shard.sessions.by_worker() if parameters else {}
         for parameter in parameters:
             if parameter.spec.name > request.after and not response.more:
-                described = parameter.describe(name_count_max, attending)
+                described = shard.parameters.describe(parameter, name_count_max, attending)
                 size_bytes += described.ByteSize()
                 response.more = size_bytes > _STATUS_SIZE_MAX_BYTES and bool(response.parameters)
                 if not response.more:

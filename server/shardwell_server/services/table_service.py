@@ -220,11 +220,14 @@ class TableService:
         tables = [t for t in self._shard.tables.all() if call.principal.best(t.spec.name)]
         if request.table:
             call.check(Right.READ, "table", request.table)
-            tables = [self._shard.tables.get(request.table)]
+            found = self._shard.tables.find(request.table)
+            tables = [self._shard.tables.get(request.table) if found is None else found]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(tables), 1), 1)
         attending = self._shard.sessions.by_worker() if tables else {}
         response = pb.GetTableStatusResponse(
-            tables=[table.describe(name_count_max, attending) for table in tables]
+            tables=[
+                self._shard.tables.describe(table, name_count_max, attending) for table in tables
+            ]
         )
         return checksum.seal(response)
 

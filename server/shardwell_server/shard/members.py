@@ -540,6 +540,27 @@ class Seats(ABC, Generic[SeatT]):
         return missing, max(self._worker_count - len(present) - len(missing), 0)
 
 
+class Rest(NamedTuple):
+    """Whether nobody takes part any more, so that nobody is to be waited for."""
+
+    has_ended: bool
+    """Every worker with a seat has left in order."""
+    abandoned_for_s: float | None
+    """For how long none has been connected, where not all left in order; None: not for long."""
+
+    @property
+    def is_over(self) -> bool:
+        """Either of them."""
+        return self.has_ended or self.abandoned_for_s is not None
+
+
+def rest_of(seats: Seats[Any], abandoned_after_s: float) -> Rest:
+    """Whether all members of a parameter or table have left, or are gone for long."""
+    gone_for_s = seats.gone_for_s
+    is_abandoned = gone_for_s >= abandoned_after_s > 0
+    return Rest(seats.has_ended, gone_for_s if is_abandoned else None)
+
+
 def step_wait(
     seats: Seats[Any],
     missing_worker_ids: Iterable[str],

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -32,6 +32,7 @@ from shardwell.numerics.update_rules import UpdateRule
 from shardwell.placement.rows import RowPlacement
 from shardwell.placement.slices import slice_of
 from shardwell.process.spans import Spans
+from shardwell.rpc.session import Session
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2, types_pb2
@@ -61,6 +62,9 @@ class Owned(Protocol):
 
     def living_members(self, but: int) -> list[tuple[str, int, float]]:
         """See `Seats.living`."""
+
+    def describe(self, name_count_max: int, attending: Mapping[str, Session] | None = None) -> Any:
+        """What status says of it."""
 
 
 class _Booked(NamedTuple):
@@ -215,6 +219,12 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 f"the same name; choose another one, or delete the {self.beside._kind} first",
                 **self._where(name),
             )
+
+    def describe(self, part: OwnedT, name_count_max: int, attending: Mapping[str, Session]) -> Any:
+        """What status says of one: see `ParameterSlice.describe`."""
+        status = part.describe(name_count_max, attending)
+        status.marked = self.mark_of(part.spec.name) is not None
+        return status
 
     # Deleting.
 

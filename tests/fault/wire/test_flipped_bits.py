@@ -343,8 +343,11 @@ def test_first_weights(line, monkeypatch) -> None:
 def test_checkpoints(line, tmp_path, method, direction, number) -> None:
     """What is saved is byte for byte what an undisturbed client saves."""
     for value, name in enumerate((NAME, *NEIGHBOURS), start=1):
-        opened(line.client, name).put_gradient(np.full(SIZE, value, np.float32))
-        opened_table(line.client, name).put_row_gradients(IDS, np.full((3, DIM), value, np.float32))
+        if method == "Snapshot":
+            opened(line.client, name).put_gradient(np.full(SIZE, value, np.float32))
+        else:
+            rows = np.full((3, DIM), value, np.float32)
+            opened_table(line.client, name).put_row_gradients(IDS, rows)
     paths = iter(tmp_path / str(number) for number in range(10**4))
     chosen = {"Snapshot": {"parameters": [NAME], "tables": []}}.get(
         method, {"parameters": [], "tables": [NAME]}

@@ -156,6 +156,7 @@ CASES: dict[str, list[dict[str, str]]] = {
         INFO,
         series("shardwell_step_waits_for", "1x60", worker="w1", host="h", **NET),
     ],
+    "ShardwellAbandoned": [INFO, series("shardwell_abandoned_seconds", "0+30x60", **NET)],
     "ShardwellShardDown": [series("up", "0x60")],
     "ShardwellShardRestarting": [series("process_start_time_seconds", "1+60x60")],
     "ShardwellDiskFilling": [

@@ -182,10 +182,15 @@ def test_status_of_workers_that_have_finished(cluster, connect) -> None:
             table.put_row_gradients([1], np.ones((1, 2), np.float32))
     for client in clients:
         client.close()
-    code, output, _ = run_command("status", f"--shards={running.target}", environment=WIDE)
+    target = f"--shards={running.target}"
+    code, output, _ = run_command("status", "--all", target, environment=WIDE)
     assert code == 0
     assert "missing" not in output
     assert output.count("3; done: w0, w1") == 4
+    code, output, _ = run_command("status", target, environment=WIDE)  # both are one line
+    assert code == 0
+    assert "done:" not in output
+    assert "ended, all workers have left (--all lists them): model, users" in output
 
 
 @pytest.mark.parametrize("target", ["nonsense", "a:0", ""])

@@ -34,6 +34,7 @@ from shardwell import Tls
 from shardwell.process.unix_sockets import socket_path
 from shardwell.v1 import (
     group_pb2,
+    names_pb2,
     parameter_server_pb2,
     peer_pb2,
     session_pb2,
@@ -54,6 +55,7 @@ SERVICES = [
         (table_pb2, "TableService"),
         (session_pb2, "SessionService"),
         (trace_pb2, "TraceService"),
+        (names_pb2, "NameService"),
         (group_pb2, "GroupService"),
     )
 ]
@@ -101,6 +103,12 @@ def _new_name() -> str:
     return f"prod-{secrets.token_hex(4)}"
 
 
+def _deletion(name: str, **fields: Any) -> Callable[..., dict[str, Any]]:
+    given = {"name": name, "worker_id": "w", "stage": MARK - 1, "incarnation": 1, **fields}
+    return lambda shard: {"shard": shard, **given}
+
+
+MARK = int(names_pb2.DeleteRequest.STAGE_MARK)
 STREAM_OPEN, TABLE_OPEN = types_pb2.StreamOpen, table_pb2.TableOpen
 ROWS: dict[str, list[Row]] = {
     "ParameterServerService/CreateParameter": [
@@ -199,6 +207,13 @@ ROWS: dict[str, list[Row]] = {
     "TableService/GetTableStatus": [
         Row("any", lambda shard: {"shard": shard}),
         Row("read", _named("table", "prod-t")),
+    ],
+    "NameService/Delete": [
+        Row("create", _deletion(_new_name())),
+        Row("admin", _deletion("prod-p")),
+        Row("admin", _deletion("prod-t")),
+        Row("admin", _deletion("prod-p", stage=MARK, kind=1, force=True), Code.FAILED_PRECONDITION),
+        Row("admin", _deletion("prod-t", stage=MARK + 1, kind=2), Code.FAILED_PRECONDITION),
     ],
     "SessionService/Attend": [
         Row(

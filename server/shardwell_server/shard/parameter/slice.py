@@ -39,7 +39,7 @@ from shardwell_server.config import Limits
 from shardwell_server.shard import errors as refusals
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import non_finite, workers_missing
-from shardwell_server.shard.members import Contributor, Liveness, members_of, step_wait
+from shardwell_server.shard.members import Contributor, Liveness, members_of, rest_of, step_wait
 from shardwell_server.shard.parameter.averaging import (
     Contribution,
     Total,
@@ -710,7 +710,10 @@ class ParameterSlice:
             oldest = tracker.version_min() if initialized else 0
             missing, unknown = tracker.missing(oldest)
             done = tracker.done_worker_ids
-            if not tracker.has_begun(oldest):
+            rest = rest_of(tracker, self._limits.abandoned_after_s)
+            if rest.is_over:
+                missing, unknown = [], 0
+            elif not tracker.has_begun(oldest):
                 missing = [worker_id for worker_id in missing if worker_id not in done]
             contributed = tracker.contributed(oldest) if tracker.is_sync else []
             return pb.ParameterStatus(
@@ -734,7 +737,9 @@ class ParameterSlice:
                     tracker,
                     missing[:name_count_max],
                     attending or {},
-                    self.times.open_for_s(oldest),
+                    None if rest.is_over else self.times.open_for_s(oldest),
                 ),
+                ended=rest.has_ended,
+                abandoned_for_s=rest.abandoned_for_s,
                 members=members_of(tracker, tracker.next_step, name_count_max, time.monotonic()),
             )

@@ -44,7 +44,7 @@ from shardwell_server.shard.errors import (
     state_overflow,
     table_workers_missing,
 )
-from shardwell_server.shard.members import Contributor, Liveness, members_of, step_wait
+from shardwell_server.shard.members import Contributor, Liveness, members_of, rest_of, step_wait
 from shardwell_server.shard.parameter.averaging import shift_for
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision
@@ -98,6 +98,7 @@ class TableSlice:
         self.spec = spec
         self._spans = spans
         self.layout = layout
+        self._abandoned_after_s = limits.abandoned_after_s
         self.storage = storage
         self._draws_incarnation = shard_index == 0
         self._codec = RowCodec.of(spec)
@@ -534,7 +535,10 @@ class TableSlice:
         """What GetTableStatus tells of it: see `ParameterSlice.describe`."""
         missing, unknown = self._tracker.missing(self.version)
         done = self._tracker.done_worker_ids
-        if not self._tracker.has_begun(self.version):
+        rest = rest_of(self._tracker, self._abandoned_after_s)
+        if rest.is_over:
+            missing, unknown = [], 0
+        elif not self._tracker.has_begun(self.version):
             missing = [worker_id for worker_id in missing if worker_id not in done]
         contributed = self._tracker.contributed(self.version)
         load_id = self.register.load_id  # before `loading`, so that no load looks finished too soon
@@ -558,8 +562,10 @@ class TableSlice:
                 self._tracker,
                 missing[:name_count_max],
                 attending or {},
-                self.times.open_for_s(self.version),
+                None if rest.is_over else self.times.open_for_s(self.version),
             ),
+            ended=rest.has_ended,
+            abandoned_for_s=rest.abandoned_for_s,
             members=members_of(
                 self._tracker,
                 lambda worker_id: self._tracker.next_part(worker_id)[0],
