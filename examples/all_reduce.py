@@ -16,7 +16,11 @@ WORKER_COUNT = 4
 def worker(index: int) -> np.ndarray:
     with shardwell.connect(worker_id=f"w{index}") as client:
         mean = client.parameter(
-            "mean", size=5, optimizer=shardwell.Average(), worker_count=WORKER_COUNT, codec="fp32"
+            "all-reduce-mean",
+            size=5,
+            optimizer=shardwell.Average(),
+            worker_count=WORKER_COUNT,
+            codec="fp32",
         )
         return mean.exchange(np.full(5, float(index), np.float32))
 

@@ -79,7 +79,7 @@ def main(worker_id: str) -> None:
             keras.layers.Dense(64, activation="relu"),
             keras.layers.Dense(10),
         ],
-        name="digits",
+        name="keras-digits",
     )
     with shardwell.connect(worker_id=worker_id) as client:
         model.compile(

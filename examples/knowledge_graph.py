@@ -51,8 +51,8 @@ with shardwell.connect(worker_id=f"w{worker}") as client:
         "initializer": shardwell.Uniform(low=-0.5, high=0.5),
         "mode": "async",
     }
-    entities = client.table("entities", row_count=len(entity_names), **options)
-    relations = client.table("relations", row_count=len(relation_names), **options)
+    entities = client.table("umls-entities", row_count=len(entity_names), **options)
+    relations = client.table("umls-relations", row_count=len(relation_names), **options)
     random = np.random.default_rng(worker)
     for _ in range(STEP_COUNT):
         h, r, t = random.choice(training, BATCH_SIZE).T

@@ -12,7 +12,7 @@ with (
     LocalCluster(shard_count=3) as cluster,
     shardwell.connect(cluster.target, worker_id="notebook") as client,
 ):
-    model = client.parameter("model", size=10, optimizer=shardwell.Adam(learning_rate=0.1))
+    model = client.parameter("local-model", size=10, optimizer=shardwell.Adam(learning_rate=0.1))
     model.init(np.ones(10, np.float32))
     step = model.put_gradient(np.ones(10, np.float32))
     print(model.get_weights(min_version=step + 1))  # ten times 0.9

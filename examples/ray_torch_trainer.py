@@ -40,7 +40,7 @@ def train(config: dict[str, Any]) -> None:
         config["cluster"].target, worker_id=f"w{rank}", timeout_s=15.0
     ) as client:
         optimizer = shardwell.torch.ServerOptimizer(
-            model, client, shardwell.AdamW(1e-2), worker_count=worker_count, name="digits"
+            model, client, shardwell.AdamW(1e-2), worker_count=worker_count, name="ray-digits"
         )
         print(f"worker {rank} of {worker_count} begins at step {optimizer.next_step}", flush=True)
         for step in range(optimizer.next_step, config["steps"]):
@@ -50,7 +50,7 @@ def train(config: dict[str, Any]) -> None:
             optimizer.step()  # averages over the workers, updates on the shards, takes the weights
             optimizer.zero_grad()
             if rank == 0 and step % 20 == 19:
-                client.save_checkpoint(config["checkpoint"], ["digits"], keep=2)
+                client.save_checkpoint(config["checkpoint"], ["ray-digits"], keep=2)
     accuracy = (model(test_x).argmax(dim=1) == test_y).double().mean().item()
     with tempfile.TemporaryDirectory() as folder:
         made = None

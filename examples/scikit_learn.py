@@ -31,7 +31,7 @@ own_inputs, own_targets = train_inputs[rank :: len(WORKERS)], train_targets[rank
 model = SGDClassifier(random_state=rank)
 with shardwell.connect(worker_id=sys.argv[1]) as client:
     mean = client.parameter(
-        "digits",
+        "scikit-learn-digits",
         tensors={"coef": (len(classes), inputs.shape[1]), "intercept": (len(classes),)},
         optimizer=shardwell.Average(),
         worker_count=len(WORKERS),

@@ -13,7 +13,7 @@ inputs = rng.standard_normal((256, 8), np.float32)
 targets = inputs @ np.arange(8, dtype=np.float32)
 
 with shardwell.connect(worker_id="w0") as client:
-    model = client.parameter("line", size=8, optimizer=shardwell.SGD(learning_rate=0.1))
+    model = client.parameter("worker-line", size=8, optimizer=shardwell.SGD(learning_rate=0.1))
     model.init(np.zeros(8, np.float32))
     weights = model.get_weights(min_version=model.next_step)  # started again, it goes on
     for _ in range(model.next_step, 100):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import shardwell
 from harness.programs.commands import Program
 from shardwell_server import LocalCluster
 
@@ -64,23 +65,23 @@ def test_the_example_of_a_sharded_optimizer() -> None:
     assert float(first) > 0.93
 
 
-def accuracies_of_two(name: str, **environment: str) -> list[float]:
+def accuracies_of_two(name: str, target: str, **environment: str) -> list[float]:
     """What two workers of an example print at the end."""
     program = str(ROOT / "examples" / name)
-    with LocalCluster(2) as cluster:
-        variables = {"SHARDWELL_SHARDS": cluster.target, **environment}
-        with (
-            Program(program, "w0", environment=variables) as first,
-            Program(program, "w1", environment=variables) as second,
-        ):
-            assert first.end(END_TIMEOUT_S) == 0, first.log
-            assert second.end(END_TIMEOUT_S) == 0, second.log
+    variables = {"SHARDWELL_SHARDS": target, **environment}
+    with (
+        Program(program, "w0", environment=variables) as first,
+        Program(program, "w1", environment=variables) as second,
+    ):
+        assert first.end(END_TIMEOUT_S) == 0, first.log
+        assert second.end(END_TIMEOUT_S) == 0, second.log
     found = [re.search(r"accuracy (\S+) on", each.lines[-1]) for each in (first, second)]
     return [float(each[1]) for each in found if each]
 
 
 def test_the_example_of_scikit_learn() -> None:
-    first, second = accuracies_of_two("scikit_learn.py")
+    with LocalCluster(2) as cluster:
+        first, second = accuracies_of_two("scikit_learn.py", cluster.target)
     assert first == second > 0.9  # of one model, which both have
 
 
@@ -90,8 +91,40 @@ def test_the_example_of_keras(backend: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed; it is not a dependency")
     variables = {"KERAS_BACKEND": backend, "KERAS_HOME": str(tmp_path)}
-    first, second = accuracies_of_two("keras_digits.py", **variables)
+    with LocalCluster(2) as cluster:
+        first, second = accuracies_of_two("keras_digits.py", cluster.target, **variables)
     assert first == second > 0.9
+
+
+def test_one_after_the_other_on_one_cluster() -> None:
+    """Each as it stands; the first one again, after the others."""
+    with LocalCluster(2) as cluster:
+        lines = {}
+        for name in ("worker.py", "all_reduce.py", "local_cluster.py", "worker.py"):
+            lines[name] = output_of(str(ROOT / "examples" / name), target=cluster.target)
+        first, second = accuracies_of_two("scikit_learn.py", cluster.target)
+        with shardwell.connect(cluster.target) as client:
+            parameters = {each.spec.name for each in client.status()[0].parameters}
+            for name in parameters:
+                client.delete(name)
+        again = output_of(str(ROOT / "examples" / "worker.py"), target=cluster.target)
+    assert parameters == {"worker-line", "all-reduce-mean", "scikit-learn-digits"}
+    for (printed,) in (lines["worker.py"], again):
+        weights = [float(word) for word in printed.strip("[]").split()]
+        assert weights == pytest.approx(range(8), abs=1e-3)
+    assert lines["all_reduce.py"] == ["[1.5 1.5 1.5 1.5 1.5]"] * 4
+    assert first == second > 0.9
+
+
+def test_names_are_each_example_s_own() -> None:
+    """Also of those that need what is not installed everywhere."""
+    owners: dict[str, str] = {}
+    opening = r"client\.(?:parameter|table)\(\s*\"([^\"]+)\"|\bname=\"([^\"]+)\""
+    for path in (ROOT / "examples").glob("*.py"):
+        for found in re.finditer(opening, path.read_text()):
+            name = found[1] or found[2]
+            assert owners.setdefault(name, path.name) == path.name, name
+    assert len(owners) >= 8
 
 
 def test_every_example_is_run() -> None:
