@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import threading
 import time
 import urllib.parse
 from collections import Counter, deque
@@ -64,6 +65,8 @@ _ROOM_WAIT_S = 10.0
 """How long a call waits for others' answers to be read, before it is refused."""
 _REQUEST_S = 10.0
 """For the message of a call that has one."""
+_END_S = 5.0
+"""For the loop to end calls; it turns within that, or is not well."""
 _GRANTED_COUNT_MAX = 4096
 """Rights that a call is known to have; others are looked at each time."""
 
@@ -199,7 +202,7 @@ class Call:
 
     def end(self, error: ShardwellError) -> None:
         """Ends it with that error, when its handler yields. From any thread."""
-        self._loop.call_soon_threadsafe(self._end, error)
+        self._loop.call_soon_threadsafe(self.end_now, error)
 
     def soon(self, act: Callable[[], None]) -> None:
         """Runs something on the loop's thread. From any thread."""
@@ -209,7 +212,8 @@ class Call:
         """Nobody waits for it any more."""
         self._is_over = True
 
-    def _end(self, error: ShardwellError) -> None:
+    def end_now(self, error: ShardwellError) -> None:
+        """The same, from the loop's thread."""
         if not self._is_over and self.ending is None:
             self.ending = error
             assert self._task is not None
@@ -360,20 +364,25 @@ class Calls:
             call.changed.set()
 
     def end_those_of(self, kind: str, name: str, message: str) -> None:
-        """Ends calls that were granted a name, to be made again by their client. From any thread.
+        """Ends calls that were granted a name, to be made again by their client.
+
+        From any thread but the loop's. What their handlers still come to is answered to nobody.
 
         Args:
             kind: "parameter" or "table".
             name: Of that.
             message: Why they end.
         """
+        ended = threading.Event()
 
         def end() -> None:
             for call in list(self._open):
                 if call.has_asked_for(kind, name):
-                    call.end(ShardUnavailableError(message))
+                    call.end_now(ShardUnavailableError(message))
+            ended.set()
 
         self._loop.call_soon_threadsafe(end)
+        ended.wait(_END_S)
 
     def end_those_without_token(self) -> None:
         """Ends calls whose token has ended meanwhile, or changed: their client has another one."""

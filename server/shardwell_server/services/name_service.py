@@ -64,11 +64,14 @@ class NameService:
                 registry, word = self._registry(request.kind)
                 response.held.extend(held)
                 response.freed_bytes = registry.remove(
-                    name, request.incarnation, request.held_incarnation, by
+                    name,
+                    request.incarnation,
+                    request.held_incarnation,
+                    by,
+                    end_calls=lambda: self._end_calls(word, name),
                 )
                 response.done = True
                 if held:
-                    self._end_calls(word, name)
                     call.note("deleted", kind=word, name=name)
                     _LOG.info(f"{word} deleted", extra={word: name, "by": by})
             case _:

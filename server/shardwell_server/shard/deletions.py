@@ -17,11 +17,13 @@ deletions are remembered: a request that is older is told that there is no such 
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple, TypeAlias
 
 from shardwell.errors import StorageError
 from shardwell_server.store import Event, Store
 
+_LOG = logging.getLogger("shardwell_server")
 REMEMBERED_MAX = 1024
 """Deletions."""
 Key: TypeAlias = tuple[str, str]
@@ -88,12 +90,16 @@ class Deletions:
     def mark(self, kind: str, name: str, incarnation: int, by: str) -> None:
         """Decides a deletion.
 
-        Raises:
-            StorageError: it can't be noted; nothing changed.
+        A full disk must not keep anybody from making room: then the mark is in memory alone. A
+        shard that is killed with such a mark has the name again, and refuses nobody; the others,
+        which have removed it, do, until it is deleted again.
         """
-        self._note(
-            {"kind": "marked", "of": kind, "name": name, "incarnation": incarnation, "by": by}
-        )
+        event = {"kind": "marked", "of": kind, "name": name, "incarnation": incarnation, "by": by}
+        try:
+            self._note(event)
+        except StorageError as error:
+            _LOG.warning("a deletion can't be noted beforehand", extra={"reason": error.message})
+            self._apply(event)
 
     def finish(self, kind: str, name: str, incarnations: set[int], by: str) -> None:
         """Notes that a name is gone here.

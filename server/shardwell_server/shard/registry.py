@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -258,7 +258,6 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         Raises:
             StepOrderError: there is another one.
-            StorageError: it can't be noted.
         """
         with self._lock:
             found, mark = self._by_name.get(name), self._deletions.mark_of(self._kind, name)
@@ -271,7 +270,14 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             self._deletions.mark(self._kind, name, incarnation, by)
             return True
 
-    def remove(self, name: str, incarnation: int, held: int, by: str) -> int:
+    def remove(
+        self,
+        name: str,
+        incarnation: int,
+        held: int,
+        by: str,
+        end_calls: Callable[[], None] = lambda: None,
+    ) -> int:
         """Removes one with its files; returns how many bytes it stored. Safe to repeat.
 
         Args:
@@ -279,6 +285,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             incarnation: That of shard 0.
             held: That of this shard, as it was asked before.
             by: Who deletes it.
+            end_calls: Ends what uses it, called once nobody finds it any more: what such a call
+                meets of files that are gone is no answer for its client.
 
         Raises:
             StepOrderError: there is another one; or this is shard 0, which has not marked it.
@@ -291,8 +299,13 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 is_decided = self._config.shard_index > 0 or mark is not None
                 if not is_decided or found.incarnation not in (incarnation, held):
                     raise self._another(name)
-                self._remove_storage(name)
                 del self._by_name[name]
+                try:
+                    end_calls()
+                    self._remove_storage(name)
+                except BaseException:
+                    self._by_name[name] = found
+                    raise
                 booked = self._booked.pop(name)
                 freed_bytes = booked.stored.give_back()
                 self._usages.of(booked.owner).add(self._counted, -1)

@@ -7,6 +7,7 @@ opened anew, as a process that was killed leaves it.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from shardwell.specs.table import TableSpec
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.deletions import REMEMBERED_MAX, Deletions
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import Store
+from shardwell_server.store import Event, Store
 from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
@@ -257,4 +258,46 @@ def test_arrays_that_somebody_reads_stay_as_they_are(tmp_path: Path) -> None:
     shard.make_images()
     shard.sync()
     shard.end_session(5)
+    shard.close()
+
+
+def test_a_full_disk_keeps_nobody_from_making_room(tmp_path: Path, monkeypatch) -> None:
+    shard = shard_on(tmp_path, 0)
+    made(shard, "parameter")
+    written = shard._store.log_name
+
+    def full(event: Event, compacted: Sequence[Event]) -> None:
+        if event["kind"] == "marked":
+            raise StorageError("No space left on device")
+        written(event, compacted)
+
+    monkeypatch.setattr(shard._store, "log_name", full)
+    assert delete(shard, "parameter", 7) > 0
+    assert shard.stored_bytes == 0
+    shard.close()
+    again = shard_on(tmp_path, 0)
+    with pytest.raises(shardwell.UnknownParameterError, match="was deleted by 'ops'"):
+        again.parameters.get("m")
+    again.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_can_t_be_removed_stays_as_it_was(tmp_path: Path, monkeypatch, kind: str) -> None:
+    shard = shard_on(tmp_path, 1)
+    made(shard, kind)
+    before = shard.stored_bytes
+
+    def failing(directory: Path) -> None:
+        raise StorageError("the disk failed")
+
+    registry = registry_of(shard, kind)
+    with monkeypatch.context() as patch:
+        for each in (shard._store._parameters, shard._store._tables):
+            patch.setattr(each._directories, "remove", failing)
+        with pytest.raises(StorageError, match="the disk failed"):
+            delete(shard, kind, 7)
+    assert registry.get(name_of(kind)).incarnation == 7
+    assert shard.stored_bytes == before
+    delete(shard, kind, 7)
+    assert registry.find(name_of(kind)) is None
     shard.close()
