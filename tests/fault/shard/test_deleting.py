@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.polling import eventually
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import table_pb2
 from shardwell_server import LocalCluster
 
 SGD = shardwell.SGD(learning_rate=1.0)
@@ -189,3 +192,47 @@ def test_a_late_request_removes_nothing_of_what_came_since(cluster, connect, mon
         with pytest.raises(shardwell.StepOrderError, match="another one"):
             channel.delete(request, 10.0)
     np.testing.assert_array_equal(step(again), -2.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_opening_makes_nothing_anew_on_one_shard(cluster, connect, kind) -> None:
+    """Of a client that had asked shard 0 before it was deleted there."""
+    running = cluster(2)
+    client = connect(running, "w0")
+    one = opened(client, kind)
+    channel, identity = client._shards.channels[1], client._shards.channels[1].identity
+    request: Any
+    if kind == "parameter":
+        request = pb.CreateParameterRequest(
+            shard=identity, spec=one.spec.to_proto(), incarnation=one._opening.incarnation
+        )
+        sent: Any = ("CreateParameter", request, pb.CreateParameterResponse)
+        where = {"parameter": "m"}
+    else:
+        (incarnation,) = {each.incarnation for each in client.status()[1].tables}
+        request = table_pb2.OpenTableRequest(
+            shard=identity, spec=one.spec.to_proto(), incarnation=incarnation
+        )
+        sent = ("OpenTable", request, table_pb2.OpenTableResponse)
+        where = {"table": "m"}
+    assert request.incarnation
+    client.delete("m")
+    unknown = (shardwell.UnknownParameterError, shardwell.UnknownTableError)
+    with pytest.raises(unknown, match="was deleted by 'w0'"):
+        channel.call(*sent, timeout_s=10.0, **where)
+    assert held(running) == [False, False]
+
+
+def test_its_files_are_free_at_once(cluster, connect, tmp_path: Path) -> None:
+    """Not only their names: nothing of them is mapped any more."""
+    running = cluster(2, data_dir=tmp_path)
+    client = connect(running, "w0")
+    step(opened(client, "parameter"))
+
+    def mapped() -> list[str]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return [line for line in lines if str(tmp_path) in line]
+
+    assert mapped()
+    client.delete("m")
+    eventually("they are unmapped", lambda: not mapped())
