@@ -252,11 +252,14 @@ def _arguments(
     else:
         assert rendezvous is not None
         addresses = parse_target(",".join(rendezvous))
-        if len(addresses) != size:
+        if len(addresses) not in (1, size):
             raise ArgumentError(
-                f"rendezvous has {len(addresses)} addresses; expected one for each of {size} ranks"
+                f"rendezvous has {len(addresses)} addresses; expected one for each of {size} "
+                "ranks, or rank 0's alone"
             )
-        meeting, serves, listen = addresses[0], rank == 0, listen or addresses[rank]
+        meeting, serves = addresses[0], rank == 0
+        if rank < len(addresses):
+            listen = listen or addresses[rank]
     if listen is None:
         listen = listening_address(meeting) if serves else f"{_host_towards(meeting)}:0"
     return _Arguments(

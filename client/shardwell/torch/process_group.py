@@ -1,17 +1,15 @@
 """A process group for `torch.distributed`, in Python: `init_process_group("shardwell")`.
 
-Ranks meet where torch's store says: each writes the address at which it listens, and all join a
-group of those. Float32, and what becomes it without loss, is reduced by the group's collectives, in
-its codec; other dtypes, and reductions that a group does not have, are gathered as bytes and
-reduced by torch in the order of the ranks: exact, and as many times the bytes as there are ranks.
+Ranks meet by torch's store (meeting.py), and join a group at an address of rank 0's machine.
+Float32, and what becomes it without loss, is reduced by the group's collectives, in its codec;
+other dtypes, and reductions that a group does not have, are gathered as bytes and reduced by torch
+in the order of the ranks: exact, and as many times the bytes as there are ranks.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import socket
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +24,7 @@ from shardwell.errors import ArgumentError, CollectiveMismatchError, DeadlineErr
 from shardwell.group.group import Group
 from shardwell.group.join import join_group
 from shardwell.numerics.reduction import ReductionName
+from shardwell.torch.meeting import StoreMeeting
 from shardwell.torch.words import put_back, word_count, words_of
 
 BACKEND_NAME = "shardwell"
@@ -482,20 +481,14 @@ def _done(result: list[torch.Tensor]) -> Any:
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ShardwellProcessGroup:
     """What torch calls for each process group."""
-    host = _own_host()
-    with socket.create_server((host, 0), family=_family(host)) as free:
-        port = free.getsockname()[1]
-    store.set(f"shardwell/{rank}", f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-    if rank == 0:
-        store.set("shardwell/name", f"torch-{uuid.uuid4().hex}")
-    addresses = [store.get(f"shardwell/{other}").decode() for other in range(size)]
     seconds = timeout.total_seconds()
+    met = StoreMeeting(store, rank, size, timeout_s=seconds).meet()
     codec: Any = os.environ.get(CODEC_VARIABLE, "fp32")  # which join_group checks
     group = join_group(
-        store.get("shardwell/name").decode(),
+        met.name,
         rank=rank,
         size=size,
-        rendezvous=addresses,
+        rendezvous=[met.address],
         strategy=os.environ.get(STRATEGY_VARIABLE, "ring"),
         codec=codec,
         timeout_s=seconds,
@@ -508,19 +501,6 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ShardwellPr
         group.close()
         raise
     return ShardwellProcessGroup(group)
-
-
-def _own_host() -> str:
-    """The address of this machine that leads to where the ranks meet."""
-    meeting = os.environ.get("MASTER_ADDR") or "127.0.0.1"
-    family, _, _, _, address = socket.getaddrinfo(meeting, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def register() -> None:

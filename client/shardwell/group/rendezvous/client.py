@@ -25,6 +25,7 @@ from shardwell.errors import (
     WorkersMissingError,
     WorkerUnreachableError,
 )
+from shardwell.group.rendezvous.notices import WaitingNotices
 from shardwell.process.closeable import Closing
 from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.channel import Channel
@@ -266,6 +267,7 @@ class Rendezvous(Closing):
                     greeting = None
             if self._closed.is_set() or _is_given_up():
                 raise ClosedError("the rendezvous was closed, or the call given up")
+            waiting.note()
         raise waiting.given_up()
 
     def _begin(
@@ -330,6 +332,7 @@ class _Waiting:
         self._began_s = self._answered_s = time.monotonic()
         self._last: pb.JoinGroupResponse | None = None
         self._error: Exception | None = None
+        self._notices = WaitingNotices()
 
     @property
     def greeting_deadline_s(self) -> float:
@@ -364,6 +367,20 @@ class _Waiting:
     def failed(self, error: Exception) -> None:
         """It is not."""
         self._error = error
+
+    def note(self) -> None:
+        """Logs what is waited for, now and then."""
+        self._notices.note(
+            lambda: (
+                f"as rank {self._rank} of group {self._spec.name!r} for "
+                + (
+                    "the meeting place"
+                    if self._last is None
+                    else format_ranks(tuple(self._last.missing_ranks))
+                )
+                + f" ({self._address})"
+            )
+        )
 
     def given_up(self) -> Exception:
         """What the caller is told at the deadline."""
