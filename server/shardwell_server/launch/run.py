@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
 import click
@@ -91,6 +91,10 @@ class RankProcess:
     @property
     def exit_code(self) -> int | None:
         """None while it runs; as subprocess has it."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """The same; waits for the process if it has ended."""
         return self._process.poll()
 
     @property
@@ -152,6 +156,7 @@ class LocalRun:
         self._shards = shards
         self._grace_s = grace_s
         self._ranks: list[RankProcess] = []
+        self._keeper: subprocess.Popen[bytes] | None = None
         self._failed_code: int | None = None
         self._signal: int | None = None
         self._stop_s: float | None = None
@@ -230,6 +235,7 @@ class LocalRun:
             finally:
                 os.close(reading_fd)
             closing = stack.pop_all()
+            self._keeper = watching
             try:
                 yield writing_fd
             finally:
@@ -268,6 +274,7 @@ class LocalRun:
             self._judge_shards()
             must_look = bool(left) or self._stop_s is not None
             self._pass_on_output(_LOOK_INTERVAL_S if must_look else None)
+            self._reap_orphans()
             ended = [rank for rank in running if rank.exit_code is not None]
             running = [rank for rank in running if rank not in ended]
             self._pass_on_last_words(ended)
@@ -279,6 +286,28 @@ class LocalRun:
                 for rank in running:
                     _say(f"rank {rank.rank} did not end within {self._grace_s:g} s and is killed")
                 return
+
+    def _reap_orphans(self) -> None:
+        """Waits for those that have ended of what workers left behind: ours by `adopt_orphans`.
+
+        A process that is ours by start is asked for its exit code by the object that has it: once
+        somebody else has waited for it, the code is lost.
+        """
+        started: dict[int, Callable[[], object]] = {
+            **{rank.pid: rank.poll for rank in self._ranks},
+            **{shard.pid: shard.poll for shard in self._shards},
+        }
+        if self._keeper is not None:
+            started[self._keeper.pid] = self._keeper.poll
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is None:
+                    return
+                if ended.si_pid in started:
+                    started[ended.si_pid]()
+                else:
+                    os.waitpid(ended.si_pid, os.WNOHANG)
 
     def _judge(self, ended: list[RankProcess]) -> None:
         """Notes and tells the first failure; those that a stop causes are none."""

@@ -245,6 +245,38 @@ def test_what_workers_have_started_ends_with_them(script, pids, end, code) -> No
     assert len(pids()) == 6
 
 
+def test_what_workers_leave_behind_is_waited_for_while_they_run(script, pids, tmp_path) -> None:
+    """In the worker's group and in a session of its own; their worker and another one go on."""
+    program = script(
+        "left = []\n"
+        "if rank == 0:\n"
+        "    for shell in (['sh'], ['setsid', 'sh']) * 3:\n"
+        "        command = [*shell, '-c', 'sleep 0.2 >&- & echo $!']\n"
+        "        left.append(int(subprocess.run(command, capture_output=True).stdout))\n"
+        "    (here / 'left.new').write_text(' '.join(map(str, left)))\n"
+        "    (here / 'left.new').rename(here / 'left')\n"
+        "tell(os.getpid()); others_are_there()\n"
+        "while not (here / 'over').exists(): time.sleep(0.01)\n"
+        "sys.exit(7 * rank)"
+    )
+
+    def is_there(pid: str) -> bool:  # one that has ended is, until somebody waits for it
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    with _start(2, program) as running:
+        left = tmp_path / "left"
+        eventually("all are left behind", left.exists)
+        eventually("all are waited for", lambda: not any(map(is_there, left.read_text().split())))
+        assert len(_all_told(pids, 2)) == 2
+        assert all(map(is_running, pids()))
+        (tmp_path / "over").touch()
+        assert running.end() == 7
+
+
 @pytest.mark.parametrize(
     ("number", "caught"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit")]
 )
