@@ -68,7 +68,8 @@ class GroupServiceServicer(object):
         has it was heard of after this caller asked first), ERROR_CODE_RANK_TAKEN (the same of a rank),
         ERROR_CODE_WORKER_LOST (this member's lease ended, others followed its generation without it,
         or the generation is over: join anew, with another member_id), UNAVAILABLE with
-        ERROR_CODE_WORKER_UNREACHABLE (a member can't reach another), INVALID_ARGUMENT,
+        ERROR_CODE_WORKER_UNREACHABLE (a member can't reach another, and that one lives: it has made two
+        calls since; one that makes none leaves the generation when its lease ends), INVALID_ARGUMENT,
         RESOURCE_EXHAUSTED (a limit, by name).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -13,8 +13,10 @@ import signal
 
 import pytest
 
-from harness.polling import PATIENCE_S
+from harness.group.ranks import error_of, joined
+from harness.polling import PATIENCE_S, eventually
 from harness.programs.group_processes import GroupProcess, answers, ask_all
+from harness.threads import in_background
 
 SIZE = 4
 KILL_COUNT = 10
@@ -93,3 +95,27 @@ def test_kills_at_random_moments(cluster, seed, strategy) -> None:
                 kills.fill_up(victim)
             for answer in ask_all(kills.members, "sum", size=3001, count=2):
                 assert answer.get("size") == len(kills.members), answer
+
+
+def test_one_killed_while_others_join_is_waited_for(cluster) -> None:
+    """It has asked for its place, so that the others find nobody at its address."""
+    target = cluster(1).target
+
+    def is_known() -> bool:
+        error = error_of(lambda: joined(target, 0, 3, join_timeout_s=0.3))
+        return getattr(error, "missing_ranks", None) == (1,)
+
+    with GroupProcess(target, 2, 3, lease_s=5.0) as killed:
+        eventually("rank 2 has come", is_known)
+        killed.send(signal.SIGKILL)
+        assert killed.end() == -signal.SIGKILL
+    others = [in_background(lambda rank=rank: joined(target, rank, 3)) for rank in (0, 1)]
+    with GroupProcess(target, 2, 3) as replacement:
+        with contextlib.ExitStack() as stack:
+            groups = [stack.enter_context(each.result(PATIENCE_S)) for each in others]
+            assert replacement.answer()["rank"] == 2
+            replacement.begin("barrier")
+            for call in [in_background(group.barrier) for group in groups]:
+                call.result(PATIENCE_S)
+            assert replacement.answer()["size"] == 3
+        assert replacement.leave() == 0

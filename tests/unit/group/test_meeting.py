@@ -132,14 +132,17 @@ def test_an_unreachable_member_fails_the_attempt_for_all() -> None:
     pattern = (
         r"rank 1 \(on b, at b:7000\) can't reach rank 2 \(on c, at c:7000\): connection refused"
     )
-    for member_id, rank, extra in (
-        ("b", 1, {"unreachable": missed}),
-        ("a", 0, {}),
-        ("c", 2, {}),
-        ("a", 0, {}),  # its answer was lost
+    room.join("b", 1, checked_generation=number, unreachable=missed)
+    room.join("c", 2)  # it was under way when c died, as far as anybody knows
+    room.join("b", 1, checked_generation=number, unreachable=missed)
+    for member_id, rank in (
+        ("c", 2),
+        ("b", 1),
+        ("a", 0),
+        ("a", 0),  # its answer was lost
     ):
         with pytest.raises(errors.WorkerUnreachableError, match=pattern) as caught:
-            room.join(member_id, rank, checked_generation=number, **extra)
+            room.join(member_id, rank, checked_generation=number)
         assert caught.value.rank == 2
     assert room.form("a2", "b2", "c2") > number
 
@@ -149,11 +152,34 @@ def test_after_an_unreachable_member_who_has_not_checked_is_told_once() -> None:
     room.join("a", 0)
     number = room.join("b", 1).generation
     missed = [pb.UnreachableMember(rank=0, reason="no route")]
-    with pytest.raises(errors.WorkerUnreachableError):
-        room.join("b", 1, checked_generation=number, unreachable=missed)
+    room.join("b", 1, checked_generation=number, unreachable=missed)
+    room.join("a", 0)
     with pytest.raises(errors.WorkerUnreachableError):
         room.join("a", 0)
+    with pytest.raises(errors.WorkerUnreachableError):
+        room.join("b", 1, checked_generation=number, unreachable=missed)
     assert list(room.join("a", 0).missing_ranks) == [1]
+
+
+@pytest.mark.parametrize("word_count", [0, 1])
+def test_one_that_refuses_after_it_has_met_is_waited_for_anew(word_count: int) -> None:
+    """A member that was killed has one question under way at most."""
+    room = Room(3)
+    for rank, member_id in enumerate("abc"):
+        number = room.join(member_id, rank).generation
+    missed = {"checked_generation": number, "unreachable": [pb.UnreachableMember(rank=2)]}
+    room.join("a", 0, **missed)
+    for _ in range(word_count):
+        room.join("c", 2)
+    for _ in range(4):
+        room.now_s += LEASE_S / 3
+        room.join("a", 0, **missed)
+        answer = room.join("b", 1, checked_generation=number)
+    assert (answer.generation, list(answer.missing_ranks)) == (0, [2])
+    second = room.join("c2", 2).generation
+    for rank, member_id in enumerate(("a", "b", "c2")):
+        answer = room.join(member_id, rank, checked_generation=second)
+    assert answer.ready
 
 
 def test_a_whole_job_started_again_at_once_forms_within_a_lease() -> None:

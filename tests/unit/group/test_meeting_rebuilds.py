@@ -183,10 +183,12 @@ def test_a_rebuild_whose_attempt_fails_can_be_repeated() -> None:
     room.join("a", 0, **fields)
     second = room.join("b", 1, **fields).generation
     missed = [pb.UnreachableMember(rank=0, reason="no route")]
-    with pytest.raises(errors.WorkerUnreachableError):
-        room.join("b", 1, **fields, checked_generation=second, unreachable=missed)
+    room.join("b", 1, **fields, checked_generation=second, unreachable=missed)
+    room.join("a", 0, **fields)
     with pytest.raises(errors.WorkerUnreachableError):
         room.join("a", 0, **fields)
+    with pytest.raises(errors.WorkerUnreachableError):
+        room.join("b", 1, **fields, checked_generation=second, unreachable=missed)
     room.join("a", 0, **fields)
     third = room.join("b", 1, **fields).generation
     assert third > second

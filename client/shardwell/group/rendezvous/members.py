@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from shardwell.errors import ShardwellError
 from shardwell.group.rendezvous.validation import clipped
 from shardwell.v1 import group_pb2 as pb
 
 INCARNATION_BITS = 32
 """Of a generation's number, below its count."""
 _DESCRIPTION_SIZE_MAX_BYTES = 200
+WORD_COUNT_OF_THE_LIVING = 2
+"""Words of a member after which it lives: it asks again when it has an answer, so that one question
+at most is under way of a member that has died."""
 
 
 class Lease:
@@ -147,6 +151,30 @@ class Roster:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """An error that a worker is told when it asks the next time."""
+
+    kind: type[ShardwellError]
+    message: str
+    rank: int
+    """Which rank it is about."""
+
+    def error(self) -> ShardwellError:
+        """To raise."""
+        return self.kind(self.message, rank=self.rank)
+
+
+@dataclass(slots=True, kw_only=True)
+class Suspicion:
+    """A member of a forming generation whom another can't reach: it may be dead."""
+
+    verdict: Verdict
+    """What all get if it lives."""
+    word_count: int = 0
+    """How often it has asked since."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Forming:
     """A generation whose members still try to reach one another."""
@@ -156,6 +184,8 @@ class Forming:
     """By the ranks they will have."""
     checked_ids: set[str] = field(default_factory=set)
     """Member ids of those that have reached all."""
+    suspicions: dict[int, Suspicion] = field(default_factory=dict)
+    """By the ranks that others can't reach."""
 
     def rank_of(self, member_id: str) -> int | None:
         """The rank that a member will have."""
@@ -170,7 +200,7 @@ class Forming:
             generation=self.number,
             members=[applicant.member for applicant in self.applicants],
             rank=rank,
-            missing_ranks=self.unchecked_ranks(),
+            missing_ranks=sorted(self.suspicions) or self.unchecked_ranks(),
             refusals=refusals,
         )
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
-from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
-from shardwell.group.rendezvous.members import Applicant, Roster, Seat, described
+from shardwell.errors import ArgumentError, WorkerLostError
+from shardwell.group.rendezvous.members import Applicant, Roster, Seat, Verdict, described
 from shardwell.group.rendezvous.validation import clipped
 from shardwell.specs.parameter import codec_words
 from shardwell.v1 import group_pb2 as pb
@@ -15,20 +14,6 @@ _VERDICT_COUNT_MAX = 1024
 _KEPT_S_MAX = 60.0
 _FAILED_S = 10.0
 _REASON_SIZE_MAX_BYTES = 400
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """An error that a worker is told when it asks the next time."""
-
-    kind: type[ShardwellError]
-    message: str
-    rank: int
-    """Which rank it is about."""
-
-    def error(self) -> ShardwellError:
-        """To raise."""
-        return self.kind(self.message, rank=self.rank)
 
 
 class Refusals:

@@ -23,19 +23,21 @@ from shardwell.errors import (
     WorkerUnreachableError,
 )
 from shardwell.group.rendezvous.members import (
+    WORD_COUNT_OF_THE_LIVING,
     Applicant,
     Forming,
     GenerationNumbers,
     GroupState,
     Roster,
     Seat,
+    Suspicion,
+    Verdict,
     described,
     incarnation_of,
     listed,
 )
 from shardwell.group.rendezvous.refusals import (
     Refusals,
-    Verdict,
     left_behind_text,
     lost_error,
     mismatch_text,
@@ -290,12 +292,24 @@ class Gathering:
                 lost.lost_reason = f"{described(seat.rank, seat.member)} found it lost"
 
     def _note_check(self, request: pb.JoinGroupRequest, now_s: float) -> None:
-        """Whether the caller has reached the others."""
+        """Whether the caller has reached the others; and that it lives, if they missed it.
+
+        A member that others can't reach may have died since it asked: then its lease ends, and
+        the others wait for another in its place. It lives if it asks on.
+        """
         forming, member_id = self.seating.forming, request.member.member_id
-        if forming is None or request.checked_generation != forming.number:
+        rank = None if forming is None else forming.rank_of(member_id)
+        if forming is None or rank is None:
             return
-        rank = forming.rank_of(member_id)
-        if rank is None:
+        suspicion = forming.suspicions.get(rank)
+        if suspicion is not None:
+            suspicion.word_count += 1
+            if suspicion.word_count >= WORD_COUNT_OF_THE_LIVING:
+                self._refusals.fail(forming.number, suspicion.verdict, now_s)
+                for applicant in forming.applicants:
+                    self._refuse(applicant, suspicion.verdict, now_s)
+                return
+        if request.checked_generation != forming.number:
             return
         if not request.unreachable:
             forming.checked_ids.add(member_id)
@@ -305,11 +319,10 @@ class Gathering:
             raise ArgumentError(
                 f"unreachable.rank must be 0 to {len(forming.applicants) - 1}; got {missed.rank}"
             )
-        message = unreachable_text(self.seating.spec.name, rank, forming.applicants, missed)
-        verdict = Verdict(kind=WorkerUnreachableError, message=message, rank=missed.rank)
-        self._refusals.fail(forming.number, verdict, now_s)
-        for applicant in forming.applicants:
-            self._refuse(applicant, verdict, now_s)
+        if missed.rank not in forming.suspicions:
+            message = unreachable_text(self.seating.spec.name, rank, forming.applicants, missed)
+            verdict = Verdict(kind=WorkerUnreachableError, message=message, rank=missed.rank)
+            forming.suspicions[missed.rank] = Suspicion(verdict=verdict)
 
     # Generations that were formed before this server was started.
 
