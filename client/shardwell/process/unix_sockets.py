@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -18,19 +19,47 @@ def socket_path(address: str) -> str:
     return "\0" + address[1:] if address.startswith("@") else address
 
 
-def listening(address: str, kind: socket.SocketKind) -> socket.socket:
+class Listener(socket.socket):
+    """A socket that listens; when it is closed, its file goes, if the file is still its own."""
+
+    _file: tuple[str, int, int] | None = None
+
+    def listen_at(self, address: str) -> None:
+        """Binds it, and listens.
+
+        Raises:
+            OSError: it can't.
+        """
+        self.bind(socket_path(address))
+        if not address.startswith("@"):
+            found = os.lstat(address)
+            self._file = address, found.st_dev, found.st_ino
+            os.chmod(address, _MODE)
+        self.listen(_BACKLOG)
+
+    def close(self) -> None:
+        """Safe to repeat."""
+        # The file's number is another's only when this socket is closed: so it is looked at before.
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                address, *identity = file
+                found = os.lstat(address)
+                if [found.st_dev, found.st_ino] == identity:
+                    os.unlink(address)
+        super().close()
+
+
+def listening(address: str, kind: socket.SocketKind) -> Listener:
     """A socket that listens there, and does not block; what a killed process left there is removed.
 
     Raises:
         OSError: it can't be, or somebody listens there.
     """
     _forget(address, kind)
-    listener = socket.socket(socket.AF_UNIX, kind)
+    listener = Listener(socket.AF_UNIX, kind)
     try:
-        listener.bind(socket_path(address))
-        if not address.startswith("@"):
-            os.chmod(address, _MODE)
-        listener.listen(_BACKLOG)
+        listener.listen_at(address)
         listener.setblocking(False)
     except BaseException:
         listener.close()
@@ -65,15 +94,6 @@ def check_same_user(connection: socket.socket) -> None:
     _, user_id, _ = _CREDENTIALS.unpack(given)
     if user_id != os.geteuid():
         raise PermissionError(f"the other end belongs to user {user_id}, not {os.geteuid()}")
-
-
-def forget(address: str) -> None:
-    """Removes what a socket leaves when it is closed. Never fails."""
-    if not address.startswith("@"):
-        try:
-            os.unlink(address)
-        except OSError:
-            return
 
 
 def _forget(address: str, kind: socket.SocketKind) -> None:

@@ -27,7 +27,7 @@ from shardwell.process.shared_memory import (
     SharedMemoryError,
     received_memory,
 )
-from shardwell.process.unix_sockets import check_same_user, forget, listening
+from shardwell.process.unix_sockets import check_same_user, listening
 from shardwell.rpc.arena import ANSWER_BYTES_MAX, ARENA_BYTES_MAX, PAGE_BYTES
 from shardwell.v1 import arena_pb2
 
@@ -98,7 +98,6 @@ class ArenaOffers:
         os.eventfd_write(self._closing, 1)
         self._thread.join()
         self._release()
-        forget(self.address)
         with self._lock:
             self._offered.clear()
 

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from shardwell.errors import CorruptChunkError, LimitError
 from shardwell.process.descriptors import check_descriptors
-from shardwell.process.unix_sockets import check_same_user, forget, listening
+from shardwell.process.unix_sockets import check_same_user, listening
 from shardwell.rpc.credentials import AUTHORIZATION_KEY
 from shardwell.rpc.error_codes import ERROR_DETAIL_KEY
 from shardwell.v1 import parameter_server_pb2, table_pb2, unix_stream_pb2
@@ -108,7 +108,6 @@ class UnixStreams:
             self._server.close()
         if self._listener is not None:
             self._listener.close()
-            forget(self.address)
         tasks = [connection.task for connection in self._open if connection.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)

@@ -197,3 +197,17 @@ def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
     with Program("-c", LOST) as program:
         assert program.end() == 0
         assert program.lines == ["goes on", "stopped by SIGTERM"]
+
+
+def test_what_has_the_names_of_a_shards_sockets_by_then_stays(tmp_path) -> None:
+    with ServingShard(f"--same-host={tmp_path}") as shard:
+        shard.address()
+        sockets = list(tmp_path.iterdir())
+        assert len(sockets) == 2, sockets  # for memory, and for streams
+        for each in sockets:
+            each.unlink()
+            each.write_text("notes")
+        shard.send(signal.SIGTERM)
+        assert shard.end() == 0
+    assert sorted(tmp_path.iterdir()) == sorted(sockets)
+    assert all(each.read_text() == "notes" for each in sockets)

@@ -27,7 +27,7 @@ from concurrent.futures import Executor
 from shardwell.errors import CorruptChunkError, LimitError
 from shardwell.process.descriptors import check_descriptors
 from shardwell.process.owner import OwnerProcess
-from shardwell.process.unix_sockets import check_same_user, forget, listening
+from shardwell.process.unix_sockets import check_same_user, listening
 from shardwell.rpc.error_codes import ERROR_DETAIL_KEY, Status
 from shardwell.rpc.unix_call import write_frame
 from shardwell.v1 import unix_stream_pb2
@@ -194,7 +194,6 @@ class Links:
         address = f"@{name}" if same_host == "auto" else os.path.join(same_host, f"{name}.sock")
         try:
             self._listener = self._stack.enter_context(listening(address, socket.SOCK_STREAM))
-            self._stack.callback(forget, address)
             self._closing = os.eventfd(0, os.EFD_CLOEXEC)
             self._stack.callback(os.close, self._closing)
             self._events = self._stack.enter_context(select.epoll())
