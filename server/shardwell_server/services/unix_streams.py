@@ -228,7 +228,14 @@ class _Connection(asyncio.Protocol):
         return message
 
     async def write(self, answer: bytes) -> None:
-        """Returns when there is room for another one."""
+        """Returns when there is room for another one.
+
+        Raises:
+            asyncio.CancelledError: the line is lost, of which the task learns by itself only when it
+                waits; asyncio logs what is written to such a line.
+        """
+        if self._transport.is_closing():
+            raise asyncio.CancelledError
         start = head(FrameKind.MESSAGE, len(answer))
         if len(answer) <= _JOINED_BYTES_MAX:
             self._transport.write(start + answer)
@@ -260,7 +267,9 @@ class _Connection(asyncio.Protocol):
         details: str = "",
         trailing_metadata: Sequence[tuple[str, bytes]] = (),
     ) -> None:
-        """Ends the call with a status."""
+        """Ends the call with a status, if there is a line for it."""
+        if self._transport.is_closing():
+            return
         end = unix_stream_pb2.UnixStreamEnd(code=code.value[0], details=details)
         for key, value in trailing_metadata:
             if key == ERROR_DETAIL_KEY:
