@@ -1,7 +1,9 @@
 """Directories beside a path in which something is made that is to appear whole or not at all.
 
 Such a directory has one name, `PATH.partial`: what a process that was killed left there is taken
-over by the next one that makes the same thing. A lock on it keeps two from making it at once.
+over by the next one that makes the same thing. A lock on it keeps two from making it at once. A
+mark in it, which comes first and goes last, tells it from a directory of the user's, which is
+refused and stays as it is; an empty directory is anybody's.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardwell.checkpoint.tensor_files import file_error
-from shardwell.errors import ArgumentError, ShardwellError
+from shardwell.errors import ArgumentError, ShardwellError, StorageError
 from shardwell.rpc.asking import ask_all
 
 _SUFFIX = ".partial"
+MARK_NAME = ".shardwell-partial"
+"""The file that says whose a directory is; a kill may leave it in one that got its name."""
+_MARK = b"A killed process of Shardwell left this directory; the next one removes what is in it.\n"
 
 
 @contextlib.contextmanager
@@ -44,7 +49,8 @@ def whole_directory(path: Path, becomes: Callable[[], Path | None] | None = None
         if final is not None:
             _check_free(final)
             partial.rename(final)
-            sync_directory(final.parent)
+            (final / MARK_NAME).unlink()
+            ask_all([final, final.parent], sync_directory)
 
 
 @contextlib.contextmanager
@@ -55,7 +61,8 @@ def working_directory(path: Path) -> Iterator[Path]:
 
     Raises:
         ArgumentError: another process is making `path`.
-        StorageError: the directory can't be made, or the block failed with an OSError.
+        StorageError: the directory can't be made, the user has something of its name, or the block
+            failed with an OSError.
     """
     partial = path.with_name(path.name + _SUFFIX)
     try:
@@ -66,7 +73,10 @@ def working_directory(path: Path) -> Iterator[Path]:
                 yield partial
             finally:
                 if _is_same(directory, partial):  # not if it was renamed
-                    shutil.rmtree(partial, ignore_errors=True)
+                    with contextlib.suppress(OSError):
+                        _clear(partial)
+                        (partial / MARK_NAME).unlink()
+                        partial.rmdir()
     except OSError as error:
         if isinstance(error, ShardwellError):
             raise
@@ -82,17 +92,24 @@ def _check_free(path: Path) -> None:
 def _claimed(partial: Path) -> Iterator[int]:
     """Makes a directory, or takes over one that nobody uses any more; a lock keeps others away.
 
-    Gives a descriptor of it.
+    Gives a descriptor of it; a mark is in it.
     """
     while True:
-        partial.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            partial.mkdir()
         try:
             directory = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:  # another process has removed it in between
             continue
+        except NotADirectoryError:
+            raise StorageError(
+                f"{partial} is in the way of making it: it is no directory that Shardwell made; "
+                "move it away, or give another path"
+            ) from None
         try:
             _lock(directory, partial)
             if _is_same(directory, partial):
+                _mark(partial)
                 try:
                     yield directory
                 finally:  # a process that was forked meanwhile has it open, and would lock it
@@ -120,8 +137,28 @@ def _lock(directory: int, partial: Path) -> None:
         # File systems without locks: whoever uses one must not make a directory twice at once.
 
 
+def _mark(partial: Path) -> None:
+    """Puts the mark into an empty directory.
+
+    Raises:
+        StorageError: it has something else, and no mark.
+    """
+    names = os.listdir(partial)
+    if MARK_NAME in names:
+        return
+    if names:
+        raise StorageError(
+            f"{partial} has {names[0]!r}, and no {MARK_NAME}: it is no directory that Shardwell "
+            "made; move it away, or give another path"
+        )
+    (partial / MARK_NAME).write_bytes(_MARK)
+
+
 def _clear(directory: Path) -> None:
+    """Removes everything but the mark."""
     for entry in directory.iterdir():
+        if entry.name == MARK_NAME:
+            continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:

@@ -52,7 +52,7 @@ from shardwell.specs.parameter import STEP_MAX, ParameterSpec
 from shardwell.specs.table import ROW_COUNT_MAX, TableSpec
 from shardwell.v1 import table_pb2, types_pb2
 
-_NAME = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 _FORMAT = "shardwell-checkpoint"
 _FORMAT_VERSIONS = (1, 2)
 _SIZE_MAX_BYTES = 2**28
@@ -70,7 +70,7 @@ def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
     Raises:
         StorageError: it can't be written.
     """
-    path = directory / _NAME
+    path = directory / MANIFEST_NAME
     fields = {
         "crc32c": _NO_CRC,
         "format": _FORMAT,
@@ -126,14 +126,20 @@ def _file_to_json(file: SliceFile | RowsFile) -> dict[str, Any]:
 
 def read_checkpoint(directory: Path, *, verify: bool = False) -> Checkpoint:
     """See `inspect_checkpoint`, of one directory."""
-    checkpoint = _read(directory / _NAME)
+    checkpoint = read_manifest(directory)
     checkpoint.check_files()
     if verify:
         checkpoint.verify()
     return checkpoint
 
 
-def _read(path: Path) -> Checkpoint:
+def read_manifest(directory: Path) -> Checkpoint:
+    """What a checkpoint's manifest says; its files are not looked at.
+
+    Raises:
+        StorageError: there is no whole manifest.
+    """
+    path = directory / MANIFEST_NAME
     try:
         with path.open("rb") as file:
             data = file.read(_SIZE_MAX_BYTES + 1)

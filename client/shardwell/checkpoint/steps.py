@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from shardwell.checkpoint.format import (
@@ -19,12 +19,12 @@ from shardwell.checkpoint.format import (
     load_id_of,
 )
 from shardwell.checkpoint.manifest import read_checkpoint
+from shardwell.checkpoint.removal import REMOVED_SUFFIX, finish_removal, remove_checkpoint
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
 
 _LOG = logging.getLogger("shardwell")
 _FIELD = "{step}"
-_REMOVED_SUFFIX = ".removed"
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
@@ -109,12 +109,12 @@ class StepPaths:
         raise StorageError(f"there is no checkpoint that can be used at {self._path}{why}")
 
     def make_way(self, made: Checkpoint) -> Checkpoint | None:
-        """Before a checkpoint gets its place: what is there already, if that is the same.
+        """Before a checkpoint gets its place: the one that is there already, if it is the same.
 
-        Another one of the same step is removed, whole or not.
+        Another checkpoint of the same step is removed, whether or not its files are whole.
 
         Raises:
-            StorageError: it can't be.
+            StorageError: something is there that no save made, or it can't be removed.
         """
         if not os.path.lexists(made.path):
             return None
@@ -123,15 +123,21 @@ class StepPaths:
             if _contents(here) == _contents(made):
                 return here
         except StorageError as error:
-            _LOG.warning("replaced a checkpoint that is not whole: %s", error.message)
-        _remove(made.path)
+            _LOG.warning("replacing a checkpoint that is not whole: %s", error.message)
+        try:
+            remove_checkpoint(made.path)
+        except StorageError as error:
+            raise StorageError(
+                f"nothing was saved: {made.path} is not replaced, as a save did not make all of "
+                f"it: {error.message}; move {made.path} away, or save to another path"
+            ) from None
         return None
 
     def prune(self, keep: int, newest: int) -> None:
         """Removes all before step `newest` but the last `keep` whole ones, that one included.
 
-        Later ones are of a training that was given up: they stay, and count for nothing. What can't
-        be removed is told in the log.
+        Later ones are of a training that was given up: they stay, and count for nothing. So does
+        everything that no save made. A warning in the log names what is not removed.
         """
         whole_count = 0
         try:
@@ -140,7 +146,7 @@ class StepPaths:
                 if step > newest:
                     continue
                 if whole_count == keep:
-                    _remove(self.at(step))
+                    _or_warn(remove_checkpoint, self.at(step))
                     continue
                 try:
                     read_checkpoint(self.at(step))
@@ -153,28 +159,19 @@ class StepPaths:
     def _sweep(self) -> None:
         """Removes what was being removed when its process was killed."""
         for name in self._beside():
-            if name.endswith(_REMOVED_SUFFIX) and self._name.fullmatch(
-                name.removesuffix(_REMOVED_SUFFIX)
+            if name.endswith(REMOVED_SUFFIX) and self._name.fullmatch(
+                name.removesuffix(REMOVED_SUFFIX)
             ):
-                shutil.rmtree(self._path.with_name(name), ignore_errors=True)
+                _or_warn(finish_removal, self._path.with_name(name))
+
+
+def _or_warn(remove: Callable[[Path], None], path: Path) -> None:
+    try:
+        remove(path)
+    except StorageError as error:
+        _LOG.warning("keep= left %s as it is: %s", path, error.message)
 
 
 def _contents(checkpoint: Checkpoint) -> list[int]:
     entries: list[CheckpointParameter | CheckpointTable] = [*checkpoint.parameters]
     return [load_id_of(entry) for entry in [*entries, *checkpoint.tables]]
-
-
-def _remove(path: Path) -> None:
-    """Takes away its name first, so that half of it is never met under that.
-
-    Raises:
-        StorageError: it can't be.
-    """
-    try:
-        gone = path.with_name(path.name + _REMOVED_SUFFIX)
-        if gone.exists():
-            shutil.rmtree(gone)
-        path.rename(gone)
-        shutil.rmtree(gone)
-    except OSError as error:
-        raise file_error(path, error, "removing it") from None

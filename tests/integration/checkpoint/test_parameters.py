@@ -21,6 +21,7 @@ from harness.oracles.parameter import integer_gradient
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.threads import in_background, together
 from harness.wire_client.worker import WireWorker
+from shardwell.checkpoint.directory import MARK_NAME
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server import Limits, LocalCluster
 
@@ -332,6 +333,7 @@ def test_a_save_that_dies_leaves_nothing_in_the_way(cluster, connect, tmp_path) 
     open_model(client).init(np.zeros(SIZE, np.float32))
     left = tmp_path / "c.partial" / "000001-model"
     left.mkdir(parents=True)
+    (left.parent / MARK_NAME).touch()
     (left / "slice-00000.safetensors").write_bytes(b"half")
     client.save_checkpoint(tmp_path / "c")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]

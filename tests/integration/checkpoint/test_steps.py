@@ -82,7 +82,14 @@ def test_those_that_are_not_whole_do_not_count(model, tmp_path) -> None:
     save_steps(model, tmp_path, 1, keep=2)
     assert names(tmp_path) == ["2", "3", "4"]  # 3 is newer than what is kept: it may be looked at
     save_steps(model, tmp_path, 2, keep=2)
-    assert names(tmp_path) == ["5", "6"]
+    assert names(tmp_path) == ["3", "5", "6"]  # without its manifest nothing says whose 3 is
+
+
+def test_one_whose_files_are_not_whole_is_removed_when_it_is_old(model, tmp_path) -> None:
+    save_steps(model, tmp_path, 2)
+    next((tmp_path / "1").glob("*/*.safetensors")).unlink()
+    save_steps(model, tmp_path, 1, keep=2)
+    assert names(tmp_path) == ["2", "3"]
 
 
 def test_the_newest_whole_one_is_restored(model, tmp_path, cluster, connect, caplog) -> None:
@@ -111,7 +118,7 @@ def test_the_same_step_saved_again(model, tmp_path) -> None:
     for rate in (0.5, 0.25):
         parameter.set_learning_rate(rate)
         if rate == 0.25:
-            (tmp_path / "1" / "manifest.json").unlink()
+            next((tmp_path / "1").glob("*/*.safetensors")).unlink()
         client.save_checkpoint(tmp_path / "{step}")
         assert shardwell.inspect_checkpoint(tmp_path / "1").parameters[0].learning_rate == rate
         assert names(tmp_path) == ["1"]

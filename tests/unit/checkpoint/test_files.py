@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 import shardwell
 from harness.data.manifests import MANIFEST, change_manifest
-from shardwell.checkpoint.directory import whole_directory
+from shardwell.checkpoint.directory import MARK_NAME, whole_directory
 from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, SliceFile, slice_path
 from shardwell.checkpoint.manifest import write_manifest
 from shardwell.checkpoint.tensor_files import SliceReader, SliceWriter
@@ -366,7 +366,38 @@ class TestWholeDirectory:
         left = tmp_path / "b.partial"
         (left / "deep").mkdir(parents=True)
         (left / "file").touch()
+        (left / MARK_NAME).touch()
         (left / "link").symlink_to(tmp_path)
         with whole_directory(tmp_path / "b") as partial:
-            assert list(partial.iterdir()) == []
+            assert [entry.name for entry in partial.iterdir()] == [MARK_NAME]
         assert tmp_path.is_dir()
+        assert list((tmp_path / "b").iterdir()) == []
+
+    def test_an_empty_leftover_is_taken(self, tmp_path: Path) -> None:
+        """As a kill leaves it before the mark is in it."""
+        (tmp_path / "b.partial").mkdir()
+        with whole_directory(tmp_path / "b"):
+            pass
+        assert [entry.name for entry in tmp_path.iterdir()] == ["b"]
+
+    def test_the_users_directory_of_that_name_stays(self, tmp_path: Path) -> None:
+        theirs = tmp_path / "b.partial"
+        theirs.mkdir()
+        (theirs / "notes.txt").write_text("mine")
+        with (
+            pytest.raises(StorageError, match=rf"{theirs} has 'notes.txt'.*move it away"),
+            whole_directory(tmp_path / "b"),
+        ):
+            raise AssertionError
+        assert [entry.name for entry in tmp_path.rglob("*")] == ["b.partial", "notes.txt"]
+        assert (theirs / "notes.txt").read_text() == "mine"
+
+    def test_the_users_file_of_that_name_stays(self, tmp_path: Path) -> None:
+        theirs = tmp_path / "b.partial"
+        theirs.write_text("mine")
+        with (
+            pytest.raises(StorageError, match=rf"{theirs} is in the way"),
+            whole_directory(tmp_path / "b"),
+        ):
+            raise AssertionError
+        assert theirs.read_text() == "mine"
