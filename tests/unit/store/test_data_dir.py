@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from fastcrc import crc32
 
+from harness.files import contents_of
 from shardwell.errors import ShardwellError
 from shardwell_server.config import ShardConfig
 from shardwell_server.store.files.data_dir import DataDir, DataDirError, kept_cluster_id
@@ -185,6 +186,44 @@ def test_a_half_written_identity_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "shard.json.new").write_text("{")
     DataDir(tmp_path, MINE).close()
     assert json.loads((tmp_path / "shard.json").read_text())["cluster_id"] == "mine"
+
+
+@pytest.mark.parametrize("theirs", ["notes.txt", ".bashrc", "shard.json.new", "boot.json"])
+def test_a_directory_with_files_of_the_users_is_refused_and_stays(tmp_path, theirs) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o755)
+    (home / theirs).write_text("mine")
+    for _ in range(2):
+        with pytest.raises(
+            DataDirError, match=rf"{home} has '{theirs}'.*stays as it is; give an empty directory"
+        ):
+            DataDir(home, MINE)
+    assert contents_of(home) == {"": None, theirs: b"mine"}
+    assert home.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_shard_json_of_others_is_refused_and_stays(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "shard.json").write_text('{"name": "an app"}')
+    with pytest.raises(DataDirError, match=r"shard\.json can't be read"):
+        DataDir(tmp_path, MINE)
+    assert contents_of(tmp_path) == {"": None, "shard.json": b'{"name": "an app"}'}
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_the_root_of_a_new_volume_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    with DataDir(tmp_path, MINE) as data_dir:
+        assert data_dir.is_new
+
+
+def test_an_identity_that_was_begun_for_another_shard_is_not_taken(tmp_path: Path) -> None:
+    other = ShardConfig(shard_index=2, shard_count=3, cluster_id="mine")
+    DataDir(tmp_path, other).close()
+    (tmp_path / "shard.json").rename(tmp_path / "shard.json.new")
+    with pytest.raises(DataDirError, match=r"has 'shard\.json\.new'"):
+        DataDir(tmp_path, MINE)
+    DataDir(tmp_path, other).close()
 
 
 def test_a_path_that_leads_through_a_file_is_refused(tmp_path: Path) -> None:

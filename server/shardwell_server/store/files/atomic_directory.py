@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardwell.errors import StorageError
 from shardwell_server.store.files.mapped import storage_error, sync_directory
+
+_NUMBER = re.compile(r"[0-9]{6,}")
 
 
 class AtomicDirectories:
@@ -46,7 +49,7 @@ class AtomicDirectories:
             raise storage_error(self._path, error, "reading it") from None
         for entry in entries:
             number = entry.name.removesuffix(".new")
-            if not (number.isdecimal() and entry.is_dir()):
+            if not (_NUMBER.fullmatch(number) and entry.is_dir() and not entry.is_symlink()):
                 raise StorageError(f"{entry} is none of shardwell's files; move it away")
             self._next_number = max(self._next_number, int(number) + 1)
             if entry.name.endswith(".new"):

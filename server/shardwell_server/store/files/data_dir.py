@@ -1,6 +1,7 @@
 """A shard's directory: whose it is, and that one process at a time uses it.
 
-The directory itself is locked, which nothing but its own removal can undo.
+The directory itself is locked, which nothing but its own removal can undo. One that has files, and no
+whole shard.json, is not Shardwell's: it is refused, and neither its mode nor anything in it changes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ _MODE = 0o700
 """Of the directory: what is in it, whatever its own mode, is for its user alone."""
 _FORMAT_VERSION = 1
 _IDENTITY_NAME = "shard.json"
+_NEW_IDENTITY_NAME = "shard.json.new"
+_VOLUME_NAMES = ("lost+found", ".snapshot")
+"""What file systems and filers themselves put into the root of an empty volume."""
 _CHECK_NAME = "crc32c"
 """Its field with the CRC32C of the others, as JSON in one line."""
 
@@ -83,6 +87,36 @@ def _check_of(identity: dict[str, Any]) -> int:
     return crc32.iscsi(json.dumps(identity).encode())
 
 
+def _text_of(identity: dict[str, Any]) -> str:
+    """What the file of an identity has."""
+    return json.dumps({**identity, _CHECK_NAME: _check_of(identity)}, indent=2) + "\n"
+
+
+def _check_not_the_users(directory: int, path: Path, identity: dict[str, Any]) -> None:
+    """Refuses a directory that has files, and no identity; one with an identity is read later.
+
+    Raises:
+        DataDirError: it is the user's, or a shard's that has lost its identity.
+        OSError: it can't be read.
+    """
+    names = sorted(set(os.listdir(directory)).difference(_VOLUME_NAMES))
+    if not names or _IDENTITY_NAME in names:
+        return
+    if not {"parameters", "tables"}.isdisjoint(names):
+        raise DataDirError(
+            f"{path / _IDENTITY_NAME} is missing, and beside it is the data of a shard, expected "
+            f"to be {_in_words(identity)}; restore it, or give another directory"
+        )
+    if names == [_NEW_IDENTITY_NAME]:
+        begun = path / _NEW_IDENTITY_NAME
+        if begun.is_file() and _text_of(identity).encode().startswith(begun.read_bytes()):
+            return  # a process was killed while it wrote the identity
+    raise DataDirError(
+        f"data directory {path} has {names[0]!r}, and no {_IDENTITY_NAME}: it is none of "
+        "Shardwell's, and stays as it is; give an empty directory, or a new one"
+    )
+
+
 def _in_words(identity: dict[str, Any]) -> str:
     return (
         f"shard {identity['shard_index']} of {identity['shard_count']} of cluster "
@@ -106,10 +140,11 @@ class DataDir(Closing):
             "shard_index": config.shard_index,
             "shard_count": config.shard_count,
         }
-        self._directory = self._locked(path)
+        self._directory = self._locked(path, identity)
         try:
             self.is_new = self._check_or_write(identity_path, identity)
             """Whether it was empty, so that the shard begins without parameters and tables."""
+            _close_to_others(self._directory, os.fstat(self._directory), path)
         except BaseException:
             self.close()
             raise
@@ -122,7 +157,7 @@ class DataDir(Closing):
         return f"its data directory {self.path} has no files of it: they are older, or another's"
 
     @staticmethod
-    def _locked(path: Path) -> int:
+    def _locked(path: Path, identity: dict[str, object]) -> int:
         """The directory that the path leads to, open and locked; made if there is none."""
         try:
             while True:
@@ -130,10 +165,10 @@ class DataDir(Closing):
                 directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
                     fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _check_not_the_users(directory, path, identity)
                     os.utime(directory)  # refused where nothing can be written
                     found = os.fstat(directory)
                     if is_at(identity_of(found), path):
-                        _close_to_others(directory, found, path)
                         return directory
                 except BaseException:
                     os.close(directory)
@@ -175,16 +210,10 @@ class DataDir(Closing):
 
     @staticmethod
     def _write(path: Path, identity: dict[str, object]) -> None:
-        if any((path.parent / name).exists() for name in ("parameters", "tables")):
-            raise DataDirError(
-                f"{path} is missing, and beside it is the data of a shard, expected to be "
-                f"{_in_words(identity)}; restore it, or give another directory"
-            )
-        written = path.with_suffix(".json.new")
+        written = path.with_name(_NEW_IDENTITY_NAME)
         try:
             with written.open("w") as file:
-                checked = {**identity, _CHECK_NAME: _check_of(identity)}
-                file.write(json.dumps(checked, indent=2) + "\n")
+                file.write(_text_of(identity))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(written, path)

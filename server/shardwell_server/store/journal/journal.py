@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import struct
 import threading
@@ -47,6 +48,7 @@ HEAD_BYTES = _HEAD.size + _CRC.size
 """Where a segment's first entry begins."""
 _PREFIX = "journal-"
 _IMAGE = "image-"
+_NUMBER = re.compile(r"[0-9]{6,}")
 IMAGE_AT_BYTES_MIN = 64 << 20
 """A journal smaller than that is not worth an image, however small what it is of."""
 FAILED_NAME = "failed-journal"
@@ -55,11 +57,16 @@ FAILED_NAME = "failed-journal"
 
 def segments(directory: Path) -> dict[int, Path]:
     """The segments in a directory by number, in order."""
-    found = {
-        int(path.name.removeprefix(_PREFIX)): path
-        for path in directory.glob(f"{_PREFIX}*")
-        if path.suffix != ".new"
-    }
+    return _numbered(directory, _PREFIX)
+
+
+def _numbered(directory: Path, prefix: str, suffix: str = "") -> dict[int, Path]:
+    """What has a name of ours with that suffix, by number, in order; other names are the user's."""
+    found = {}
+    for path in directory.glob(f"{prefix}*{suffix}"):
+        number = path.name.removeprefix(prefix).removesuffix(suffix)
+        if _NUMBER.fullmatch(number):
+            found[int(number)] = path
     return dict(sorted(found.items()))
 
 
@@ -74,7 +81,7 @@ class NotWholeError(Exception):
 
 def forget_segment_begun(directory: Path) -> None:
     """Removes a segment that a killed process had begun to make."""
-    for path in directory.glob(f"{_PREFIX}*.new"):
+    for path in _numbered(directory, _PREFIX, ".new").values():
         path.unlink()
 
 
@@ -328,12 +335,7 @@ def image_path(directory: Path, number: int) -> Path:
 
 def images(directory: Path) -> dict[int, Path]:
     """The images that stand, by number, in order."""
-    found = {
-        int(path.name.removeprefix(_IMAGE)): path
-        for path in directory.glob(f"{_IMAGE}*")
-        if path.suffix != ".new"
-    }
-    return dict(sorted(found.items()))
+    return _numbered(directory, _IMAGE)
 
 
 def forget_images(
@@ -355,7 +357,7 @@ def forget_images(
             if before is None or number < before:
                 path.unlink()
                 reached("segment forgotten")
-        for path in directory.glob(f"{_IMAGE}*.new"):
+        for path in _numbered(directory, _IMAGE, ".new").values():
             shutil.rmtree(path)
         if before is None:
             forget_segment_begun(directory)
