@@ -3,6 +3,10 @@
 Who has a CA already needs none of this. Keys are of the curve P-256. A server's certificate is good
 for both ends of a connection, as members of a group are both; a client's for its own alone, so that
 no worker can stand for a shard.
+
+What is replaced was made here: a certificate that the authority issued under the same name, and the
+key of one. A certificate is written as NAME.pem.part, then its key, then it gets its own name: so a
+kill leaves a key that belongs to one of the two.
 """
 
 from __future__ import annotations
@@ -11,11 +15,13 @@ import datetime
 import ipaddress
 import os
 import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -23,6 +29,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from shardwell.errors import ArgumentError, StorageError
 
 _CA_DAYS = 3650
+_AUTHORITY_NAME = "Shardwell cluster authority"
 _BEFORE = datetime.timedelta(hours=1)
 """Clocks of machines differ."""
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
@@ -52,7 +59,7 @@ class Certificates(NamedTuple):
 
 
 def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> Certificates:
-    """Makes certificates, and an authority where the directory has none; replaces those there.
+    """Makes certificates, and an authority where the directory has none; replaces its own.
 
     Args:
         directory: Made where there is none.
@@ -62,13 +69,17 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> Certi
 
     Raises:
         ArgumentError: a host is none; or none is given, and there is no certificate to be replaced.
-        StorageError: files can't be read or written, or are none of these.
+        StorageError: files can't be read or written, or were not made here; those stay.
     """
     files = Certificates.of(directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Without ca.pem nobody can believe what a key there would sign.
-        ca, ca_key = _authority(files) if files.ca.exists() else _made_authority(files)
+        ca, ca_key = _authority(files) if os.path.lexists(files.ca) else _made_authority(files)
+        for path, key_path, name in (
+            (files.server, files.server_key, "server"),
+            (files.client, files.client_key, "client"),
+        ):
+            _check_replaceable(path, key_path, name, ca_key.public_key())
         names = [_name(host) for host in hosts] or _names_of(files.server)
         _issue(files.server, files.server_key, "server", names, days, ca, ca_key)
         _issue(files.client, files.client_key, "client", (), days, ca, ca_key)
@@ -97,9 +108,69 @@ def _authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurveP
     return ca, key
 
 
+def _part(path: Path) -> Path:
+    """Where a certificate is until its key is in its place."""
+    return path.with_name(f"{path.name}.part")
+
+
+def _check_replaceable(
+    path: Path, key_path: Path, name: str, issuer: ec.EllipticCurvePublicKey | None
+) -> None:
+    """Refuses to replace a certificate or key that was not made here.
+
+    Args:
+        path: The certificate's.
+        key_path: Its key's.
+        name: Whose it is.
+        issuer: The authority's key; None: a certificate is its own authority's.
+
+    Raises:
+        StorageError: one was not; names it.
+    """
+    keys = []
+    for each in (path, _part(path)):
+        if not os.path.lexists(each):
+            continue
+        try:
+            found = x509.load_pem_x509_certificate(b"" if each.is_symlink() else each.read_bytes())
+            public = found.public_key()
+            signer = public if issuer is None else issuer
+            if found.subject != _subject(name) or not isinstance(signer, ec.EllipticCurvePublicKey):
+                raise ValueError("it is another's")
+            signer.verify(found.signature, found.tbs_certificate_bytes, ec.ECDSA(hashes.SHA256()))
+            keys.append(public)
+        except (ValueError, TypeError, InvalidSignature):
+            raise _not_ours(each, "no certificate that `shardwell certs` made here") from None
+    if not os.path.lexists(key_path):
+        return
+    try:
+        given = b"" if key_path.is_symlink() else key_path.read_bytes()
+        key = serialization.load_pem_private_key(given, None)
+        is_ours = isinstance(key, ec.EllipticCurvePrivateKey) and key.public_key() in keys
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        is_ours = False
+    if not is_ours:
+        raise _not_ours(key_path, f"not the key of {path}")
+
+
+def _not_ours(path: Path, what: str) -> StorageError:
+    return StorageError(
+        f"{path} is {what}, and is not replaced; move it away, or give another directory"
+    )
+
+
+def _subject(name: str) -> x509.Name:
+    known_as = _AUTHORITY_NAME if name == "ca" else f"shardwell-{name}"
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, known_as)])
+
+
 def _made_authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    _check_replaceable(files.ca, files.ca_key, "ca", None)
+    if files.ca_key.exists():  # a process was killed before its certificate had its name
+        _part(files.ca).replace(files.ca)
+        return _authority(files)
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Shardwell cluster authority")])
+    name = _subject("ca")
     public = key.public_key()
     ca = (
         _builder(name, name, public, _CA_DAYS)
@@ -108,8 +179,7 @@ def _made_authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticC
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .sign(key, hashes.SHA256())
     )
-    _write(files.ca_key, _key_pem(key), mode=0o600)
-    _write(files.ca, ca.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    _write_pair(files.ca, files.ca_key, ca, key)
     return ca, key
 
 
@@ -127,9 +197,8 @@ def _issue(
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if names:
         purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"shardwell-{name}")])
     builder = (
-        _builder(subject, ca.subject, key.public_key(), days)
+        _builder(_subject(name), ca.subject, key.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
@@ -140,8 +209,7 @@ def _issue(
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     certificate = builder.sign(ca_key, hashes.SHA256())
-    _write(key_path, _key_pem(key), mode=0o600)
-    _write(path, certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    _write_pair(path, key_path, certificate, key)
 
 
 def _builder(
@@ -204,9 +272,18 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
+def _write_pair(
+    path: Path, key_path: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
+) -> None:
+    """Puts a certificate and its key in their places; see the module."""
+    _write(_part(path), certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    _write(key_path, _key_pem(key), mode=0o600)
+    _part(path).replace(path)
+
+
 def _write(path: Path, contents: bytes, *, mode: int) -> None:
     """Replaces a file whole; nobody sees a part of it, or a key that others may read."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(file, "wb") as opened:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from shardwell.process.span_columns import Span, spans_of
 from shardwell.v1 import trace_pb2 as pb
 
+MADE_BY = {"made_by": "shardwell trace"}
+"""The first field of a timeline, by which one is known from other files."""
 _LANE_COUNT_MAX = 64
 """Of one label: more calls at once than a client makes."""
 _CALLS = (pb.SPAN_KIND_EXCHANGE, pb.SPAN_KIND_PUT, pb.SPAN_KIND_GET)
@@ -122,7 +124,7 @@ def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
         if process.shard_index is not None:
             shown += [_told_wait(wait) for wait in waits(process)]
         events += _laid_out(number, shown, begin_ns)
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+    return {"otherData": MADE_BY, "displayTimeUnit": "ms", "traceEvents": events}
 
 
 _Shown = tuple[str, str, int, int, dict[str, Any]]

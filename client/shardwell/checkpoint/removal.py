@@ -1,4 +1,4 @@
-"""Removes checkpoints, and nothing else: a directory of ours has a whole manifest and what it names.
+"""Removes checkpoints, and nothing else: directories with a whole manifest, and what that names.
 
 A directory that is removed gets the name `PATH.removed` first, so that half of it is never met as a
 checkpoint. Its manifest goes last: what a killed process leaves there still proves whose it is.
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from shardwell.checkpoint.directory import MARK_NAME, sync_directory
-from shardwell.checkpoint.format import Checkpoint
+from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable
 from shardwell.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import StorageError
@@ -69,9 +69,14 @@ def finish_removal(gone: Path) -> None:
     _remove(gone, own_checkpoint(gone))
 
 
+def _entries(checkpoint: Checkpoint) -> list[CheckpointParameter | CheckpointTable]:
+    """In the order of their numbers."""
+    return [*checkpoint.parameters, *checkpoint.tables]
+
+
 def _unnamed(path: Path, checkpoint: Checkpoint) -> Path | None:
     """Something in a checkpoint's directory that no save put there."""
-    entries = [*checkpoint.parameters, *checkpoint.tables]
+    entries = _entries(checkpoint)
     files = {path / MANIFEST_NAME, path / MARK_NAME}
     files.update(path / file.path for entry in entries for file in entry.files)
     directories = {path / f"{number:06d}-{entry.name}" for number, entry in enumerate(entries, 1)}
@@ -93,7 +98,7 @@ def _reraise(error: OSError) -> None:
 
 def _remove(gone: Path, checkpoint: Checkpoint) -> None:
     """Removes what a manifest names, then the manifest."""
-    entries = [*checkpoint.parameters, *checkpoint.tables]
+    entries = _entries(checkpoint)
     try:
         for number, entry in enumerate(entries, 1):
             for file in entry.files:

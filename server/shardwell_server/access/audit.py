@@ -31,6 +31,8 @@ FILE_COUNT_MAX = 8
 """Of those that are kept beside the one that is written, FILE.1 being the newest."""
 _WAITING_COUNT_MAX = 10_000
 """Lines that wait for the disk."""
+_BEGIN = b'{"time": "'
+"""Of each line, and so of each file."""
 _VALUE_LENGTH_MAX = 400
 _FOLDED = ("opened", "refused", "ended")
 """Events that are one line a while, as far as token, host, method, name and right are the same."""
@@ -63,11 +65,12 @@ class AuditLog:
     """Any thread may use it; `close` ends its own.
 
     Args:
-        path: Its file, which goes on where it is there.
+        path: Its file, which goes on where it is there, if it is an audit log.
         bound: What each line has besides: which shard writes it.
 
     Raises:
-        ArgumentError: it can't be written.
+        ArgumentError: it can't be written, or it, or one that it would be rotated to, is something
+            else; that stays as it is.
     """
 
     def __init__(self, path: Path, **bound: str | int) -> None:
@@ -80,6 +83,7 @@ class AuditLog:
         """By event, host and token: since when, and how many lines."""
         self._lines: queue.Queue[str | None] = queue.Queue(_WAITING_COUNT_MAX)
         try:
+            _check_logs(path)
             self._file = _PrivateFile(path)
         except (OSError, ValueError) as error:
             raise ArgumentError(f"the audit log {path} can't be written: {error}") from None
@@ -169,6 +173,31 @@ class AuditLog:
             self._file.handle(record)
 
 
+def _check_logs(path: Path) -> None:
+    """Refuses what `_check_log` does, as a log's file or as one that it is rotated to."""
+    _check_log(path)
+    for number in range(1, FILE_COUNT_MAX + 1):
+        _check_log(Path(f"{path}.{number}"))
+
+
+def _check_log(path: Path) -> None:
+    """Refuses a file that does not begin as an audit log does, as far as it goes.
+
+    Raises:
+        ArgumentError: it does not.
+        OSError: it can't be read.
+    """
+    if not path.is_file():
+        return  # pipes and devices are only written to
+    with path.open("rb") as file:
+        begin = file.read(len(_BEGIN))
+    if not _BEGIN.startswith(begin):
+        raise ArgumentError(
+            f"{path} is there already, and is no audit log: it does not begin with "
+            f"{_BEGIN.decode()!r}; move it away, or give the log another name"
+        )
+
+
 def _opened_private(path: str, flags: int) -> int:
     file = os.open(path, flags, 0o600)
     with contextlib.suppress(OSError):  # another user's
@@ -184,6 +213,22 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
             path, maxBytes=FILE_BYTES_MAX, backupCount=FILE_COUNT_MAX, encoding="utf-8"
         )
         self.setFormatter(logging.Formatter("%(message)s"))
+        self._is_kept_whole = False
+        """Whether the log has said that it grows beyond its size, and why."""
+
+    def shouldRollover(self, record: logging.LogRecord) -> int:  # noqa: N802
+        """Whether the file is full, and no file of the user's would be rotated away."""
+        if not super().shouldRollover(record):
+            return False
+        try:
+            _check_logs(Path(self.baseFilename))
+        except (OSError, ArgumentError) as error:
+            if not self._is_kept_whole:
+                _LOG.error("the audit log is not rotated", extra={"reason": str(error)})
+            self._is_kept_whole = True
+            return False
+        self._is_kept_whole = False
+        return True
 
     def _open(self) -> Any:
         return open(

@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ _SECRET_COUNT_MAX = 4
 """Of a token."""
 _FILE_SIZE_MAX_BYTES = 2**22
 _SECRET_BYTES = 32
+_SECRET_LINE = re.compile(rb"[A-Za-z0-9_-]{43}\n")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FIELDS = {"name", "sha256", "rights", "expires", "quota"}
 _QUOTA_FIELDS = {field.name for field in dataclasses.fields(Quota)}
@@ -197,16 +198,24 @@ def changing_tokens(path: Path) -> Iterator[dict[str, Token]]:
         raise ArgumentError(f"{path.parent} can't be opened: {error.strerror}") from None
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
-        tokens = {each.name: each for each in read_tokens(path)} if path.exists() else {}
+        had_file = path.exists()
+        tokens = {each.name: each for each in read_tokens(path)} if had_file else {}
         yield tokens
         contents = json.dumps({"tokens": [each.to_json() for each in tokens.values()]}, indent=2)
-        write_private(path, f"{contents}\n", keeps_owner=True)
+        with private_file(path, f"{contents}\n", keeps_owner=True, is_ours=lambda path: had_file):
+            pass
     finally:
         os.close(directory)
 
 
 @contextlib.contextmanager
-def private_file(path: Path, contents: str, *, keeps_owner: bool = False) -> Iterator[None]:
+def private_file(
+    path: Path,
+    contents: str,
+    *,
+    keeps_owner: bool = False,
+    is_ours: Callable[[Path], bool] = lambda path: False,
+) -> Iterator[None]:
     """A file, for its owner alone, that is put there whole when the block has ended well.
 
     Args:
@@ -214,10 +223,12 @@ def private_file(path: Path, contents: str, *, keeps_owner: bool = False) -> Ite
         contents: Of the file.
         keeps_owner: Whether one that is there keeps its owner and mode, as shards may be another
             user's.
+        is_ours: Whether one that is there may be replaced.
 
     Raises:
-        ArgumentError: it can't be written.
+        ArgumentError: it can't be written, or something is there that may not be replaced.
     """
+    _check_replaceable(path, is_ours)
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         try:
@@ -233,6 +244,7 @@ def private_file(path: Path, contents: str, *, keeps_owner: bool = False) -> Ite
         except OSError as error:
             raise ArgumentError(f"{path} can't be written: {error.strerror}") from None
         yield
+        _check_replaceable(path, is_ours)
         try:
             os.replace(new, path)
         except OSError as error:
@@ -241,7 +253,20 @@ def private_file(path: Path, contents: str, *, keeps_owner: bool = False) -> Ite
         new.unlink(missing_ok=True)
 
 
-def write_private(path: Path, contents: str, *, keeps_owner: bool = False) -> None:
-    """Puts a file there: see `private_file`."""
-    with private_file(path, contents, keeps_owner=keeps_owner):
-        pass
+def _check_replaceable(path: Path, is_ours: Callable[[Path], bool]) -> None:
+    if os.path.lexists(path) and not is_ours(path):
+        raise ArgumentError(
+            f"{path} is there already, and is nothing that Shardwell wrote there; move it away, or "
+            "give another place"
+        )
+
+
+def is_secret_file(path: Path) -> bool:
+    """Whether a file is one line as `new_secret` draws it, and so was written for a token."""
+    try:
+        if path.is_symlink() or not stat.S_ISREG(path.stat().st_mode):
+            return False
+        with path.open("rb") as file:
+            return _SECRET_LINE.fullmatch(file.read(_FILE_SIZE_MAX_BYTES)) is not None
+    except OSError as error:
+        raise ArgumentError(f"{path} can't be read: {error.strerror}") from None

@@ -25,6 +25,7 @@ from shardwell_server.accumulator.file_layout import (
     SumLayout,
     Summary,
     check_head,
+    is_head,
     new_head,
 )
 from shardwell_server.accumulator.sums import SumMemory
@@ -95,11 +96,14 @@ class GradientFile(SumMemory):
     @classmethod
     def _create(cls, path: Path, layout: SumLayout, reached: Callable[[str], None]) -> GradientFile:
         making = path.with_name(path.name + ".new")
+        is_ours = False
         try:
             file = _locked(making, os.O_CREAT)
             try:
                 if path.exists():  # another process was faster, and has ended since
                     raise StorageError(f"{path} was made by another process; open it again")
+                _check_begun(making, file)
+                is_ours = True
                 os.ftruncate(file, 0)
                 os.ftruncate(file, layout.undo_offset)
                 os.posix_fallocate(file, 0, PAGE_SIZE_BYTES)
@@ -112,8 +116,9 @@ class GradientFile(SumMemory):
                 reached("name")
                 sync_directory(path.parent)
             except BaseException:
-                with contextlib.suppress(OSError):
-                    making.unlink()
+                if is_ours:
+                    with contextlib.suppress(OSError):
+                        making.unlink()
                 _unlock(file)
                 raise
         except FileNotFoundError:
@@ -250,6 +255,28 @@ def _locked(path: Path, flags: int = 0) -> int:
             os.close(file)
             raise
         os.close(file)  # it got another name, or was removed, in between
+
+
+def _check_begun(path: Path, file: int) -> None:
+    """Refuses a file that is more than a killed process leaves of one that it began to make.
+
+    That is empty, or its first page is empty or a head; behind it is nothing but a hole.
+
+    Raises:
+        StorageError: it is the user's, or has sums.
+    """
+    page = os.pread(file, PAGE_SIZE_BYTES, 0)
+    if not page:
+        return
+    try:
+        has_more = os.lseek(file, PAGE_SIZE_BYTES, os.SEEK_DATA) > 0
+    except OSError:
+        has_more = False
+    if has_more or (any(page) and not is_head(page)):
+        raise StorageError(
+            f"{path} is in the way of making the file beside it, and was not left by a process "
+            "that was killed while it did; move it away, or give another path"
+        )
 
 
 def _unlock(file: int) -> None:

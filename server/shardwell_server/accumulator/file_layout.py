@@ -152,6 +152,11 @@ def check_head(path: Path, head: bytes, layout: SumLayout) -> int:
     return int(salt)
 
 
+def is_head(page: bytes) -> bool:
+    """Whether a file begins as those of accumulators do."""
+    return page.startswith(_MAGIC)
+
+
 class FileState:
     """What changes in the head."""
 

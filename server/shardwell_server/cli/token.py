@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -246,16 +247,19 @@ def _found(tokens: dict[str, Any], name: str, path: Path) -> Any:
 
 
 def _check_free(out: Path) -> None:
-    if out.exists():
+    if os.path.lexists(out):
         raise ArgumentError(f"{out} is there already: remove it, or give another place with --out")
 
 
 @contextlib.contextmanager
 def _written_secret(out: Path, secret: str, *, keeps_owner: bool = False) -> Iterator[None]:
     """The secret is ready before the block, and at its place once shards can know it."""
-    from shardwell_server.access.tokens import private_file
+    from shardwell_server.access.tokens import is_secret_file, private_file
 
-    with _told(), private_file(out, f"{secret}\n", keeps_owner=keeps_owner):
+    def is_ours(path: Path) -> bool:
+        return keeps_owner and is_secret_file(path)
+
+    with _told(), private_file(out, f"{secret}\n", keeps_owner=keeps_owner, is_ours=is_ours):
         yield
 
 

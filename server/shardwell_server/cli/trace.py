@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import secrets
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +31,7 @@ from shardwell_server.cli.options import GivenPath, shards_option, usage_errors
 from shardwell_server.cli.tables import table
 from shardwell_server.terminal import console
 
+_LOOKED_AT_BYTES = 4096
 _REST_S = 5.0
 """For a shard's own answers, beside the time that workers have."""
 
@@ -49,7 +51,8 @@ _REST_S = 5.0
 def trace(*, file: Path, target: str, last_s: float | None, timeout_s: float) -> None:
     """Write the last steps of all shards and workers to FILE, as a timeline.
 
-    Open it at https://ui.perfetto.dev, or in Chrome at chrome://tracing. A name that ends in .gz is
+    A FILE that is there is replaced if it is a timeline that this command wrote, or empty. Open it
+    at https://ui.perfetto.dev, or in Chrome at chrome://tracing. A name that ends in .gz is
     compressed. Exit code 1 if a shard does not answer.
     """
     with usage_errors():
@@ -58,6 +61,7 @@ def trace(*, file: Path, target: str, last_s: float | None, timeout_s: float) ->
         credentials.check_private(addresses)
     if not file.absolute().parent.is_dir():
         raise click.UsageError(f"there is no directory {file.absolute().parent}")
+    _check_replaceable(file)
     since_ns = 0 if last_s is None else now_ns() - int(last_s * 1e9)
     channels = [
         ShardChannel(index, address, credentials=credentials)
@@ -167,6 +171,7 @@ def _write(file: Path, made: dict[str, Any]) -> None:
         if file.exists() and not file.is_file():
             file.write_bytes(contents)
             return
+        _check_replaceable(file)
         target = file.resolve()  # of a link, what it names
         made_file = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
@@ -179,6 +184,26 @@ def _write(file: Path, made: dict[str, Any]) -> None:
             raise
     except OSError as error:
         raise click.ClickException(f"{file}: {error.strerror}") from None
+
+
+def _check_replaceable(file: Path) -> None:
+    """Refuses to replace a file that is not empty, and no timeline of this command's."""
+    try:
+        if not file.is_file() or not file.stat().st_size:
+            return
+        with file.open("rb") as opened:
+            begin = opened.read(_LOOKED_AT_BYTES)
+    except OSError as error:
+        raise click.ClickException(f"{file}: {error.strerror}") from None
+    if begin.startswith(b"\x1f\x8b"):
+        with contextlib.suppress(zlib.error):
+            begin = zlib.decompressobj(wbits=31).decompress(begin, _LOOKED_AT_BYTES)
+    expected = json.dumps({"otherData": timeline.MADE_BY}, separators=(",", ":"))[:-1]
+    if not begin.startswith(expected.encode()):
+        raise click.ClickException(
+            f"{file} is there already, and is no timeline that `shardwell trace` wrote; remove it, "
+            "or give another name"
+        )
 
 
 def _summary(file: Path, processes: Sequence[timeline.Process], made: dict[str, Any]) -> str:

@@ -208,10 +208,30 @@ def test_another_process_has_it(tmp_path: Path) -> None:
         assert accumulator.touched_rows().size == 0
 
 
-def test_what_a_killed_maker_left_is_made_again(tmp_path: Path) -> None:
-    (tmp_path / "sums.new").write_bytes(b"half of a head")
+@pytest.mark.parametrize("left", ["nothing", "no head", "a head"])
+def test_what_a_killed_maker_left_is_made_again(tmp_path: Path, left: str) -> None:
+    MmapGradientAccumulator(tmp_path / "sums", DIM, ROW_COUNT).close()
+    (tmp_path / "sums").rename(tmp_path / "sums.new")
+    with (tmp_path / "sums.new").open("r+b") as file:
+        if left == "nothing":
+            file.truncate(0)
+        if left == "no head":
+            file.write(bytes(4096))
     with MmapGradientAccumulator(tmp_path / "sums", DIM, ROW_COUNT):
         assert [*image_of(tmp_path)] == ["sums"]
+
+
+def test_what_the_user_has_under_that_name_stays(tmp_path: Path) -> None:
+    """Also another accumulator, which has sums."""
+    with MmapGradientAccumulator(tmp_path / "other", DIM, ROW_COUNT) as other:
+        other.accumulate(0, np.ones(DIM, np.float32))
+    for theirs in (b"mine", b"mine" * 4096, (tmp_path / "other").read_bytes()):
+        (tmp_path / "sums.new").write_bytes(theirs)
+        for _ in range(2):
+            with pytest.raises(StorageError, match=r"sums\.new is in the way.*move it away"):
+                MmapGradientAccumulator(tmp_path / "sums", DIM, ROW_COUNT)
+        assert (tmp_path / "sums.new").read_bytes() == theirs
+        assert not (tmp_path / "sums").exists()
 
 
 def test_each_call_of_the_system_fails_once(

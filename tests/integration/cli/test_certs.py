@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.files import contents_of
 from harness.programs.commands import Program, ServingShard, run_command
 from shardwell import Tls
 
@@ -98,6 +99,56 @@ def test_again_it_renews(made) -> None:
     assert before.keys() == after.keys()
     same = sorted(name for name in before if before[name] == after[name])
     assert same == ["ca.key", "ca.pem"]
+
+
+@pytest.mark.parametrize(
+    "theirs", ["ca.key", "server.pem", "server.key", "client.pem", "client.key", "server.pem.part"]
+)
+def test_certificates_of_the_users_stay(tmp_path: Path, theirs: str) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / theirs).write_text("mine")
+    code, _, log = run_command("certs", str(tmp_path / "site"), environment=WIDE)
+    assert code == 1
+    assert f"{tmp_path / 'site' / theirs} is " in log
+    assert "is not replaced; move it away" in log
+    assert (tmp_path / "site" / theirs).read_text() == "mine"
+    for name in ("server", "client"):
+        assert not (tmp_path / "site" / f"{name}.pem").is_file() or theirs == f"{name}.pem"
+
+
+@pytest.mark.parametrize("name", ["server.pem", "server.key", "client.pem", "client.key"])
+def test_what_another_authority_made_stays(made, tmp_path: Path, name: str) -> None:
+    directory, _, _ = made
+    assert run_command("certs", str(tmp_path / "other"))[0] == 0
+    (directory / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    before = contents_of(directory)
+    code, _, log = run_command("certs", str(directory), environment=WIDE)
+    assert code == 1
+    assert f"{directory / name} is " in log
+    assert contents_of(directory) == before
+
+
+@pytest.mark.parametrize("name", ["ca", "server", "client"])
+@pytest.mark.parametrize("is_key_replaced", [False, True])
+def test_what_a_killed_one_left_is_finished(made, name: str, is_key_replaced: bool) -> None:
+    """Killed before or after the key of a new certificate was in its place."""
+    directory, _, _ = made
+    before = contents_of(directory)
+    certificate, key = directory / f"{name}.pem", directory / f"{name}.key"
+    certificate.rename(directory / f"{name}.pem.part")
+    if not is_key_replaced:
+        key.unlink()
+        if name == "ca":  # which is made first
+            for other in directory.glob("[cs]*[tr].*"):
+                other.unlink()
+    code, _, log = run_command("certs", str(directory), "--host=localhost")
+    assert code == 0, log
+    after = contents_of(directory)
+    assert after.keys() == before.keys()
+    if name == "ca":
+        assert (after["ca.pem"] == before["ca.pem"]) is is_key_replaced
+    code, _, log = run_command("certs", str(directory))
+    assert code == 0, log
 
 
 def test_a_cluster_with_certificates_of_its_own(tmp_path: Path) -> None:

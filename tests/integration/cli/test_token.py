@@ -104,6 +104,28 @@ def test_what_can_not_be(path, arguments, code, reason) -> None:
     assert {each.name for each in path.parent.iterdir()} == {"tokens.json", "kept"}
 
 
+def test_a_file_of_the_users_is_no_place_for_a_secret(path) -> None:
+    """Nor is a link, wherever it leads: to nothing here."""
+    file = made(path, "ci", "--right=read")
+    before = path.read_bytes()
+    for theirs in ("mine\n", "", f"{'x' * 42}\n"):
+        file.write_text(theirs)
+        code, _, log = run_command("token", "renew", "ci", f"--tokens={path}")
+        assert code == 1
+        assert f"{file} is there already" in " ".join(log.split())
+        assert (path.read_bytes(), file.read_text()) == (before, theirs)
+    file.unlink()
+    file.symlink_to(path.parent / "nothing")
+    for command in (("renew", "ci"), ("create", "new", "--right=read", f"--out={file}")):
+        code, _, log = run_command("token", *command, f"--tokens={path}")
+        assert code in (1, 2)
+        assert f"{file} is there already" in " ".join(log.split())
+        assert file.is_symlink()
+        assert path.read_bytes() == before
+    file.unlink()
+    assert run_command("token", "renew", "ci", f"--tokens={path}")[0] == 0
+
+
 @pytest.mark.parametrize("contents", ["{", "[]", '{"tokens": [{"name": "a"}]}'])
 def test_a_file_of_something_else_stays_as_it_is(path, contents) -> None:
     path.write_text(contents)

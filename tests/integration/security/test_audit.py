@@ -18,6 +18,7 @@ import pytest
 
 import shardwell
 from harness.certificates import authority, of_client, of_server
+from harness.files import contents_of
 from harness.polling import PATIENCE_S, eventually
 from harness.tokens import Tokens
 from shardwell_server import ShardConfig, ShardServer
@@ -133,6 +134,41 @@ def test_it_is_rotated(tmp_path, monkeypatch) -> None:
     assert not {"empty", "nothing"} & last.keys()
     AuditLog(path).close()  # goes on
     assert lines_of(path)[-1]["number"] == 99
+
+
+@pytest.mark.parametrize("name", ["audit.jsonl", "audit.jsonl.1", "audit.jsonl.8"])
+def test_a_file_that_is_no_audit_log_stays(tmp_path, name) -> None:
+    theirs = tmp_path / name
+    theirs.write_text("mine\n")
+    theirs.chmod(0o644)
+    config = ShardConfig(shard_index=0, shard_count=1, audit_log=tmp_path / "audit.jsonl")
+    with pytest.raises(shardwell.ArgumentError, match=rf"{theirs} is there already.*move it away"):
+        ShardServer(config)
+    assert contents_of(tmp_path) == {"": None, name: b"mine\n"}
+    assert stat.S_IMODE(theirs.stat().st_mode) == 0o644
+
+
+def test_a_first_line_that_was_cut_off_is_a_log(tmp_path) -> None:
+    path = tmp_path / "audit.jsonl"
+    for begun in (b"", b'{"ti', b'{"time": "2026-'):
+        path.write_bytes(begun)
+        AuditLog(path).close()
+        assert path.read_bytes() == begun
+
+
+def test_a_file_that_comes_meanwhile_is_not_rotated_away(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(audit, "FILE_BYTES_MAX", 1000)
+    monkeypatch.setattr(audit, "FILE_COUNT_MAX", 1)
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path)
+    (tmp_path / "audit.jsonl.1").write_text("mine")
+    with caplog.at_level(logging.ERROR, logger="shardwell_server"):
+        for number in range(100):
+            log.note("created", number=number, long="x" * 100)
+        log.close()
+    assert (tmp_path / "audit.jsonl.1").read_text() == "mine"
+    assert [line["number"] for line in lines_of(path)] == [*range(100)]
+    assert caplog.text.count("the audit log is not rotated") == 1
 
 
 def test_lines_that_come_faster_than_they_are_written(tmp_path, monkeypatch) -> None:

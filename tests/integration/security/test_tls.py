@@ -327,6 +327,7 @@ def test_what_does_not_fit_is_not_taken(cluster, connect, own, caplog) -> None:
     assert "what was there before is used" in caplog.text
     own.server.unlink()
     assert serial(running.target, own) == before
+    own.server_key.unlink()
     make_certificates(own.ca.parent, ["127.0.0.1"], 7)
     assert fresh != own.server_key.read_bytes()
     assert serial(running.target, own) != before
@@ -587,6 +588,6 @@ def test_what_is_no_authority_makes_nothing(own) -> None:
 
 def test_an_authority_that_was_half_made(own) -> None:
     """Killed before ca.pem was there."""
-    own.ca.unlink()
+    own.ca.rename(own.ca.with_name("ca.pem.part"))
     renewed(own)
     TlsFiles(of_server(own))

@@ -235,6 +235,27 @@ def test_a_shard_that_is_not_there(cluster, connect, tmp_path) -> None:
     assert "shard 0" in output
 
 
+def test_a_file_of_the_users_stays(cluster, connect, tmp_path) -> None:
+    running = cluster(1)
+    trained(connect(running, "w0"), worker_count=1)
+    is_asked(running, 1)
+    notes, link = tmp_path / "notes.json", tmp_path / "link"
+    link.symlink_to(notes)
+    for theirs in (b"mine", b'{"traceEvents": []}', gzip.compress(b"mine"), b"\x1f\x8bmine"):
+        notes.write_bytes(theirs)
+        for file in (notes, link):
+            code, _, log = run_command("trace", str(file), f"--shards={running.target}")
+            assert code == 1
+            assert f"{file} is there already" in " ".join(log.split())
+        assert notes.read_bytes() == theirs
+    notes.write_bytes(b"")  # as mktemp makes it
+    for _ in range(2):
+        for file in (notes, link, tmp_path / "new.json.gz"):
+            events, _ = traced(running.target, file)
+            assert done(events).keys() == {"shard 0", "w0"}
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize("where", ["missing/run.json", "directory"])
 def test_files_that_cannot_be_written(cluster, tmp_path, where) -> None:
     running = cluster(1)

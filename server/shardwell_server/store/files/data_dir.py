@@ -1,7 +1,8 @@
 """A shard's directory: whose it is, and that one process at a time uses it.
 
-The directory itself is locked, which nothing but its own removal can undo. One that has files, and no
-whole shard.json, is not Shardwell's: it is refused, and neither its mode nor anything in it changes.
+The directory itself is locked, which nothing but its own removal can undo. One that has files, and
+no whole shard.json, is not Shardwell's: it is refused, and neither its mode nor anything in it
+changes.
 """
 
 from __future__ import annotations
