@@ -21,6 +21,7 @@ from pathlib import Path
 
 from shardwell.errors import ArgumentError
 from shardwell.process.closeable import Closing
+from shardwell.process.local_paths import local_path
 from shardwell.process.owner import OwnerProcess
 from shardwell.rpc.tls import Tls
 from shardwell_server import signals
@@ -92,9 +93,10 @@ class LocalCluster(Closing):
             raise ArgumentError("limits apply to shards in this process; use processes=False")
         self._owner = OwnerProcess("cluster")
         if audit_dir is not None:
-            Path(audit_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+            audit_dir = local_path(audit_dir)
+            audit_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         Durability(durability).check_files(data_dir is not None)
-        self._data_dir = None if data_dir is None else Path(data_dir)
+        self._data_dir = None if data_dir is None else local_path(data_dir)
         self._log_level = log_level
         self._cluster_id = cluster_id or self._kept_cluster_id() or f"local-{uuid.uuid4().hex[:12]}"
         self._configs = [
@@ -108,10 +110,10 @@ class LocalCluster(Closing):
                 same_host=same_host,
                 tls=tls,
                 connection_age_s=connection_age_s,
-                tokens=None if tokens is None else Path(tokens),
-                jwt_keys=None if jwt_keys is None else Path(jwt_keys),
+                tokens=None if tokens is None else local_path(tokens),
+                jwt_keys=None if jwt_keys is None else local_path(jwt_keys),
                 same_token=None if same_token is None else Path(same_token),
-                audit_log=None if audit_dir is None else Path(audit_dir) / f"shard-{index}.jsonl",
+                audit_log=None if audit_dir is None else audit_dir / f"shard-{index}.jsonl",
                 admin_listen=_port_after(admin_listen, index),
                 durability=Durability(durability),
                 limits=limits or Limits(),

@@ -49,6 +49,7 @@ from shardwell.errors import (
 from shardwell.numerics.arguments import check_integer, check_timeout
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.closeable import Closing
+from shardwell.process.local_paths import local_path
 from shardwell.process.owner import OwnerProcess
 from shardwell.rpc.credentials import is_loopback
 from shardwell.rpc.tls import Tls
@@ -438,10 +439,11 @@ def start_shards(
     if not bundle or min(bundle.values()) < 0:
         raise ArgumentError(f"a shard needs num_cpus, or resources, above 0; got {needs}")
     if checkpoint is not None:
+        checkpoint = local_path(checkpoint)
         StepPaths.of(Path(os.path.abspath(checkpoint)))  # or says how `{step}` is meant
     deadline_s = time.monotonic() + timeout_s
     directories = [
-        None if data_dir is None else Path(os.path.abspath(data_dir)) / f"shard-{index}"
+        None if data_dir is None else Path(os.path.abspath(local_path(data_dir))) / f"shard-{index}"
         for index in range(count)
     ]
     if cluster_id is None:
@@ -620,7 +622,7 @@ def _room() -> str:
 
 
 def _absolute(path: _PathArgument | None) -> Path | None:
-    return None if path is None else Path(os.path.abspath(path))
+    return None if path is None else Path(os.path.abspath(local_path(path)))
 
 
 def _absolute_tls(tls: Tls) -> Tls:

@@ -15,6 +15,7 @@ from shardwell.checkpoint.format import Checkpoint, CheckpointParameter
 from shardwell.checkpoint.steps import inspect_checkpoint
 from shardwell.checkpoint.tensor_files import SliceReader, Tensors, VectorWriter
 from shardwell.errors import ArgumentError
+from shardwell.process.local_paths import local_path
 
 _BLOCK_ELEMENT_COUNT = 2**20
 
@@ -42,7 +43,7 @@ def export_checkpoint(
         ArgumentError: `target` exists or ends otherwise, or there is no such parameter.
         StorageError: the checkpoint is damaged or incomplete, or the file can't be written.
     """
-    made = Path(os.path.abspath(target))
+    made = Path(os.path.abspath(local_path(target)))
     if made.suffix != ".safetensors":
         raise ArgumentError(
             f"a model is exported to a file that ends in .safetensors; got {made.name}"

@@ -33,6 +33,7 @@ from shardwell.numerics.codec import Float32
 from shardwell.parameter.first_weights import FirstWeights
 from shardwell.parameter.membership import join_all
 from shardwell.placement.slices import Slice
+from shardwell.process.local_paths import local_path
 from shardwell.rpc.asking import ask_all, batches
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
@@ -74,7 +75,7 @@ class Checkpointing:
     ) -> Checkpoint:
         """See `Client.save_checkpoint`."""
         parameters, tables = _chosen(parameters, tables)
-        target = Path(os.path.abspath(path))
+        target = Path(os.path.abspath(local_path(path)))
         steps = StepPaths.of(target)
         if keep is not None:
             check_integer("keep", keep, 1, 2**31)
@@ -174,7 +175,7 @@ class Checkpointing:
 
     def export_table(self, name: str, path: str | os.PathLike[str]) -> TableExport:
         """See `Client.export_table`."""
-        return self._tables.export(name, Path(os.path.abspath(path)))
+        return self._tables.export(name, Path(os.path.abspath(local_path(path))))
 
     def _check_free(
         self, entries: Sequence[CheckpointParameter], status: pb.GetStatusResponse

@@ -22,6 +22,7 @@ from shardwell.checkpoint.manifest import read_checkpoint
 from shardwell.checkpoint.removal import REMOVED_SUFFIX, finish_removal, remove_checkpoint
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
+from shardwell.process.local_paths import local_path
 
 _LOG = logging.getLogger("shardwell")
 _FIELD = "{step}"
@@ -38,7 +39,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) ->
         StorageError: it is no checkpoint, was damaged, or was written by a later version; the
             message names the file.
     """
-    directory = Path(os.path.abspath(path))
+    directory = Path(os.path.abspath(local_path(path)))
     steps = StepPaths.of(directory)
     if steps is not None:
         return steps.newest(verify=verify)

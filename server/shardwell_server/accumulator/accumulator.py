@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from shardwell.errors import ArgumentError, ClosedError, NonFiniteError, Storage
 from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.process.closeable import Closing
+from shardwell.process.local_paths import local_path
 from shardwell.process.owner import OwnerProcess
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.table import DIM_MAX
@@ -134,7 +134,7 @@ class MmapGradientAccumulator(Closing):
             self._sums = StoredSums(memory, self._layout, secrets.randbits(32), reached)
         else:
             self._file = GradientFile.open_or_make(
-                Path(path), self._layout, reached, recover=bool(recover)
+                local_path(path), self._layout, reached, recover=bool(recover)
             )
             try:
                 self._sums = self._opened(self._file)

@@ -14,6 +14,7 @@ import click
 import shardwell
 from shardwell.client import TARGET_VARIABLE
 from shardwell.errors import ArgumentError
+from shardwell.process.local_paths import local_path
 from shardwell.specs.names import parse_target
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
 
@@ -34,7 +35,7 @@ def usage_errors() -> Iterator[None]:
 
 
 class GivenPath(click.Path):
-    """The type of all paths. An empty one, of a shell's unset variable, is no working directory."""
+    """The type of all paths, see `local_path`. An empty one, of an unset variable, is refused."""
 
     def __init__(self, *, file_okay: bool = True) -> None:
         super().__init__(path_type=Path, file_okay=file_okay)
@@ -43,7 +44,10 @@ class GivenPath(click.Path):
         """The path; see click."""
         if not os.fspath(value):
             self.fail("it is empty; give a path", param, ctx)
-        return super().convert(value, param, ctx)
+        try:
+            return super().convert(local_path(value), param, ctx)
+        except ArgumentError as error:
+            self.fail(error.message, param, ctx)
 
 
 def _checked_shards(context: click.Context, flag: click.Parameter, target: str | None) -> str:
