@@ -23,6 +23,7 @@ from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.closeable import Closing
+from shardwell.process.environment import variable
 from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import CallScope
@@ -109,11 +110,11 @@ def connect(
         WrongShardError: an address leads to another shard or cluster than its place says.
     """
     if target is None:
-        target = os.environ.get(TARGET_VARIABLE)
+        target = variable(TARGET_VARIABLE)
         if not target:
             raise ArgumentError(f"no target was given, and ${TARGET_VARIABLE} is not set")
     if worker_id is None:
-        worker_id = os.environ.get(WORKER_ID_VARIABLE) or unique_worker_id()
+        worker_id = variable(WORKER_ID_VARIABLE) or unique_worker_id()
     return Client(
         target,
         worker_id=check_name("worker_id", worker_id),

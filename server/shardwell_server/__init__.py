@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
+# `python -m shardwell_server` puts the working directory on the path, where a file called token.py
+# is the user's, and none of Python's modules. It goes before anything that could import one.
+if (
+    sys.argv[:1] == ["-m"]
+    and sys.orig_argv[len(sys.orig_argv) - len(sys.argv)] == __name__
+    and not sys.flags.safe_path
+):
+    del sys.path[0]
+
 import importlib
 import logging
 import os

@@ -32,7 +32,11 @@ PARENT_FLAG = "--exit-with-parent"
 
 
 class ChildProcess:
-    """`python ARGUMENTS`, with its standard output readable line by line."""
+    """`python ARGUMENTS`, with its standard output readable line by line.
+
+    Without the working directory on its path: a file there called random.py is the user's, and none
+    of Python's modules.
+    """
 
     def __init__(
         self,
@@ -42,7 +46,7 @@ class ChildProcess:
         stderr: IO[str] | int | None = None,
     ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-P", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -33,6 +33,7 @@ from shardwell.group.transport.server import PeerServer
 from shardwell.numerics.arguments import check_duration, check_integer, check_timeout
 from shardwell.numerics.codec import CODECS
 from shardwell.process.allocator import tune_malloc
+from shardwell.process.environment import host_name, variable
 from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.calls import CallThreads
 from shardwell.rpc.credentials import (
@@ -243,7 +244,7 @@ def _arguments(
     size = check_integer("size", size, 1, GROUP_SIZE_MAX)
     rank = check_integer("rank", rank, 0, size - 1)
     if name is None:
-        name = launched.group_name if launched else os.environ.get(GROUP_VARIABLE) or "default"
+        name = launched.group_name if launched else variable(GROUP_VARIABLE) or "default"
     serves = False
     if launched is not None:
         meeting, serves = launched.rendezvous_address, launched.serves_rendezvous
@@ -351,7 +352,7 @@ class _Membership:
         self._member = group_pb2.Member(
             member_id=member_id,
             address=advertise or self._reachable_address(),
-            description=f"{socket.gethostname()}, process {os.getpid()}"[:200],
+            description=f"{host_name()}, process {os.getpid()}"[:200],
             arena_address=self._server.arenas.address,
             stream_address=self._server.links.address,
         )

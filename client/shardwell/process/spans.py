@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections import deque
 from functools import cache
 
+from shardwell.process.environment import host_name
 from shardwell.process.span_columns import SPAN_COUNT_MAX, Span, to_message
 from shardwell.v1 import trace_pb2 as pb
 
@@ -90,7 +90,7 @@ class Spans:
         kept = list(self._kept)
         while True:
             message = to_message(kept)
-            message.host, message.pid, message.now_ns = socket.gethostname(), os.getpid(), now_ns()
+            message.host, message.pid, message.now_ns = host_name(), os.getpid(), now_ns()
             if message.ByteSize() <= _MESSAGE_BYTES_MAX:
                 return message
             kept = kept[len(kept) // 2 :]

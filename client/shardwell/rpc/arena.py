@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from google.protobuf.message import DecodeError
 from shardwell.errors import CorruptChunkError
 from shardwell.numerics.codec import Bytes
 from shardwell.numerics.elementwise import copy_bytes
+from shardwell.process.environment import variable
 from shardwell.process.shared_memory import (
     HEAD_BYTES,
     IS_SUPPORTED,
@@ -55,7 +55,7 @@ _LOG = logging.getLogger("shardwell")
 
 def same_host_setting(*, is_wanted: bool) -> str:
     """Where memory is offered: "auto", "off", or a directory, as the environment says."""
-    return (os.environ.get(SAME_HOST_VARIABLE) or "auto") if is_wanted else "off"
+    return (variable(SAME_HOST_VARIABLE) or "auto") if is_wanted else "off"
 
 
 class Arena:

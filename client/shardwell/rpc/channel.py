@@ -7,8 +7,9 @@ from typing import Any
 
 import grpc
 
+from shardwell.process.environment import variable
 from shardwell.rpc.credentials import NO_CREDENTIALS, AuthorizedChannel, Credentials
-from shardwell.rpc.options import CHANNEL_OPTIONS, check_fork
+from shardwell.rpc.options import CHANNEL_OPTIONS, PROXY_VARIABLE, check_fork
 from shardwell.rpc.tls import Contents
 
 
@@ -64,13 +65,15 @@ class Channel:
     def _connected(self) -> grpc.Channel:
         check_fork()
         if self._tls is None or self._contents is None:
-            # What $http_proxy names would read all of it, the token too.
-            options: tuple[tuple[str, Any], ...] = (("grpc.enable_http_proxy", 0),)
-            return grpc.insecure_channel(self._address, options=(*CHANNEL_OPTIONS, *options))
+            return grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
         name = self._tls.tls.server_name
-        options = (("grpc.ssl_target_name_override", name),) if name else ()
+        options: dict[str, Any] = dict(CHANNEL_OPTIONS)
+        if name:
+            options["grpc.ssl_target_name_override"] = name
+        if variable(PROXY_VARIABLE).lower() in ("1", "true", "yes", "on"):
+            options["grpc.enable_http_proxy"] = 1
         return grpc.secure_channel(
             self._address,
             self._tls.channel_credentials(self._contents),
-            options=(*CHANNEL_OPTIONS, *options),
+            options=tuple(options.items()),
         )

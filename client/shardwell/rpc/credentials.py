@@ -21,6 +21,7 @@ import grpc
 
 from shardwell.errors import ArgumentError, AuthenticationError
 from shardwell.process.changing_files import ChangingFiles, FilePath
+from shardwell.process.environment import variable
 from shardwell.rpc.tls import TlsArgument, TlsFiles, tls_files
 
 _LOG = logging.getLogger("shardwell")
@@ -85,7 +86,7 @@ def token_file(path: TokenFileArgument) -> TokenFile | None:
     if path is False:
         return None
     if path is None:
-        path = os.environ.get(TOKEN_FILE_VARIABLE) or None
+        path = variable(TOKEN_FILE_VARIABLE) or None
         return None if path is None else TokenFile(path)
     if not (isinstance(path, str | os.PathLike) and os.fspath(path)):
         raise ArgumentError(f"token_file must be the path of a file, or False; got {path!r:.80}")
@@ -145,7 +146,7 @@ def insecure_setting(is_insecure: bool | None) -> bool:
     """Whether strangers may be let in: as the caller says, or else the environment."""
     if is_insecure is not None:
         return bool(is_insecure)
-    return os.environ.get(INSECURE_VARIABLE, "").lower() in ("1", "true", "yes", "on")
+    return variable(INSECURE_VARIABLE).lower() in ("1", "true", "yes", "on")
 
 
 class SameToken:

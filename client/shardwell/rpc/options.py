@@ -40,10 +40,15 @@ CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
     # A server may come back under its name with another address.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    # A cluster is on the network of its workers: $http_proxy and the like are for others, and what
+    # they name would read all that TLS does not hide, the token too.
+    ("grpc.enable_http_proxy", 0),
     # Each client its own connection, so that several in one process do not share one TCP stream.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+PROXY_VARIABLE = "SHARDWELL_USE_PROXY"
+"""1: connections with TLS go through what $https_proxy or $grpc_proxy names."""
 _FORK_SUPPORT_VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
 _HANDSHAKE_S = 10.0
 """How long whoever connects may take until the two sides speak."""

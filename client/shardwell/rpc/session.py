@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from typing import NamedTuple
+
+from shardwell.process.environment import host_id, host_name
 
 HOST_LENGTH_MAX = 255
 _ID_BYTES = 4
@@ -31,12 +32,13 @@ class Session(NamedTuple):
 
 def new_session() -> Session:
     """That of a client which connects now, in this process."""
-    return Session(secrets.randbits(63) + 1, socket.gethostname() or "localhost", os.getpid())
+    return Session(secrets.randbits(63) + 1, host_name(), os.getpid())
 
 
 def unique_worker_id() -> str:
     """A worker id for a worker that is never restarted.
 
-    Host, process, and a random number that tells apart containers on one host.
+    Host, without what no id has, process, and a random number that tells apart containers on one
+    host.
     """
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(_ID_BYTES)}"
+    return f"{host_id()}-{os.getpid()}-{secrets.token_hex(_ID_BYTES)}"

@@ -21,6 +21,7 @@ import grpc
 
 from shardwell.errors import ArgumentError, AuthenticationError
 from shardwell.process.changing_files import ChangingFiles
+from shardwell.process.environment import variable
 from shardwell.rpc.calls import cancelled_by, current_call
 
 _LOG = logging.getLogger("shardwell")
@@ -71,7 +72,7 @@ class Tls:
     @staticmethod
     def from_environment() -> Tls | None:
         """$SHARDWELL_TLS_CA, _CERT, _KEY and _SERVER_NAME; None: none of the files is named."""
-        ca, cert, key, name = (os.environ.get(variable) or None for variable in VARIABLES)
+        ca, cert, key, name = (variable(each) or None for each in VARIABLES)
         return Tls(ca=ca, cert=cert, key=key, server_name=name) if ca or cert or key else None
 
 

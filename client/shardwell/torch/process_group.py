@@ -24,6 +24,7 @@ from shardwell.errors import ArgumentError, CollectiveMismatchError, DeadlineErr
 from shardwell.group.group import Group
 from shardwell.group.join import join_group
 from shardwell.numerics.reduction import ReductionName
+from shardwell.process.environment import variable
 from shardwell.torch.meeting import StoreMeeting
 from shardwell.torch.words import put_back, word_count, words_of
 
@@ -483,13 +484,13 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ShardwellPr
     """What torch calls for each process group."""
     seconds = timeout.total_seconds()
     met = StoreMeeting(store, rank, size, timeout_s=seconds).meet()
-    codec: Any = os.environ.get(CODEC_VARIABLE, "fp32")  # which join_group checks
+    codec: Any = variable(CODEC_VARIABLE) or "fp32"  # which join_group checks
     group = join_group(
         met.name,
         rank=rank,
         size=size,
         rendezvous=[met.address],
-        strategy=os.environ.get(STRATEGY_VARIABLE, "ring"),
+        strategy=variable(STRATEGY_VARIABLE) or "ring",
         codec=codec,
         timeout_s=seconds,
         join_timeout_s=seconds,

@@ -11,11 +11,12 @@ import base64
 import binascii
 import contextlib
 import logging
+import re
 import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
@@ -32,6 +33,7 @@ _SILENCE_S = 10.0
 """How long a connection may say nothing."""
 _LOOK_S = 0.1
 """How often it looks whether it is to end: for so long a shard that stops waits for it."""
+_PORT = re.compile(r":[0-9]*\Z")
 _REALM = 'Basic realm="shardwell: any name, and a token as the password"'
 
 
@@ -54,16 +56,24 @@ class HttpServer:
         listen: HOST:PORT; port 0 takes a free one.
         respond: Makes answers; on several threads at once.
         tls: Speaks TLS with these files' certificate; None: no TLS.
+        hosts: The names in `Host` that are answered, in lower case; None: all. A page of another
+            site makes its own name lead here (DNS rebinding), and then reads what a browser gets.
 
     Raises:
         ShardUnavailableError: the address can't be listened on.
     """
 
-    def __init__(self, listen: str, respond: Respond, tls: TlsFiles | None) -> None:
+    def __init__(
+        self,
+        listen: str,
+        respond: Respond,
+        tls: TlsFiles | None,
+        hosts: Collection[str] | None = None,
+    ) -> None:
         host, _, port = listen.rpartition(":")
         plain_host = host.strip("[]")
         try:
-            self._server = _Server((plain_host, int(port)), respond, tls)
+            self._server = _Server((plain_host, int(port)), respond, tls, hosts)
         except OSError as error:
             raise ShardUnavailableError(
                 f"can't listen on {listen} for administration: {error.strerror}; give a free port, "
@@ -88,8 +98,15 @@ class _Server(ThreadingMixIn, TCPServer):
     allow_reuse_address = True
     request_queue_size = 128  # a probe that finds it full is late by a second or more
 
-    def __init__(self, address: tuple[str, int], respond: Respond, tls: TlsFiles | None) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        respond: Respond,
+        tls: TlsFiles | None,
+        hosts: Collection[str] | None,
+    ) -> None:
         self.respond = respond
+        self._hosts = hosts
         self._tls = tls
         self._context: tuple[Contents, ssl.SSLContext] | None = None
         self._lock = threading.Lock()
@@ -120,6 +137,23 @@ class _Server(ThreadingMixIn, TCPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._forget(request)
+
+    def refusal(self, given: Sequence[str]) -> Response | None:
+        """What is answered to a request for another host; None: it is for this one.
+
+        Args:
+            given: What `Host` says; nothing, as probes may, is no browser's.
+        """
+        if self._hosts is None:
+            return None
+        for each in given:
+            if _PORT.sub("", each.strip().lower()) not in self._hosts:
+                words = (
+                    f"this port answers to {', '.join(sorted(self._hosts))}, and the request is "
+                    f"for {each[:200]!r}; use one of these, or listen with tokens\n"
+                )
+                return Response(HTTPStatus.MISDIRECTED_REQUEST, words.encode())
+        return None
 
     def _forget(self, request: Any) -> None:
         with self._lock:
@@ -187,7 +221,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Answers; as do_HEAD does, without contents."""
         path = self.path.partition("?")[0]
         try:
-            response = self.server.respond(path, bearer(self.headers.get("Authorization")))
+            response = self.server.refusal(self.headers.get_all("Host", [])) or self.server.respond(
+                path, bearer(self.headers.get("Authorization"))
+            )
         except Exception:
             response = Response(
                 HTTPStatus.INTERNAL_SERVER_ERROR, b"failed; the shard's log says why\n"

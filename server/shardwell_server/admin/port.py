@@ -25,7 +25,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from shardwell.errors import AuthenticationError, ShardwellError
-from shardwell.rpc.credentials import Credentials
+from shardwell.rpc.credentials import Credentials, is_loopback
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.tls import TlsFiles
 from shardwell_server.access.access import Access
@@ -66,7 +66,7 @@ class AdminPort:
         self._answers: tuple[float, list[Answer]] = (-_KEPT_S, [])
         self._address = ""
         tls = None if config.tls is None else TlsFiles(config.tls)
-        self._http = HttpServer(config.admin_listen, self.respond, tls)
+        self._http = HttpServer(config.admin_listen, self.respond, tls, _hosts_of(config))
         self.url = f"{'http' if tls is None else 'https'}://{self._http.address}/"
         """Of the page."""
 
@@ -159,6 +159,14 @@ class AdminPort:
                 answers = [own] if self._others is None else self._others.ask(own)
                 self._answers = (time.monotonic(), answers)
             return answers
+
+
+def _hosts_of(config: ShardConfig) -> set[str] | None:
+    """The hosts that are answered: this machine's where nothing else keeps others out."""
+    if config.asks_for_tokens or not is_loopback(config.admin_listen):
+        return None
+    listened_on = config.admin_listen.rpartition(":")[0].lower()
+    return {"127.0.0.1", "[::1]", "localhost", listened_on}
 
 
 class _OtherShards:

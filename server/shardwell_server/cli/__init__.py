@@ -84,6 +84,8 @@ def main() -> NoReturn:
     """Runs the command; errors that a user can act on are one line and exit code 1."""
     signals.hold()
     outputs = terminal.Outputs()
+    for name in filter(lambda name: name.startswith("SHARDWELL_"), list(os.environ)):
+        os.environ[name] = os.environ[name].strip()  # of files that were written on Windows, say
     color = False if terminal.is_plain() else None
     try:
         code = commands.main(standalone_mode=False, color=color) or 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.scratch import Scratch
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.probe import SliceProbe
+from shardwell.process.environment import host_name
 from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import ShardChannel
@@ -227,7 +227,7 @@ def bench(
         return
     screen = console()
     screen.print(
-        f"cluster {cluster_id}, seen from {socket.gethostname()}: {megabytes} MB of float32 in "
+        f"cluster {cluster_id}, seen from {host_name()}: {megabytes} MB of float32 in "
         f"slices of {bytes_told(4 * shards[0].slice_size)}",
         markup=False,
     )

@@ -46,7 +46,8 @@ def health(*, address: str | None, timeout_s: float) -> None:
 
 def _channel(address: str) -> grpc.Channel:
     if not (os.environ.get("SHARDWELL_TLS_CA") or os.environ.get("SHARDWELL_TLS_CERT")):
-        return grpc.insecure_channel(address)
+        # As all channels; see shardwell/rpc/options.py, which takes long to import.
+        return grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
     # Not above: see below.
     from shardwell.rpc.channel import Channel
     from shardwell.rpc.credentials import Credentials

@@ -25,6 +25,7 @@ import click
 from shardwell_server import signals
 from shardwell_server.launch import announced
 from shardwell_server.launch import reaper as keeper
+from shardwell_server.launch.hidden import hidden_modules
 from shardwell_server.launch.output import RankOutput, shows_colors
 from shardwell_server.launch.reaper import send_to_group
 from shardwell_server.processes import ChildProcess, describe_exit
@@ -323,6 +324,11 @@ class LocalRun:
             _say(
                 f"rank {rank.rank} has ended with {describe_exit(rank.exit_code)}"
                 + ("; the others are stopped" if len(self._ranks) > len(failed) else "")
+            )
+        for hiding in hidden_modules(self._command):
+            _say(
+                f"{hiding} hides Python's own module {hiding.stem!r} from the workers and from all "
+                "that they import; if their error names it, give the file another name"
             )
 
     def _judge_shards(self) -> None:

@@ -687,3 +687,42 @@ def test_a_group_that_has_formed(open_cluster) -> None:
         assert (len(group["members"]), group["missing_ranks"]) == (2, [])
         assert not view(running)["troubles"]
         other.result(PATIENCE_S).close()
+
+
+def asked_for(address: str, *hosts: str, path: str = "/status.json") -> tuple[int, str]:
+    """Status and text of a request with these `Host` lines; none: without."""
+    lines = [f"GET {path} HTTP/1.1", *(f"Host: {host}" for host in hosts), "Connection: close"]
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as asking:
+        asking.settimeout(PATIENCE_S)
+        asking.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        answer = b"".join(iter(lambda: asking.recv(65536), b"")).decode()
+    head, _, contents = answer.partition("\r\n\r\n")
+    return int(head.split()[1]), contents
+
+
+def test_names_of_other_sites_are_not_answered(open_cluster) -> None:
+    """A page whose name leads to this machine reads nothing: DNS rebinding."""
+    address = open_cluster(1).admin_urls[0].split("/")[2]
+    port = address.rpartition(":")[2]
+    for path in ("/", "/status.json", "/metrics", "/live", "/nothing"):
+        for host in (
+            "evil.example",
+            f"evil.example:{port}",
+            "",
+            "127.0.0.1.evil.example",
+            "a" * 999,
+        ):
+            status, words = asked_for(address, host, path=path)
+            assert status == 421
+            assert "answers to 127.0.0.1, [::1], localhost, and the request is for" in words
+    assert asked_for(address, f"localhost:{port}", "evil.example")[0] == 421
+    for own in (address, "127.0.0.1", "LOCALHOST:9", f"localhost:{port}", f"[::1]:{port}"):
+        assert asked_for(address, own)[0] == 200
+    assert asked_for(address)[0] == 200
+
+
+def test_with_tokens_any_name_is_answered(cluster, tmp_path) -> None:
+    running = cluster(1, admin_listen="127.0.0.1:0", tokens=Tokens(tmp_path).path)
+    address = running.admin_urls[0].split("/")[2]
+    assert asked_for(address, "status.example.org", path="/live")[0] == 200
+    assert asked_for(address, "status.example.org")[0] == 401

@@ -70,7 +70,7 @@ class LaunchEnvironment:
                 or can't be used. The message names them and what to set.
         """
         launcher = find_launcher(environ, parent_pid)
-        given = {name: value for name, value in environ.items() if value}
+        given = {name: value.strip() for name, value in environ.items() if value.strip()}
         address = _running_server(given)
         return LaunchEnvironment(
             rank=launcher.rank,

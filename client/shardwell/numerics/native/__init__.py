@@ -78,7 +78,7 @@ _PYTHONS = (
 
 def load(path: Path) -> tuple[Library | None, str]:
     """The library of a file, and why there is none."""
-    setting = os.environ.get(NATIVE_VARIABLE, "")
+    setting = os.environ.get(NATIVE_VARIABLE, "").strip()
     if setting.lower() in ("off", "0", "no", "false"):
         return None, f"{NATIVE_VARIABLE}={setting}"
     try:
