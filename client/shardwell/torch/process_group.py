@@ -9,7 +9,6 @@ in the order of the ranks: exact, and as many times the bytes as there are ranks
 from __future__ import annotations
 
 import functools
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
