@@ -44,6 +44,9 @@ ELSEWHERE = {
     "sbatch --nodes 4 --ntasks-per-node 2 examples/slurm/train.sbatch python worker.py": (
         "test_train_sbatch.py, where there is Slurm"
     ),
+    "python3 -m venv env": "tests run in an environment of their own",
+    ". env/bin/activate": "the same",
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "make test-torch",
     "pip install .[torch]": "the Dockerfile installs its wheel; tests use an editable installation",
 }
 """Lines that are not run here, and what does."""
