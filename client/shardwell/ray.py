@@ -7,11 +7,13 @@ In the workers: `shardwell.connect(config["cluster"].target, worker_id=...)`. Sh
 service's matter, so this is the one module of the SDK that imports it; nothing imports this one.
 """
 
+from shardwell.process.installing import install_command
+
 try:
     import ray as _ray  # noqa: F401
 except ModuleNotFoundError:
     raise ModuleNotFoundError(
-        "shardwell.ray needs Ray: pip install 'shardwell[ray]'", name="ray"
+        f"shardwell.ray needs Ray; run: {install_command('ray>=2.40')}", name="ray"
     ) from None
 
 from shardwell_server.ray_cluster import RayCluster, start_shards

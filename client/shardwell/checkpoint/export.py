@@ -24,6 +24,7 @@ from shardwell.checkpoint.tensor_files import RowsReader, file_error, layout_of
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
+from shardwell.process.installing import install_command
 
 _BLOCK_ROW_COUNT = 2**16
 _NO_ROWS: Float32 = np.empty((0, 0), np.float32)
@@ -95,8 +96,8 @@ def _pyarrow() -> tuple[Any, Any]:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise ArgumentError(
-            "exporting to Parquet needs pyarrow: pip install 'shardwell[parquet]', or export to "
-            ".safetensors"
+            f"exporting to Parquet needs pyarrow; run: {install_command('pyarrow>=14')}, or export "
+            "to .safetensors"
         ) from None
 
 

@@ -11,11 +11,13 @@ for batch in batches:
     weights = train_step(weights, batch)
 """
 
+from shardwell.process.installing import install_command
+
 try:
     import jax as _jax  # noqa: F401
 except ModuleNotFoundError:
     raise ModuleNotFoundError(
-        "shardwell.jax needs JAX: pip install 'shardwell[jax]'", name="jax"
+        f"shardwell.jax needs JAX; run: {install_command('jax>=0.4.38')}", name="jax"
     ) from None
 
 from shardwell.jax.callbacks import named_errors

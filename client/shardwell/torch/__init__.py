@@ -9,11 +9,15 @@ for inputs, targets in batches:
 Once it is imported, `torch.distributed.init_process_group("shardwell")` finds its backend.
 """
 
+from shardwell.process.installing import install_command
+
 try:
     import torch.distributed as _distributed
 except ModuleNotFoundError:
     raise ModuleNotFoundError(
-        "shardwell.torch needs PyTorch: pip install 'shardwell[torch]'", name="torch"
+        f"shardwell.torch needs PyTorch; run: {install_command('torch>=2.1')}, on Linux without a "
+        "GPU with --index-url https://download.pytorch.org/whl/cpu",
+        name="torch",
     ) from None
 
 from shardwell.torch.collectives import all_reduce_hook, broadcast_state

@@ -45,6 +45,7 @@ from shardwell.torch.buffers import (
 )
 from shardwell.torch.embedding import TableModule
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
+from shardwell.torch.threads import watch_threads
 from shardwell.torch.untrained import Untrained
 
 
@@ -195,6 +196,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._untrained = Untrained(
             model, self._tensors, client, name, worker_count=worker_count, mode=mode
         )
+        if not self._is_on_gpu:
+            watch_threads(self, client, self.parameter)
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._has_gradient)
             for tensor in self._tensors.values()

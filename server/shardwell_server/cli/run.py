@@ -18,6 +18,7 @@ from shardwell.errors import ShardwellError
 from shardwell.group.launch.environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
 from shardwell.group.launch.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
 from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
+from shardwell.process.cores import core_count
 from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE, Credentials, SameToken
 from shardwell.rpc.options import listen_on
 from shardwell.rpc.tls import Tls
@@ -160,7 +161,7 @@ def _environments(worker_count: int, given: dict[str, str]) -> list[dict[str, st
     with socket.create_server((_LOCALHOST, 0)) as listener:
         free_port = listener.getsockname()[1]
     shared = {
-        "OMP_NUM_THREADS": str(max(1, _core_count() // worker_count)),
+        "OMP_NUM_THREADS": str(max(1, core_count() // worker_count)),
         **{name: value for name, value in os.environ.items() if value or name != "OMP_NUM_THREADS"},
         "WORLD_SIZE": str(worker_count),
         "LOCAL_WORLD_SIZE": str(worker_count),
@@ -171,12 +172,6 @@ def _environments(worker_count: int, given: dict[str, str]) -> list[dict[str, st
         **given,
     }
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(worker_count)]
-
-
-def _core_count() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _find_program(name: str) -> str:

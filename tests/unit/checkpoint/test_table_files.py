@@ -187,7 +187,7 @@ def test_an_export_that_can_not_be(path, tmp_path, monkeypatch) -> None:
     with pytest.raises(ArgumentError, match=r"ends in \.safetensors or \.parquet; got rows\.npz"):
         check_target(tmp_path / "rows.npz")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(ArgumentError, match=r"pip install 'shardwell\[parquet\]'"):
+    with pytest.raises(ArgumentError, match=r"-m pip install 'pyarrow>=14'"):
         check_target(tmp_path / "rows.parquet")
 
     def full(*_: int) -> None:

@@ -107,5 +107,5 @@ def test_a_share_below_one_batch_is_refused():
 
 def test_without_scikit_learn_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DemoError, match=r"pip install 'shardwell\[demo\]'"):
+    with pytest.raises(DemoError, match=r"-m pip install 'scikit-learn>=1\.4'"):
         check_installed()

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError
+from shardwell.process.installing import install_command
 from shardwell_server.demo.errors import DemoError
 
 IMAGE_SIZE = 64
@@ -85,7 +86,7 @@ def _digits_file() -> Path:
             return path
     raise DemoError(
         "the digits come with scikit-learn, which is not installed; run: "
-        "pip install 'shardwell[demo]'"
+        f"{install_command('scikit-learn>=1.4')}"
     )
 
 
