@@ -13,6 +13,7 @@ from shardwell.errors import (
     ShardUnavailableError,
     ShardwellError,
 )
+from shardwell.rpc.absence import BUSY, why_absent
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
     MemberStatus,
@@ -42,13 +43,18 @@ def ask(channel: ShardChannel, timeout_s: float) -> Answer:
 
 
 def _reason(channel: ShardChannel, error: ShardwellError, timeout_s: float) -> ShardwellError:
-    """Why a shard gives no answer: TLS, where that keeps the two sides apart, else the error."""
+    """Why a shard gives no answer: TLS, a host, a port, or else the error."""
+    if not isinstance(error, ShardUnavailableError):
+        return error
     try:
-        if isinstance(error, ShardUnavailableError):
-            channel.check_trust(timeout_s)
+        channel.check_trust(timeout_s)
     except AuthenticationError as apart:
         return apart
-    return error
+    reason = why_absent(channel.address, timeout_s)
+    if reason == BUSY:  # it may have said itself why, such as that it is stopping
+        return error
+    where = f"shard {channel.shard_index} at {channel.address}"
+    return ShardUnavailableError(f"{where}: {reason}", shard_index=channel.shard_index)
 
 
 def given(answers: Sequence[Answer]) -> list[tuple[str, ShardStatus]]:

@@ -30,13 +30,14 @@ def health(*, address: str | None, timeout_s: float) -> None:
             )
         except grpc.RpcError as error:
             # Not above: a shard that is well is asked often, and this needs all of the SDK.
+            from shardwell.rpc.absence import why_absent
             from shardwell.specs.names import is_address
 
             if not is_address(address):
                 raise click.UsageError(f"a shard's address is HOST:PORT; got {address!r}") from None
             raise click.ClickException(
-                f"{address} does not answer: {error.code().name}; check that the shard runs and "
-                "can be reached from here, and whether one of the two sides alone uses TLS"
+                f"{address} does not answer ({error.code().name}): {why_absent(address)}; if it "
+                "should listen there, check whether one of the two sides alone uses TLS"
             ) from None
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     click.echo(f"{address} is {name}")

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.faults.standing_still import stopped
 from harness.polling import PATIENCE_S, Stopwatch
 from harness.programs.ports import free_port
 from harness.threads import in_background
+from shardwell.rpc.absence import BUSY, why_absent
 from shardwell_server import LocalCluster, ShardConfig, ShardServer
 
 SGD = shardwell.SGD(learning_rate=0.5)
@@ -93,6 +95,19 @@ def test_a_closed_port_is_named_in_time() -> None:
     assert isinstance(error, shardwell.ShardUnavailableError)
     assert error.shard_index == 0
     assert address in error.message
+    assert "nothing listens on port" in error.message
+
+
+def test_a_host_that_nobody_knows_is_named() -> None:
+    error = _refused("shard-0.invalid:7070", connect_timeout_s=0.6)
+    assert isinstance(error, shardwell.ShardUnavailableError)
+    assert "this machine knows no host 'shard-0.invalid'" in error.message
+
+
+def test_what_is_waited_for_is_logged_with_its_reason(caplog) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    _refused(address, connect_timeout_s=3)
+    assert f"still waiting for shard 0 of 1 at {address}: nothing listens on port" in caplog.text
 
 
 def test_a_listener_that_never_answers_is_named_in_time(cluster) -> None:
@@ -105,6 +120,7 @@ def test_a_listener_that_never_answers_is_named_in_time(cluster) -> None:
     assert isinstance(error, shardwell.ShardUnavailableError)
     assert error.shard_index == 1
     assert mute in error.message
+    assert "something listens there that is no shard, or a shard whose" in error.message
 
 
 def test_a_server_that_speaks_something_else() -> None:
@@ -123,6 +139,15 @@ def test_a_server_that_speaks_something_else() -> None:
         answering.result(PATIENCE_S)
     assert isinstance(error, shardwell.ShardUnavailableError)
     assert error.shard_index == 0
+    assert "that is no shard, and speaks HTTP/1" in error.message
+
+
+def test_a_shard_that_does_not_answer_in_time(cluster) -> None:
+    running = cluster(1, processes=True)
+    assert why_absent(running.addresses[0]) == BUSY
+    with stopped(running.children[0].pid):
+        error = _refused(running.target, connect_timeout_s=0.6)
+    assert "a shard whose process was stopped" in error.message
 
 
 def test_a_grpc_server_of_another_service() -> None:

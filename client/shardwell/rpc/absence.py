@@ -1,0 +1,83 @@
+"""Why no shard answers at an address: its host is unknown, nothing listens there, or another does.
+
+gRPC says of all of these that it could not connect, or that the deadline passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+
+BUSY = "a server of gRPC listens there, and did not answer in time; check the shard's load and log"
+"""What `why_absent` says of a server that may well be the shard."""
+_LOOK_S = 1.0
+"""How long it is looked for at the most; a name server that is away takes longer to give up."""
+_FRAME_HEADER_BYTES = 9
+_SETTINGS_FRAME = 4
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0))
+"""With which a client of gRPC begins; a server answers with its settings."""
+
+
+def why_absent(address: str, timeout_s: float = _LOOK_S) -> str:
+    """What a plain connection to a shard's address finds, and what to do: for errors and logs.
+
+    Blocks up to `timeout_s`, or for a second.
+
+    Args:
+        address: HOST:PORT, where a shard did not answer.
+        timeout_s: How long it may take.
+    """
+    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+    look_s = min(timeout_s, _LOOK_S)
+    host, _, port = address.rpartition(":")
+    # On a thread that may be left behind: the system's resolver can't be interrupted.
+    threading.Thread(
+        target=lambda: found.put(_look(host.strip("[]"), int(port), look_s)),
+        name="shardwell-absence",
+        daemon=True,
+    ).start()
+    with contextlib.suppress(queue.Empty):
+        return found.get(timeout=look_s)
+    return "no answer came from there; check that the shard runs and can be reached from here"
+
+
+def _look(host: str, port: int, timeout_s: float) -> str:
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        return (
+            f"this machine knows no host {host!r} ({getattr(error, 'strerror', error)}); check the "
+            "name, or give an IP address"
+        )
+    try:
+        with socket.create_connection((host, port), timeout_s / 2) as connection:
+            connection.settimeout(timeout_s / 4)
+            return _listener(connection)
+    except ConnectionRefusedError:
+        return f"nothing listens on port {port} of {host}; start the shard, or check the port"
+    except TimeoutError:
+        return (
+            f"no answer came from {host}; check that the machine runs, and that no firewall is in "
+            "the way"
+        )
+    except OSError as error:
+        return f"{host} can't be reached from here ({error.strerror}); check the network"
+
+
+def _listener(connection: socket.socket) -> str:
+    """What listens at the other end."""
+    said = b""
+    with contextlib.suppress(OSError):
+        connection.sendall(_PREFACE)
+        while len(said) < _FRAME_HEADER_BYTES and (more := connection.recv(4096)):
+            said += more
+    if len(said) >= _FRAME_HEADER_BYTES and said[3] == _SETTINGS_FRAME:
+        return BUSY
+    spoken = "HTTP/1" if said.startswith(b"HTTP/1") else "something else" if said else ""
+    return (
+        f"something listens there that is no shard{f', and speaks {spoken}' if spoken else ''}, or "
+        "a shard whose process was stopped; check the port (the admin port and the port of a "
+        "group are others)"
+    )
