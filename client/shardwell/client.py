@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from shardwell.checkpoint.format import Checkpoint
 from shardwell.checkpoint.saving import Checkpointing
 from shardwell.errors import (
     ArgumentError,
+    ShardwellError,
     SpecMismatchError,
     UnknownParameterError,
     UnknownTableError,
@@ -39,7 +41,7 @@ from shardwell.rpc.tls import TlsArgument
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.initializers import Initializer, Uniform
 from shardwell.specs.layout import SIZE_MAX, TensorGroup, TensorLayout
-from shardwell.specs.names import check_name
+from shardwell.specs.names import check_name, neighbour
 from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import (
     STEP_MAX,
@@ -287,7 +289,8 @@ class Client(Closing):
                 is_table = "" if other is None else f" ({name!r} is a table)"
                 raise UnknownParameterError(
                     f"no shard has a parameter {name!r}{is_table}; pass size= or tensors= and "
-                    "optimizer= to create it, or open it when another worker has",
+                    "optimizer= to create it, or open it when another worker has"
+                    f"{self._neighbour(name)}",
                     parameter=name,
                 )
             spec = _agreed(found, given, parameter=name)
@@ -387,7 +390,8 @@ class Client(Closing):
                 is_parameter = "" if other is None else f" ({name!r} is a parameter)"
                 raise UnknownTableError(
                     f"no shard has a table {name!r}{is_parameter}; pass row_count=, dim= and "
-                    "optimizer= to create it, or open it when another worker has",
+                    "optimizer= to create it, or open it when another worker has"
+                    f"{self._neighbour(name)}",
                     table=name,
                 )
             spec = _agreed(found, given, table=name)
@@ -557,6 +561,15 @@ class Client(Closing):
         """
         return self._checkpointing(lambda one: one.export_table(name, path), timeout_s)
 
+    def _neighbour(self, name: str) -> str:
+        """See `neighbour`: among all that the shards hold, if they say so."""
+        held: list[str] = []
+        with contextlib.suppress(ShardwellError):
+            for shard in self.status():
+                held += [parameter.spec.name for parameter in shard.parameters]
+                held += [table.spec.name for table in shard.tables]
+        return neighbour(name, held)
+
     def _checkpointing(
         self, do: Callable[[Checkpointing], ResultT], timeout_s: float | None
     ) -> ResultT:
@@ -603,6 +616,17 @@ class Client(Closing):
             self._shards.end_session()
         finally:  # Ctrl-C comes there too
             self._shards.close()
+
+
+def check_client(client: object) -> Client:
+    """Returns what was passed for a client.
+
+    Raises:
+        ArgumentError: it is none, such as a target.
+    """
+    if not isinstance(client, Client):
+        raise ArgumentError(f"client must be made by shardwell.connect(...); got {client!r:.80}")
+    return client
 
 
 def _given(**arguments: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwell.errors import ArgumentError
+from shardwell.numerics.arguments import check_integer
 from shardwell.process.closeable import Closing
 from shardwell.process.local_paths import local_path
 from shardwell.process.owner import OwnerProcess
@@ -85,10 +86,7 @@ class LocalCluster(Closing):
         limits: Limits | None = None,
         log_level: str = "error",
     ) -> None:
-        if not 1 <= shard_count <= LOCAL_SHARD_COUNT_MAX:
-            raise ArgumentError(
-                f"shard_count must be 1 to {LOCAL_SHARD_COUNT_MAX}; got {shard_count}"
-            )
+        shard_count = check_integer("shard_count", shard_count, 1, LOCAL_SHARD_COUNT_MAX)
         if processes and limits is not None:
             raise ArgumentError("limits apply to shards in this process; use processes=False")
         self._owner = OwnerProcess("cluster")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.client import Client
+from shardwell.client import Client, check_client
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.jax.callbacks import is_traced, on_host
 from shardwell.jax.tree_shape import TreeShape
@@ -83,6 +83,7 @@ class TreeParameter:
         mode: ModeName = "sync",
         allow_non_finite: bool = False,
     ) -> None:
+        check_client(client)
         what = f"weights of {name!r}"
         self._shape = TreeShape(what, weights)
         leaves = self._shape.leaves_of(what, weights)

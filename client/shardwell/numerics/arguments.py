@@ -60,13 +60,33 @@ def as_array(what: str, values: Any) -> npt.NDArray[Any]:
         ) from None
 
 
+def _listed(what: str, values: Any) -> npt.NDArray[np.float32]:
+    """A list of numbers, or of lists of them, as an array.
+
+    Raises:
+        ArgumentError: it has something else in it, or rows of unlike lengths.
+    """
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind in "iuf":
+            with np.errstate(over="ignore"):  # what comes of it is refused, as of an array
+                return array.astype(np.float32)
+        reason = f"its elements are {array.dtype}"
+    except Exception as error:  # of several kinds: rows of unlike lengths, tensors on a GPU
+        reason = str(error)
+    raise ArgumentError(
+        f"{what} must be an array of float32, or a list of numbers; got a {type(values).__name__} "
+        f"that is none ({reason:.200}); pass numbers alone, in rows of one length"
+    )
+
+
 def as_floats(what: str, values: Any) -> npt.NDArray[Any]:
     """The values as an array of floating point numbers of any shape.
 
     Raises:
         ArgumentError: another type or dtype.
     """
-    array = as_array(what, values)
+    array = _listed(what, values) if type(values) in (list, tuple) else as_array(what, values)
     if array.dtype.type not in _ACCEPTED:
         raise ArgumentError(
             f"{what} must be float32 (float64 and float16 are converted); got {array.dtype}; "
@@ -156,12 +176,16 @@ def _told(values: Any) -> str:
     return kind if dtype is None else f"{kind} of {dtype!s:.40}"
 
 
+OF_PARAMETER = "skip or mend the step, or open the parameter with allow_non_finite=True"
+"""What helps who opened the parameter itself."""
+
+
 def finite_peak(
     what: str,
     values: npt.NDArray[Any],
     parameter: str | None,
     offset: int = 0,
-    remedy: str = "skip or mend the step, or open the parameter with allow_non_finite=True",
+    remedy: str = OF_PARAMETER,
     told: Callable[[int], str] = "element {}".format,
 ) -> float:
     """Largest magnitude of values as float32; `offset` is the first one's index for messages.

@@ -20,7 +20,7 @@ from shardwell.errors import (
     NonFiniteError,
     ShardwellError,
 )
-from shardwell.numerics.arguments import finite_peak, wait_milliseconds
+from shardwell.numerics.arguments import OF_PARAMETER, finite_peak, wait_milliseconds
 from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
@@ -169,10 +169,12 @@ class Transfer:
         self._weights_context = checksum.weights_context(spec.name)
         self.tenure = 0
         """See StreamOpen; once the shards have said it."""
-        self.superseded: set[Slice] = set()
-        """Ranges that a shard had counted before with other values; the caller empties it."""
         self.incarnation = 0
         """The same."""
+        self.superseded: set[Slice] = set()
+        """Ranges that a shard had counted before with other values; the caller empties it."""
+        self.non_finite_remedy = OF_PARAMETER
+        """What NonFiniteError advises."""
 
     def get_weights(
         self, weights: Pieces, min_version: int, attempts: Attempts, max_version: int | None = None
@@ -217,6 +219,7 @@ class Transfer:
                         work.values.read(where.offset, where.stop),
                         self._spec.name,
                         where.offset,
+                        self.non_finite_remedy,
                         told=self._spec.element,
                     )
 

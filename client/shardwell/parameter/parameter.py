@@ -166,7 +166,9 @@ class Parameter(Generic[ValuesT]):
             what = f"first weights of {self.name!r}"
             values = self._values.pieces(what, weights).whole()
             if not self.spec.allow_non_finite:
-                finite_peak(what, values, self.name, told=self.spec.element)
+                finite_peak(
+                    what, values, self.name, remedy="mend them first", told=self.spec.element
+                )
             first_weights = FirstWeights(
                 self.name,
                 GivenWeights(values),
@@ -492,6 +494,10 @@ class Parameter(Generic[ValuesT]):
             self._open(attempts)
 
         self._calls.run(reopened, in_turn=True)
+
+    def advise_on_non_finite(self, remedy: str) -> None:
+        """What NonFiniteError is to advise; for what opens a parameter on its caller's behalf."""
+        self._transfer.non_finite_remedy = remedy
 
     def close(self) -> None:
         """Ends this worker's calls of the parameter, which lives on in the cluster.

@@ -23,6 +23,7 @@ from shardwell.numerics.codec import Float32
 from shardwell.numerics.tensors import Tensors
 from shardwell.parameter.pieces import Pieces
 from shardwell.specs.layout import TensorLayout, TensorSpec
+from shardwell.specs.names import neighbour
 from shardwell.specs.parameter import ParameterSpec
 
 NamedArrays: TypeAlias = dict[str, Float32]
@@ -229,10 +230,14 @@ class TensorValues(Values[NamedArrays]):
                 f"arrays; got {type(values).__name__}"
             )
         missing = [name for name in self._layout.by_name if name not in values]
+        unknown = [name for name in values if name not in self._layout.by_name]
         if missing:
-            raise ArgumentError(f"{what} lacks {_named(missing)} of the parameter's tensors")
-        if len(values) > len(self._layout):
-            unknown = [name for name in values if name not in self._layout.by_name]
+            has = f" and has {_named(unknown)}" if unknown else ""
+            meant = neighbour(str(unknown[0]), missing) if unknown else ""
+            raise ArgumentError(
+                f"{what} lacks {_named(missing)} of the parameter's tensors{has}{meant}"
+            )
+        if unknown:
             raise ArgumentError(
                 f"{what} has {_named(unknown)}, which the parameter does not; it was opened with "
                 f"{_named(self._layout.by_name)}"

@@ -75,9 +75,9 @@ def _listener(connection: socket.socket) -> str:
             said += more
     if len(said) >= _FRAME_HEADER_BYTES and said[3] == _SETTINGS_FRAME:
         return BUSY
-    spoken = "HTTP/1" if said.startswith(b"HTTP/1") else "something else" if said else ""
+    spoken = "HTTP/1" if said.startswith(b"HTTP/1") else "another protocol"
+    found = f"and speaks {spoken}" if said else "or a shard whose process was stopped"
     return (
-        f"something listens there that is no shard{f', and speaks {spoken}' if spoken else ''}, or "
-        "a shard whose process was stopped; check the port (the admin port and the port of a "
-        "group are others)"
+        f"something listens there that is no shard, {found}; check the port (the admin port and "
+        "the port of a group are others)"
     )

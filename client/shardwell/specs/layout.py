@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_number, check_whole_number
+from shardwell.specs.names import neighbour
 from shardwell.v1 import types_pb2
 
 SIZE_MAX = 2**48
@@ -209,6 +210,7 @@ class TensorLayout:
                     raise ArgumentError(
                         f"{pattern!r:.200} of a group fits none of the parameter's {len(self)} "
                         f"tensors, {brief(list(self.by_name))}"
+                        f"{neighbour(pattern, self.by_name)}"
                     )
                 for name in fitting:
                     options.setdefault(name, group.options)

@@ -5,8 +5,9 @@ The alphabet is safe in file names, logs and shells, so that nothing downstream 
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardwell.errors import ArgumentError
 
@@ -37,6 +38,12 @@ def check_name(what: str, name: object) -> str:
     return name
 
 
+def neighbour(name: str, known: Iterable[str]) -> str:
+    """The known name that a wrong one most likely means, as "; did you mean 'w'?", or nothing."""
+    found = difflib.get_close_matches(name, [*known], n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
 def is_address(address: str) -> bool:
     """Whether it is HOST:PORT, where HOST may be an IPv6 address in brackets."""
     host, _, port = address.rpartition(":")
@@ -54,7 +61,17 @@ def parse_target(target: str) -> list[str]:
     Raises:
         ArgumentError: it is empty, or an entry is no HOST:PORT, or one is there twice.
     """
-    addresses = [part.strip() for part in target.split(",")] if isinstance(target, str) else []
+    if not isinstance(target, str):
+        kind, remedy = type(target).__name__, ""
+        if isinstance(target, (list, tuple)):
+            remedy = "; pass ','.join(addresses)"
+        elif isinstance(getattr(target, "target", None), str):
+            remedy = f"; pass the {kind}'s .target"
+        raise ArgumentError(
+            f"a cluster's target is text, HOST:PORT[,HOST:PORT...]; got {kind} {target!r:.80}"
+            f"{remedy}"
+        )
+    addresses = [part.strip() for part in target.split(",")]
     for address in addresses:
         if not is_address(address):
             raise ArgumentError(

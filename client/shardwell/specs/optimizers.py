@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import check_number
 from shardwell.v1 import types_pb2
+
+_NOT_GIVEN: Any = None
+"""Of a learning rate, which is looked for under its other name then."""
 
 
 def check_learning_rate(what: str, value: float, optimizer: Optimizer | None = None) -> float:
@@ -33,6 +36,8 @@ def check_learning_rate(what: str, value: float, optimizer: Optimizer | None = N
 class Optimizer:
     """What all update rules share. Runs on the shards, per chunk, in float32."""
 
+    lr: dataclasses.InitVar[float | None] = None
+    """`learning_rate` under torch's name, to make one with: `SGD(lr=0.1)`."""
     clip_value: float = 0.0
     """Elements of the mean gradient are clipped to [-clip_value, clip_value] first. 0 (default):
     no clipping."""
@@ -43,7 +48,8 @@ class Optimizer:
 
     field_name: ClassVar[str] = ""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lr: float | None) -> None:
+        self._name_rate(lr)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type in ("bool", bool):
@@ -54,6 +60,30 @@ class Optimizer:
                 check_number(self._name(field.name), value, below=below)
         if getattr(self, "epsilon", 1.0) == 0.0:
             raise ArgumentError(f"{self._name('epsilon')} must be above 0; got 0.0")
+
+    def _name_rate(self, lr: float | None) -> None:
+        """Takes the rate from either of its names.
+
+        Raises:
+            ArgumentError: it has both, or none, or the rule has no rate.
+        """
+        rates = [field for field in dataclasses.fields(self) if field.name == "learning_rate"]
+        kind = type(self).__name__
+        if not rates:
+            if lr is not None:
+                raise ArgumentError(f"{kind} has no learning rate; got lr={lr!r}")
+            return
+        given = getattr(self, "learning_rate", None)
+        if lr is not None:
+            if given != rates[0].default and given != lr:
+                raise ArgumentError(
+                    f"{kind} got learning_rate={given!r} and lr={lr!r}, two names of one; pass one"
+                )
+            object.__setattr__(self, "learning_rate", lr)
+        elif given is None:
+            raise ArgumentError(
+                f"{kind}.learning_rate must be a finite number at least 0, as {kind}(0.1); got none"
+            )
 
     def _name(self, field: str) -> str:
         return f"{type(self).__name__}.{field}"
@@ -94,7 +124,7 @@ class Optimizer:
 class RowWiseAdagrad(Optimizer):
     """Adagrad with one sum of squares a row, as DLRM and TorchRec have it. Of tables only."""
 
-    learning_rate: float = dataclasses.field(kw_only=False)
+    learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length, at least 0."""
     epsilon: float = 1e-10
     """Added to the denominator."""
@@ -115,7 +145,7 @@ class RowWiseAdagrad(Optimizer):
 class FTRL(Optimizer):
     """FTRL-Proximal (McMahan et al., 2013): sparse weights by L1. Of tables only."""
 
-    learning_rate: float = dataclasses.field(kw_only=False)
+    learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length (the paper's alpha), above 0."""
     beta: float = 1.0
     """Smooths the first steps; the paper's choice."""
@@ -131,8 +161,9 @@ class FTRL(Optimizer):
     def slot_names(self) -> tuple[str, ...]:
         return ("z", "n")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @override
+    def __post_init__(self, lr: float | None) -> None:
+        super().__post_init__(lr)
         check_learning_rate("FTRL.learning_rate", self.learning_rate, self)
 
 
@@ -153,7 +184,7 @@ class Average(Optimizer):
 class SGD(Optimizer):
     """Stochastic gradient descent, as torch.optim.SGD computes it."""
 
-    learning_rate: float = dataclasses.field(kw_only=False)
+    learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length, at least 0. No default: it depends on the model."""
     momentum: float = 0.0
     """In [0, 1). 0 (default) keeps no state on the shard."""
@@ -171,8 +202,9 @@ class SGD(Optimizer):
     def slot_names(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @override
+    def __post_init__(self, lr: float | None) -> None:
+        super().__post_init__(lr)
         if self.dampening > 1.0:
             raise ArgumentError(f"SGD.dampening must be in [0, 1]; got {self.dampening}")
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
@@ -186,7 +218,7 @@ class SGD(Optimizer):
 class Adagrad(Optimizer):
     """Adagrad (Duchi et al., 2011), as torch.optim.Adagrad computes it."""
 
-    learning_rate: float = dataclasses.field(kw_only=False)
+    learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length, at least 0."""
     epsilon: float = 1e-10
     """Added to the denominator; the field's default."""
@@ -207,7 +239,7 @@ class Adagrad(Optimizer):
 class RMSProp(Optimizer):
     """RMSProp (Tieleman and Hinton, 2012), as torch.optim.RMSprop computes it, not centered."""
 
-    learning_rate: float = dataclasses.field(kw_only=False)
+    learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length, at least 0."""
     decay: float = 0.99
     """Of the running mean of squares; in [0, 1)."""

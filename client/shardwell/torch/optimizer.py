@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwell.client import Client
+from shardwell.client import Client, check_client
 from shardwell.errors import (
     ArgumentError,
     NonFiniteError,
@@ -101,6 +101,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         overlap: bool = True,
         timeout_s: float | None = None,
     ) -> None:
+        check_client(client)
         self.sample_count = 1
         """Weight of this worker's next gradients in the mean, such as the number of samples."""
         if isinstance(optimizer, Average) or not isinstance(optimizer, Optimizer):
@@ -150,6 +151,10 @@ class ServerOptimizer(torch.optim.Optimizer):
             mode=mode,
         )
         """The parameter on the cluster: `next_step`, `version`, `reopen`."""
+        self.parameter.advise_on_non_finite(
+            "zero_grad() and go on with another batch, lower the learning rate, or clip with "
+            "clip_norm= of the optimizer"
+        )
         assert self.parameter.spec.layout is not None
         self._layout: TensorLayout = self.parameter.spec.layout
         self._tensors = {tensor.name: self._tensors[tensor.name] for tensor in self._layout}

@@ -193,6 +193,10 @@ class ServerSync:
     """
 
     def __init__(self, parameter: Parameter, timeout_s: float | None = None) -> None:
+        if not isinstance(parameter, Parameter):
+            raise ArgumentError(
+                f"parameter must be made by Client.parameter(...); got {parameter!r:.80}"
+            )
         spec = parameter.spec
         if not isinstance(spec.optimizer, Average) or spec.mode != "sync":
             raise ArgumentError(

@@ -121,10 +121,23 @@ def test_real_tensors_are_taken_or_refused() -> None:
             as_writable("array", refused)
 
 
-@pytest.mark.parametrize("values", [None, 1.0, [1.0, 2.0], (1.0,), "ab", {1: 2}, range(3)])
+@pytest.mark.parametrize("values", [None, 1.0, "ab", {1: 2}, range(3)])
 def test_what_is_no_array_is_refused(values: Any) -> None:
     kind = type(values).__name__
     with pytest.raises(ArgumentError, match=f"gradient must be a NumPy array.*got {kind}"):
+        as_flat("gradient", values, 2)
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.5], (1, 2.5), [[1], [2.5]], [np.float64(1), 2.5]])
+def test_lists_of_numbers_are_arrays(values: Any) -> None:
+    found = as_flat("gradient", values, 2)
+    assert found.dtype == np.float32
+    assert found.tolist() == [1.0, 2.5]
+
+
+@pytest.mark.parametrize("values", [["1", "2"], [[1], [2, 3]], [None, 1.0], [True], [1j, 2]])
+def test_lists_of_what_is_no_number_are_refused(values: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"must be an .* or a list of numbers; got a list"):
         as_flat("gradient", values, 2)
 
 

@@ -175,8 +175,25 @@ def test_sgds_own_rules() -> None:
 
 def test_the_learning_rate_has_no_default_where_it_depends_on_the_model() -> None:
     for kind in (SGD, Adagrad, RMSProp):
-        with pytest.raises(TypeError, match="learning_rate"):
+        with pytest.raises(ArgumentError, match=rf"{kind.__name__}.learning_rate must be a .*none"):
             kind()
+
+
+@pytest.mark.parametrize("kind", [SGD, Adagrad, RMSProp, Adam, AdamW, RowWiseAdagrad, FTRL])
+def test_the_learning_rate_has_torchs_name_too(kind: type[Optimizer]) -> None:
+    rule = kind(lr=0.25)
+    assert rule == kind(0.25) == kind(learning_rate=0.25)
+    assert Optimizer.from_proto(rule.to_proto()) == rule
+    assert dataclasses.replace(rule, learning_rate=0.5) == kind(0.5)
+    with pytest.raises(ArgumentError, match=rf"{kind.__name__}.* learning_rate=0.25 and lr=0.5"):
+        kind(0.25, lr=0.5)
+    with pytest.raises(ArgumentError, match="learning_rate must be a finite number"):
+        kind(lr=-1.0)
+
+
+def test_an_average_has_no_learning_rate() -> None:
+    with pytest.raises(ArgumentError, match=r"Average has no learning rate; got lr=0\.1"):
+        Average(lr=0.1)
 
 
 @pytest.mark.parametrize("good", [0, 0.0, 1, 2.5, 1e300])

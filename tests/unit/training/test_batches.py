@@ -153,7 +153,7 @@ def test_sums_are_float64_and_the_updates_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gradient", "sample_count"), [(np.ones(2, np.int32), 1), ([1.0], 1), (np.ones(2), -1)]
+    ("gradient", "sample_count"), [(np.ones(2, np.int32), 1), (["1"], 1), (np.ones(2), -1)]
 )
 def test_updates_that_can_not_be_are_refused(gradient: Any, sample_count: int) -> None:
     with pytest.raises(ArgumentError, match="of an update"):
