@@ -26,6 +26,7 @@ from shardwell.parameter.values import NamedArrays
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.closeable import Closing
 from shardwell.process.environment import variable
+from shardwell.process.html_table import html_table
 from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import CallScope
@@ -35,7 +36,7 @@ from shardwell.rpc.deletion import Deletion
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
-from shardwell.rpc.shard_status import ShardStatus, ask_status
+from shardwell.rpc.shard_status import ClusterStatus, ShardStatus, ask_status
 from shardwell.rpc.stream_pool import Connections, IdleStreams
 from shardwell.rpc.tls import TlsArgument
 from shardwell.specs.checks import NotGiven
@@ -84,7 +85,8 @@ def connect(
         target: "HOST:PORT,HOST:PORT", in the order of the shards. Default: $SHARDWELL_SHARDS.
         worker_id: This worker's name, unique in the cluster and the same after a restart, because
             gradients are told apart by it. While one process contributes under it, another one gets
-            WorkerIdInUseError. Default: $SHARDWELL_WORKER_ID, else made of host name, process id
+            WorkerIdInUseError; a newer client of the same process takes over. Default:
+            $SHARDWELL_WORKER_ID, else made of host name, process id
             and a random number, which will do for a worker that is never restarted.
         cluster_id: What the cluster must be called; default: what its shards say, if they agree.
         timeout_s: Bound of each later call, waiting for other workers included, and for a shard
@@ -144,6 +146,7 @@ class Client(Closing):
         same_host: bool,
         credentials: Credentials,
     ) -> None:
+        __tracebackhide__ = True  # of notebooks and of pytest
         self.worker_id = worker_id
         """This worker's name."""
         self.traffic = Traffic()
@@ -168,6 +171,11 @@ class Client(Closing):
 
     def __repr__(self) -> str:
         return f"Client({self.cluster_id!r}, {self.shard_count} shards, worker {self.worker_id!r})"
+
+    def _repr_html_(self) -> str:
+        rows = [(each.shard_index, each.address) for each in self._shards.channels]
+        heading = f"worker {self.worker_id} of cluster {self.cluster_id}"
+        return html_table(heading, ("shard", "address"), rows)
 
     @property
     def shard_count(self) -> int:
@@ -592,9 +600,9 @@ class Client(Closing):
             ShardUnavailableError, DeadlineError: a shard does not answer; it is named.
         """
 
-        def ask(attempts: Attempts) -> list[ShardStatus]:
-            return ask_all(
-                self._shards.channels, lambda channel: ask_status(channel, attempts.rest_s)
+        def ask(attempts: Attempts) -> ClusterStatus:
+            return ClusterStatus(
+                ask_all(self._shards.channels, lambda channel: ask_status(channel, attempts.rest_s))
             )
 
         return self._calls.run(ask, timeout_s)

@@ -23,6 +23,7 @@ from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
 from shardwell.process.closeable import Closing
 from shardwell.process.local_paths import local_path
+from shardwell.process.html_table import Link, html_table
 from shardwell.process.owner import OwnerProcess
 from shardwell.rpc.tls import Tls
 from shardwell_server import signals
@@ -139,6 +140,29 @@ class LocalCluster(Closing):
     def target(self) -> str:
         """What `shardwell.connect` takes: the addresses in order."""
         return ",".join(self._addresses)
+
+    def __repr__(self) -> str:
+        return f"LocalCluster({self.cluster_id!r}, {len(self._configs)} shards, {self.target})"
+
+    def _repr_html_(self) -> str:
+        pages: list[object] = [Link("status page", url) for url in self.admin_urls]
+        pages = pages or [""] * len(self._addresses)
+        rows = [(*row, page) for row, page in zip(enumerate(self._addresses), pages, strict=True)]
+        return html_table(f"cluster {self.cluster_id}", ("shard", "address", ""), rows)
+
+    @property
+    def dashboard_link(self) -> str:
+        """The status page of the whole cluster, to be opened in a browser.
+
+        Raises:
+            ArgumentError: the cluster was started without `admin_listen`.
+        """
+        if not self.admin_urls:
+            raise ArgumentError(
+                "this cluster has no status page; start it as LocalCluster(..., "
+                "admin_listen='127.0.0.1:0')"
+            )
+        return self.admin_urls[0]
 
     @property
     def addresses(self) -> list[str]:

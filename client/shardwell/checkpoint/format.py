@@ -27,6 +27,7 @@ from shardwell.checkpoint.tensor_files import (
     tensor_names,
 )
 from shardwell.errors import ArgumentError, StorageError
+from shardwell.process.html_table import html_table
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 
@@ -152,6 +153,23 @@ class Checkpoint:
     """In the order of the manifest."""
     tables: tuple[CheckpointTable, ...] = ()
     """The same."""
+
+    def _repr_html_(self) -> str:
+        parameters = [
+            ("parameter", each.spec.name, each.version, f"{each.spec.size:,} elements")
+            for each in self.parameters
+        ]
+        tables = [
+            (
+                "table",
+                each.spec.name,
+                each.version,
+                f"{sum(file.row_count for file in each.files):,} rows",
+            )
+            for each in self.tables
+        ]
+        heading = f"checkpoint {self.path}, {self.size_bytes / 1e6:.1f} MB"
+        return html_table(heading, ("kind", "name", "version", "size"), [*parameters, *tables])
 
     @property
     def size_bytes(self) -> int:

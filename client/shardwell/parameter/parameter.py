@@ -39,6 +39,7 @@ from shardwell.parameter.outcome import Outcome, merged
 from shardwell.parameter.pieces import Pieces
 from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.placement.slices import Slice, slice_of
+from shardwell.process.html_table import html_table
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
@@ -117,6 +118,20 @@ class Parameter(Generic[ValuesT]):
         layout = self.spec.layout
         tensors = "" if layout is None else f", {len(layout)} tensors"
         return f"Parameter({self.name!r}, size={self.size}{tensors}, mode={self.spec.mode!r})"
+
+    def _repr_html_(self) -> str:
+        spec = self.spec
+        workers = f", {spec.worker_count} workers" if spec.worker_count else ""
+        rows: list[tuple[str, object]] = [
+            ("elements", f"{self.size:,}"),
+            ("tensors", "one vector" if spec.layout is None else len(spec.layout)),
+            ("optimizer", spec.optimizer),
+            ("mode", f"{spec.mode}{workers}"),
+            ("codec", spec.codec),
+            ("next step", self.next_step),
+            ("version of the weights here", self.version),
+        ]
+        return html_table(f"parameter {self.name}", (), rows)
 
     @property
     def name(self) -> str:

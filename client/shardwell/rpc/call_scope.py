@@ -69,6 +69,7 @@ class CallScope:
             ForkedError: this process was forked from the one that connected.
             ShardwellError: whatever `body` raises.
         """
+        __tracebackhide__ = True  # of notebooks and of pytest
         bound_s = self._bound_s(timeout_s)
         with call_span(verb, self._shards.spans, self._shards.worker_id, self._where) as span:
             call = partial(

@@ -33,7 +33,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shardwell.errors import ClosedError, DeadlineError, LimitError
+from shardwell.errors import (
+    ClosedError,
+    DeadlineError,
+    InternalError,
+    LimitError,
+    ShardwellError,
+)
 from shardwell.process.owner import OwnerProcess
 
 _LOG = logging.getLogger("shardwell")
@@ -210,6 +216,8 @@ class CallThreads:
         self._name = name
         self.owner = OwnerProcess(name)
         """The process that has the threads."""
+        self.closed = f"the {name} was closed; connect again"
+        """What a call is refused with after `close`."""
         self._threads = _Threads(f"shardwell-{name}")
         self._end = weakref.finalize(self, self._threads.end)
         self._threads.start()
@@ -237,6 +245,7 @@ class CallThreads:
         Raises:
             DeadlineError: it did not end, even though it was cancelled.
             ForkedError, ClosedError, LimitError: it was not begun.
+            ShardwellError: what `body` raises; its traceback begins here.
         """
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         call = Call(body, timeout_s, outcomes.put, scope, is_awaited=True)
@@ -263,9 +272,16 @@ class CallThreads:
                 with contextlib.suppress(queue.Empty):
                     outcomes.get(timeout=ABANDON_S)
             raise
-        if outcome.error is not None:
+        if outcome.error is None:
+            return outcome.result  # type: ignore[no-any-return]
+        __tracebackhide__ = True  # of notebooks and of pytest
+        if isinstance(outcome.error, InternalError) or not isinstance(
+            outcome.error, ShardwellError
+        ):
             raise outcome.error
-        return outcome.result  # type: ignore[no-any-return]
+        # What it says is for users; how the call's thread came to it is for who mends Shardwell.
+        _LOG.debug("a call failed", exc_info=outcome.error)
+        raise outcome.error.with_traceback(None) from None
 
     def start(
         self, body: Callable[[], ResultT], timeout_s: float, *, scope: object = None
@@ -309,7 +325,7 @@ class CallThreads:
     def _check_room(self) -> None:
         self.owner.check()
         if self._threads.is_ended:
-            raise ClosedError(f"the {self._name} was closed; connect again")
+            raise ClosedError(self.closed)
         if self._threads.running_count >= CALL_COUNT_MAX:
             raise LimitError(
                 f"limit call_count_max={CALL_COUNT_MAX}: as many calls of this {self._name} are "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import random
 import threading
@@ -39,6 +40,11 @@ _END_S = 1.0
 _LOG = logging.getLogger("shardwell")
 _SILENCE_S_MAX = 2.0
 """Who waits longer than this is told what for: shards on their way are there sooner."""
+
+
+_MADE: weakref.WeakSet[Shards] = weakref.WeakSet()
+"""Those of this process, and of the one that it was forked from."""
+_NUMBERS = itertools.count()
 
 
 class Shards:
@@ -80,6 +86,8 @@ class Shards:
         """One a shard, by index."""
         self.threads = threads
         """What calls run on."""
+        self._number = next(_NUMBERS)
+        _MADE.add(self)
         self._closed = threading.Event()
         self._end = weakref.finalize(self, threads.close, _Closing(self.channels, self._closed))
 
@@ -147,6 +155,34 @@ class Shards:
         """See `Surroundings`."""
         return f"shard {shard_index} at {self.channels[shard_index].address}"
 
+    def replace_older(self) -> bool:
+        """See `Surroundings`; their calls end with ClosedError, which says why."""
+        older = [shards for shards in list(_MADE) if shards._gives_way_to(self)]
+        for shards in older:
+            _LOG.warning(
+                "worker %r: a newer client of this process takes over from an older one, whose "
+                "calls end with ClosedError from now on",
+                self.worker_id,
+            )
+            shards.threads.closed = (
+                f"a newer client of this process has taken worker {self.worker_id!r} over; open "
+                "parameters and tables with that one, or give each client a worker_id of its own"
+            )
+            shards.end_session()
+            shards.close()
+        return bool(older)
+
+    def _gives_way_to(self, newer: Shards) -> bool:
+        """Whether it is an older client of the same worker in this process, with seats."""
+        return (
+            self._number < newer._number
+            and self.threads.owner.is_here
+            and not self._closed.is_set()
+            and self.worker_id == newer.worker_id
+            and self.channels[0].identity == newer.channels[0].identity
+            and any(channel.has_seats for channel in self.channels)
+        )
+
     def end_session(self) -> None:
         """Tells the shards where it has seats that this client has ended in order.
 
@@ -213,6 +249,7 @@ def connect_shards(
         WrongShardError: an address leads to another shard, count or cluster.
         LimitError: this process has no descriptors left for it, or a shard has none.
     """
+    __tracebackhide__ = True  # of notebooks and of pytest
     addresses = parse_target(target)
     credentials.check_private(addresses)
     check_descriptors(len(addresses) + _DESCRIPTOR_COUNT, f"a connection to {target:.200}")

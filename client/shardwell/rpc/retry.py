@@ -65,6 +65,9 @@ class Surroundings(Protocol):
     def describe(self, shard_index: int) -> str:
         """Which shard that is, and where, for messages."""
 
+    def replace_older(self) -> bool:
+        """Ends older clients of this process that have this worker's seats; whether there were."""
+
 
 class Attempts:
     """The attempts of one call, which begins now. For one thread."""
@@ -130,6 +133,10 @@ class Attempts:
                     raise self._told(error) from None
                 raise  # because of other workers, which it names
             self._await(lost)
+
+    def replace_older(self) -> bool:
+        """Ends older clients of this process that have this worker's seats; whether there were."""
+        return self._surroundings.replace_older()
 
     def pause(self, duration_s: float) -> None:
         """Waits, though not beyond the deadline.

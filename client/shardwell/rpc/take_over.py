@@ -1,5 +1,7 @@
 """A worker's seat: taken over from a process that is gone, or is about to be noticed as gone.
 
+An older client of this process gives its seat up at once: a cell of a notebook was run again.
+
 In asynchronous mode it has a tenure, see session.proto.
 
 Pure.
@@ -45,6 +47,8 @@ def claim_seat(
         try:
             return run(attempts, take)
         except WorkerIdInUseError as error:
+            if attempts.replace_older():
+                continue
             rest_s = attempts.remaining_s
             if rest_s <= 0 or (error.free_in_s is None and began_with_s - rest_s > TAKE_OVER_S):
                 raise

@@ -26,6 +26,7 @@ from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import blocks
 from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.update_rules import UpdateRule
+from shardwell.process.html_table import html_table
 from shardwell.specs.checks import brief
 from shardwell.specs.optimizers import Average, Optimizer, check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
@@ -58,6 +59,10 @@ class StepResult:
     """Samples that this worker processed."""
     step: int
     """0-based number of the step."""
+
+    def _repr_html_(self) -> str:
+        row = (self.step, f"{self.loss:g}", self.sample_count)
+        return html_table("what came of a step", ("step", "loss", "samples here"), [row])
 
 
 class DataParallelTrainer:

@@ -36,6 +36,9 @@ class Clock:
     def pause(self, duration_s: float) -> None:
         self.time_s += duration_s
 
+    def replace_older(self) -> bool:
+        return False
+
     def await_shard(self, shard_index: int, timeout_s: float) -> bool:
         return True
 

@@ -61,6 +61,9 @@ class World:
         self.pauses_s.append(duration_s)
         self.time_s += duration_s
 
+    def replace_older(self) -> bool:
+        return False
+
     def await_shard(self, shard_index: int, timeout_s: float) -> bool:
         assert timeout_s > 0
         self.awaited.append((shard_index, timeout_s))

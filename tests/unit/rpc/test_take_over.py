@@ -42,6 +42,9 @@ class Seat:
     def pause(self, duration_s: float) -> None:
         self.time_s += duration_s
 
+    def replace_older(self) -> bool:
+        return False
+
     def await_shard(self, shard_index: int, timeout_s: float) -> bool:
         raise AssertionError("no shard went away")
 
