@@ -44,6 +44,7 @@ _SILENCE_S_MAX = 2.0
 
 _MADE: weakref.WeakSet[Shards] = weakref.WeakSet()
 """Those of this process, and of the one that it was forked from."""
+_MADE_LOCK = threading.Lock()
 _NUMBERS = itertools.count()
 
 
@@ -87,7 +88,8 @@ class Shards:
         self.threads = threads
         """What calls run on."""
         self._number = next(_NUMBERS)
-        _MADE.add(self)
+        with _MADE_LOCK:
+            _MADE.add(self)
         self._closed = threading.Event()
         self._end = weakref.finalize(self, threads.close, _Closing(self.channels, self._closed))
 
@@ -157,7 +159,8 @@ class Shards:
 
     def replace_older(self) -> bool:
         """See `Surroundings`; their calls end with ClosedError, which says why."""
-        older = [shards for shards in list(_MADE) if shards._gives_way_to(self)]
+        with _MADE_LOCK:
+            older = [shards for shards in _MADE if shards._gives_way_to(self)]
         for shards in older:
             _LOG.warning(
                 "worker %r: a newer client of this process takes over from an older one, whose "
