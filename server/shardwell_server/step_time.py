@@ -57,8 +57,9 @@ LATENCY_S = 0.5e-3
 """A small message and back within one rack, gRPC's and Python's share included."""
 LAG = 0.7
 """How much of the spread of workers' streams delays answers: see the module. Measured."""
-HOST_BYTES_PER_S = 0.4e9
-"""See `Job.host_bytes_per_s`."""
+HOST_BYTES_PER_S = 1.5e9
+"""See `Job.host_bytes_per_s`. What `shardwell bench` measured over gRPC, as between machines, on
+two cores of an AMD EPYC (SHARDWELL_SAME_HOST=off; in shared memory it is 2.3 to 2.5 GB/s)."""
 BACKWARD_SHARE = 2 / 3
 """Of a step's computing: a backward pass takes twice as long as the forward pass."""
 COUNT_MAX = 100_000
@@ -86,8 +87,7 @@ class Job:
     """A small message and back, in seconds."""
     host_bytes_per_s: float = HOST_BYTES_PER_S
     """Bytes of float32 that a worker and a shard beside it push and pull a second with no link in
-    the way. The default is one core of a virtual machine (docs/performance.md: 0.26 to 0.46 GB/s);
-    `shardwell bench` measures yours."""
+    the way. The default is two cores of a virtual machine; `shardwell bench` measures yours."""
     optimizer: Optimizer = field(default_factory=Average)
     """Whose state the shards hold; in a ring or tree, each worker."""
 

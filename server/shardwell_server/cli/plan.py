@@ -94,7 +94,7 @@ _WORTH = 1.1
     "--host-rate",
     type=Rate(),
     default=step_time.HOST_BYTES_PER_S,
-    show_default="0.4GB/s",
+    show_default=f"{step_time.HOST_BYTES_PER_S / 1e9:g}GB/s",
     help="Float32 that a worker and its shard exchange where no link is in the way; `shardwell "
     "bench` measures it.",
 )

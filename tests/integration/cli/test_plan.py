@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,12 @@ def test_a_page_for_people() -> None:
     assert (code, log) == (0, "")
     for words in ("co-located", "dedicated", "ring", "tree(arity=2)", "Take ", "BytePS", "28.0 GB"):
         assert words in output
-    assert "--host-rate 0.4GB/s" in output  # links that fast are not the limit
+    rate = f"{step_time.HOST_BYTES_PER_S / 1e9:g}"
+    assert f"--host-rate {rate}GB/s" in output  # links that fast are not the limit
+    _, output, _ = run_command("plan", "--help")
+    assert f"[default: ({rate}GB/s)]" in " ".join(output.split())
+    page = Path(__file__).parents[3] / "docs" / "machines.md"
+    assert f"the default, {rate} GB/s, is what it measured" in page.read_text()
 
 
 def test_json_has_what_the_table_has() -> None:
