@@ -27,6 +27,7 @@ from shardwell.errors import (
 )
 from shardwell.group.rendezvous.notices import WaitingNotices
 from shardwell.process.closeable import Closing
+from shardwell.rpc.absence import why_absent
 from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.channel import Channel
 from shardwell.rpc.credentials import NO_CREDENTIALS, Credentials
@@ -386,10 +387,11 @@ class _Waiting:
         """What the caller is told at the deadline."""
         last, name, size = self._last, self._spec.name, self._spec.size
         if last is None:
+            found = why_absent(self._address)
             return ShardUnavailableError(
                 f"no rendezvous at {self._address}: rank {self._rank} of group {name!r} waited "
-                f"{self._timeout_s:g} s ({self._error or 'no answer'}); check that shard 0 of the "
-                "cluster runs there and can be reached from here",
+                f"{self._timeout_s:g} s ({self._error or 'no answer'}): {found}; "
+                "shard 0 of the cluster, or the first of the addresses, is to run there",
                 rank=self._rank,
             )
         missing = tuple(last.missing_ranks)
