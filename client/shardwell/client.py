@@ -183,6 +183,11 @@ class Client(Closing):
         return len(self._shards.channels)
 
     @property
+    def timeout_s(self) -> float:
+        """Bound of each call that is given none."""
+        return self._timeout_s
+
+    @property
     def cluster_id(self) -> str:
         """Name of the cluster."""
         return self._shards.channels[0].identity.cluster_id

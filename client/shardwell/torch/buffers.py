@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,8 @@ class FlatTensors:
     """
 
     def __init__(self, layout: TensorLayout, *, is_pinned: bool = False) -> None:
-        flat = torch.zeros(layout.size, dtype=torch.float32, pin_memory=is_pinned)
+        # Named, for a program may have another default device.
+        flat = torch.zeros(layout.size, dtype=torch.float32, device="cpu", pin_memory=is_pinned)
         self.views = [flat[t.offset : t.stop].view(t.shape) for t in layout]
         """In the order of the layout."""
         self.arrays = TensorViews(layout, flat.numpy())
@@ -81,21 +82,20 @@ def copy_all(
         torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
-def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[np.float32]]:
-    """Copies on the CPU, in float32.
+def as_float32(name: str, tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+    """Floating point values on the CPU, rounded to float32.
 
     Raises:
-        ArgumentError: one has values that float32 does not.
+        ArgumentError: it has no values, or finite ones beyond float32's largest.
     """
-    arrays = {}
-    for name, tensor in tensors.items():
-        check_readable(name, tensor)
-        values = tensor.detach().to("cpu", torch.float32)
-        is_exact = tensor.is_floating_point() or bool((values == tensor.detach().cpu()).all())
-        if tensor.is_complex() or not is_exact:
-            raise ArgumentError(
-                f"tensor {name!r} of {tensor.dtype} has values that float32 does not; make it a "
-                "buffer with persistent=False, which stays each worker's own"
-            )
-        arrays[name] = values.numpy()
-    return arrays
+    check_readable(name, tensor)
+    own = tensor.detach().cpu()
+    values = own.to(torch.float32)
+    if own.dtype == torch.float64 and bool((values.isinf() & ~own.isinf()).any()):
+        raise ArgumentError(
+            f"tensor {name!r} has values beyond {np.finfo(np.float32).max:g}, float32's largest, "
+            "in which means are made; make it a buffer with persistent=False, which stays each "
+            "worker's own"
+        )
+    array: npt.NDArray[np.float32] = values.numpy()
+    return array

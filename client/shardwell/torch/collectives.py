@@ -13,6 +13,7 @@ import torch
 from shardwell.errors import GroupMismatchError
 from shardwell.group.group import Group
 from shardwell.torch.buffers import check_readable
+from shardwell.torch.plain_names import PlainNames
 from shardwell.torch.words import put_back, word_count, words_of
 
 _PIECE_ELEMENT_COUNT = 2**23
@@ -75,7 +76,7 @@ def broadcast_state(model: torch.nn.Module, group: Group, root: int = 0) -> None
     """
     state = {
         name: tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in PlainNames(model).of(model.state_dict().items()).items()
         if isinstance(tensor, torch.Tensor)
     }
     _check_same(state, group)

@@ -45,6 +45,7 @@ from shardwell.torch.buffers import (
 )
 from shardwell.torch.embedding import TableModule
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
+from shardwell.torch.plain_names import PlainNames
 from shardwell.torch.threads import watch_threads
 from shardwell.torch.untrained import Untrained
 
@@ -66,9 +67,10 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     Args:
         model: Its parameters that require gradients are trained, under their names. They may be on
-            any device, float32, float64, float16 or bfloat16; shards have float32. Others, and
-            buffers, are made those of the first worker, and stay each worker's own: see
-            `average_buffers`.
+            any device, float32, float64, float16 or bfloat16; shards have float32. Names of
+            wrappers (`_orig_mod.` of torch.compile, `module.` of DDP) are left out. Frozen
+            parameters stay on the workers, and must be the same on all. Buffers are made those of
+            the first worker, and are each worker's own then: see `average_buffers`.
         client: Made by `shardwell.connect`. It stays the caller's to close.
         optimizer: The update rule on the shards, such as `shardwell.AdamW(3e-4)`.
         param_groups: As torch has them: dicts with "params", and "lr" or "weight_decay" of their
@@ -79,10 +81,13 @@ class ServerOptimizer(torch.optim.Optimizer):
         mode: "sync" or "async"; see `Client.parameter`.
         overlap: Whether gradients leave while backward goes on. Without, nothing is sent before
             `step` has looked at all.
+        broadcast_frozen: Whether the shards keep the frozen parameters, too, so that a worker
+            without the first worker's gets them. All workers give the same.
         timeout_s: Of a step; default: the client's.
 
     Raises:
-        SpecMismatchError: the cluster has another model under that name; names the tensor.
+        SpecMismatchError: the cluster has another model under that name, or the first worker has
+            another value of a frozen parameter; names the tensor.
         ArgumentError: a tensor, a group or an option can't be; names it.
         ShardwellError: as `Client.parameter`.
     """
@@ -99,6 +104,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         codec: CodecName = "fp16",
         mode: ModeName = "sync",
         overlap: bool = True,
+        broadcast_frozen: bool = False,
         timeout_s: float | None = None,
     ) -> None:
         check_client(client)
@@ -113,7 +119,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         """Of a step, which may be set; None: the client's."""
         self._overlap = overlap
         self._is_paused = False
-        names = {id(tensor): name for name, tensor in model.named_parameters()}
+        self._names = PlainNames(model)
+        named = self._names.of(model.named_parameters())
+        names = {id(tensor): name for name, tensor in named.items()}
         groups = groups_of(model, param_groups)
         super().__init__(groups, {"lr": rate_of(optimizer), **torch_options(optimizer)})
         self._rates = GroupRates(optimizer, self.param_groups)
@@ -134,8 +142,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         if not self._tensors:
             raise ArgumentError("the model has no parameter that requires a gradient")
         for module_name, module in model.named_modules():
-            if getattr(module, "sparse", False) and f"{module_name}.weight" in self._tensors:
-                raise _sparse(f"{module_name}.weight")
+            weight_name = self._names(f"{module_name}.weight")
+            if getattr(module, "sparse", False) and weight_name in self._tensors:
+                raise _sparse(weight_name)
         for tensor_name, each in model.state_dict(keep_vars=True).items():
             if isinstance(each, torch.Tensor):
                 check_readable(tensor_name, each)
@@ -185,7 +194,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         """By place: a GPU's event behind the copy of a gradient."""
         self._left_out = {
             tensor_name
-            for tensor_name, tensor in model.named_parameters()
+            for tensor_name, tensor in named.items()
             if tensor.requires_grad and tensor_name not in self._tensors
         }
         """Which are in no group."""
@@ -199,7 +208,15 @@ class ServerOptimizer(torch.optim.Optimizer):
         )
         self._take_weights()
         self._untrained = Untrained(
-            model, self._tensors, client, name, worker_count=worker_count, mode=mode
+            model,
+            self._names,
+            self._tensors,
+            client,
+            name,
+            worker_count=worker_count,
+            mode=mode,
+            broadcast_frozen=broadcast_frozen,
+            timeout_s=timeout_s,
         )
         if not self._is_on_gpu:
             watch_threads(self, client, self.parameter)
@@ -367,8 +384,8 @@ class ServerOptimizer(torch.optim.Optimizer):
     def average_buffers(self, *, timeout_s: float | None = None) -> None:
         """Makes buffers, such as BatchNorm's statistics, the mean of all workers'; all call it.
 
-        Before an evaluation or a checkpoint, say: each worker's are of its own batches. Integers
-        are rounded.
+        Before an evaluation or a checkpoint, say: each worker's are of its own batches. Means are
+        of floating point numbers, made in float32; integers and all else stay each worker's own.
 
         Raises:
             ArgumentError: the mode is "async", which has no steps to meet at.
@@ -502,7 +519,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             ArgumentError: a parameter came, went or has another shape.
         """
         trained = set(self._tensors)
-        for tensor_name, tensor in self._model.named_parameters():
+        for given_name, tensor in self._model.named_parameters():
+            tensor_name = self._names(given_name)
             known = self._tensors.get(tensor_name)
             if known is None:
                 if tensor.requires_grad and tensor_name not in self._left_out:

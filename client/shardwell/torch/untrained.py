@@ -1,26 +1,54 @@
-"""What a model has beside what is trained: buffers, and parameters that stay as they are.
+"""What a model has beside what is trained: buffers, and parameters that are frozen.
 
-The first worker's are everyone's at the start; then buffers are each worker's own, until all make
-them their mean.
+Buffers, and tensors that something else trains, are the first worker's at the start: float32 as it
+is, all else as its bytes, bit for bit. Then they are each worker's own, until all make those of
+floating point their mean. Frozen tensors stay on the workers. The shards keep a digest of each, so
+that a worker with other values gets an error that names the tensor; with `broadcast_frozen` they
+keep the bytes, too, for a worker that comes without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwell.client import Client
-from shardwell.errors import ArgumentError
+from shardwell.errors import (
+    ArgumentError,
+    NotInitializedError,
+    SpecMismatchError,
+    UnknownParameterError,
+)
+from shardwell.numerics.codec import Float32
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.specs.optimizers import SGD, Average
 from shardwell.specs.parameter import ModeName
-from shardwell.torch.buffers import as_arrays
+from shardwell.torch.buffers import as_float32, check_readable
+from shardwell.torch.plain_names import PlainNames
+from shardwell.torch.words import put_back, word_count, words_of
 
 _NO_UPDATE = SGD(learning_rate=0.0)
 """Of what is only handed from the first worker to the others."""
+_HANDED_OVER: dict[str, Any] = {
+    "optimizer": _NO_UPDATE,
+    "codec": "fp32",
+    "mode": "async",  # a shard then has room for the values, and none for sums
+    "allow_non_finite": True,
+}
+_PIECE_WORD_COUNT = 2**25
+"""Of frozen tensors that are handed over at a time, 128 MiB in memory; a larger one is alone."""
+_DIGEST_BYTES = 16
+_PAUSE_S = 0.05
+"""Between two looks at whether a worker has sent its frozen tensors."""
 
 
 class Untrained:
@@ -28,54 +56,58 @@ class Untrained:
 
     Args:
         model: The model.
+        names: The plain names of its tensors.
         trained: Its tensors that are trained, by name.
         client: The worker's.
         name: Of the parameter that has those.
         worker_count: Its workers.
         mode: Its mode.
+        broadcast_frozen: Whether workers without the first worker's frozen tensors get them.
+        timeout_s: How long a worker waits for another that has them; None: the client's.
+
+    Raises:
+        SpecMismatchError: another worker has other tensors, or other values of a frozen one.
+        ArgumentError: a tensor has no values.
+        ShardwellError: as `Client.parameter` and `Parameter.init`.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
+        names: PlainNames,
         trained: Mapping[str, torch.Tensor],
         client: Client,
         name: str,
         *,
         worker_count: int,
         mode: ModeName,
+        broadcast_frozen: bool = False,
+        timeout_s: float | None = None,
     ) -> None:
         self._model = model
+        self._names = names
         self._mode = mode
-        shared = _shared_of(model, trained)
         self._buffer_mean: Parameter[NamedArrays] | None = None
-        options: dict[str, Any] = {"worker_count": worker_count, "mode": mode}
+        frozen = _frozen_of(model, names)
+        shared = _shared_of(model, names, {**trained, **frozen})
+        if frozen:
+            _agree_on_frozen(client, name, frozen, broadcast=broadcast_frozen, timeout_s=timeout_s)
         if shared:
-            first = client.parameter(
-                f"{name}.first",
-                tensors=shared,
-                optimizer=_NO_UPDATE,
-                codec="fp32",
-                allow_non_finite=True,
-                **options,
-            )
-            first.init(as_arrays(shared))
-            with torch.no_grad():
-                for tensor_name, array in first.get_weights().items():
-                    shared[tensor_name].copy_(torch.from_numpy(array))
-            first.close()
-        if self._buffers() and mode == "sync":
+            _hand_over(client, f"{name}.first", shared, timeout_s)
+        means = self._means()
+        if means and mode == "sync":
             self._buffer_mean = client.parameter(
                 f"{name}.buffers",
-                tensors=self._buffers(),
+                tensors=means,
                 optimizer=Average(),
                 codec="fp32",
                 allow_non_finite=True,
-                **options,
+                worker_count=worker_count,
+                mode=mode,
             )
             last = self._buffer_mean.get_weights()
             if self._buffer_mean.version:  # it starts again: those that were averaged last
-                self._put_buffers(last)
+                self._put_means(last)
 
     def average(self, timeout_s: float | None) -> None:
         """See `ServerOptimizer.average_buffers`."""
@@ -83,30 +115,217 @@ class Untrained:
             if self._mode == "async":
                 raise ArgumentError("buffers are averaged in mode='sync' alone")
             return
-        mean = self._buffer_mean.exchange(as_arrays(self._buffers()), timeout_s=timeout_s)
-        self._put_buffers(mean)
+        own = {name: as_float32(name, buffer) for name, buffer in self._means().items()}
+        self._put_means(self._buffer_mean.exchange(own, timeout_s=timeout_s))
 
-    def _put_buffers(self, arrays: NamedArrays) -> None:
+    def _put_means(self, arrays: NamedArrays) -> None:
         with torch.no_grad():
-            for buffer_name, buffer in self._buffers().items():
-                found = torch.from_numpy(arrays[buffer_name])
-                buffer.copy_(found if buffer.is_floating_point() else found.round())
+            for buffer_name, buffer in self._means().items():
+                buffer.copy_(torch.from_numpy(arrays[buffer_name]))
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Those that a checkpoint of the model has."""
+    def _means(self) -> dict[str, torch.Tensor]:
+        """Buffers of floating point that a checkpoint of the model has."""
         saved = set(self._model.state_dict(keep_vars=True))
-        buffers = self._model.named_buffers()
-        return {name: each for name, each in buffers if name in saved and each.numel()}
+        buffers = self._names.of(
+            (name, each) for name, each in self._model.named_buffers() if name in saved
+        )
+        return {
+            name: each
+            for name, each in buffers.items()
+            if each.numel() and each.is_floating_point()
+        }
+
+
+def _frozen_of(model: torch.nn.Module, names: PlainNames) -> dict[str, torch.Tensor]:
+    """The parameters that require no gradient, each under the first of its names."""
+    found = names.of(model.named_parameters())
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if not tensor.requires_grad and tensor.numel()
+    }
 
 
 def _shared_of(
-    model: torch.nn.Module, trained: Mapping[str, torch.Tensor]
+    model: torch.nn.Module, names: PlainNames, others: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a checkpoint of the model has and is not trained."""
-    state = model.state_dict(keep_vars=True)
-    ids = {id(tensor) for tensor in trained.values()}
+    """What a checkpoint of the model has besides other tensors of it."""
+    state = names.of(model.state_dict(keep_vars=True).items())
+    ids = {id(tensor) for tensor in others.values()}
     return {
         name: tensor
         for name, tensor in state.items()
         if isinstance(tensor, torch.Tensor) and tensor.numel() and id(tensor) not in ids
     }
+
+
+def _hand_over(
+    client: Client, name: str, tensors: Mapping[str, torch.Tensor], timeout_s: float | None
+) -> None:
+    """Gives tensors the values that the first worker has of them."""
+    own = {_title(key, tensor): _encoded(key, tensor) for key, tensor in tensors.items()}
+    handed = client.parameter(name, tensors=own, **_HANDED_OVER)
+    handed.init(own, timeout_s=timeout_s)
+    found = handed.get_weights(timeout_s=timeout_s)
+    handed.close()
+    for key, tensor in tensors.items():
+        _decode(found[_title(key, tensor)], tensor)
+
+
+def _title(name: str, tensor: torch.Tensor) -> str:
+    """What a tensor that is handed over is called on the cluster.
+
+    Of a float32 tensor its name, under which an export has it. Others are there as their bytes, and
+    say what these are: workers whose tensors have other types or shapes are told so by name.
+    """
+    if tensor.dtype == torch.float32:
+        return name
+    return f"{name} ({_kind(tensor)}, as bytes)"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """Type and shape, such as "int64 2x3"."""
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
+
+
+def _encoded(name: str, tensor: torch.Tensor) -> Float32:
+    """A tensor's values as float32 without loss: as they are, or its bytes."""
+    check_readable(name, tensor)
+    if tensor.dtype == torch.float32:
+        return as_float32(name, tensor)
+    return words_of([tensor])
+
+
+def _decode(values: Float32, tensor: torch.Tensor) -> None:
+    """Puts into a tensor what `_encoded` made of another one of its type and shape."""
+    if tensor.dtype == torch.float32:
+        with torch.no_grad():
+            tensor.copy_(torch.from_numpy(values))
+    else:
+        put_back(values, [tensor])
+
+
+# Frozen tensors.
+
+
+def _agree_on_frozen(
+    client: Client,
+    name: str,
+    frozen: Mapping[str, torch.Tensor],
+    *,
+    broadcast: bool,
+    timeout_s: float | None,
+) -> None:
+    """Compares frozen tensors with the first worker's, or takes those.
+
+    The digests decide whose values count: the first worker's. With `broadcast`, a worker whose
+    tensors have these digests sends the bytes, and one whose tensors have others waits for them.
+
+    Raises:
+        SpecMismatchError: they differ.
+    """
+    titles = {key: f"{key} ({_kind(tensor)}, digest)" for key, tensor in frozen.items()}
+    own = dict(zip(titles.values(), _digests(frozen), strict=True))
+    agreed = client.parameter(f"{name}.frozen", tensors=own, **_HANDED_OVER)
+    agreed.init(own, timeout_s=timeout_s)
+    expected = agreed.get_weights(timeout_s=timeout_s)
+    agreed.close()
+
+    def others() -> list[str]:
+        now = dict(zip(titles.values(), _digests(frozen), strict=True))
+        return [
+            key for key, title in titles.items() if not np.array_equal(now[title], expected[title])
+        ]
+
+    differ = [
+        key for key, title in titles.items() if not np.array_equal(own[title], expected[title])
+    ]
+    if broadcast:
+        deadline_s = time.monotonic() + (client.timeout_s if timeout_s is None else timeout_s)
+        for number, piece in enumerate(_pieces(frozen)):
+            part = f"{name}.frozen.{number}"
+            if differ:
+                _fetch(client, part, piece, deadline_s)
+            else:
+                _send(client, part, piece, timeout_s)
+        differ = others() if differ else []
+    if differ:
+        more = f", and {len(differ) - 1} more tensors" if len(differ) > 1 else ""
+        raise SpecMismatchError(
+            f"frozen tensor {differ[0]!r}{more}: the first worker of {name!r} has other values of "
+            "it; frozen tensors stay on the workers, and all must have the same: load the same "
+            "weights before the ServerOptimizer is made, or pass broadcast_frozen=True on every "
+            "worker, and all get the first worker's",
+            parameter=name,
+        )
+
+
+def _digests(frozen: Mapping[str, torch.Tensor]) -> list[Float32]:
+    """Of each tensor, of its bytes: 8 numbers of 16 bits."""
+    for name, tensor in frozen.items():
+        check_readable(name, tensor)
+    thread_count = min(8, os.cpu_count() or 1)  # hashing lets go of the GIL
+    with ThreadPoolExecutor(thread_count, "shardwell-digest") as threads:
+        return list(threads.map(_digest, frozen.values()))
+
+
+def _digest(tensor: torch.Tensor) -> Float32:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    digest = hashlib.blake2b(flat.data, digest_size=_DIGEST_BYTES).digest()
+    words: Float32 = np.frombuffer(digest, "<u2").astype(np.float32)
+    return words
+
+
+def _pieces(frozen: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """As many tensors at a time as fit into a piece, one at least."""
+    piece: dict[str, torch.Tensor] = {}
+    count = 0
+    for name, tensor in frozen.items():
+        size = word_count([tensor])
+        if piece and count + size > _PIECE_WORD_COUNT:
+            yield piece
+            piece, count = {}, 0
+        piece[name] = tensor
+        count += size
+    if piece:
+        yield piece
+
+
+def _send(
+    client: Client, name: str, piece: Mapping[str, torch.Tensor], timeout_s: float | None
+) -> None:
+    """Puts the bytes of frozen tensors on the shards, if they are not there."""
+    words = words_of(list(piece.values()))
+    kept = client.parameter(name, size=words.size, **_HANDED_OVER)
+    kept.init(words, timeout_s=timeout_s)
+    kept.close()
+
+
+def _fetch(client: Client, name: str, piece: Mapping[str, torch.Tensor], deadline_s: float) -> None:
+    """Waits for the bytes of frozen tensors, and puts them into these."""
+    pause = threading.Event()
+    while True:
+        rest_s = max(deadline_s - time.monotonic(), _PAUSE_S)
+        try:
+            kept = client.parameter(name)
+            words = kept.get_weights(timeout_s=rest_s)
+            break
+        except (UnknownParameterError, NotInitializedError) as error:
+            if time.monotonic() > deadline_s:
+                raise NotInitializedError(
+                    f"frozen tensors, from {next(iter(piece))!r} on: no worker with the first "
+                    "worker's values has sent them; start one that has them, with "
+                    "broadcast_frozen=True",
+                    parameter=name,
+                ) from error
+            pause.wait(_PAUSE_S)
+    kept.close()
+    tensors = list(piece.values())
+    if words.size != word_count(tensors):
+        raise SpecMismatchError(
+            f"frozen tensors, from {next(iter(piece))!r} on, take {word_count(tensors)} numbers, "
+            f"and parameter {name!r} has {words.size}; give all workers the same model",
+            parameter=name,
+        )
+    put_back(words, tensors)

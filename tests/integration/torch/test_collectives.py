@@ -109,7 +109,8 @@ def test_the_state_of_one_rank_is_everyones_bit_for_bit(cluster) -> None:
 
     def work(rank: int) -> None:
         with shardwell.join_group("g", rank=rank, size=3, rendezvous=rendezvous) as group:
-            shardwell.torch.broadcast_state(models[rank], group, root=1)
+            wrapped = models[rank] if rank else torch.nn.DataParallel(models[rank])
+            shardwell.torch.broadcast_state(wrapped, group, root=1)
 
     together([lambda rank=rank: work(rank) for rank in range(3)])
     for model in models:

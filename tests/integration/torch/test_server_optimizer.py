@@ -581,8 +581,9 @@ def test_tensors_of_groups_that_are_frozen_are_left_alone(client) -> None:
 def test_what_is_not_trained_is_the_first_workers(cluster, connect) -> None:
     def normed(seed: int) -> Any:
         torch.manual_seed(seed)
-        frozen = torch.nn.Linear(20, 8).requires_grad_(False)
-        return torch.nn.Sequential(frozen, torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+        # What something else trains, and is in no group.
+        other = torch.nn.Linear(20, 8)
+        return torch.nn.Sequential(other, torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
 
     running = cluster(2)
     models = [normed(1), normed(2)]
@@ -590,10 +591,13 @@ def test_what_is_not_trained_is_the_first_workers(cluster, connect) -> None:
         model.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
     models[0](torch.randn(64, 20))
     start = copy.deepcopy(models[0].state_dict())
-    optimizers = [
-        server(model, connect(running, f"w{rank}"), worker_count=2)
-        for rank, model in enumerate(models)
-    ]
+
+    def started(model: Any, worker_id: str) -> Any:
+        own = [*model[1].parameters(), *model[2].parameters()]
+        client = connect(running, worker_id)
+        return server(model, client, worker_count=2, param_groups=own)
+
+    optimizers = [started(model, f"w{rank}") for rank, model in enumerate(models)]
     for name, tensor in models[1].state_dict().items():
         assert torch.equal(tensor, start[name]), name
     for rank, model in enumerate(models):
@@ -604,11 +608,12 @@ def test_what_is_not_trained_is_the_first_workers(cluster, connect) -> None:
     optimizers[0].close()
     again = normed(3)
     again.register_buffer("mask", torch.zeros(2))
-    server(again, connect(running, "w2"), worker_count=2)
+    started(again, "w2")
     models.append(again)  # which has what was averaged last
     for model in models:
         torch.testing.assert_close(model[1].running_mean, (own[0] + own[1]) / 2)
-        assert int(model[1].num_batches_tracked) == sum(counts) // 2
+    assert [int(model[1].num_batches_tracked) for model in models] == [*counts, 1]
+    for model in models:
         assert torch.equal(model[0].weight, start["0.weight"])
 
 
