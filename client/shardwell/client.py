@@ -27,6 +27,7 @@ from shardwell.process.allocator import tune_malloc
 from shardwell.process.closeable import Closing
 from shardwell.process.environment import variable
 from shardwell.process.html_table import html_table
+from shardwell.process.connected import Connected
 from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import CallScope
@@ -131,7 +132,7 @@ def connect(
     )
 
 
-class Client(Closing):
+class Client(Connected, Closing):
     """Made by `connect`. A context manager; any thread may use it."""
 
     def __init__(

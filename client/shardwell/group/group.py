@@ -24,6 +24,7 @@ from shardwell.numerics.arguments import check_duration, check_timeout
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import ReductionName
 from shardwell.placement.slices import slice_of
+from shardwell.process.connected import Connected
 from shardwell.rpc.calls import CallThreads, cancelled_by
 from shardwell.rpc.tls import Tls
 from shardwell.traffic import Traffic
@@ -45,7 +46,7 @@ def _close_at_exit(of: weakref.ReferenceType[Group]) -> None:
         group.close()
 
 
-class Group:
+class Group(Connected):
     """Made by `join_group`. A context manager; any thread may call it.
 
     All ranks make the same calls in the same order. Each call first agrees on what is called, which
@@ -59,6 +60,8 @@ class Group:
     Every rank ends with the same bits, whatever the codec, and a run that is repeated has them
     again.
     """
+
+    _elsewhere = "call shardwell.join_group in the other process, which is a rank of its own"
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from shardwell.jax.tree_shape import TreeShape
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays, TensorViews
+from shardwell.process.connected import Connected
 from shardwell.specs.layout import TensorGroup
 from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
@@ -37,7 +38,7 @@ class _Gradient(NamedTuple):
         return self[2:] == other[2:] and np.array_equal(*bits)
 
 
-class TreeParameter:
+class TreeParameter(Connected):
     """Weights on the shards, as a pytree: gradients out, weights in, inside `jit` and outside.
 
     Each leaf is a tensor of one parameter, named by its path, as "dense/kernel". The shards have
@@ -69,6 +70,8 @@ class TreeParameter:
         SpecMismatchError: the cluster has another tree under that name; names the tensor.
         ShardwellError: as `Client.parameter` and `Parameter.init`.
     """
+
+    _elsewhere = "connect in the other process, and make a TreeParameter there"
 
     def __init__(
         self,

@@ -40,6 +40,7 @@ from shardwell.parameter.pieces import Pieces
 from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.html_table import html_table
+from shardwell.process.connected import Connected
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
@@ -58,13 +59,15 @@ _REPORT_ERROR_COUNT = 10
 _LOG = logging.getLogger("shardwell")
 
 
-class Parameter(Generic[ValuesT]):
+class Parameter(Connected, Generic[ValuesT]):
     """Made by `Client.parameter`.
 
     "Values", below, are one (size,) array; or, opened with `tensors`, a dict of arrays by name,
     each of its shape. What is passed is read and written where it lies; tensors do so a little
     faster one behind the other in one buffer, as those are that were returned.
     """
+
+    _elsewhere = "connect in the other process, and open the parameter there by its name"
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.process.closeable import Closing
+from shardwell.process.connected import Connected
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
@@ -37,8 +38,10 @@ from shardwell.table.view import TableView
 from shardwell.traffic import Traffic
 
 
-class Table(Closing):
+class Table(Connected, Closing):
     """Made by `Client.table`. A context manager; leaving it closes the table in this worker."""
+
+    _elsewhere = "connect in the other process, and open the table there by its name"
 
     def __init__(
         self,

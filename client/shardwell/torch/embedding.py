@@ -11,12 +11,14 @@ after all steps that this worker has pushed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -25,9 +27,12 @@ from shardwell.errors import ArgumentError, LimitError, NonFiniteError, Shardwel
 from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids, RowPlacement
+from shardwell.process.connected import Connected
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
 from shardwell.table.batch import RowBatch, as_ids
 from shardwell.table.table import Table
+
+_LOG = logging.getLogger("shardwell")
 
 BagModeName = Literal["sum", "mean", "max"]
 
@@ -114,14 +119,22 @@ _passes = _Passes()
 nothing more there, so that all layers' ends must be one."""
 
 
-class TableModule(torch.nn.Module):
+class TableModule(Connected, torch.nn.Module):
     """What looks rows up in a table and pushes their gradients.
 
     Args:
         table: Made by `Client.table`. It stays the caller's to close.
         padding_idx: Ids that stand for nothing: their rows are zeros and have no gradient. Need not
             be an id of the table.
+
+    A copy, as of `copy.deepcopy` or `AveragedModel`, looks up rows of the same table, and is read
+    only: a gradient that comes to it is an error. Pickling is refused.
     """
+
+    _elsewhere = (
+        "keep model.state_dict() instead, and make the layer in the other process, over the table "
+        "that a client opens there"
+    )
 
     def __init__(self, table: Table, *, padding_idx: int | None) -> None:
         super().__init__()
@@ -138,6 +151,12 @@ class TableModule(torch.nn.Module):
         """Weight of this worker's next push in the mean, such as the number of samples."""
         self.timeout_s: float | None = None
         """Of each pass's call, which may be set; None: the client's."""
+        self.is_read_only = False
+        """Whether it is a copy of another layer, which alone trains the rows."""
+        self._start()
+
+    def _start(self) -> None:
+        """Nothing was looked up yet, and nothing waits to be pushed."""
         self._is_paused = False
         self._is_looked_up = False
         self._lock = threading.RLock()
@@ -146,10 +165,32 @@ class TableModule(torch.nn.Module):
         self._queued: deque[_Push] = deque()
         self._next_ids: Ids | None = None
 
+    def __copy__(self) -> Self:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A layer over the same table, which only reads: one step has one push."""
+        made = type(self).__new__(type(self))
+        torch.nn.Module.__init__(made)
+        shared: dict[str, Any] = {"table": self.table, "_lock": None, "_gathered": [], "_queued": deque()}
+        for attribute, value in vars(self).items():
+            made.__dict__[attribute] = (
+                shared[attribute] if attribute in shared else copy.deepcopy(value, memo)
+            )
+        made.is_read_only = True
+        made._start()
+        _LOG.info(
+            "a copy of %s(%r) reads the same table, and does not train it",
+            type(self).__name__,
+            self.table,
+        )
+        return made
+
     def extra_repr(self) -> str:
         """See torch."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.table!r}{padding}"
+        read_only = ", read only: a copy" if self.is_read_only else ""
+        return f"{self.table!r}{padding}{read_only}"
 
     def prefetch(self, ids: Any) -> None:
         """Fetches rows in the background, for the next forward pass of the same ids.
@@ -174,9 +215,11 @@ class TableModule(torch.nn.Module):
         step in which this worker has looked up nothing, but others wait for it.
 
         Raises:
+            ArgumentError: it is a copy of another layer, which is the one that pushes.
             ShardwellError: as `Table.put_row_gradients`. The step is still open: the next call, or
                 the next pass, sends the same again, which counts once.
         """
+        self._check_trains()
         with self._lock:
             if self._gathered or not self._queued:
                 self._queue()
@@ -219,7 +262,7 @@ class TableModule(torch.nn.Module):
             leaf.requires_grad_()
             is_nested = torch._C._current_graph_task_id() != -1
             leaf.register_hook(functools.partial(self._bring, distinct, is_nested))
-            self._is_looked_up = True
+            self._is_looked_up = not self.is_read_only
         where = torch.from_numpy(places).to(device)
         return _Lookup(leaf, where, distinct.size if is_padded else None)
 
@@ -244,8 +287,22 @@ class TableModule(torch.nn.Module):
 
     # Gradients out.
 
+    def _check_trains(self) -> None:
+        """Refuses to push for a copy.
+
+        Raises:
+            ArgumentError: it is one.
+        """
+        if self.is_read_only:
+            raise ArgumentError(
+                f"this layer is a copy of one over table {self.table.name!r}, and only reads its "
+                "rows; run it under torch.no_grad(), train the layer that it was copied from, or "
+                f"make another: shardwell.torch.{type(self).__name__}(table)"
+            )
+
     def _bring(self, ids: Ids, is_nested: bool, gradient: torch.Tensor) -> None:
         """Called by backward for each lookup."""
+        self._check_trains()
         if is_nested:  # of the pass inside it, which would be a step of its own
             raise ArgumentError(
                 f"rows of table {self.table.name!r} are looked up inside a reentrant checkpoint; "

@@ -33,6 +33,7 @@ from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.placement.dealing import dealt
+from shardwell.process.connected import Connected
 from shardwell.specs.layout import TensorLayout
 from shardwell.specs.optimizers import Average, Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
@@ -50,7 +51,7 @@ from shardwell.torch.threads import watch_threads
 from shardwell.torch.untrained import Untrained
 
 
-class ServerOptimizer(torch.optim.Optimizer):
+class ServerOptimizer(Connected, torch.optim.Optimizer):
     """Trains a model on a cluster: gradients are averaged over all workers and applied there.
 
     It is a `torch.optim.Optimizer`: `step`, `zero_grad`, `param_groups`; torch's LR schedulers
@@ -91,6 +92,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         ArgumentError: a tensor, a group or an option can't be; names it.
         ShardwellError: as `Client.parameter`.
     """
+
+    _elsewhere = (
+        "keep optimizer.state_dict() instead, and make a ServerOptimizer in the other process, "
+        "with a client that is connected there"
+    )
 
     def __init__(
         self,

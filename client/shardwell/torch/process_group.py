@@ -348,8 +348,10 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """See `torch.distributed.all_to_all`. Each rank gets all that any rank sends."""
-        told = self._gathered(torch.tensor([tensor.numel() for tensor in tensors]))
-        everything = [torch.empty(int(each.sum()), dtype=tensors[0].dtype) for each in told]
+        counts = [tensor.numel() for tensor in tensors]
+        told = self._gathered(torch.tensor(counts, device="cpu"))
+        dtype = tensors[0].dtype
+        everything = [torch.empty(int(each.sum()), dtype=dtype, device="cpu") for each in told]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._gather([[each] for each in everything], [flat])
         for source, (output, each) in enumerate(zip(outputs, everything, strict=True)):
@@ -403,7 +405,8 @@ class ShardwellProcessGroup(dist.ProcessGroup):
 
     def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, bit for bit; all have the same shape."""
-        found = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.size())]
+        like = {"dtype": tensor.dtype, "device": "cpu"}
+        found = [torch.empty(tensor.shape, **like) for _ in range(self.size())]
         self._gather([[each] for each in found], [tensor])
         return found
 
@@ -432,12 +435,13 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         if op != dist.ReduceOp.SUM:
             raise ArgumentError(f"sparse tensors are reduced by SUM alone; got {op}")
         own = tensor.detach().cpu().coalesce()
-        counts = [int(each) for each in self._gathered(torch.tensor([own.values().shape[0]]))]
+        count = torch.tensor([own.values().shape[0]], device="cpu")
+        counts = [int(each) for each in self._gathered(count)]
         indices = [own.indices().new_empty(own.sparse_dim(), count) for count in counts]
         values = [own.values().new_empty(count, *own.values().shape[1:]) for count in counts]
         self._gather(list(zip(indices, values, strict=True)), [own.indices(), own.values()])
         parts = torch.cat(indices, 1), torch.cat(values)
-        total = torch.sparse_coo_tensor(*parts, own.shape, check_invariants=True)
+        total = torch.sparse_coo_tensor(*parts, own.shape, check_invariants=True, device="cpu")
         with torch.no_grad():
             tensor.copy_(total.coalesce())
 

@@ -199,6 +199,18 @@ def sparse(group):  # ranks have different rows, and rank 0 one of them twice
     return [tensor.to_dense()]
 same("sparse", sparse)
 
+given, exchanged = values(size * 2), torch.zeros(size * 2)
+places = [torch.zeros(size * 2) for _ in range(size)]
+rows, number = torch.sparse_coo_tensor([[rank, 3]], torch.ones(2), (8,)), torch.tensor(1)
+with torch.device("meta"):  # where a tensor of ours that names no device has no values
+    dist.all_to_all_single(exchanged, given)
+    dist.all_gather(places, given)
+    dist.all_reduce(rows)
+    dist.all_reduce(number)
+assert torch.equal(places[rank], given)
+assert torch.equal(exchanged, torch.cat([each[2 * rank : 2 * rank + 2] for each in places]))
+assert rows.to_dense()[3] >= size and int(number) == size
+
 for _ in range(5):  # nobody leaves before the others have come
     some = dist.new_group([0, 2], backend="shardwell")
     if rank != 1:

@@ -661,3 +661,45 @@ def test_its_state_is_torchs_and_the_weights_load_without_us(client, tmp_path: P
     fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
     for mine, its in zip(fresh.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("as_default", [True, False])
+def test_a_program_has_another_default_device(cluster, connect, as_default: bool) -> None:
+    """Tensors of ours that named no device would be on "meta", and have no values."""
+    running = cluster(2, chunk_size_bytes=256)
+    client = connect(running, "w0")
+    table = client.table("users", row_count=10, dim=20, optimizer=shardwell.SGD(0.5))
+    layers = [torch.nn.Linear(20, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)]
+    model = torch.nn.Sequential(shardwell.torch.Embedding(table), *layers)
+    model[3].bias.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    ids, ones = torch.tensor([1, 2, 3]), torch.ones(3, 3)
+    bags = shardwell.torch.EmbeddingBag(table)
+
+    def work() -> None:
+        optimizer = server(model, client)
+        for _ in range(2):
+            (model(ids) * ones).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.average_buffers()
+        bags(ids[None]).sum().backward()
+        other = shardwell.torch.ServerOptimizer(
+            copy.deepcopy(model[1:]), client, SGD, name="other", overlap=False, mode="async"
+        )
+        other.step()
+        options = {"rendezvous": running.target, "codec": "fp32"}
+        with shardwell.join_group("g", rank=0, size=1, **options) as group:
+            shardwell.torch.broadcast_state(model, group)
+
+    if as_default:
+        torch.set_default_device("meta")
+        try:
+            work()
+        finally:
+            torch.set_default_device(None)
+    else:
+        with torch.device("meta"):
+            work()
+    assert all(tensor.device.type == "cpu" for tensor in model.state_dict().values())
+    assert not torch.equal(model[1].weight, before["1.weight"])

@@ -1,0 +1,30 @@
+"""What has connections and threads of its process, and so can be neither copied nor pickled."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from typing_extensions import override
+
+from shardwell.errors import ArgumentError
+
+
+class Connected:
+    """Refuses to be copied or pickled, with what to do in the other process."""
+
+    _elsewhere = "call shardwell.connect in the other process"
+    """What to do instead."""
+
+    @override
+    def __reduce__(self) -> NoReturn:
+        raise self._not_copied()
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise self._not_copied()
+
+    def _not_copied(self) -> ArgumentError:
+        return ArgumentError(
+            f"{type(self).__name__} can't be copied or pickled: its connections are those of this "
+            f"process; {self._elsewhere}"
+        )
