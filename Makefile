@@ -23,7 +23,7 @@ PYKEEN := pykeen==1.11.1
 TORCH := torch==2.13.0+cpu
 TORCH_TESTS := tests/unit/numerics/test_update_rules_torch.py tests/unit/numerics/test_arguments.py \
   tests/integration/torch tests/integration/docs
-JAX := jax==0.10.2 optax==0.2.8 keras==3.15.1
+JAX := jax==0.10.2 optax==0.2.8 keras==3.15.1 flax==0.12.8
 # With what its Trainer needs; the example needs PyTorch, too.
 RAY := ray[train]==2.60.0
 RAY_TESTS := tests/integration/ray
@@ -43,7 +43,7 @@ help:
 	@echo "make test    the tests (6 minutes on two cores)"
 	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
 	@echo "make test-torch    those of shardwell.torch, with PyTorch's CPU build"
-	@echo "make test-jax    those of shardwell.jax, with JAX's CPU build, optax and Keras"
+	@echo "make test-jax    those of shardwell.jax, with JAX's CPU build, optax, Keras and flax"
 	@echo "make test-ray    those of shardwell.ray, on two nodes of real Ray, one of which is killed (3 minutes)"
 	@echo "make test-helm    those of the chart, rendered by Helm, held against Kubernetes' schemas and run by Docker"
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"

@@ -57,7 +57,9 @@ class TreeParameter(Connected):
         client: Made by `shardwell.connect`. It stays the caller's to close.
         name: Of the parameter on the cluster.
         weights: First weights, of which the first worker's count, and what the tree looks like:
-            floating point arrays. A worker that starts again goes on with the cluster's.
+            floating point arrays. A worker that starts again goes on with the cluster's. Of a flax
+            `nnx.State` the Params are trained and returned, as `nnx.grad` and `nnx.update` have
+            them; what else is in it stays the worker's own.
         optimizer: The update rule on the shards, such as `shardwell.AdamW(3e-4)`.
         worker_count: Workers that make a step.
         groups: Tensors that are updated in their own way, such as `TensorGroup("*/bias", ...)`.

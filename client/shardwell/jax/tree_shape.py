@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class TreeShape:
     """What a tree looks like: its structure, and the name, shape and dtype of each leaf.
 
     Names are the leaves' paths, as "dense/kernel" or "layers/0/bias"; the order is JAX's, which
-    sorts the keys of dicts.
+    sorts the keys of dicts. Of a flax `nnx.State` they are those of `nnx.to_pure_dict`, and its
+    Params are the tree: statistics and random keys stay the worker's own.
 
     Args:
         what: What the tree is, for messages.
@@ -46,13 +48,15 @@ class TreeShape:
     """
 
     def __init__(self, what: str, tree: Any) -> None:
+        tree = _trained(tree)
+        is_variable = _variables(tree)
         found, structure = jax.tree_util.tree_flatten_with_path(tree)
         self._structure: Any = structure
         self._leaves = [
             _Leaf(
                 jax.tree_util.keystr(path),
-                _name(path),
-                _float_type(f"{what}: leaf {_name(path)!r}", leaf),
+                name := _name(path[:-1] if path[:-1] in is_variable else path),
+                _float_type(f"{what}: leaf {name!r}", leaf),
                 tuple(jnp.shape(leaf)),
             )
             for path, leaf in found
@@ -76,6 +80,7 @@ class TreeShape:
         Raises:
             ArgumentError: it has not, or a leaf has no floating point numbers; names the leaf.
         """
+        tree = _trained(tree)
         leaves, structure = jax.tree_util.tree_flatten(tree)
         if structure != self._structure:
             raise self._other_structure(what, tree)
@@ -121,7 +126,11 @@ class TreeShape:
         return jax.tree_util.tree_unflatten(self._structure, leaves)
 
     def _other_structure(self, what: str, tree: Any) -> ArgumentError:
-        found = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        is_variable = _variables(tree)
+        found = [
+            _name(path[:-1] if path[:-1] in is_variable else path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        ]
         expected = [leaf.name for leaf in self._leaves]
         for name in expected:
             if name not in found:
@@ -138,6 +147,23 @@ class TreeShape:
             f"{what} has the leaves of the weights in other containers: expected "
             f"{self._structure!s:.400}; got {jax.tree_util.tree_structure(tree)!s:.400}"
         )
+
+
+def _trained(tree: Any) -> Any:
+    """What of a tree is trained: of a flax `nnx.State` the Params, else all of it."""
+    nnx = sys.modules.get("flax.nnx")  # a tree of its types comes from who has imported it
+    return nnx.filter_state(tree, nnx.Param) if nnx and isinstance(tree, nnx.State) else tree
+
+
+def _variables(tree: Any) -> set[tuple[Any, ...]]:
+    """The paths of flax's variables in a tree, whose one leaf is their value."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return set()
+    found = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda each: isinstance(each, nnx.Variable)
+    )
+    return {path for path, leaf in found if isinstance(leaf, nnx.Variable)}
 
 
 def _name(path: Sequence[Any]) -> str:
@@ -168,6 +194,7 @@ def _float_type(what: str, leaf: Any) -> Any:
         ) from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ArgumentError(
-            f"{what} is {dtype}; only floating point numbers are trained; take it out of the tree"
+            f"{what} is {dtype}; only floating point numbers are trained; take it out of the tree "
+            "(of a flax model, pass nnx.state(model, nnx.Param))"
         )
     return dtype

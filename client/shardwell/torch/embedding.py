@@ -172,7 +172,12 @@ class TableModule(Connected, torch.nn.Module):
         """A layer over the same table, which only reads: one step has one push."""
         made = type(self).__new__(type(self))
         torch.nn.Module.__init__(made)
-        shared: dict[str, Any] = {"table": self.table, "_lock": None, "_gathered": [], "_queued": deque()}
+        shared: dict[str, Any] = {
+            "table": self.table,
+            "_lock": None,
+            "_gathered": [],
+            "_queued": deque(),
+        }
         for attribute, value in vars(self).items():
             made.__dict__[attribute] = (
                 shared[attribute] if attribute in shared else copy.deepcopy(value, memo)
