@@ -66,6 +66,7 @@ from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
 from shardwell.rpc.tls import Tls
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
 from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions, TensorSpec
+from shardwell.specs.learning_rate import GroupedRate
 from shardwell.specs.optimizers import (
     FTRL,
     SGD,
@@ -145,6 +146,7 @@ __all__ = [
     "Group",
     "GroupMismatchError",
     "GroupSync",
+    "GroupedRate",
     "InitSupersededError",
     "Initializer",
     "InternalError",

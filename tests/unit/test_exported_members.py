@@ -32,6 +32,7 @@ PROMISED = {
     "DataParallelTrainer",
     "GradientSync",
     "GroupSync",
+    "GroupedRate",
     "LocalSync",
     "ServerSync",
     "StepResult",

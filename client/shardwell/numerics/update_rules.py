@@ -26,6 +26,7 @@ from shardwell.numerics.elementwise import (
 )
 from shardwell.specs import optimizers
 from shardwell.specs.layout import TensorLayout
+from shardwell.specs.learning_rate import factors_of
 
 Slots: TypeAlias = tuple[Float32, ...]
 Step: TypeAlias = Callable[[int, float], Operations]
@@ -113,8 +114,8 @@ class TensorRules:
         self.decay_into_state = decay_into_state(optimizer)
         """How much of a weight is added to its gradient before optimizer state sees it, at most."""
         self._starts: list[int] = []
-        self._runs: list[tuple[UpdateRule | None, float]] = []
-        """The rule (None: nothing changes) and the rate's factor, from each start on."""
+        self._runs: list[tuple[UpdateRule | None, float, int]] = []
+        """The rule (None: nothing changes), the rate's factor and its group, from each start on."""
         rules: dict[float | None, UpdateRule] = {None: rule}
         for tensor in layout or ():
             options = tensor.options
@@ -124,12 +125,12 @@ class TensorRules:
                 rules[options.weight_decay] = UpdateRule(own)
                 self.decay_into_state = max(self.decay_into_state, decay_into_state(own))
             rule_of_run = None if options.frozen else rules[options.weight_decay]
-            run = (rule_of_run, options.learning_rate_factor)
+            run = (rule_of_run, options.learning_rate_factor, options.rate_group)
             if not self._runs or run != self._runs[-1]:
                 self._starts.append(tensor.offset)
                 self._runs.append(run)
         if not self._runs:
-            self._starts, self._runs = [0], [(rule, 1.0)]
+            self._starts, self._runs = [0], [(rule, 1.0, 0)]
 
     def operations(
         self, offset: int, size: int, *, update_count: int, learning_rate: float
@@ -138,25 +139,28 @@ class TensorRules:
 
         Yields the parts of it that are trained, each with its operations.
         """
-        for part, rule, factor in self._trained(offset, size):
+        by_group = (1.0, *factors_of(learning_rate))
+        for part, rule, factor, group in self._trained(offset, size):
             rate = learning_rate * factor
+            if len(by_group) > 1:
+                rate *= by_group[group]
             yield part, rule.operations(update_count=update_count, learning_rate=rate)
 
     def squared_norm(self, offset: int, gradient: Float32) -> float:
         """The sum of squares of a block of a gradient, as far as it is trained."""
         runs = self._trained(offset, gradient.size)
-        return math.fsum(squared_norm(gradient[run]) for run, _, _ in runs)
+        return math.fsum(squared_norm(gradient[run]) for run, *_ in runs)
 
-    def _trained(self, offset: int, size: int) -> Iterator[tuple[slice, UpdateRule, float]]:
-        """The runs of a block that are not frozen: where they are in it, rule, rate's factor."""
+    def _trained(self, offset: int, size: int) -> Iterator[tuple[slice, UpdateRule, float, int]]:
+        """The runs of a block that are not frozen: where in it, rule, rate's factor and group."""
         first, end = offset, offset + size
         number = bisect.bisect_right(self._starts, offset) - 1
         while offset < end:
             is_last = number + 1 == len(self._runs)
             stop = end if is_last else min(self._starts[number + 1], end)
-            rule, factor = self._runs[number]
+            rule, factor, group = self._runs[number]
             if rule is not None:
-                yield slice(offset - first, stop - first), rule, factor
+                yield slice(offset - first, stop - first), rule, factor, group
             offset, number = stop, number + 1
 
 

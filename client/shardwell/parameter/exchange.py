@@ -32,6 +32,7 @@ from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, ToldOf, went_on_elsewhere
 from shardwell.rpc.stream import ShardStream
 from shardwell.rpc.stream_pool import StreamPool
+from shardwell.specs.learning_rate import factors_of
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -447,6 +448,7 @@ class Transfer:
             counts_only=counts_only,
             learning_rate=work.learning_rate,
             after_refusal=work.after_refusal,
+            rate_factors=factors_of(work.learning_rate),
         )
         start = checksum.gradient(self._gradient_context, common)
         for index in range(first, last + 1):

@@ -259,8 +259,9 @@ class Parameter(Connected, Generic[ValuesT]):
             sample_count: Weight in the step's mean, 0 to 2^24: sum(n_i * g_i) / sum(n_i). Has no
                 effect in asynchronous mode.
             learning_rate: The optimizer's from this step on, for all workers: a schedule that costs
-                no call of its own. All workers give the same. Asynchronous mode: of this
-                gradient's update alone. Default: as it is.
+                no call of its own. All workers give the same; a `GroupedRate`, where groups of
+                tensors have rates that change apart. Asynchronous mode: of this gradient's update
+                alone. Default: as it is.
             timeout_s: See `Client`.
 
         Returns:
@@ -664,8 +665,7 @@ class Parameter(Connected, Generic[ValuesT]):
         values = self._values.pieces(f"gradient of {self.name!r}", gradient, in_place=not is_whole)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         if learning_rate is not None:
-            check_learning_rate("learning_rate", learning_rate)
-            self.spec.check_has_rate()
+            self.spec.check_rate(learning_rate)
         return self._contribution(values, count, learning_rate, attempts, is_whole=is_whole)
 
     def _contribution(

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_number, check_whole_number
+from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX
 from shardwell.specs.names import neighbour
 from shardwell.v1 import types_pb2
 
@@ -43,6 +44,8 @@ class TensorOptions:
     """In place of the optimizer's; None: that."""
     frozen: bool = False
     """Gradients change neither the tensor nor its optimizer state."""
+    rate_group: int = 0
+    """Which factor of a `GroupedRate` its learning rate has, too, from 1; 0: none."""
 
     def __post_init__(self) -> None:
         check_number("learning_rate_factor", self.learning_rate_factor)
@@ -50,6 +53,7 @@ class TensorOptions:
             check_number("weight_decay", self.weight_decay)
         if not isinstance(self.frozen, bool):
             raise ArgumentError(f"frozen must be a bool; got {brief(self.frozen)}")
+        check_whole_number("rate_group", self.rate_group, 0, RATE_GROUP_COUNT_MAX)
 
     def to_proto(self) -> types_pb2.TensorOptions:
         """The wire's form."""
@@ -57,6 +61,7 @@ class TensorOptions:
             learning_rate_factor=self.learning_rate_factor,
             weight_decay=self.weight_decay,
             frozen=self.frozen,
+            rate_group=self.rate_group,
         )
 
     @staticmethod
@@ -70,6 +75,7 @@ class TensorOptions:
             learning_rate_factor=message.learning_rate_factor,
             weight_decay=message.weight_decay if message.HasField("weight_decay") else None,
             frozen=message.frozen,
+            rate_group=message.rate_group,
         )
 
 
@@ -85,6 +91,8 @@ class TensorGroup:
         learning_rate_factor: Their learning rate is the parameter's, times this.
         weight_decay: In place of the optimizer's; None: that.
         frozen: Whether they stay as they are.
+        rate_group: Which factor of a `GroupedRate`, given as `learning_rate` with a step, their
+            rate has, too, from 1; 0: none. So the ratio of groups' rates may change.
 
     Raises:
         ArgumentError: a value is out of its range.
@@ -97,6 +105,7 @@ class TensorGroup:
         learning_rate_factor: float = 1.0,
         weight_decay: float | None = None,
         frozen: bool = False,
+        rate_group: int = 0,
     ) -> None:
         patterns = [tensors] if isinstance(tensors, str) else tensors
         if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
@@ -106,7 +115,10 @@ class TensorGroup:
         self.patterns = tuple(patterns)
         """Names or patterns."""
         self.options = TensorOptions(
-            learning_rate_factor=learning_rate_factor, weight_decay=weight_decay, frozen=frozen
+            learning_rate_factor=learning_rate_factor,
+            weight_decay=weight_decay,
+            frozen=frozen,
+            rate_group=rate_group,
         )
         """How they are updated."""
 
@@ -236,6 +248,11 @@ class TensorLayout:
     def size(self) -> int:
         """Elements of all tensors."""
         return self.tensors[-1].stop
+
+    @cached_property
+    def rate_group_count(self) -> int:
+        """Factors that a `GroupedRate` of the parameter has."""
+        return max(tensor.options.rate_group for tensor in self)
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorSpec]:

@@ -14,8 +14,9 @@ from typing_extensions import override
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_whole_number, name_of
 from shardwell.specs.layout import SIZE_MAX, TensorLayout
+from shardwell.specs.learning_rate import factors_of
 from shardwell.specs.names import check_name
-from shardwell.specs.optimizers import OF_TABLES, Average, Optimizer
+from shardwell.specs.optimizers import OF_TABLES, Average, Optimizer, check_learning_rate
 from shardwell.v1 import types_pb2
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
@@ -206,6 +207,26 @@ class ParameterSpec(TrainingSpec):
                 f"parameter {self.name!r}: {self.optimizer!r} has no learning rate",
                 parameter=self.name,
             )
+
+    def check_rate(self, learning_rate: float) -> float:
+        """Returns a learning rate if the parameter's updates can have it.
+
+        Raises:
+            ArgumentError: the optimizer has none, it is out of its range, or it has factors for
+                other groups than the parameter has.
+        """
+        self.check_has_rate()
+        check_learning_rate("learning_rate", learning_rate)
+        factors, count = factors_of(learning_rate), 0
+        if factors:
+            count = 0 if self.layout is None else self.layout.rate_group_count
+        if len(factors) != count:
+            raise ArgumentError(
+                f"parameter {self.name!r}: learning_rate has factors for {len(factors)} groups, "
+                f"and the parameter has {count}; give each group's, in the order of rate_group",
+                parameter=self.name,
+            )
+        return learning_rate
 
     def element(self, index: int) -> str:
         """An element for messages: with the tensor that it is in, if there are tensors."""

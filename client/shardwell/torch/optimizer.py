@@ -74,8 +74,9 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             the first worker, and are each worker's own then: see `average_buffers`.
         client: Made by `shardwell.connect`. It stays the caller's to close.
         optimizer: The update rule on the shards, such as `shardwell.AdamW(3e-4)`.
-        param_groups: As torch has them: dicts with "params", and "lr" or "weight_decay" of their
-            own. Default: one group of all.
+        param_groups: As torch has them: tensors, pairs of name and tensor, or dicts with "params",
+            and "lr" or "weight_decay" of their own; keys that no optimizer of torch has, such as
+            "name" or "lr_scale", stay the caller's. Default: one group of all.
         worker_count: Workers that make a step.
         name: Of the parameter on the cluster.
         codec: How gradients and weights travel; see `Client.parameter`.
@@ -104,7 +105,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         client: Client,
         optimizer: Optimizer,
         *,
-        param_groups: Iterable[Mapping[str, Any]] | None = None,
+        param_groups: Iterable[Any] | None = None,
         worker_count: int = 1,
         name: str = "model",
         codec: CodecName = "fp16",
@@ -128,7 +129,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._names = PlainNames(model)
         named = self._names.of(model.named_parameters())
         names = {id(tensor): name for name, tensor in named.items()}
-        groups = groups_of(model, param_groups)
+        groups = groups_of(model, param_groups, optimizer)
         super().__init__(groups, {"lr": rate_of(optimizer), **torch_options(optimizer)})
         self._rates = GroupRates(optimizer, self.param_groups)
         self._tensors: dict[str, torch.nn.Parameter] = {}

@@ -10,77 +10,122 @@ import torch
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.layout import TensorGroup, TensorOptions
-from shardwell.specs.optimizers import Adam, AdamW, Optimizer
+from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX, GroupedRate
+from shardwell.specs.optimizers import Adam, AdamW, Optimizer, check_learning_rate
 
 _RATE_TOLERANCE = 1e-6
 """By which rates of groups may differ from their ratios; schedulers round."""
+_OPTIONS = (
+    *("weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "alpha", "centered"),
+    *("amsgrad", "maximize", "lr_decay", "initial_accumulator_value", "decoupled_weight_decay"),
+)
+"""Options of torch's optimizers that the shards would have to know of. All other keys of a group
+are the user's, or say how something is computed."""
 
 
 class GroupRates:
-    """What the shards know of an optimizer's groups: their ratios, and options that stay.
+    """What the shards know of an optimizer's groups: rates, and options that stay.
 
     Args:
         optimizer: The update rule, whose rate the ratios are to.
         param_groups: As torch has them.
-
-    Raises:
-        ArgumentError: a group has a rate, and the optimizer none.
     """
 
     def __init__(self, optimizer: Optimizer, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        found = [_options_of(optimizer, group) for group in param_groups]
-        self._factors = [factor for factor, _ in found]
+        self._factors = [_factor_of(optimizer, group) for group in param_groups]
+        """What each group's rate is of the parameter's, as long as no schedule changes that."""
         self._options = [_fixed_options(group) for group in param_groups]
-        self.tensor_options = [options for _, options in found]
+        self._numbers = list(range(1, len(param_groups) + 1))
+        if len(param_groups) == 1 or len(param_groups) > RATE_GROUP_COUNT_MAX:
+            self._numbers = [0] * len(param_groups)
+        self.tensor_options = [
+            TensorOptions(
+                learning_rate_factor=factor,
+                weight_decay=_decay_of(optimizer, group),
+                rate_group=number,
+            )
+            for group, factor, number in zip(
+                param_groups, self._factors, self._numbers, strict=True
+            )
+        ]
         """How each group's tensors differ from the rest."""
 
     def tensor_groups(self, names: Sequence[Sequence[str]]) -> list[TensorGroup]:
-        """The same as a parameter takes it; `names` are those of each group's tensors."""
+        """The same as a parameter takes it; `names` are those of each group's tensors.
+
+        Groups without a tensor have no number.
+        """
+        used = [number for number, own in zip(self._numbers, names, strict=True) if own and number]
+        self._numbers = [
+            used.index(number) + 1 if number in used else 0 for number in self._numbers
+        ]
         return [
-            TensorGroup(own, **dataclasses.asdict(options))
-            for own, options in zip(names, self.tensor_options, strict=True)
-            if options != TensorOptions()
+            TensorGroup(own, **{**dataclasses.asdict(options), "rate_group": number})
+            for own, options, number in zip(names, self.tensor_options, self._numbers, strict=True)
+            if own and dataclasses.replace(options, rate_group=number) != TensorOptions()
         ]
 
     def rate(self, param_groups: Sequence[Mapping[str, Any]]) -> float:
         """The parameter's learning rate as the groups have it now.
 
+        Returns:
+            One number where all groups have the ratios that they began with, else a GroupedRate.
+
         Raises:
-            ArgumentError: groups are not in their ratios any more, or have other options.
+            ArgumentError: a group has other options, or a rate that can't be; or there are too
+                many groups for rates that change apart.
         """
-        rate: float | None = None
-        for number, (group, factor) in enumerate(zip(param_groups, self._factors, strict=True)):
+        rate = 0.0
+        own_rates = []
+        for number, group in enumerate(param_groups):
             if _fixed_options(group) != self._options[number]:
                 raise ArgumentError(
                     f"param_groups[{number}] has {_fixed_options(group)}; the shards have "
                     f"{self._options[number]} since the start; only lr may change (a "
                     "OneCycleLR needs cycle_momentum=False)"
                 )
-            own = float(group["lr"])
-            if rate is None and factor:
-                rate = own / factor
-            expected = 0.0 if not factor else (rate or 0.0) * factor
-            if abs(own - expected) > _RATE_TOLERANCE * max(abs(own), abs(expected)):
-                raise ArgumentError(
-                    f"param_groups[{number}] has lr {own:g}, and {expected:g} is in its ratio to "
-                    "the first; a schedule must scale all groups alike"
-                )
-        return 0.0 if rate is None else rate
+            own = check_learning_rate(f"lr of param_groups[{number}]", float(group["lr"]))
+            own_rates.append(own)
+            rate = rate or own / self._factors[number]
+        apart = [
+            number
+            for number, (own, factor) in enumerate(zip(own_rates, self._factors, strict=True))
+            if abs(own - rate * factor) > _RATE_TOLERANCE * max(own, rate * factor)
+        ]
+        if not apart:
+            return rate
+        if not any(self._numbers):
+            raise ArgumentError(
+                f"param_groups[{apart[0]}] has lr {own_rates[apart[0]]:g}, and "
+                f"{rate * self._factors[apart[0]]:g} is in its ratio to the first; rates of more "
+                f"than {RATE_GROUP_COUNT_MAX} groups can't change apart: make fewer groups, or "
+                "give them a schedule that scales all alike"
+            )
+        factors = [1.0] * max(self._numbers)
+        for own, factor, number in zip(own_rates, self._factors, self._numbers, strict=True):
+            if number:
+                factors[number - 1] = own / (rate * factor)
+        return GroupedRate(rate, factors)
 
 
 def _fixed_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    free = ("params", "lr", "initial_lr", "max_lr", "min_lr", "param_names")
-    return {key: value for key, value in group.items() if key not in free}
+    return {key: group[key] for key in _OPTIONS if key in group}
 
 
 def groups_of(
-    model: torch.nn.Module, param_groups: Iterable[Mapping[str, Any]] | None
+    model: torch.nn.Module,
+    param_groups: Iterable[Any] | None,
+    optimizer: Optimizer,
 ) -> list[dict[str, Any]]:
-    """Torch's groups of a model."""
+    """Torch's groups of a model.
+
+    Raises:
+        ArgumentError: they are none, or a group has an option that the shards can't have.
+    """
     if param_groups is None:
         return [{"params": [tensor for tensor in model.parameters() if tensor.requires_grad]}]
     given = list(param_groups)
-    if given and all(isinstance(each, torch.Tensor) for each in given):  # as torch takes it, too
+    if given and all(isinstance(each, torch.Tensor | tuple) for each in given):  # as torch, too
         given = [{"params": given}]
     for each in given:
         if not isinstance(each, Mapping) or "params" not in each:
@@ -90,12 +135,20 @@ def groups_of(
             )
     groups = [dict(group) for group in given]
     for number, group in enumerate(groups):
-        unknown = sorted(set(group) - {"params", "lr", "weight_decay"})
-        if unknown:
-            raise ArgumentError(
-                f"param_groups[{number}] has {unknown[0]!r}, which is the same for all tensors of "
-                "a parameter; a group may have params, lr and weight_decay"
-            )
+        known = torch_options(optimizer)
+        for key in _OPTIONS:
+            if key == "weight_decay" or key not in group:
+                continue
+            value, expected = group[key], known.get(key, False)
+            if (tuple(value) if isinstance(value, list) else value) != expected:
+                has = repr(known[key]) if key in known else "none"
+                raise ArgumentError(
+                    f"param_groups[{number}] has {key!r} {value!r}, and "
+                    f"{type(optimizer).__name__} has {has} for all tensors; leave it out of the "
+                    "group, which may have lr, weight_decay and keys of your own"
+                )
+            if isinstance(value, list):
+                group[key] = tuple(value)
     return groups
 
 
@@ -118,14 +171,14 @@ def torch_options(optimizer: Optimizer) -> dict[str, Any]:
     return found
 
 
-def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[float, TensorOptions]:
-    """How a group's tensors differ from the rest: the rate's factor, and as a parameter has it."""
-    base, own = rate_of(optimizer), float(group["lr"])
-    if own != base and not base:
-        raise ArgumentError(f"a group has lr {own:g}, and the optimizer 0: there is no ratio")
-    factor = own / base if own != base else 1.0
+def _factor_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
+    """What a group's rate is of the optimizer's at the start; 1 where there is no ratio."""
+    base = rate_of(optimizer)
+    own = check_learning_rate("lr of a group", float(group["lr"]))
+    return own / base if own and base and own != base else 1.0
+
+
+def _decay_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float | None:
+    """A group's own weight decay; None: the optimizer's."""
     decay = float(group.get("weight_decay", 0.0))
-    differs = decay != getattr(optimizer, "weight_decay", 0.0)
-    return factor, TensorOptions(
-        learning_rate_factor=factor, weight_decay=decay if differs else None
-    )
+    return decay if decay != getattr(optimizer, "weight_decay", 0.0) else None

@@ -236,14 +236,16 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., options: _Optional[_Union[TensorOptions, _Mapping]] = ...) -> None: ...
 
 class TensorOptions(_message.Message):
-    __slots__ = ("learning_rate_factor", "weight_decay", "frozen")
+    __slots__ = ("learning_rate_factor", "weight_decay", "frozen", "rate_group")
     LEARNING_RATE_FACTOR_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
+    RATE_GROUP_FIELD_NUMBER: _ClassVar[int]
     learning_rate_factor: float
     weight_decay: float
     frozen: bool
-    def __init__(self, learning_rate_factor: _Optional[float] = ..., weight_decay: _Optional[float] = ..., frozen: bool = ...) -> None: ...
+    rate_group: int
+    def __init__(self, learning_rate_factor: _Optional[float] = ..., weight_decay: _Optional[float] = ..., frozen: bool = ..., rate_group: _Optional[int] = ...) -> None: ...
 
 class TensorLayout(_message.Message):
     __slots__ = ("tensors",)
@@ -350,7 +352,7 @@ class StreamOpen(_message.Message):
     def __init__(self, shard: _Optional[_Union[ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., crc32c: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class GradientChunk(_message.Message):
-    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "trace_parent", "counts_only", "after_refusal", "control_crc32c")
+    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "trace_parent", "counts_only", "after_refusal", "control_crc32c", "rate_factors")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -361,6 +363,7 @@ class GradientChunk(_message.Message):
     COUNTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     AFTER_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     CONTROL_CRC32C_FIELD_NUMBER: _ClassVar[int]
+    RATE_FACTORS_FIELD_NUMBER: _ClassVar[int]
     chunk: Chunk
     step: int
     sample_count: int
@@ -371,7 +374,8 @@ class GradientChunk(_message.Message):
     counts_only: bool
     after_refusal: bool
     control_crc32c: int
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ..., learning_rate: _Optional[float] = ..., trace_parent: _Optional[str] = ..., counts_only: bool = ..., after_refusal: bool = ..., control_crc32c: _Optional[int] = ...) -> None: ...
+    rate_factors: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ..., learning_rate: _Optional[float] = ..., trace_parent: _Optional[str] = ..., counts_only: bool = ..., after_refusal: bool = ..., control_crc32c: _Optional[int] = ..., rate_factors: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index", "rank", "missing_ranks", "table", "init_epoch", "free_in_ms")

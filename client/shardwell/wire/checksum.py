@@ -322,7 +322,9 @@ def gradient(context: int, header: types_pb2.GradientChunk) -> int:
         header.learning_rate,
         header.after_refusal,
     )
-    return int(crc32.iscsi(fields, context))
+    crc = int(crc32.iscsi(fields, context))
+    factors = header.rate_factors
+    return extended(crc, len(factors), *map(_bits, factors)) if factors else crc
 
 
 def gradient_control(header: types_pb2.GradientChunk) -> int:

@@ -10,6 +10,7 @@ on with it. Events, as JSON objects:
                                                  seat I, which was another's or W's, in a new tenure
     {"kind": "owner", "worker_id": W, "session": ...}       its seat's owner from now on
     {"kind": "learning_rate", "from_step": N, "learning_rate": R}
+                                                 and "factors": [F, ...], where there are groups
     {"kind": "incarnation", "incarnation": N}                what tells it from others of its name
 
 Those of parameters alone, and of tables, are in parameter/register.py and table/register.py.
@@ -22,12 +23,25 @@ from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 from shardwell.errors import LimitError, StepOrderError, StorageError
+from shardwell.specs.learning_rate import factors_of, rate_of
 from shardwell_server.config import Limits
 from shardwell_server.shard.learning_rates import LearningRates
 from shardwell_server.shard.members import Contributor, Seat, Seats, owner_event, owner_of
 from shardwell_server.store import Event, Storage
 
 SeatT = TypeVar("SeatT", bound=Seat)
+
+
+def _rate_event(from_step: int, learning_rate: float) -> Event:
+    """The rate from a step on, as it is logged."""
+    event: Event = {
+        "kind": "learning_rate",
+        "from_step": from_step,
+        "learning_rate": float(learning_rate),
+    }
+    if factors := factors_of(learning_rate):
+        event["factors"] = list(factors)
+    return event
 
 
 class MembershipLog(ABC, Generic[SeatT]):
@@ -136,9 +150,7 @@ class MembershipLog(ABC, Generic[SeatT]):
                 "many changes scheduled; wait until some have taken effect",
                 **self._where,
             )
-        self._storage.log(
-            {"kind": "learning_rate", "from_step": first, "learning_rate": learning_rate}
-        )
+        self._storage.log(_rate_event(first, learning_rate))
         self._rates.change(first, learning_rate)
         self._storage.compact(self._events())
 
@@ -150,10 +162,7 @@ class MembershipLog(ABC, Generic[SeatT]):
         if self.incarnation:
             events.append({"kind": "incarnation", "incarnation": self.incarnation})
         events += self._own_events()
-        events += [
-            {"kind": "learning_rate", "from_step": from_step, "learning_rate": rate}
-            for from_step, rate in self._rates.changes
-        ]
+        events += [_rate_event(from_step, rate) for from_step, rate in self._rates.changes]
         return events
 
     @abstractmethod
@@ -183,7 +192,8 @@ class MembershipLog(ABC, Generic[SeatT]):
                     case "incarnation":
                         self.incarnation = event["incarnation"]
                     case "learning_rate":
-                        self._rates.change(event["from_step"], event["learning_rate"])
+                        rate = rate_of(event["learning_rate"], event.get("factors", ()))
+                        self._rates.change(event["from_step"], rate)
                     case _:
                         self._restore_own(event)
             except (IndexError, KeyError, TypeError, StopIteration) as error:

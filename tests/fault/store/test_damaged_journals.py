@@ -18,6 +18,7 @@ from harness.stories.crash import OtherStart
 from harness.stories.images import image_of, in_memory, restore
 from harness.stories.killed import ParameterStory, StoredStory, TableStory
 from harness.stories.power import scrambled_at, with_synced
+from shardwell import GroupedRate
 from shardwell.errors import StorageError
 from shardwell_server.store.contract import JournalEntry
 from shardwell_server.store.journal import journal
@@ -109,7 +110,17 @@ def test_what_is_behind_a_damaged_end_decides_nothing(tmp_path: Path) -> None:
 
 def entry(number: int) -> JournalEntry:
     payload = np.full(40 + number * 37 % 900, number % 251, np.uint8)
-    return JournalEntry(number, 1, number + 1, 5, 3, 0, 0.5, payload)
+    rate = GroupedRate(0.5, [1.0, number]) if number % 2 else 0.5
+    return JournalEntry(number, 1, number + 1, 5, 3, 0, rate, payload)
+
+
+def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
+    write(tmp_path, 4, synced=4)
+    (segment,) = segments(tmp_path).values()
+    for number, (each, _) in enumerate(read_entries(segment, "m", SALT)):
+        expected = entry(number)
+        assert each[:-1] == expected[:-1]
+        np.testing.assert_array_equal(each.payload, expected.payload)
 
 
 def write(directory: Path, count: int, *, synced: int) -> list[int]:

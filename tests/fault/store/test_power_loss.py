@@ -7,10 +7,13 @@ goes on from that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ import shardwell
 from harness.polling import eventually
 from harness.stories.power import (
     OPTIMIZERS,
+    SIZE,
     Disk,
     Run,
     gradient,
@@ -68,6 +72,57 @@ def test_what_step_acknowledged_survives(
         for step in range(lost_after + 1, 10):
             np.testing.assert_array_equal(run.step(step), expected[step])
         run.close()
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS[1], CLIPPED], ids=["momentum", "clipped"])
+def test_rates_of_groups_survive(
+    tmp_path: Path, disk: Disk, optimizer: shardwell.Optimizer
+) -> None:
+    """Each step has other factors, and the journal counts all of them again."""
+    groups = [shardwell.TensorGroup(name, rate_group=i) for i, name in enumerate("ab", 1)]
+
+    def step(number: int, nets: list[Any], ranks: Sequence[int] = (0, 1)) -> None:
+        rate = shardwell.GroupedRate(0.5, [2.0**-number, float(number % 2)])
+        for rank in ranks:
+            values = gradient(number, rank)
+            parts = {"a": values[:300], "b": values[300:]}
+            nets[rank].put_gradient(parts, learning_rate=rate)
+
+    def opened(target: str, stack: contextlib.ExitStack) -> list[Any]:
+        nets = []
+        for rank in range(2):
+            client = stack.enter_context(shardwell.connect(target, worker_id=f"w{rank}"))
+            net = client.parameter(
+                "m",
+                tensors={"a": (300,), "b": (SIZE - 300,)},
+                groups=groups,
+                optimizer=optimizer,
+                worker_count=2,
+            )
+            net.init({"a": np.zeros(300), "b": np.zeros(SIZE - 300)})
+            nets.append(net)
+        return nets
+
+    def weights(nets: list[Any]) -> Any:
+        return np.concatenate(list(nets[0].get_weights(min_version=4).values()))
+
+    with served(tmp_path / "whole", "process") as target, contextlib.ExitStack() as stack:
+        nets = opened(target, stack)
+        for number in range(4):
+            step(number, nets)
+        expected = weights(nets)
+    with served(tmp_path / "first", "step") as target, contextlib.ExitStack() as stack:
+        nets = opened(target, stack)
+        for number in range(3):
+            step(number, nets)
+        nets[0].get_weights(min_version=3)  # the last step has closed
+        step(3, nets, [0])
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+    with served(tmp_path / "second", "step") as target, contextlib.ExitStack() as stack:
+        nets = opened(target, stack)
+        assert [net.next_step for net in nets] == [4, 3]
+        step(3, nets, [1])
+        np.testing.assert_array_equal(weights(nets), expected)
 
 
 def test_a_norm_that_outlived_its_gradients_is_forgotten(tmp_path: Path, disk: Disk) -> None:

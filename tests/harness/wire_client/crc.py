@@ -191,7 +191,7 @@ _HEADS = {
     "Rows": ("row_count", "scale_exponent", "lz4"),
 }
 _FIELDS = {
-    "GradientChunk": ("step", "sample_count", "learning_rate?", "after_refusal"),
+    "GradientChunk": ("step", "sample_count", "learning_rate?", "after_refusal", "rate_factors*"),
     "GetWeightsResponse": ("version",),
     "ExchangeResponse": ("version",),
     "InitWeightsRequest": ("array_index",),
@@ -217,8 +217,13 @@ def _fields(message: Any) -> list[Value]:
             message = getattr(message, outer)
     values: list[Value] = []
     for name in _FIELDS[type(message).__name__]:
-        is_optional = name.endswith("?")
-        values += optional(message, name[:-1]) if is_optional else [getattr(message, name)]
+        if name.endswith("*"):  # which none of them is nothing of
+            found = list(getattr(message, name[:-1]))
+            values += [len(found), *found] if found else []
+        elif name.endswith("?"):
+            values += optional(message, name[:-1])
+        else:
+            values.append(getattr(message, name))
     return values
 
 

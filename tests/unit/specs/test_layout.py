@@ -163,8 +163,8 @@ def test_the_first_group_that_fits_a_tensor_counts() -> None:
     assert TensorLayout.from_proto(grouped.to_proto()) == grouped
     assert grouped.difference(layout) == (
         "tensor 'a.bias' has TensorOptions(learning_rate_factor=1.0, weight_decay=0.0, "
-        "frozen=False); TensorOptions(learning_rate_factor=1.0, weight_decay=None, frozen=False) "
-        "was asked for"
+        "frozen=False, rate_group=0); TensorOptions(learning_rate_factor=1.0, weight_decay=None, "
+        "frozen=False, rate_group=0) was asked for"
     )
 
 

@@ -251,8 +251,8 @@ class Register(MembershipLog[Seat]):
                 whose = self._brought.get(step, (0.0, ""))[1]
                 raise StepOrderError(
                     f"step {step} of parameter {self._name!r} has learning rate "
-                    f"{self._rates.at(step)}{whose and f', which {whose!r} has brought'}; the "
-                    f"gradient of {contributor.worker_id!r} brings {learning_rate}; give all "
+                    f"{self._rates.at(step)!r}{whose and f', which {whose!r} has brought'}; the "
+                    f"gradient of {contributor.worker_id!r} brings {learning_rate!r}; give all "
                     "workers the same, or decide with set_learning_rate of the parameter",
                     parameter=self._name,
                 )

@@ -23,7 +23,8 @@ from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules
 from shardwell.placement.slices import Slice
 from shardwell.process.spans import Spans, now_ns
 from shardwell.rpc.session import Session
-from shardwell.specs.optimizers import Average, check_learning_rate
+from shardwell.specs.learning_rate import rate_of
+from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -474,9 +475,10 @@ class ParameterSlice:
             ArgumentError: it can't be one, or the optimizer has none.
         """
         if not gradient.HasField("learning_rate"):
+            if gradient.rate_factors:
+                raise ArgumentError("a gradient has rate_factors, and no learning_rate")
             return None
-        self.spec.check_has_rate()
-        return check_learning_rate("learning_rate", gradient.learning_rate)
+        return self.spec.check_rate(rate_of(gradient.learning_rate, gradient.rate_factors))
 
     def _seat(self, contributor: Contributor[Seat]) -> Seat:
         """The worker's seat, which is the session's from now on; the register's lock is held.

@@ -3,6 +3,9 @@
     magic, payload length, chunk, seat, sequence, step, samples, exponent, learning
     rate, CRC of the payload, CRC of all these  |  the codec's bytes, or the norm
 
+Where groups of tensors have rates of their own, the magic is another, and behind the payload lie
+their factors, float32, and how many they are, uint32; the payload's length and CRC are with these.
+
 An entry is appended before the chunk's record is committed. So the last of several entries with
 the same chunk and sequence is the one that counted: the shard was killed before the others'
 records were.
@@ -18,10 +21,12 @@ import numpy as np
 from fastcrc import crc32
 
 from shardwell.numerics.codec import Bytes
+from shardwell.specs.learning_rate import factors_of, rate_of
 from shardwell_server.store.contract import JournalEntry
 from shardwell_server.store.journal.journal import Buffer, NotWholeError, read_segment
 
 _MAGIC = 0x314A5753  # "SWJ1"
+_GROUPED_MAGIC = 0x324A5753  # "SWJ2"
 _HEAD = struct.Struct("<IIIiQQqidI")
 _CRC = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CRC.size
@@ -29,9 +34,11 @@ _HEAD_BYTES = _HEAD.size + _CRC.size
 
 def pack_entry(entry: JournalEntry, salt: int) -> list[Buffer]:
     """What is appended for an entry."""
+    factors = factors_of(entry.learning_rate)
+    rest = struct.pack(f"<{len(factors)}fI", *factors, len(factors)) if factors else b""
     head = _HEAD.pack(
-        _MAGIC,
-        entry.payload.size,
+        _GROUPED_MAGIC if factors else _MAGIC,
+        entry.payload.size + len(rest),
         entry.chunk_index,
         entry.seat_index,
         entry.sequence,
@@ -39,9 +46,9 @@ def pack_entry(entry: JournalEntry, salt: int) -> list[Buffer]:
         entry.sample_count,
         entry.exponent,
         entry.learning_rate,
-        crc32.iscsi(entry.payload.data),
+        crc32.iscsi(rest, crc32.iscsi(entry.payload.data)),
     )
-    return [head, _CRC.pack(crc32.iscsi(head, salt)), entry.payload.data]
+    return [head, _CRC.pack(crc32.iscsi(head, salt)), entry.payload.data, rest]
 
 
 def read_entries(path: Path, name: str, salt: int) -> Iterator[tuple[JournalEntry, int]]:
@@ -60,13 +67,18 @@ def read_entries(path: Path, name: str, salt: int) -> Iterator[tuple[JournalEntr
             head
         )
         (head_crc,) = _CRC.unpack(data[start + _HEAD.size : begin].tobytes())
-        if magic != _MAGIC or head_crc != crc32.iscsi(head, salt):
+        if magic not in (_MAGIC, _GROUPED_MAGIC) or head_crc != crc32.iscsi(head, salt):
             raise NotWholeError("its head", is_cut=False)
         end = begin + length
         payload = np.array(data[begin:end])  # aligned for the codecs
         if crc != crc32.iscsi(payload.data):
             what = f"a gradient of step {step} for chunk {chunk}"
             raise NotWholeError(what, is_cut=end > data.size)
+        if magic == _GROUPED_MAGIC:
+            (count,) = payload[-4:].view("<u4")
+            size = payload.size - 4 * (int(count) + 1)
+            rate = rate_of(rate, payload[size:-4].view("<f4").tolist())
+            payload = payload[:size]
         return JournalEntry(chunk, seat, sequence, step, samples, exponent, rate, payload), end
 
     return read_segment(path, f"parameter {name!r}", read)
