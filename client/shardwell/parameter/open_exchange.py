@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
+import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError, ShardwellError
@@ -34,6 +35,7 @@ class OpenExchange(Generic[ValuesT]):
         start: Begins to exchange up to a row in the background; calls back when that is over. None:
             nothing is exchanged before `finish`.
         finish: Exchanges all that is left.
+        allow_non_finite: Whether values that are not finite may have left.
     """
 
     def __init__(
@@ -42,11 +44,14 @@ class OpenExchange(Generic[ValuesT]):
         values: npt.NDArray[Any],
         start: Callable[[int, Callable[[], None]], None] | None,
         finish: Callable[[float | None], ValuesT],
+        *,
+        allow_non_finite: bool = False,
     ) -> None:
         self._parts = parts
         self._values = values
         self._start = start
         self._finish = finish
+        self._allow_non_finite = allow_non_finite
         self._row_count = max(len(part.chunks) for part in parts)
         self._missing = [[where.size for where in part.chunks] for part in self._parts]
         """Elements of each part's chunks that are not there yet."""
@@ -89,13 +94,18 @@ class OpenExchange(Generic[ValuesT]):
     def forget(self) -> None:
         """Makes zeros of what has not left, so that `finish` ends the step without it.
 
-        Nothing leaves from then on before `finish`. If nothing has left at all, the exchange may be
-        forgotten as a whole, without `finish`.
+        A chunk with a value that is not finite was refused before it could leave, even if its piece
+        was begun. Nothing leaves from then on before `finish`. If nothing has left at all, the
+        exchange may be forgotten as a whole, without `finish`.
         """
         self._is_closed = True
         for part in self._parts:
-            for where in part.chunks[self._begun_row :]:
-                self._values[where.offset : where.stop] = 0.0
+            for index, where in enumerate(part.chunks):
+                chunk = self._values[where.offset : where.stop]
+                if index >= self._begun_row or not (
+                    self._allow_non_finite or np.isfinite(chunk).all()
+                ):
+                    chunk[:] = 0.0
 
     def _advance(self) -> None:
         while not self._announced.empty():

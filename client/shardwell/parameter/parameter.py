@@ -421,6 +421,7 @@ class Parameter(Connected, Generic[ValuesT]):
             work.values.whole(),
             None if self.spec.optimizer.clip_norm else start,  # its norm is that of all of it
             lambda own_s: finish(timeout_s if own_s is None else own_s),
+            allow_non_finite=self.spec.allow_non_finite,
         )
 
     def set_learning_rate(

@@ -135,6 +135,25 @@ def test_what_has_not_left_is_forgotten(cluster, connect) -> None:
     assert not weights["d"][-50:].any()
 
 
+def test_a_piece_that_was_refused_is_forgotten(cluster, connect) -> None:
+    """Chunks that are not finite can't have left: they count as zeros, the rest as it is."""
+    client = connect(cluster(2, chunk_size_bytes=64), "w0")
+    net, whole = opened(client), opened(client, "whole")
+    gradient = gradient_of(1)
+    gradient["b"][7] = np.nan
+    begun = net.begin_exchange(gradient)
+    begun.ready(0, SIZE - 100)
+    with pytest.raises(shardwell.NonFiniteError, match="'b'"):
+        begun.finish()
+    assert begun.has_left
+    begun.forget()
+    finished = begun.finish()
+    assert net.next_step == 1
+    counted = {name: np.where(np.isfinite(each), each, 0) for name, each in gradient.items()}
+    assert np.flatnonzero(counted["b"]).size == 30 - 16  # the chunk of the one that was NaN
+    assert_same(finished, whole.exchange(counted))
+
+
 def test_a_piece_that_waited_in_vain_goes_on_with_the_same_gradient(cluster, connect) -> None:
     """It was counted, and was not answered; how it is cut the next time makes no difference."""
     running = cluster(2, chunk_size_bytes=64)

@@ -520,6 +520,29 @@ def test_what_is_not_finite_at_the_end_of_backward_counts_as_zeros(client) -> No
     torch.testing.assert_close(model[0].weight.detach()[-1], first[-1])
 
 
+def test_what_is_not_finite_from_the_start_of_backward_holds_nobody_up(cluster, connect) -> None:
+    """The piece that was begun and refused counts as zeros: others end the step, too."""
+    running = cluster(2, chunk_size_bytes=256)
+    models = [deep(), deep()]
+    optimizers = [
+        server(model, connect(running, f"w{rank}"), worker_count=2)
+        for rank, model in enumerate(models)
+    ]
+
+    def broken() -> None:
+        (models[0](torch.randn(2, 20)).sum() * float("nan")).backward()
+        with pytest.raises(shardwell.NonFiniteError, match=r"of tensor '.*' is nan"):
+            optimizers[0].step()
+        optimizers[0].zero_grad()
+        train(models[0], optimizers[0], batches(2))
+
+    together([broken, lambda: train(models[1], optimizers[1], batches(3))])
+    assert [optimizer.next_step for optimizer in optimizers] == [3, 3]
+    for mine, its in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.isfinite(mine).all()
+        assert torch.equal(mine, its)
+
+
 def test_a_worker_that_starts_again_goes_on(cluster, connect) -> None:
     running = cluster(2)
     first = connect(running, "w0")
