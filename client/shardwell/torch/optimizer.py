@@ -3,19 +3,23 @@
 States of a step, by tensor: *missing* until its gradient has been accumulated, then *announced*:
 copied into the flat buffer, from which it is sent while backward goes on. `step` copies what is
 missing, or, where nothing has left, sends what is large from where it lies; it waits for the
-weights and puts them into the model. Invariants: a tensor is announced once a step; what was
-announced is what counts, so a gradient that changes afterwards is an error, not a surprise. A step
-that failed after something of it may have been counted is *owed*: it is made good with the same
-values, of which there is a copy by then, before the next begins.
+weights and puts them into the model. Invariants: a tensor is announced once a step; a gradient that
+changes after some of the step may have left is an error, not a surprise; if nothing has left, all
+announcements of the step are taken back, and `step` copies everything. With overlap="auto" nothing
+is announced in the first step, which is watched (GradientWatch) and decides about the others. A
+step that failed after something of it may have been counted is *owed*: it is made good with the
+same values, of which there is a copy by then, before the next begins.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -45,10 +49,13 @@ from shardwell.torch.buffers import (
     is_sent_in_place,
 )
 from shardwell.torch.embedding import TableModule
+from shardwell.torch.gradient_watch import GradientWatch
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
 from shardwell.torch.plain_names import PlainNames
 from shardwell.torch.threads import watch_threads
 from shardwell.torch.untrained import Untrained
+
+_LOG = logging.getLogger("shardwell")
 
 
 class ServerOptimizer(Connected, torch.optim.Optimizer):
@@ -58,10 +65,11 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
     drive the shards' rate. The model gets the first worker's weights, or those that the cluster has
     already: then it goes on from there.
 
-    Gradients leave while backward goes on. So nothing may change them between `backward` and
-    `step`: clip with the optimizer's `clip_norm`, accumulate over batches under `no_sync`, and
-    pass `overlap=False` where a GradScaler unscales. A parameter without a gradient has one of
-    zeros; other than in torch, momentum and weight decay go on for it.
+    Gradients leave while backward goes on, if nothing changes them between `backward` and `step`:
+    the first step shows whether something clips, unscales or accumulates them there. A parameter
+    without a gradient has one of zeros; other than in torch, momentum and weight decay go on for
+    it. A `step` without any gradient does nothing, as in torch; a worker that has no batch for a
+    step sets `sample_count = 0`, and its step counts with the weight 0.
 
     A `step` that fails is made good by the next one: call it again, or go on with another batch.
     What is not finite does not count: of its step, what had not left counts as zeros.
@@ -81,8 +89,11 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         name: Of the parameter on the cluster.
         codec: How gradients and weights travel; see `Client.parameter`.
         mode: "sync" or "async"; see `Client.parameter`.
-        overlap: Whether gradients leave while backward goes on. Without, nothing is sent before
-            `step` has looked at all.
+        overlap: Whether gradients leave while backward goes on. False: nothing is sent before
+            `step` has looked at all of them. True: clip by the update rule's `clip_norm`, and
+            accumulate under `no_sync`. "auto", the default: the first step sends nothing before
+            `step`; if something changed its gradients after backward, such as clipping, a
+            GradScaler or a second backward pass, the others go on like that, with one log line.
         broadcast_frozen: Whether the shards keep the frozen parameters, too, so that a worker
             without the first worker's gets them. All workers give the same.
         timeout_s: Of a step; default: the client's.
@@ -110,7 +121,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         name: str = "model",
         codec: CodecName = "fp16",
         mode: ModeName = "sync",
-        overlap: bool = True,
+        overlap: bool | Literal["auto"] = "auto",
         broadcast_frozen: bool = False,
         timeout_s: float | None = None,
     ) -> None:
@@ -121,10 +132,20 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             raise ArgumentError(
                 f"optimizer must be an update rule, as shardwell.AdamW(3e-4); got {optimizer!r}"
             )
+        if overlap not in (True, False, "auto"):
+            raise ArgumentError(f"overlap must be True, False or 'auto'; got {overlap!r}")
         self._model = model
         self.timeout_s = timeout_s
         """Of a step, which may be set; None: the client's."""
-        self._overlap = overlap
+        self._is_auto = overlap == "auto"
+        self._overlaps = overlap is True
+        """Whether gradients leave in backward, from the next one on."""
+        self._watch = GradientWatch() if self._is_auto else None
+        """Until the first step has shown whether gradients change after backward."""
+        self._is_late = False
+        """Whether this step's gradients were found to change, so that `step` copies all of them."""
+        self._has_run_backward = False
+        """Whether a backward pass made gradients since the last step."""
         self._is_paused = False
         self._names = PlainNames(model)
         named = self._names.of(model.named_parameters())
@@ -189,12 +210,14 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Ends a step that failed, with the same values."""
         self._failed: list[tuple[torch.Tensor | None, int]] = []
         """The gradients of that step."""
+        self._counted: list[tuple[weakref.ref[torch.Tensor] | None, int]] = []
+        """The gradients of the step that was counted last, and their versions by torch's count."""
         self._versions: dict[int, int] = {}
         """Of the weights, by torch's count, when a step had put them there."""
         # Backward has a thread for each device.
         self._lock = threading.Lock()
         # A GradScaler then leaves scaling back to `step`, which refuses.
-        self._step_supports_amp_scaling = overlap
+        self._step_supports_amp_scaling = overlap is True or (self._is_auto and self._has_tables)
         self._announced: dict[int, tuple[torch.Tensor, int]] = {}
         """By place: the gradient, and its version by torch's count."""
         self._copying: list[tuple[int, Any]] = []
@@ -230,8 +253,15 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._has_gradient)
             for tensor in self._tensors.values()
-            if overlap
         ]
+        if self.next_step:
+            _LOG.warning(
+                "worker %r goes on with parameter %r at step %d, with the cluster's weights; a new "
+                "training needs another name=",
+                client.worker_id,
+                name,
+                self.next_step,
+            )
 
     @property
     def next_step(self) -> int:
@@ -247,13 +277,16 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends the step: waits for the other workers and takes the weights.
 
+        Does nothing if no parameter has a gradient, unless `sample_count` is 0.
+
         Args:
             closure: Computes the loss and its gradients first; called once.
 
         Raises:
             NonFiniteError: a gradient is not finite; names the tensor. If a part had left by then,
                 the step is over, and the rest counted as zeros; else it is open still.
-            ArgumentError: a gradient or the model has changed, in a way that can't count.
+            ArgumentError: a gradient or the model has changed, in a way that can't count; or the
+                gradients are those that the last step counted.
             DivergedError: the weights that came of the step are not finite; it is over.
             ShardwellError: as `Parameter.exchange`.
         """
@@ -271,14 +304,50 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 return loss  # it was this step that failed
         if self._begun is None:
             self._check_model()
+            if not self._has_new_gradients():
+                return loss
+        self._end_watch()
         self._check_announced()
         options = self._exchange_options()
         lying = self._copy_missing()
         self._await_gpu()
         begun, self._begun = self._begun, None
         self._announced.clear()
+        self._is_late = False
         self._end_step(begun, options, lying)
         return loss
+
+    def _has_new_gradients(self) -> bool:
+        """Whether a step has something to count.
+
+        Raises:
+            ArgumentError: all gradients are those that the last step counted.
+        """
+        now = self._gradient_versions()
+        if self.sample_count == 0:
+            return True
+        if all(grad is None for grad, _ in now):
+            return False
+        if self._has_run_backward:
+            return True
+        before = self._counted or [(None, -1)] * len(now)
+        if all(
+            grad is None or (known is not None and known() is grad and version == own)
+            for (grad, own), (known, version) in zip(now, before, strict=True)
+        ):
+            raise ArgumentError(
+                "step() without a backward pass since the last one, which has counted these "
+                "gradients already; call step() once after each backward pass, or set "
+                "sample_count = 0 if this worker has no batch for the step"
+            )
+        return True
+
+    def _has_counted(self, gradients: Iterable[tuple[torch.Tensor | None, int]]) -> None:
+        """Notes gradients that no step may count again."""
+        self._counted = [
+            (None if grad is None else weakref.ref(grad), version) for grad, version in gradients
+        ]
+        self._has_run_backward = False
 
     def _ending(
         self, begun: OpenExchange[NamedArrays] | None, options: Mapping[str, Any]
@@ -301,10 +370,12 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Makes the call that ends a step, and takes the weights; what fails is owed."""
         step, buffer = self.parameter.next_step, self._gradients.arrays
         gradient = {**buffer, **lying} if lying else buffer
+        taken = self._gradient_versions()
         try:
             self._ending(begun, {**options, "gradient": gradient})()
         except (NonFiniteError, ArgumentError):  # nothing more has left
             if begun is not None and begun.has_left:
+                self._has_counted(taken)
                 begun.forget()
                 self._owed = self._ending(begun, options)
                 with contextlib.suppress(ShardwellError):  # which is told when it is made good
@@ -315,8 +386,10 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 for tensor_name, array in lying.items():  # which others may write to from now on
                     np.copyto(buffer[tensor_name], array)
                 self._owed = self._ending(begun, options)
-                self._failed = self._gradient_versions()
+                self._failed = taken
+            self._has_counted(taken)
             raise
+        self._has_counted(taken)
         self._take_weights()
 
     def _settle(self) -> None:
@@ -344,9 +417,13 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 another loss through the same model, are computed under `no_sync`.
         """
         super().zero_grad(set_to_none)
+        self._has_counted(() if set_to_none else self._gradient_versions())
         begun, self._begun = self._begun, None
         self._announced.clear()
         self._copying.clear()
+        self._is_late = False
+        if self._watch is not None:
+            self._watch.begin_anew()
         if begun is not None:
             begun.forget()
             if begun.has_left:
@@ -356,6 +433,46 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                     "left and counts; compute what is for no step under optimizer.no_sync(), or "
                     "pass overlap=False"
                 )
+
+    # Whether gradients may leave in backward.
+
+    def _end_watch(self) -> None:
+        """Decides, at the end of the first step, whether gradients leave in those that follow."""
+        if self._watch is None or self._watch.is_empty:
+            return
+        gradients = [tensor.grad for tensor in self._tensors.values()]
+        change = self._watch.change(gradients, self._exchange_options())
+        self._watch = None
+        if change is None:
+            self._overlaps = True
+        else:
+            self._go_on_without_overlap(change)
+
+    def _go_on_without_overlap(self, change: str) -> None:
+        """From this step on, for good, if that is left to us."""
+        if self._is_auto:
+            self._overlaps = False
+            _LOG.warning(
+                "parameter %r: %s between backward and step, so gradients leave in step(), not "
+                "while backward goes on; overlap=False does so from the start, and clip_norm= of "
+                "the update rule clips on the shards",
+                self.parameter.name,
+                change,
+            )
+
+    def _take_back(self, change: str) -> bool:
+        """Takes back all announcements of this step, if nothing of it may have left."""
+        begun = self._begun
+        if begun is not None and begun.has_left:
+            return False
+        self._await_gpu()  # which may be copying to where `forget` writes
+        if begun is not None:
+            begun.forget()
+        self._begun = None
+        self._announced.clear()
+        self._is_late = True
+        self._go_on_without_overlap(change)
+        return True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Of the constructor's alone: what is trained was agreed on by all workers.
@@ -410,16 +527,22 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
 
     def _has_gradient(self, tensor: torch.Tensor) -> None:
         """Called by backward when a gradient is there, on any of torch's threads."""
+        self._has_run_backward = True
         if self._is_paused or self._owed is not None:  # which `step` makes good for first
             return
         with torch.no_grad(), self._lock:
-            self._announce(tensor)
+            if self._overlaps and not self._is_late:
+                self._announce(tensor)
+            elif self._watch is not None:
+                self._watch.add(self._places[id(tensor)], tensor.grad, self._exchange_options)
 
     def _announce(self, tensor: torch.Tensor) -> None:
         """Copies a gradient, which may leave then."""
         place = self._places[id(tensor)]
         tensor_name = self._layout.tensors[place].name
         if place in self._announced:
+            if self._take_back(f"gradients accumulate, such as of tensor {tensor_name!r},"):
+                return
             raise ArgumentError(
                 f"tensor {tensor_name!r} has a second gradient in one step, and the first has "
                 "left; accumulate under optimizer.no_sync(), or pass overlap=False"
@@ -457,6 +580,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         }
         for what in ("sample_count", "learning_rate"):
             if self._begun is not None and options[what] != self._options[what]:
+                if self._take_back(f"{what} changes"):
+                    break
                 raise ArgumentError(
                     f"{what} was {self._options[what]} when gradients began to leave, and is "
                     f"{options[what]} now; set it before backward, or pass overlap=False"
@@ -538,7 +663,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 continue
             trained.discard(tensor_name)
             shape = self._layout.by_name[tensor_name].shape
-            if tensor is known and tensor._version != self._versions[id(tensor)]:
+            if tensor is known and tensor.shape == shape and self._has_other_weights(tensor):
                 raise ArgumentError(
                     f"the weights of tensor {tensor_name!r} were changed by something else than "
                     "step(), which the shards do not know of; load weights before the "
@@ -553,6 +678,16 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         if trained:
             raise ArgumentError(f"tensor {min(trained)!r} of the model is gone since the start")
 
+    def _has_other_weights(self, tensor: torch.nn.Parameter) -> bool:
+        """Whether a tensor has other weights than the last step put there; it may be idle."""
+        if tensor._version == self._versions[id(tensor)]:
+            return False
+        view = self._weights.views[self._places[id(tensor)]]
+        if not torch.equal(tensor.detach().cpu(), view.to(tensor.dtype)):
+            return True
+        self._versions[id(tensor)] = tensor._version  # they were loaded, and are the same
+        return False
+
     def _check_announced(self) -> None:
         """Refuses gradients that were changed after they had left.
 
@@ -563,10 +698,17 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             tensor = self._layout.tensors[place]
             now = self._tensors[tensor.name].grad
             if now is not gradient or now._version != version:
+                if self._take_back(f"the gradient of tensor {tensor.name!r} changes"):
+                    return
                 raise ArgumentError(
                     f"gradient of tensor {tensor.name!r} was changed after backward, when it had "
                     "left already; clip with clip_norm= of the optimizer, or pass overlap=False"
                 )
+
+    @property
+    def _has_tables(self) -> bool:
+        """Whether the model has layers whose weight is a table."""
+        return any(isinstance(module, TableModule) for module in self._model.modules())
 
     def _refuse_scaler(self) -> None:
         """Refuses to be stepped by a GradScaler, which has unscaled what had left.
@@ -576,12 +718,11 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """
         found_inf = self.__dict__.pop("found_inf", None)
         self.__dict__.pop("grad_scale", None)  # which it would have removed after the step
-        if found_inf is not None and self._overlap:
+        if found_inf is not None and not self._is_auto and self._overlaps:
             raise ArgumentError(
                 "a GradScaler scales gradients back when they have left already; pass overlap=False"
             )
-        has_tables = any(isinstance(module, TableModule) for module in self._model.modules())
-        if found_inf is not None and has_tables:
+        if found_inf is not None and self._has_tables:
             raise ArgumentError(
                 "a GradScaler does not scale back gradients of a table's rows, which backward "
                 "pushes; train in bfloat16, which needs none"

@@ -77,11 +77,11 @@ def client(cluster, connect) -> shardwell.Client:
 
 
 def server(model: Any, client: shardwell.Client, rule: Any = SGD, **options: Any) -> Any:
-    given = {"codec": "fp32", **options}
+    given = {"codec": "fp32", "overlap": True, **options}
     return shardwell.torch.ServerOptimizer(model, client, rule, **given)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, False, "auto"])
 @pytest.mark.parametrize(
     ("rule", "theirs"),
     [
@@ -235,7 +235,7 @@ def test_gradients_for_no_step(client) -> None:
 
 @pytest.mark.parametrize("what", ["learning_rate", "sample_count"])
 def test_what_is_set_after_gradients_began_to_leave(client, what) -> None:
-    model = net()
+    model = deep()
     optimizer = server(model, client)
     model(torch.randn(2, 20)).sum().backward()
     if what == "sample_count":
@@ -350,7 +350,7 @@ def test_a_step_that_failed_counts_with_the_gradients_that_it_had(
 
 
 def test_gradients_that_are_clipped_after_they_left(client) -> None:
-    model, alone = net(), net()
+    model, alone = deep(), deep()
     optimizer = server(model, client)
     model(torch.randn(2, 20)).sum().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
@@ -368,6 +368,151 @@ def test_gradients_that_are_clipped_after_they_left(client) -> None:
             each.zero_grad()
     for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-5)
+
+
+def _clipped(model: Any, optimizer: Any, number: int) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def _accumulated(model: Any, optimizer: Any, number: int) -> None:
+    inputs, targets = batches(STEPS)[-number]
+    torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+
+
+def _scaled(model: Any, optimizer: Any, number: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+
+
+@pytest.mark.parametrize("change", [_clipped, _accumulated, _scaled])
+@pytest.mark.parametrize("from_step", [1, 4])
+@pytest.mark.parametrize("of", [net, deep])
+def test_gradients_that_change_after_backward_as_it_comes(
+    cluster, connect, change, from_step, of, caplog
+) -> None:
+    """From the first step on nothing leaves before `step`; later, nothing has left of a small
+    model, and a large one says what to do."""
+    size = 256 if of is deep else 1 << 20
+    client = connect(cluster(2, chunk_size_bytes=size), "w0")
+    model, alone = of(), of()
+    mine = server(model, client, overlap="auto")
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for number, (inputs, targets) in enumerate(batches(6), 1):
+        for each, optimizer in ((alone, theirs), (model, mine)):
+            torch.nn.functional.cross_entropy(each(inputs), targets).backward()
+            if number >= from_step:
+                if optimizer is mine and of is deep and number == from_step == 4:
+
+                    def changed(of: Any = each, number: int = number) -> None:
+                        change(of, mine, number)
+                        mine.step()
+
+                    with pytest.raises(shardwell.ArgumentError, match="overlap=False"):
+                        changed()
+                    return
+                change(each, optimizer, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine_, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine_, its, rtol=1e-4, atol=1e-6)
+    assert sum("leave in step()" in each.getMessage() for each in caplog.records) == 1
+
+
+def test_gradients_that_stay_leave_from_the_second_step_on(cluster, connect, caplog) -> None:
+    client = connect(cluster(2, chunk_size_bytes=256), "w0")
+    model = deep()
+    optimizer = server(model, client, overlap="auto")
+    for number in range(2):
+        before = client.traffic.sent_bytes
+        torch.nn.functional.cross_entropy(model(batches(1)[0][0]), batches(1)[0][1]).backward()
+        if number:
+            eventually("some leave", lambda sent=before: client.traffic.sent_bytes > sent)
+        else:
+            assert client.traffic.sent_bytes == before
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not caplog.records
+
+
+def test_a_scaler_as_it_comes(client) -> None:
+    model, alone = net(), net()
+    mine = server(model, client, overlap="auto")
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for of, each in ((model, mine), (alone, theirs)):
+        own = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # too large for the first step
+        for inputs, targets in batches(30):
+            loss = 1000 * torch.nn.functional.cross_entropy(of(inputs), targets)
+            own.scale(loss).backward()
+            own.unscale_(each)
+            torch.nn.utils.clip_grad_norm_(of.parameters(), 1.0)
+            own.step(each)
+            own.update()
+            each.zero_grad()
+    assert 0 < mine.next_step < 30
+    for mine_, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine_, its, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("overlap", [True, False, "auto"])
+def test_a_step_without_a_new_gradient_does_not_count(client, overlap) -> None:
+    model = net()
+    optimizer = server(model, client, overlap=overlap)
+    optimizer.step()  # as torch's, it does nothing
+    inputs, targets = batches(1)[0]
+    for number in range(1, 4):
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        before = [each.detach().clone() for each in model.parameters()]
+        with pytest.raises(shardwell.ArgumentError, match=r"without a backward pass since the la"):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=number == 1)
+        if number == 1:
+            optimizer.step()
+        else:
+            with pytest.raises(shardwell.ArgumentError, match="without a backward pass"):
+                optimizer.step()
+        assert optimizer.next_step == number
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)  # made by hand
+    optimizer.step()
+    assert optimizer.next_step == 4
+
+
+def test_a_worker_without_a_batch_counts_nothing_for_it(cluster, connect) -> None:
+    running = cluster(2)
+    models, alone = [net(), net()], net()
+    optimizers = [
+        server(model, connect(running, f"w{rank}"), worker_count=2)
+        for rank, model in enumerate(models)
+    ]
+    optimizers[1].sample_count = 0
+    together([lambda: train(models[0], optimizers[0], batches(1)), optimizers[1].step])
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), batches(1))
+    for model in models:
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_that_were_put_back_are_no_change(client) -> None:
+    """As of an average of the weights that an evaluation used."""
+    model = net()
+    optimizer = server(model, client)
+    train(model, optimizer, batches(2))
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict(net(seed=3).state_dict())
+    model.load_state_dict(kept)
+    train(model, optimizer, batches(1))
+    assert optimizer.next_step == 3
+
+
+def test_a_training_that_goes_on_is_in_the_log(client, caplog) -> None:
+    model = net()
+    train(model, server(model, client), batches(3))
+    assert not caplog.records
+    optimizer = server(net(seed=2), client)
+    (record,) = caplog.records
+    assert "'w0' goes on with parameter 'model' at step 3" in record.getMessage()
+    assert optimizer.next_step == 3
 
 
 def _another_shape(model: Any) -> None:
@@ -403,7 +548,7 @@ def _resized(model: Any) -> None:
         (_resized, r"tensor '0.bias' of the model was replaced .* \(65,\), expected \(64,\)"),
     ],
 )
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, False, "auto"])
 def test_a_model_that_has_changed_sends_nothing(client, change, words, overlap) -> None:
     model = net()
     optimizer = server(model, client, overlap=overlap)
@@ -466,6 +611,8 @@ def test_what_can_not_be_trained(client) -> None:
     with pytest.raises(shardwell.ArgumentError, match="can't be added after the start"):
         optimizer.add_param_group({"params": [torch.zeros(1)]})
     optimizer.param_groups[0]["momentum"] = 0.5
+    with optimizer.no_sync():
+        model(torch.randn(2, 20)).sum().backward()
     with pytest.raises(shardwell.ArgumentError, match=r"'momentum': 0.5.*only lr may change"):
         optimizer.step()
 
