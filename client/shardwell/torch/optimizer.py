@@ -50,6 +50,7 @@ from shardwell.torch.buffers import (
 )
 from shardwell.torch.embedding import TableModule
 from shardwell.torch.gradient_watch import GradientWatch
+from shardwell.torch.optimizer_state import KEY, TrainingState, digest_of
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
 from shardwell.torch.plain_names import PlainNames
 from shardwell.torch.threads import watch_threads
@@ -474,6 +475,44 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._go_on_without_overlap(change)
         return True
 
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's, of the rates alone, and which training it is of: name, step, digest of weights.
+
+        The optimizer's arrays stay on the shards; `Client.save_checkpoint` has them.
+
+        Raises:
+            ArgumentError: some gradients of a step have left, which has not ended.
+        """
+        if self._owed is not None or (self._begun is not None and self._begun.has_left):
+            raise ArgumentError("state_dict() in the middle of a step; call step() before")
+        return {**super().state_dict(), KEY: self._training_state().as_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Sets the rates that a state has, if the cluster is where the state was saved.
+
+        Raises:
+            ArgumentError: the state is another optimizer's, of another training or of another step;
+                or its groups have other options. Nothing was changed.
+        """
+        found = TrainingState.of(state_dict)
+        found.check_goes_on(self._training_state(), is_sync=self.parameter.spec.mode == "sync")
+        before = self.param_groups
+        try:
+            super().load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
+            self._rates.rate(self.param_groups)
+        except (ArgumentError, KeyError, ValueError) as error:
+            self.__dict__["param_groups"] = before
+            raise ArgumentError(f"load_state_dict: {error}") from None
+
+    def _training_state(self) -> TrainingState:
+        """Of the weights that the last step has brought."""
+        is_sync = self.parameter.spec.mode == "sync"
+        return TrainingState(
+            name=self.parameter.name,
+            version=self.parameter.next_step if is_sync else self.parameter.version,
+            digest=digest_of(zip(self._tensors, self._weights.views, strict=True)),
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Of the constructor's alone: what is trained was agreed on by all workers.
 
@@ -666,8 +705,9 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             if tensor is known and tensor.shape == shape and self._has_other_weights(tensor):
                 raise ArgumentError(
                     f"the weights of tensor {tensor_name!r} were changed by something else than "
-                    "step(), which the shards do not know of; load weights before the "
-                    "ServerOptimizer is made, and close() it before another is made for the model"
+                    f"step(), and the shards, at step {self.parameter.next_step}, do not have "
+                    "them; load weights before the ServerOptimizer is made, of a cluster that does "
+                    "not have the parameter, and close() it before another is made for the model"
                 )
             if tensor is not known or tensor.shape != shape:
                 raise ArgumentError(

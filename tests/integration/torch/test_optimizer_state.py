@@ -1,0 +1,161 @@
+"""Goal: what a program saves and loads with torch's means goes on as without a break, or says what
+it needs; never with an optimizer that begins anew without a word.
+
+Method: Adam with large gradients first, so that its arrays matter; torch.save and torch.load as
+frameworks use them; the same training without a break beside it. Skipped where torch is not
+installed (`make test-torch`).
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+import shardwell
+
+torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
+import shardwell.torch  # noqa: E402
+
+ADAM = shardwell.Adam(learning_rate=0.05)
+
+
+def net(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(6, 3)
+
+
+def train(model: Any, optimizer: Any, first: int, stop: int) -> None:
+    for step in range(first, stop):
+        generator = torch.Generator().manual_seed(step)
+        loss = (model(torch.randn(8, 6, generator=generator)) - 1).square().mean()
+        (loss * (10.0 if step < 5 else 0.1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def made(model: Any, client: shardwell.Client, **options: Any) -> Any:
+    return shardwell.torch.ServerOptimizer(model, client, ADAM, codec="fp32", **options)
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def saved(model: Any, optimizer: Any) -> dict[str, Any]:
+    return through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def test_a_program_that_loads_what_it_saved_last_goes_on(cluster, connect) -> None:
+    running = cluster(2)
+    client = connect(running, "w0")
+    model = net()
+    optimizer = made(model, client)
+    train(model, optimizer, 0, 5)
+    found = saved(model, optimizer)
+    client.close()
+    again = net(seed=1)
+    optimizer = made(again, connect(running, "w0"))
+    again.load_state_dict(found["model"])  # after the optimizer was made, as frameworks do
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.load_state_dict(found["optimizer"])
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    train(again, optimizer, optimizer.next_step, 10)
+    whole = net()
+    train(whole, made(whole, connect(cluster(2), "w0")), 0, 10)
+    for mine, its in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_a_new_cluster_needs_the_checkpoint(cluster, connect, tmp_path) -> None:
+    client = connect(cluster(2), "w0")
+    model = net()
+    optimizer = made(model, client)
+    train(model, optimizer, 0, 5)
+    found = saved(model, optimizer)
+    client.save_checkpoint(tmp_path / "ckpt")
+    train(model, optimizer, 5, 10)
+
+    new = connect(cluster(3), "w0")
+    again = net()
+    again.load_state_dict(found["model"])
+    bare = made(again, new)
+    words = r"of step 5 of parameter 'model', and the cluster is at step 0.*restore_checkpoint\(\)"
+    with pytest.raises(shardwell.ArgumentError, match=words):
+        bare.load_state_dict(found["optimizer"])
+
+    restored = connect(cluster(3), "w0")
+    restored.restore_checkpoint(tmp_path / "ckpt")
+    again = net()
+    optimizer = made(again, restored)
+    again.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    train(again, optimizer, optimizer.next_step, 10)
+    for mine, its in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_a_cluster_that_went_on_says_where_it_is(cluster, connect) -> None:
+    model = net()
+    optimizer = made(model, connect(cluster(2), "w0"))
+    train(model, optimizer, 0, 3)
+    found = saved(model, optimizer)
+    train(model, optimizer, 3, 5)
+    words = r"of step 3 of .* the cluster is at step 5; to go on there, load no state.*next_step"
+    with pytest.raises(shardwell.ArgumentError, match=words):
+        optimizer.load_state_dict(found["optimizer"])
+    model.load_state_dict(found["model"])
+    with pytest.raises(shardwell.ArgumentError, match="the shards, at step 5, do not have them"):
+        train(model, optimizer, 5, 6)
+    assert optimizer.next_step == 5
+
+
+def test_states_of_other_trainings_are_refused_by_name(cluster, connect) -> None:
+    client = connect(cluster(2), "w0")
+    model, other = net(), net(seed=1)
+    optimizer = made(model, client)
+    second = made(other, client, name="second")
+    for each, of in ((model, optimizer), (other, second)):
+        train(each, of, 0, 3)
+    state = through_a_file(optimizer.state_dict())
+    theirs = torch.optim.AdamW(other.parameters(), 0.01)
+    own = net()
+    plain = torch.optim.SGD(own.parameters(), 0.01)
+    train(own, plain, 0, 1)
+    (other(torch.ones(2, 6)).sum()).backward()
+    theirs.step()
+    groups = [{**state["param_groups"][0], "betas": (0.5, 0.5)}]
+    elsewhere = made(net(seed=2), connect(cluster(2), "w0"))
+    train(elsewhere._model, elsewhere, 0, 3)
+    for to, found, words in (
+        (optimizer, theirs.state_dict(), r"another optimizer's state, of 2 tensors with \['exp_av"),
+        (optimizer, plain.state_dict(), "no state of a ServerOptimizer|another optimizer's state"),
+        (optimizer, [], "got list"),
+        (optimizer, {**state, "shardwell": {"name": "model"}}, "must have a name, a version and"),
+        (optimizer, {**state, "shardwell": {**state["shardwell"], "version": -1}}, "must have a n"),
+        (second, state, "is of parameter 'model', and this ServerOptimizer has 'second'"),
+        (elsewhere, state, "of another training: its weights at step 3 of parameter 'model'"),
+        (optimizer, {**state, "param_groups": groups}, r"param_groups\[0\] has .*'betas'"),
+        (optimizer, {**state, "param_groups": []}, "different number of parameter groups"),
+    ):
+        before = [dict(group) for group in to.param_groups]
+        with pytest.raises(shardwell.ArgumentError, match=words):
+            to.load_state_dict(found)
+        assert [dict(group) for group in to.param_groups] == before
+    train(model, optimizer, 3, 4)
+
+
+def test_no_state_in_the_middle_of_a_step(cluster, connect) -> None:
+    client = connect(cluster(2, chunk_size_bytes=64), "w0")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(20, 20) for _ in range(8)])
+    optimizer = made(model, client, overlap=True)
+    model(torch.randn(2, 20)).sum().backward()
+    with pytest.raises(shardwell.ArgumentError, match="in the middle of a step"):
+        optimizer.state_dict()
+    optimizer.step()
+    assert optimizer.state_dict()["shardwell"]["version"] == 1
