@@ -21,6 +21,8 @@ BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
 PYKEEN := pykeen==1.11.1
 TORCH := torch==2.13.0+cpu
+# Whose programs use ServerOptimizer.
+FRAMEWORKS := transformers==5.24.0 accelerate==1.15.0 lightning==2.6.6
 TORCH_TESTS := tests/unit/numerics/test_update_rules_torch.py tests/unit/numerics/test_arguments.py \
   tests/integration/torch tests/integration/docs
 JAX := jax==0.10.2 optax==0.2.8 keras==3.15.1 flax==0.12.8
@@ -83,9 +85,9 @@ fuzz: $(VENV)/.has-test
 # torch's CPU build is not on PyPI, and its other builds bring gigabytes; where there is none,
 # say so and go on: what needs it is tested nowhere else.
 test-torch: $(VENV)/.has-test
-	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH); then \
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(FRAMEWORKS); then \
 	  $(BIN)/python -m pytest -n $(WORKERS) $(TORCH_TESTS); \
-	else echo "no $(TORCH) for this Python here: the tests of shardwell.torch were not run"; fi
+	else echo "no $(TORCH), or no $(FRAMEWORKS), for this Python here: the tests of shardwell.torch were not run"; fi
 
 # The same for JAX, whose versions each ask for a newer Python than the last.
 test-jax: $(VENV)/.has-test
