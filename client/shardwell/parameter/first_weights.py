@@ -51,21 +51,21 @@ class FirstValues(Protocol):
         """A range of an array, (where.size,) of floating point numbers; any thread calls it."""
 
 
-class GivenWeights:
-    """Weights that the caller passed. See FirstValues."""
+class GivenValues:
+    """Arrays that the caller passed, the weights first. See FirstValues."""
 
-    array_count = 1
-    version = 0
     learning_rate: float | None = None
-    load_id = 0
 
-    def __init__(self, weights: npt.NDArray[Any]) -> None:
-        self.size = weights.size
-        self._weights = weights
+    def __init__(self, *arrays: npt.NDArray[Any], version: int = 0, load_id: int = 0) -> None:
+        self.size = arrays[0].size
+        self.array_count = len(arrays)
+        self.version = version
+        self.load_id = load_id
+        self._arrays = arrays
 
     def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
         """A view."""
-        return self._weights[where.offset : where.stop]
+        return self._arrays[array_index][where.offset : where.stop]
 
 
 class FirstWeights:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from shardwell.numerics.arguments import check_integer, finite_peak
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.update_rules import TensorRules, clip_factor
 from shardwell.parameter.exchange import Gradient, Progress, Transfer
-from shardwell.parameter.first_weights import FirstWeights, GivenWeights
+from shardwell.parameter.first_weights import FirstWeights, GivenValues
 from shardwell.parameter.membership import Opening
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.outcome import Outcome, merged
@@ -41,10 +41,12 @@ from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.html_table import html_table
 from shardwell.process.connected import Connected
+from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import ask_parameters
 from shardwell.rpc.stream_pool import IdleStreams, StreamPool
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
@@ -57,6 +59,14 @@ _REPORT_S = 10.0
 _REPORT_ERROR_COUNT = 10
 """Reasons that are logged why reports were refused."""
 _LOG = logging.getLogger("shardwell")
+
+
+class Settled(NamedTuple):
+    """What became of first weights."""
+
+    version: int
+    is_own: bool
+    """Whether they are the caller's."""
 
 
 class Parameter(Connected, Generic[ValuesT]):
@@ -181,27 +191,78 @@ class Parameter(Connected, Generic[ValuesT]):
         """
 
         def settle(attempts: Attempts) -> int:
-            what = f"first weights of {self.name!r}"
-            values = self._values.pieces(what, weights).whole()
-            if not self.spec.allow_non_finite:
-                finite_peak(
-                    what, values, self.name, remedy="mend them first", told=self.spec.element
-                )
-            first_weights = FirstWeights(
-                self.name,
-                GivenWeights(values),
-                self._shards.channels,
-                worker_id=self._worker_id,
-                traffic=self._traffic,
-                attempts=attempts,
-                incarnation=self._opening.incarnation,
-            )
-            version = attempts.run(first_weights.settle)
-            if self.spec.mode == "sync" and self.next_step < version:  # a checkpoint was restored
-                self._open(attempts, is_known=True)
-            return version
+            given = GivenValues(self._first_values(weights, is_weights=True))
+            return self._settle(given, attempts).version
 
         return self._calls.run(settle, timeout_s, in_turn=True)
+
+    def restore(
+        self, *arrays: Any, version: int, load_id: int, timeout_s: float | None = None
+    ) -> None:
+        """`init` with the update rule's arrays, as a checkpoint has them.
+
+        Args:
+            arrays: Values, as of `init`: the weights, then the update rule's arrays in the order of
+                its `slot_names`, which a version above 0 needs.
+            version: Updates that they have seen; `next_step` goes on there.
+            load_id: Tells these values from any others, 1 to 2^63 - 1. All callers that give the
+                same values give the same.
+            timeout_s: See `Client`.
+
+        Raises:
+            ArgumentError: the parameter has other first weights; or as `init`.
+            NonFiniteError, DeadlineError: as `init`.
+        """
+
+        def settle(attempts: Attempts) -> None:
+            values = [
+                self._first_values(array, is_weights=not number)
+                for number, array in enumerate(arrays)
+            ]
+            given = GivenValues(*values, version=version, load_id=load_id)
+            if self._settle(given, attempts).is_own:
+                return
+
+            def ask(channel: ShardChannel) -> pb.GetStatusResponse:
+                return attempts.beside().run(
+                    lambda: ask_parameters(channel, attempts.rest_s, self.name)
+                )
+
+            found = ask_all(self._shards.channels, ask)
+            if any(each.load_id != load_id for status in found for each in status.parameters):
+                raise ArgumentError(
+                    f"parameter {self.name!r} has first weights already, which are others than "
+                    "these; delete it before, or give these another name",
+                    parameter=self.name,
+                )
+
+        self._calls.run(settle, timeout_s, in_turn=True)
+
+    def _first_values(self, given: Any, *, is_weights: bool) -> Float32:
+        """Values for all elements, checked; state may be infinite, as squares overflow."""
+        what = f"first weights of {self.name!r}"
+        values: Float32 = self._values.pieces(what, given).whole()
+        if is_weights and not self.spec.allow_non_finite:
+            finite_peak(
+                what, values, self.name, remedy="mend them first", told=self.spec.element
+            )
+        return values
+
+    def _settle(self, values: GivenValues, attempts: Attempts) -> Settled:
+        """Has first weights, these or others, and goes on behind them."""
+        first_weights = FirstWeights(
+            self.name,
+            values,
+            self._shards.channels,
+            worker_id=self._worker_id,
+            traffic=self._traffic,
+            attempts=attempts,
+            incarnation=self._opening.incarnation,
+        )
+        version = attempts.run(first_weights.settle)
+        if self.spec.mode == "sync" and self.next_step < version:  # a checkpoint was restored
+            self._open(attempts, is_known=True)
+        return Settled(version, first_weights.is_own)
 
     def get_weights(
         self, *, out: ValuesT | None = None, min_version: int = 0, timeout_s: float | None = None

@@ -19,6 +19,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -50,10 +51,11 @@ from shardwell.torch.buffers import (
 )
 from shardwell.torch.embedding import TableModule
 from shardwell.torch.gradient_watch import GradientWatch
-from shardwell.torch.optimizer_state import KEY, TrainingState, digest_of
+from shardwell.torch.optimizer_state import KEY, VALUES_KEY, TrainingState, digest_of
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
 from shardwell.torch.plain_names import PlainNames
 from shardwell.torch.threads import watch_threads
+from shardwell.torch.pushed_values import Meeting, PushedValues, replace, saved_values
 from shardwell.torch.untrained import Untrained
 
 _LOG = logging.getLogger("shardwell")
@@ -129,6 +131,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         check_client(client)
         self.sample_count = 1
         """Weight of this worker's next gradients in the mean, such as the number of samples."""
+        self.saves_values = False
+        """Whether `state_dict` has weights and the update rule's arrays, too."""
         if isinstance(optimizer, Average) or not isinstance(optimizer, Optimizer):
             raise ArgumentError(
                 f"optimizer must be an update rule, as shardwell.AdamW(3e-4); got {optimizer!r}"
@@ -178,7 +182,11 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             if isinstance(each, torch.Tensor):
                 check_readable(tensor_name, each)
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        self.parameter: Parameter[NamedArrays] = _opened(
+        self._client = client
+        self._meeting: Meeting | None = None
+        """Of all workers, once this one has pushed something."""
+        self._opened = partial(
+            _opened,
             client,
             name,
             shapes,
@@ -188,6 +196,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             codec=codec,
             mode=mode,
         )
+        self.parameter: Parameter[NamedArrays] = self._opened()
         """The parameter on the cluster: `next_step`, `version`, `reopen`."""
         self.parameter.advise_on_non_finite(
             "zero_grad() and go on with another batch, lower the learning rate, or clip with "
@@ -478,31 +487,100 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's, of the rates alone, and which training it is of: name, step, digest of weights.
 
-        The optimizer's arrays stay on the shards; `Client.save_checkpoint` has them.
+        The update rule's arrays stay on the shards, in whose checkpoints they are; with
+        `saves_values` they are in the state, too, by tensor, through a temporary directory.
 
         Raises:
-            ArgumentError: some gradients of a step have left, which has not ended.
+            ArgumentError: some gradients of a step have left, which has not ended; or values are
+                asked for in asynchronous mode.
+            ShardwellError: with `saves_values`, as `Client.save_checkpoint`.
         """
-        if self._owed is not None or (self._begun is not None and self._begun.has_left):
-            raise ArgumentError("state_dict() in the middle of a step; call step() before")
-        return {**super().state_dict(), KEY: self._training_state().as_dict()}
+        self._check_between_steps("state_dict()")
+        own = self._training_state()
+        state: dict[str, Any] = {**super().state_dict(), KEY: own.as_dict()}
+        if self.saves_values:
+            if self.parameter.spec.mode == "async":
+                raise ArgumentError("saves_values is for mode='sync': others have no one version")
+            state[VALUES_KEY] = saved_values(self._client, self.parameter, own.version)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets the rates that a state has, if the cluster is where the state was saved.
 
+        Where it is elsewhere, and the state has values (`saves_values`), they replace the
+        cluster's: all workers load the same state then. The model gets them, and training goes on
+        at the state's step.
+
         Raises:
-            ArgumentError: the state is another optimizer's, of another training or of another step;
-                or its groups have other options. Nothing was changed.
+            ArgumentError: the state is another optimizer's; or of another training or step, and
+                without values; or its groups have other options. Nothing was changed. Or as
+                `push_weights`.
+            ShardwellError: as `push_weights`.
         """
         found = TrainingState.of(state_dict)
-        found.check_goes_on(self._training_state(), is_sync=self.parameter.spec.mode == "sync")
+        self._check_between_steps("load_state_dict()")
+        now, is_sync = self._training_state(), self.parameter.spec.mode == "sync"
+        values: PushedValues | None = None
+        try:
+            found.check_goes_on(now, is_sync=is_sync)
+        except ArgumentError:
+            if VALUES_KEY not in state_dict or found.name != now.name:
+                raise
+            values = PushedValues.of(state_dict[VALUES_KEY], self.parameter.spec, found.version)
         before = self.param_groups
         try:
-            super().load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
+            super().load_state_dict(
+                {k: v for k, v in state_dict.items() if k not in (KEY, VALUES_KEY)}
+            )
             self._rates.rate(self.param_groups)
         except (ArgumentError, KeyError, ValueError) as error:
             self.__dict__["param_groups"] = before
             raise ArgumentError(f"load_state_dict: {error}") from None
+        if values is not None:
+            self._replace(values)
+
+    def push_weights(self) -> None:
+        """Makes the model's weights the cluster's, on purpose; blocks until all workers call it.
+
+        Such as after `model.load_state_dict`. A new training begins with them, at step 0 and with
+        new arrays of the update rule: the parameter is deleted and made again, which takes the
+        right `admin`, or `create` and the token that made it. All workers push the same weights.
+        `load_state_dict` of a state with values goes back to a step with all that belongs to it.
+
+        Raises:
+            ArgumentError: another worker pushes other weights, or a step has not ended; nothing was
+                changed. Or a worker was started again meanwhile, and the parameter is gone.
+            WorkersMissingError: other workers do not push; nothing was changed.
+            ShardwellError: as `Client.delete` and `Client.parameter`.
+        """
+        self._check_between_steps("push_weights()")
+        weights = torch.empty(self._layout.size, dtype=torch.float32, device="cpu")
+        for tensor, own in zip(self._layout, self._tensors.values(), strict=True):
+            weights[tensor.offset : tensor.stop] = own.detach().reshape(-1)
+        self._replace(PushedValues({"weights": weights.numpy()}))
+
+    def _replace(self, values: PushedValues) -> None:
+        """Puts values in place of the cluster's, and takes the weights."""
+        old = self.parameter
+        if self._meeting is None:
+            self._meeting = Meeting(self._client, old.name, old.spec.worker_count)
+        self.parameter = replace(
+            self._client, old, values, self._meeting, self._opened, timeout_s=self.timeout_s
+        )
+        self._failed, self._options, self._begun = [], {}, None
+        self._announced.clear()
+        self._is_late = False
+        self.parameter.get_weights(out=self._weights.arrays, timeout_s=self.timeout_s)
+        self._take_weights()
+
+    def _check_between_steps(self, what: str) -> None:
+        """Returns if no gradient has left that no step has counted; takes back what has not.
+
+        Raises:
+            ArgumentError: one has.
+        """
+        if self._owed is not None or (self._begun is not None and self._begun.has_left):
+            raise ArgumentError(f"{what} in the middle of a step; call step() before")
 
     def _training_state(self) -> TrainingState:
         """Of the weights that the last step has brought."""
@@ -706,8 +784,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 raise ArgumentError(
                     f"the weights of tensor {tensor_name!r} were changed by something else than "
                     f"step(), and the shards, at step {self.parameter.next_step}, do not have "
-                    "them; load weights before the ServerOptimizer is made, of a cluster that does "
-                    "not have the parameter, and close() it before another is made for the model"
+                    "them; to begin a new training with them call push_weights() on all workers; "
+                    "close() this ServerOptimizer before another is made for the model"
                 )
             if tensor is not known or tensor.shape != shape:
                 raise ArgumentError(

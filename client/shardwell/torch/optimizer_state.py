@@ -1,7 +1,7 @@
 """What a state_dict of `ServerOptimizer` has beside torch's: which training it is of, and where.
 
 The optimizer's arrays are on the shards. So a state goes on where the cluster is at the same
-version of the same training, and nowhere else: never with arrays that begin anew.
+version of the same training, or where it has the values; never with arrays that begin anew.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from shardwell.errors import ArgumentError
 
 KEY = "shardwell"
 """Of a state_dict, beside torch's "state" and "param_groups"."""
+VALUES_KEY = "shardwell_values"
+"""The same, where `saves_values` is set."""
 _WHERE_ARRAYS_ARE = (
     "the optimizer's arrays are on the shards and in their checkpoints: call "
     "client.restore_checkpoint() before the ServerOptimizer is made"
@@ -84,15 +86,16 @@ class TrainingState:
                 f"load_state_dict: the state is of step {self.version} of parameter "
                 f"{self.name!r}, and the cluster is at step {now.version}, without the optimizer's "
                 f"arrays of step {self.version}; {_WHERE_ARRAYS_ARE}, with a checkpoint that "
-                f"client.save_checkpoint() made at step {self.version}"
+                f"client.save_checkpoint() made at step {self.version}; or save states with "
+                "optimizer.saves_values = True, which have them"
             )
         if now.version > self.version and is_sync:
             raise ArgumentError(
                 f"load_state_dict: the state is of step {self.version} of parameter "
                 f"{self.name!r}, and the cluster is at step {now.version}; to go on there, load no "
                 "state, and begin at optimizer.next_step with its data; to go back to step "
-                f"{self.version}, start a cluster without this parameter, and restore a checkpoint "
-                "of that step by client.restore_checkpoint() before the ServerOptimizer is made"
+                f"{self.version} on purpose, load on all workers a state that was saved with "
+                "optimizer.saves_values = True"
             )
         if is_sync and self.digest != now.digest:
             raise ArgumentError(

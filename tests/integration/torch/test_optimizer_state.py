@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import shardwell
+from harness.threads import together
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
@@ -112,6 +113,142 @@ def test_a_cluster_that_went_on_says_where_it_is(cluster, connect) -> None:
     with pytest.raises(shardwell.ArgumentError, match="the shards, at step 5, do not have them"):
         train(model, optimizer, 5, 6)
     assert optimizer.next_step == 5
+
+
+@pytest.mark.parametrize("shard_count", [1, 3])
+def test_a_state_with_values_goes_on_on_a_new_cluster(cluster, connect, shard_count) -> None:
+    model = net()
+    optimizer = made(model, connect(cluster(2), "w0"))
+    train(model, optimizer, 0, 5)
+    optimizer.saves_values = True
+    found = saved(model, optimizer)
+    train(model, optimizer, 5, 10)
+    again = net(seed=1)
+    optimizer = made(again, connect(cluster(shard_count), "w0"))
+    optimizer.load_state_dict(found["optimizer"])
+    assert optimizer.next_step == 5
+    train(again, optimizer, 5, 10)
+    for mine, its in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_workers_go_back_together(cluster, connect) -> None:
+    """To a step before, of which all load the state; then the same steps lead to the same bits."""
+    running = cluster(2)
+    models = [net(), net()]
+    clients = [connect(running, f"w{rank}") for rank in range(2)]
+    optimizers = [
+        made(model, client, worker_count=2) for model, client in zip(models, clients, strict=True)
+    ]
+
+    def steps(first: int, stop: int) -> None:
+        together([lambda r=r: train(models[r], optimizers[r], first, stop) for r in range(2)])
+
+    steps(0, 3)
+    for optimizer in optimizers:
+        optimizer.saves_values = True
+    states = [saved(*each) for each in zip(models, optimizers, strict=True)]
+    steps(3, 6)
+    expected = [each.detach().clone() for each in models[0].parameters()]
+    together([lambda r=r: optimizers[r].load_state_dict(states[r]["optimizer"]) for r in range(2)])
+    for model in models:
+        for mine, its in zip(model.parameters(), states[0]["model"].values(), strict=True):
+            assert torch.equal(mine, its)
+    steps(3, 6)
+    for model in models:
+        assert all(torch.equal(*each) for each in zip(model.parameters(), expected, strict=True))
+
+
+def test_weights_are_pushed_by_all_or_not_at_all(cluster, connect) -> None:
+    running = cluster(2)
+    models, alone = [net(), net()], net(seed=5)
+    clients = [connect(running, f"w{rank}") for rank in range(2)]
+    optimizers = [
+        made(model, client, worker_count=2) for model, client in zip(models, clients, strict=True)
+    ]
+
+    def steps(first: int, stop: int) -> None:
+        together([lambda r=r: train(models[r], optimizers[r], first, stop) for r in range(2)])
+
+    steps(0, 2)
+    kept = {name: each.clone() for name, each in models[0].state_dict().items()}
+
+    others = {seed: net(seed).state_dict() for seed in (5, 6)}
+
+    def push(seed: int, rank: int) -> None:
+        models[rank].load_state_dict(others[seed])
+        optimizers[rank].push_weights()
+
+    def refused(seed: int, rank: int) -> None:
+        with pytest.raises(shardwell.ArgumentError, match=r"push different values .* nothing was"):
+            push(seed, rank)
+
+    optimizers[0].timeout_s = 1.0
+    models[0].load_state_dict(others[5])
+    with pytest.raises(shardwell.WorkersMissingError, match=r"'model.pushed': .* missing of 2 w"):
+        optimizers[0].push_weights()
+    optimizers[0].timeout_s = None
+    together([lambda: refused(5, 0), lambda: refused(6, 1)])
+    assert [optimizer.next_step for optimizer in optimizers] == [2, 2]
+    for model in models:
+        model.load_state_dict(kept)
+    steps(2, 3)
+
+    together([lambda: push(5, 0), lambda: push(5, 1)])
+    assert [optimizer.next_step for optimizer in optimizers] == [0, 0]
+    steps(0, 3)
+    train(alone, torch.optim.Adam(alone.parameters(), 0.05), 0, 3)
+    for model in models:
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+def test_a_push_that_was_given_up_for_another(cluster, connect) -> None:
+    """What it brought was counted: the others get an error once, and then all agree."""
+    running = cluster(2)
+    models = [net(), net()]
+    optimizers = [
+        made(model, connect(running, f"w{rank}"), worker_count=2)
+        for rank, model in enumerate(models)
+    ]
+    others = {seed: net(seed).state_dict() for seed in (5, 6)}
+    optimizers[0].timeout_s = 1.0
+    models[0].load_state_dict(others[5])
+    with pytest.raises(shardwell.WorkersMissingError):
+        optimizers[0].push_weights()
+    optimizers[0].timeout_s = None
+    for model in models:
+        model.load_state_dict(others[6])
+
+    def second() -> None:
+        with pytest.raises(shardwell.ArgumentError, match="nothing was changed"):
+            optimizers[1].push_weights()
+        optimizers[1].push_weights()
+
+    together([optimizers[0].push_weights, second])
+    together([lambda r=r: train(models[r], optimizers[r], 0, 2) for r in range(2)])
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
+def test_values_that_do_not_fit_are_refused_by_name(cluster, connect) -> None:
+    model = net()
+    optimizer = made(model, connect(cluster(2), "w0"))
+    train(model, optimizer, 0, 2)
+    optimizer.saves_values = True
+    state = through_a_file(optimizer.state_dict())
+    train(model, optimizer, 2, 3)
+    values = state["shardwell_values"]
+    weights = {**values["weights"], "bias": torch.zeros(4)}
+    for found, words in (
+        ({}, r"values of \[\]; expected \['weights', 'exp_avg', 'exp_avg_sq'\] of Adam"),
+        ({**values, "weights": weights}, r"'weights' of tensor 'bias' has shape \(4,\), expected"),
+        ({**values, "exp_avg": {}}, r"'exp_avg' of tensor '.*' has shape None, expected"),
+        ([], "values of 'list'"),
+    ):
+        with pytest.raises(shardwell.ArgumentError, match=words):
+            optimizer.load_state_dict({**state, "shardwell_values": found})
+    assert optimizer.next_step == 3
+    train(model, optimizer, 3, 4)
 
 
 def test_states_of_other_trainings_are_refused_by_name(cluster, connect) -> None:
