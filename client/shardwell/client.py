@@ -25,9 +25,9 @@ from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.closeable import Closing
+from shardwell.process.connected import Connected
 from shardwell.process.environment import variable
 from shardwell.process.html_table import html_table
-from shardwell.process.connected import Connected
 from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import CallScope

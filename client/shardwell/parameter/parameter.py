@@ -39,8 +39,8 @@ from shardwell.parameter.outcome import Outcome, merged
 from shardwell.parameter.pieces import Pieces
 from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.placement.slices import Slice, slice_of
-from shardwell.process.html_table import html_table
 from shardwell.process.connected import Connected
+from shardwell.process.html_table import html_table
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
@@ -243,9 +243,7 @@ class Parameter(Connected, Generic[ValuesT]):
         what = f"first weights of {self.name!r}"
         values: Float32 = self._values.pieces(what, given).whole()
         if is_weights and not self.spec.allow_non_finite:
-            finite_peak(
-                what, values, self.name, remedy="mend them first", told=self.spec.element
-            )
+            finite_peak(what, values, self.name, remedy="mend them first", told=self.spec.element)
         return values
 
     def _settle(self, values: GivenValues, attempts: Attempts) -> Settled:

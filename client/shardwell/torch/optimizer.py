@@ -54,8 +54,8 @@ from shardwell.torch.gradient_watch import GradientWatch
 from shardwell.torch.optimizer_state import KEY, VALUES_KEY, TrainingState, digest_of
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
 from shardwell.torch.plain_names import PlainNames
-from shardwell.torch.threads import watch_threads
 from shardwell.torch.pushed_values import Meeting, PushedValues, replace, saved_values
+from shardwell.torch.threads import watch_threads
 from shardwell.torch.untrained import Untrained
 
 _LOG = logging.getLogger("shardwell")

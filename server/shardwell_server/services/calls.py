@@ -363,7 +363,7 @@ class Calls:
         for call in self._open:
             call.changed.set()
 
-    def end_those_of(self, kind: str, name: str, message: str) -> None:
+    def end_those_with_name(self, kind: str, name: str, message: str) -> None:
         """Ends calls that were granted a name, to be made again by their client.
 
         From any thread but the loop's. What their handlers still come to is answered to nobody.
@@ -392,7 +392,7 @@ class Calls:
             except AuthenticationError as error:
                 call.end(error)
 
-    def end_those_of(self, session: int, call: Call, error: ShardwellError) -> None:
+    def end_those_of_session(self, session: int, call: Call, error: ShardwellError) -> None:
         """Ends, soon, calls by which a session contributes or attends; from any thread.
 
         Args:

@@ -128,4 +128,4 @@ class NameService:
 
     def _end_calls(self, word: str, name: str) -> None:
         """Ends what is at work on a name; made again, it hears that the name is gone."""
-        self._calls.end_those_of(word, name, f"{word} {name!r} is being deleted; call again")
+        self._calls.end_those_with_name(word, name, f"{word} {name!r} is being deleted; call again")
