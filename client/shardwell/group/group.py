@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import ReductionName
 from shardwell.placement.slices import slice_of
 from shardwell.process.connected import Connected
+from shardwell.process.ending import closed_text
 from shardwell.rpc.calls import CallThreads, cancelled_by
 from shardwell.rpc.tls import Tls
 from shardwell.traffic import Traffic
@@ -97,8 +97,7 @@ class Group(Connected):
         self._closed = False
         self._rebuilding = threading.Lock()
         # A program that ends without `close` leaves all the same, once its calls are done.
-        self._at_exit = partial(_close_at_exit, weakref.ref(self))
-        atexit.register(self._at_exit)
+        self._at_exit = weakref.finalize(self, _close_at_exit, weakref.ref(self))
         # One that is forgotten leaves as well.
         self._forgotten = weakref.finalize(self, threads.close, membership.leave)
         self._forgotten.atexit = False
@@ -389,7 +388,7 @@ class Group(Connected):
         if self._closed or not self._threads.owner.is_here:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        self._at_exit.detach()
         self._forgotten.detach()
         begun: list[bool] = []
 
@@ -406,7 +405,7 @@ class Group(Connected):
     def _check_open(self) -> None:
         self._threads.owner.check()
         if self._closed:
-            raise ClosedError(f"group {self.name!r} was closed; join it again")
+            raise ClosedError(closed_text(f"group {self.name!r}", "join it again"))
 
     def __enter__(self) -> Group:
         return self

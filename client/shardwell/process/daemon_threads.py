@@ -1,20 +1,23 @@
-"""Threads for a worker's server, which do not keep its process from ending.
+"""Threads which do not keep their process from ending, and take work while it ends.
 
 Python waits at a process's end for all threads of a ThreadPoolExecutor. Those of a member's server
 write the other members' streams, which end when those members do: two that wait for each other
-would never end, and a worker that fails would look as if it lived.
+would never end, and a worker that fails would look as if it lived. And a ThreadPoolExecutor takes
+no work once the main thread has ended, though other threads and atexit handlers go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 ResultT = TypeVar("ResultT")
+_Task: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreads(Executor):
@@ -23,9 +26,11 @@ class DaemonThreads(Executor):
     Args:
         count_max: Threads, which are started as they are needed.
         name: Of each.
+        lends_callers: Who submits work does it where no thread can be had, as in atexit handlers.
     """
 
-    def __init__(self, count_max: int, name: str) -> None:
+    def __init__(self, count_max: int, name: str, *, lends_callers: bool = False) -> None:
+        self._lends_callers = lends_callers
         self._count_max = count_max
         self._name = name
         self._lock = threading.Lock()
@@ -33,9 +38,7 @@ class DaemonThreads(Executor):
         self._threads: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
         # Bounded by the server: maximum_concurrent_rpcs.
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
 
     def submit(
         self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any
@@ -51,9 +54,10 @@ class DaemonThreads(Executor):
                 raise RuntimeError("these threads were shut down; they take no more work")
             self._tasks.put((future, partial(function, *args, **kwargs)))
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._count_max:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._add()
+            is_done_here = self._lends_callers and not self._threads
+        if is_done_here:
+            self._work_off()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -61,19 +65,47 @@ class DaemonThreads(Executor):
         with self._lock:
             self._closed = True
             threads = list(self._threads)
+        if cancel_futures:
+            while (task := self._taken()) is not None:
+                task[0].cancel()
         for _ in threads:
             self._tasks.put(None)
         if wait:
             for thread in threads:
                 thread.join()
 
+    def _add(self) -> None:
+        """Starts a thread; the lock is held."""
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not (self._lends_callers or self._threads):
+                raise
+        else:
+            self._threads.append(thread)
+
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            future, call = task
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:
-                    future.set_exception(error)
-            del task, future, call
+            _do(*task)
+            del task
             self._idle.release()
+
+    def _work_off(self) -> None:
+        """Does what waits, on the caller's thread."""
+        while (task := self._taken()) is not None:
+            _do(*task)
+
+    def _taken(self) -> _Task | None:
+        """What waits next; None: nothing does."""
+        with contextlib.suppress(queue.Empty):
+            return self._tasks.get_nowait()
+        return None
+
+
+def _do(future: Future[Any], call: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TypeVar
 
+from shardwell.process.daemon_threads import DaemonThreads
 from shardwell.rpc.calls import CallPart, current_call
 
 _THREAD_COUNT_MAX = 8
@@ -41,7 +42,8 @@ def ask_all(given: Sequence[GivenT], ask: Callable[[GivenT], AnswerT]) -> list[A
         with part.running():
             return ask(each)
 
-    pool = ThreadPoolExecutor(min(len(given), _THREAD_COUNT_MAX), "shardwell-asking")
+    thread_count = min(len(given), _THREAD_COUNT_MAX)
+    pool = DaemonThreads(thread_count, "shardwell-asking", lends_callers=True)
     try:
         futures: list[Future[AnswerT]] = [
             pool.submit(asked, part, each) for part, each in zip(parts, given, strict=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from typing import Any, TypeVar
 
 import grpc
 
 from shardwell.errors import DeadlineError, ShardwellError
+from shardwell.process.daemon_threads import DaemonThreads
 from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.shard_channel import ShardChannel
 
@@ -118,7 +119,7 @@ class CallGroup:
                 self.cancel()
                 raise
 
-        with ThreadPoolExecutor(_READER_COUNT_MAX, "shardwell-reader") as pool:
+        with DaemonThreads(_READER_COUNT_MAX, "shardwell-reader", lends_callers=True) as pool:
             try:
                 futures = [pool.submit(read, reader) for reader in readers]
                 wait(futures, return_when=FIRST_EXCEPTION)

@@ -40,6 +40,7 @@ from shardwell.errors import (
     LimitError,
     ShardwellError,
 )
+from shardwell.process.ending import closed_text, named
 from shardwell.process.owner import OwnerProcess
 
 _LOG = logging.getLogger("shardwell")
@@ -216,11 +217,14 @@ class CallThreads:
         self._name = name
         self.owner = OwnerProcess(name)
         """The process that has the threads."""
-        self.closed = f"the {name} was closed; connect again"
-        """What a call is refused with after `close`."""
+        self.closed = ""
+        """What a call is refused with after `close`, where that has a reason of its own."""
         self._threads = _Threads(f"shardwell-{name}")
         self._end = weakref.finalize(self, self._threads.end)
-        self._threads.start()
+        try:
+            self._threads.start()
+        except RuntimeError as error:
+            raise named(error, f"a {name}") from None
 
     def run(
         self,
@@ -325,7 +329,7 @@ class CallThreads:
     def _check_room(self) -> None:
         self.owner.check()
         if self._threads.is_ended:
-            raise ClosedError(self.closed)
+            raise ClosedError(self.closed or closed_text(f"the {self._name}", "connect again"))
         if self._threads.running_count >= CALL_COUNT_MAX:
             raise LimitError(
                 f"limit call_count_max={CALL_COUNT_MAX}: as many calls of this {self._name} are "
@@ -557,7 +561,7 @@ def _outcome_of(call: Call[Any]) -> _Outcome:
     try:
         return _Outcome(call.body(), None)
     except BaseException as error:
-        return _Outcome(None, error)
+        return _Outcome(None, named(error, "this call"))
 
 
 def _not_begun() -> _Outcome:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -28,6 +29,7 @@ from shardwell.errors import (
 from shardwell.group.rendezvous.notices import WaitingNotices
 from shardwell.process.closeable import Closing
 from shardwell.rpc.absence import why_absent
+from shardwell.process.ending import has_main_ended
 from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.channel import Channel
 from shardwell.rpc.credentials import NO_CREDENTIALS, Credentials
@@ -282,6 +284,8 @@ class Rendezvous(Closing):
     ) -> Any:
         self._channel.renew()
         stub = unary_stub(self._channel.current, f"/{_SERVICE}/{method}", response_type)
+        if has_main_ended():
+            return _CallHere(partial(stub, request, timeout=timeout_s, wait_for_ready=waits))
         try:
             return stub.future(request, timeout=timeout_s, wait_for_ready=waits)
         except ValueError as error:  # what gRPC raises for a closed channel
@@ -295,6 +299,10 @@ class Rendezvous(Closing):
                 raise ShardUnavailableError(f"the answer of {self.address} was lost on its way")
             checksum.check_sealed(response)
             return response
+        except ValueError as error:  # what gRPC raises for a closed channel
+            if not self._closed.is_set():
+                raise
+            raise ClosedError(f"the rendezvous was closed ({error})") from None
         except grpc.FutureCancelledError:
             if _is_expired():
                 raise DeadlineError(
@@ -307,6 +315,20 @@ class Rendezvous(Closing):
             raise from_rpc_error(
                 error, shard_index=None, address=self.address, role="rendezvous"
             ) from None
+
+
+class _CallHere:
+    """A call on the thread that waits for it: gRPC starts a thread for others, and Python may not.
+
+    Args:
+        result: Makes it.
+    """
+
+    def __init__(self, result: Callable[[], Any]) -> None:
+        self.result = result
+
+    def cancel(self) -> None:
+        """Does nothing: it ends at its timeout at the latest."""
 
 
 def _is_given_up() -> bool:

@@ -210,7 +210,10 @@ class PeerServer:
             self._closed = True
             self._changed.notify_all()
         self.links.close()
-        self._server.stop(_GRACE_S).wait()
+        try:
+            self._server.stop(_GRACE_S).wait()
+        except RuntimeError:  # gRPC waits on a thread, which Python starts no more at its end
+            self._server.stop(None).wait()
         self.arenas.close()
         self._threads.shutdown()
         self._watchdog.close()
