@@ -28,8 +28,8 @@ from shardwell.errors import (
 )
 from shardwell.group.rendezvous.notices import WaitingNotices
 from shardwell.process.closeable import Closing
-from shardwell.rpc.absence import why_absent
 from shardwell.process.ending import has_main_ended
+from shardwell.rpc.absence import why_absent
 from shardwell.rpc.calls import cancelled_by, current_call
 from shardwell.rpc.channel import Channel
 from shardwell.rpc.credentials import NO_CREDENTIALS, Credentials
