@@ -11,8 +11,10 @@ import secrets
 from typing import NamedTuple
 
 from shardwell.process.environment import host_id, host_name
+from shardwell.process.identity import own_identity
 
 HOST_LENGTH_MAX = 255
+PROCESS_LENGTH_MAX = 255
 _ID_BYTES = 4
 
 
@@ -25,6 +27,8 @@ class Session(NamedTuple):
     """Name of the machine."""
     pid: int
     """The process there."""
+    process: str = ""
+    """Which one, for who can look it up: see `own_identity`; empty: not known."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host!r}"
@@ -32,7 +36,7 @@ class Session(NamedTuple):
 
 def new_session() -> Session:
     """That of a client which connects now, in this process."""
-    return Session(secrets.randbits(63) + 1, host_name(), os.getpid())
+    return Session(secrets.randbits(63) + 1, host_name(), os.getpid(), own_identity())
 
 
 def unique_worker_id() -> str:

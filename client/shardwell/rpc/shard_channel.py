@@ -255,6 +255,7 @@ class ShardChannel:
             session=self.session.number,
             host=self.session.host,
             pid=self.session.pid,
+            process=self.session.process,
         )
         return self._attend(request, wait_for_ready=True)
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shardwell.v1 import types_pb2 as shardwell_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ashardwell/v1/session.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"\x8a\x01\n\rAttendRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\x06\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x10\n\x0e\x41ttendResponse\"`\n\x11\x45ndSessionRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x0f\n\x07session\x18\x02 \x01(\x06\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x14\n\x12\x45ndSessionResponse2\xa8\x01\n\x0eSessionService\x12\x45\n\x06\x41ttend\x12\x1b.shardwell.v1.AttendRequest\x1a\x1c.shardwell.v1.AttendResponse0\x01\x12O\n\nEndSession\x12\x1f.shardwell.v1.EndSessionRequest\x1a .shardwell.v1.EndSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ashardwell/v1/session.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"\x9b\x01\n\rAttendRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\x06\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07process\x18\x06 \x01(\t\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x10\n\x0e\x41ttendResponse\"`\n\x11\x45ndSessionRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x0f\n\x07session\x18\x02 \x01(\x06\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x14\n\x12\x45ndSessionResponse2\xa8\x01\n\x0eSessionService\x12\x45\n\x06\x41ttend\x12\x1b.shardwell.v1.AttendRequest\x1a\x1c.shardwell.v1.AttendResponse0\x01\x12O\n\nEndSession\x12\x1f.shardwell.v1.EndSessionRequest\x1a .shardwell.v1.EndSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shardwell.v1.session_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ATTENDREQUEST']._serialized_start=71
-  _globals['_ATTENDREQUEST']._serialized_end=209
-  _globals['_ATTENDRESPONSE']._serialized_start=211
-  _globals['_ATTENDRESPONSE']._serialized_end=227
-  _globals['_ENDSESSIONREQUEST']._serialized_start=229
-  _globals['_ENDSESSIONREQUEST']._serialized_end=325
-  _globals['_ENDSESSIONRESPONSE']._serialized_start=327
-  _globals['_ENDSESSIONRESPONSE']._serialized_end=347
-  _globals['_SESSIONSERVICE']._serialized_start=350
-  _globals['_SESSIONSERVICE']._serialized_end=518
+  _globals['_ATTENDREQUEST']._serialized_end=226
+  _globals['_ATTENDRESPONSE']._serialized_start=228
+  _globals['_ATTENDRESPONSE']._serialized_end=244
+  _globals['_ENDSESSIONREQUEST']._serialized_start=246
+  _globals['_ENDSESSIONREQUEST']._serialized_end=342
+  _globals['_ENDSESSIONRESPONSE']._serialized_start=344
+  _globals['_ENDSESSIONRESPONSE']._serialized_end=364
+  _globals['_SESSIONSERVICE']._serialized_start=367
+  _globals['_SESSIONSERVICE']._serialized_end=535
 # @@protoc_insertion_point(module_scope)

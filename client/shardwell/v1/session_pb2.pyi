@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttendRequest(_message.Message):
-    __slots__ = ("shard", "worker_id", "session", "host", "pid", "crc32c")
+    __slots__ = ("shard", "worker_id", "session", "host", "pid", "process", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     worker_id: str
     session: int
     host: str
     pid: int
+    process: str
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
     __slots__ = ()

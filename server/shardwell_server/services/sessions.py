@@ -10,7 +10,7 @@ from functools import partial
 import grpc
 
 from shardwell.errors import ArgumentError, ShardUnavailableError
-from shardwell.rpc.session import HOST_LENGTH_MAX, Session
+from shardwell.rpc.session import HOST_LENGTH_MAX, PROCESS_LENGTH_MAX, Session
 from shardwell.specs.names import check_name
 from shardwell.v1 import session_pb2 as pb
 from shardwell_server.services.calls import HELD, Call, Calls, Handling
@@ -48,7 +48,14 @@ class SessionService:
             raise ArgumentError(
                 f"host must be 1 to {HOST_LENGTH_MAX} printable characters; got {host!r:.80}"
             )
-        session, sessions = Session(request.session, host, request.pid), self._shard.sessions
+        process = request.process
+        if len(process) > PROCESS_LENGTH_MAX or not (process.isascii() and process.isprintable()):
+            raise ArgumentError(
+                f"process must be up to {PROCESS_LENGTH_MAX} printable ASCII characters; got "
+                f"{process!r:.80}"
+            )
+        session = Session(request.session, host, request.pid, process)
+        sessions = self._shard.sessions
         ended = ShardUnavailableError("the shard does not attend this session any more")
         token = sessions.attend(worker_id, session, partial(call.end, ended), call.usage)
         call.session = session.number

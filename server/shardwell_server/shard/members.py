@@ -54,11 +54,11 @@ TakesNote = Callable[[Event], None]
 class Liveness(Protocol):
     """What is known of sessions, by their numbers."""
 
-    def alive_for_s(self, number: int) -> float:
+    def alive_for_s(self, number: int, process: str = "") -> float:
         """For how many seconds a session counts as alive if nothing is heard of it.
 
-        math.inf while it attends; 0 when it is gone; else it is waited for since the shard was
-        started.
+        math.inf while it attends; 0 when it is gone, or its `process` has ended; else it is waited
+        for since the shard was started.
         """
 
     def spare_in_s(self, number: int) -> float:
@@ -403,7 +403,10 @@ class Seats(ABC, Generic[SeatT]):
         return self._sessions.spare_in_s(seat.owner.number)
 
     def _check_gone(self, worker_id: str, owner: Session | None, session: Session) -> None:
-        if owner is None or not (alive_for_s := self._sessions.alive_for_s(owner.number)):
+        if owner is None:
+            return
+        alive_for_s = self._sessions.alive_for_s(owner.number, owner.process)
+        if not alive_for_s:
             return
         advice = "give each worker an id of its own"
         if alive_for_s == math.inf:

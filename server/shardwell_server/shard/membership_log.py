@@ -3,7 +3,7 @@
 Every change is logged in the storage before it takes effect, so that a shard that comes back goes
 on with it. Events, as JSON objects:
 
-    {"kind": "seat", "worker_id": W, "session": [N, host, pid] or null, "tenure": [T, F]}
+    {"kind": "seat", "worker_id": W, "session": [N, host, pid, process] or null, "tenure": [T, F]}
                                                  W takes the next seat, in tenure T, from step F on;
                                                  null: its session has ended in order since
     {"kind": "tenure", "seat_index": I, "worker_id": W, "session": ..., "tenure": [T, F]}

@@ -3,7 +3,8 @@
 A session attends as long as one of its Attend calls is open; the server's keepalive ends those of a
 machine that vanished. A shard that was started again does not know which of the sessions that own
 seats live; until `return_s` after its start each that it has not heard of counts as alive, so that
-a living one can come back to its seats before others take them.
+a living one can come back to its seats before others take them. A process of this machine that has
+ended does not come back, and is not waited for.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shardwell.errors import (
     SessionUnknownError,
     ShardUnavailableError,
 )
+from shardwell.process.identity import has_ended
 from shardwell.rpc.session import Session
 from shardwell_server.shard.quotas import Usage
 
@@ -210,13 +212,14 @@ class Sessions:
             self._left_owners.pop(first, None)
             self._ended.discard(first)
 
-    def alive_for_s(self, number: int) -> float:
+    def alive_for_s(self, number: int, process: str = "") -> float:
         with self._lock:
             if number in self._attending:
                 return math.inf
             if number in self._left_s:
                 return 0.0
-            return max(self._return_until_s - self._now_s(), 0.0)
+            waits_s = max(self._return_until_s - self._now_s(), 0.0)
+        return 0.0 if waits_s and has_ended(process) else waits_s
 
     def spare_in_s(self, number: int) -> float:
         with self._lock:

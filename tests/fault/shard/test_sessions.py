@@ -20,6 +20,7 @@ from harness.faults.standing_still import stop, stopped
 from harness.polling import Stopwatch, eventually
 from harness.programs.session_worker import SessionWorker, Subject
 from shardwell_server import LocalCluster
+from shardwell_server.shard import shard as shard_module
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -128,6 +129,42 @@ def test_who_died_with_the_shards_is_replaced_after_a_while(
     again = Subject(connect(running, "w0"), kind, "sync")
     assert again.put(1) == 1
     assert again.values() == {-2.0}
+
+
+@pytest.mark.sampled(1)
+@KINDS
+def test_a_process_of_this_machine_that_died_with_the_shards_is_not_waited_for(
+    cluster, connect, tmp_path, monkeypatch, kind
+) -> None:
+    """Shards that wait for others for an hour give its place to the next one."""
+    monkeypatch.setattr(shard_module, "RETURN_S_MAX", 3600.0)
+    running = cluster(2, data_dir=tmp_path, session_lease_s=3600)
+    with SessionWorker(running.target, "w0", kind, "sync") as worker:
+        assert worker.ask("put 1") == "step 0"
+        with stopped(worker.pid):
+            running.close()
+            worker.send(signal.SIGKILL)
+        worker.end()
+    again = Subject(
+        connect(cluster(2, data_dir=tmp_path, session_lease_s=3600), "w0"), kind, "sync"
+    )
+    assert again.put(1) == 1
+    assert again.values() == {-2.0}
+
+
+@pytest.mark.sampled(1)
+@KINDS
+def test_a_process_that_lives_is_waited_for(cluster, connect, tmp_path, monkeypatch, kind) -> None:
+    monkeypatch.setattr(shard_module, "RETURN_S_MAX", 3600.0)
+    running = cluster(2, data_dir=tmp_path, session_lease_s=3600)
+    with SessionWorker(running.target, "w0", kind, "sync") as worker:
+        assert worker.ask("put 1") == "step 0"
+        with stopped(worker.pid):
+            running.close()
+            again = cluster(2, data_dir=tmp_path, session_lease_s=3600)
+            second = Subject(connect(again, "w0", timeout_s=1.0), kind, "sync")
+            with pytest.raises(shardwell.WorkerIdInUseError, match=f"process {worker.pid}"):
+                second.put(1)
 
 
 @pytest.mark.sampled(1)

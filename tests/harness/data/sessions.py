@@ -41,7 +41,7 @@ def enter(into: Any, worker_id: str) -> None:
 class AllAlive:
     """Every session attends."""
 
-    def alive_for_s(self, number: int) -> float:
+    def alive_for_s(self, number: int, process: str = "") -> float:
         """See Liveness."""
         return math.inf
 
